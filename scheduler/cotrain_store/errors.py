@@ -1,0 +1,136 @@
+"""Errors of the store. The docstring of a class is its default message.
+
+StoreError
+├── NotFound
+│   ├── SessionNotFound
+│   ├── RunNotFound
+│   ├── RequestNotFound
+│   └── BaseModelNotServed
+├── AuthenticationFailed
+│   ├── InvalidKey
+│   └── ExpiredKey
+├── Refused                         (the request is wrong; it was not accepted)
+│   ├── SeqConflict
+│   ├── SeqTooFar
+│   ├── RunClosed
+│   ├── RunFailed
+│   └── SessionFinished
+├── Busy                            (nothing is wrong; try again later)
+│   ├── QueueFull
+│   ├── RunQuotaReached
+│   └── DiskReserveReached
+├── Fenced                          (this process was replaced by a newer one and must exit)
+├── PlanOutdated
+├── SpoolCorrupt
+├── UnsafeRedis
+└── StoreUnavailable
+"""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """The store could not do what was asked."""
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or (type(self).__doc__ or "").strip())
+
+
+class NotFound(StoreError):
+    """Not found."""
+
+
+class SessionNotFound(NotFound):
+    """Session not found."""
+
+
+class RunNotFound(NotFound):
+    """Training run not found."""
+
+
+class RequestNotFound(NotFound):
+    """Request not found."""
+
+
+class BaseModelNotServed(NotFound):
+    """This base model is not served here."""
+
+
+class AuthenticationFailed(StoreError):
+    """Authentication failed."""
+
+
+class InvalidKey(AuthenticationFailed):
+    """Invalid API key."""
+
+
+class ExpiredKey(AuthenticationFailed):
+    """API key expired."""
+
+
+class Refused(StoreError):
+    """The request was refused."""
+
+
+class SeqConflict(Refused):
+    """This seq_id was already used with different content."""
+
+
+class SeqTooFar(Refused):
+    """seq_id too far ahead."""
+
+
+class RunClosed(Refused):
+    """The training run was unloaded."""
+
+
+class RunFailed(Refused):
+    """The training run was stopped: its recovery did not reproduce the stored results."""
+
+
+class SessionFinished(Refused):
+    """The session has finished."""
+
+
+class Busy(StoreError):
+    """The server is busy; try again."""
+
+    retry_after_s: float = 1.0
+
+
+class QueueFull(Busy):
+    """Tenant queue is full."""
+
+    retry_after_s = 5.0
+
+
+class RunQuotaReached(Busy):
+    """Run quota reached."""
+
+    retry_after_s = 30.0
+
+
+class DiskReserveReached(Busy):
+    """The server's disk is almost full."""
+
+    retry_after_s = 30.0
+
+
+class Fenced(StoreError):
+    """A newer process holds this role."""
+
+
+class PlanOutdated(StoreError):
+    """The queue changed while this plan was made; plan again."""
+
+
+class SpoolCorrupt(StoreError):
+    """A spool record does not match its reference."""
+
+
+class UnsafeRedis(StoreError):
+    """This Redis could lose acknowledged writes."""
+
+
+class StoreUnavailable(StoreError):
+    """Redis does not answer."""

@@ -1,0 +1,181 @@
+"""Every Redis key, one function each, with its owner and the reason for its lifetime.
+
+`{pool}` is a hash tag: all keys of one pool would land on one node of a cluster. The scripts build
+no key that is not made here: they get the pool's prefix and append the same suffixes.
+"""
+
+from __future__ import annotations
+
+from cotrain_store.messages import PoolId, RequestId, RunId, SessionId, TenantId, WorkerId
+
+#: Bumped when a key or a message changes; a process refuses a store of another version.
+SCHEMA_VERSION = "1"
+
+#: A session that sent no heartbeat for this long is shown as gone; the SDK beats every 10 s and
+#: itself warns after 120 s.
+SESSION_BEAT_TTL_MS = 180_000
+#: A worker that has not said it is alive for this long is not counted as ready.
+WORKER_BEAT_TTL_MS = 10_000
+#: The scheduler's lease: decides who tries, not who may (the epoch does that).
+LEASE_TTL_MS = 3_000
+#: A client may sleep over lunch or overnight and still learn its outcome.
+SMALL_RESULT_TTL_MS = 24 * 3600 * 1000
+#: Results above the inline limit sit on disk; two hours bound what an absent client can hold.
+LARGE_RESULT_TTL_MS = 2 * 3600 * 1000
+#: Cycle records kept for the dashboard and for debugging.
+CYCLES_KEPT = 1_000
+
+
+def schema() -> str:
+    """Name the schema version key; lives for ever."""
+    return "cotrain:schema"
+
+
+def api_key(key_id: str) -> str:
+    """Name an API key's hash (digest, tenant, not_after); removed when revoked."""
+    return f"cotrain:key:{key_id}"
+
+
+def api_keys() -> str:
+    """Name the set of all API key ids; lives for ever."""
+    return "cotrain:keys"
+
+
+def session(session_id: SessionId) -> str:
+    """Name a session's record; kept with its runs."""
+    return f"cotrain:session:{session_id}"
+
+
+def session_beat(session_id: SessionId) -> str:
+    """Name a session's sign of life; expires by itself."""
+    return f"cotrain:session:{session_id}:beat"
+
+
+def session_runs(session_id: SessionId) -> str:
+    """Name the set of a session's runs; kept with the session."""
+    return f"cotrain:session:{session_id}:runs"
+
+
+def run(run_id: RunId) -> str:
+    """Name a run's record (owner, pool, LoRA settings); kept until the tenant deletes it."""
+    return f"cotrain:run:{run_id}"
+
+
+def tenant_runs(tenant: TenantId) -> str:
+    """Name the set of a tenant's live runs: the quota counts it."""
+    return f"cotrain:tenant:{tenant}:runs"
+
+
+def pools() -> str:
+    """Name the hash of pools (id → PoolRecord); a worker writes its own at start."""
+    return "cotrain:pools"
+
+
+def scheduler_lease() -> str:
+    """Name the scheduler's lease; expires by itself."""
+    return "cotrain:scheduler:lease"
+
+
+def scheduler_epoch() -> str:
+    """Name the scheduler's fencing number; only grows."""
+    return "cotrain:scheduler:epoch"
+
+
+def result(request: RequestId) -> str:
+    """Name a result; expires (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS)."""
+    return f"cotrain:result:{request}"
+
+
+def spool_segment_refs() -> str:
+    """Name the hash spool segment → live references; a field goes when it reaches 0."""
+    return "cotrain:spool:refs"
+
+
+def notify_results() -> str:
+    """Name the channel that carries the request ids of a commit."""
+    return "cotrain:notify:results"
+
+
+def notify_scheduler() -> str:
+    """Name the channel that tells the scheduler that something became ready or free."""
+    return "cotrain:notify:scheduler"
+
+
+def notify_worker(pool: PoolId, worker: WorkerId) -> str:
+    """Name the channel that tells a worker that a step or an order to drop a run is there."""
+    return f"{prefix(pool)}notify:{worker}"
+
+
+def prefix(pool: PoolId) -> str:
+    """Start every key of a pool."""
+    return f"cotrain:{{{pool}}}:"
+
+
+def log(pool: PoolId, run_id: RunId) -> str:
+    """Name a run's place in its log (next, done, snap, worker, state); kept with the run."""
+    return f"{prefix(pool)}log:{run_id}"
+
+
+def ops(pool: PoolId, run_id: RunId) -> str:
+    """Name the hash seq → envelope; a field goes when a snapshot covers it."""
+    return f"{prefix(pool)}ops:{run_id}"
+
+
+def bodies(pool: PoolId, run_id: RunId) -> str:
+    """Name the hash seq → inline body; a field goes with its op."""
+    return f"{prefix(pool)}bodies:{run_id}"
+
+
+def ready(pool: PoolId) -> str:
+    """Name the sorted set of runs whose next op is there (score: when it became so)."""
+    return f"{prefix(pool)}ready"
+
+
+def gaps(pool: PoolId) -> str:
+    """Name the sorted set of runs that hold ops behind a missing seq (score: since when)."""
+    return f"{prefix(pool)}gaps"
+
+
+def queue(pool: PoolId, tenant: TenantId) -> str:
+    """Name a tenant's queue counters (ops, tokens, bytes); all 0 at rest."""
+    return f"{prefix(pool)}queue:{tenant}"
+
+
+def queue_tenants(pool: PoolId) -> str:
+    """Name the set of tenants that ever queued here; for the status page."""
+    return f"{prefix(pool)}tenants"
+
+
+def open_steps(pool: PoolId, worker: WorkerId) -> str:
+    """Name the hash cycle → Step of one worker: planned and not yet committed."""
+    return f"{prefix(pool)}open:{worker}"
+
+
+def drops(pool: PoolId, worker: WorkerId) -> str:
+    """Name the set of runs a worker shall drop from memory; emptied by the worker."""
+    return f"{prefix(pool)}drops:{worker}"
+
+
+def cycle_counter(pool: PoolId) -> str:
+    """Name the number of the last cycle; only grows."""
+    return f"{prefix(pool)}cycle"
+
+
+def cycles(pool: PoolId) -> str:
+    """Name the list of the last CYCLES_KEPT cycle records, newest first."""
+    return f"{prefix(pool)}cycles"
+
+
+def worker(pool: PoolId, worker_id: WorkerId) -> str:
+    """Name a worker's beat (JSON); expires by itself."""
+    return f"{prefix(pool)}worker:{worker_id}"
+
+
+def workers(pool: PoolId) -> str:
+    """Name the set of worker ids that ever served this pool."""
+    return f"{prefix(pool)}workers"
+
+
+def worker_epoch(pool: PoolId, worker_id: WorkerId) -> str:
+    """Name a worker's fencing number; only grows."""
+    return f"{prefix(pool)}epoch:{worker_id}"

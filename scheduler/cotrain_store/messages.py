@@ -1,0 +1,210 @@
+"""What crosses a process: ops, plans, results and records, as plain frozen data.
+
+Ids are strings that a client sees; everything else here is ours. JSON written by one version is
+read by the next one (unknown fields are ignored), so that a rolling upgrade loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NewType
+
+TenantId = NewType("TenantId", str)
+SessionId = NewType("SessionId", str)
+RunId = NewType("RunId", str)
+RequestId = NewType("RequestId", str)
+PoolId = NewType("PoolId", str)
+WorkerId = NewType("WorkerId", str)
+
+Category = Literal["user", "server", "unknown"]
+
+
+class OpKind(StrEnum):
+    """One op asked for by a tenant; the value is what the log stores."""
+
+    #: Make the run's adapter. Always seq 0.
+    CREATE = "create"
+    #: Log-probs and losses, no gradient.
+    FORWARD = "forward"
+    #: Log-probs, losses, and the gradient added to what the run has accumulated.
+    FORWARD_BACKWARD = "forward_backward"
+    #: AdamW on the accumulated gradient, then zero it. A barrier for its own run.
+    OPTIM_STEP = "optim_step"
+    #: A request that failed validation: it only takes its place in the order and fails.
+    REJECTED = "rejected"
+
+
+class RunState(StrEnum):
+    """Where one run is in its life."""
+
+    #: Takes requests.
+    LIVE = "live"
+    #: Unloaded by its tenant, or its session finished: takes no more requests.
+    CLOSED = "closed"
+    #: Stopped by the server because a replay did not give the same numbers.
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """The adapter a run trains; `alpha` is 32 for every rank, as the hosted services have it."""
+
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    alpha: float = 32.0
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Who pays and is isolated: the owner of every record."""
+
+    id: TenantId
+    name: str
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """One client process's connection."""
+
+    id: SessionId
+    tenant: TenantId
+    created_at: float
+    sdk_version: str = ""
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+    project_id: str | None = None
+    display_name: str | None = None
+    finished_at: float | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One LoRA training. Immutable but for `state`."""
+
+    id: RunId
+    tenant: TenantId
+    session: SessionId
+    pool: PoolId
+    base_model: str
+    lora: LoraSpec
+    created_at: float
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+    state: RunState = RunState.LIVE
+
+
+@dataclass(frozen=True)
+class PoolRecord:
+    """One base model and what its workers measured about it: all the API needs to check requests."""
+
+    id: PoolId
+    base_model: str
+    architecture: str
+    vocab_size: int
+    context_length: int
+    max_rank: int
+    num_parameters: int
+    device: str
+    dtype: str
+    numerics_id: str
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class QueuedOp:
+    """The envelope of one accepted op: all the scheduler reads. The body stays closed to it."""
+
+    run: RunId
+    seq: int
+    kind: OpKind
+    tokens: int
+    ref: str
+    """Where the body is: `inline` (beside the op, in Redis) or a spool reference."""
+    size: int
+    """Bytes of the body."""
+    accepted_at: float
+
+    @property
+    def request_id(self) -> RequestId:
+        """The id its future is polled under; derived, so that a repeated POST gets the same one."""
+        return request_id(self.run, self.seq)
+
+
+@dataclass(frozen=True)
+class RunQueue:
+    """The ops of one run that may run next: contiguous in seq, starting at the first unplanned."""
+
+    run: RunId
+    tenant: TenantId
+    worker: WorkerId | None
+    ops: tuple[QueuedOp, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The part of a cycle that one worker runs at once. A replay re-runs it as it stands."""
+
+    cycle: int
+    worker: WorkerId
+    ops: tuple[QueuedOp, ...]
+    planned_at: float
+    tenant_by_run: dict[RunId, TenantId]
+
+
+class ResultKind(StrEnum):
+    """How a result's payload is encoded."""
+
+    #: A JSON object, answered as it is.
+    JSON = "j"
+    #: A serialized ForwardBackwardOutput message.
+    PASS = "p"
+    #: `{"error": …, "category": …}`: the op failed.
+    FAILURE = "e"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a future resolves to."""
+
+    kind: ResultKind
+    payload: bytes
+
+    @classmethod
+    def of_json(cls, value: dict[str, Any]) -> Result:
+        """Encode a JSON object."""
+        return cls(ResultKind.JSON, json.dumps(value, separators=(",", ":")).encode())
+
+    @classmethod
+    def failed(cls, message: str, category: Category) -> Result:
+        """Encode a failure: a category and a sentence the tenant can act on."""
+        payload = json.dumps({"error": message, "category": category}, separators=(",", ":"))
+        return cls(ResultKind.FAILURE, payload.encode())
+
+    def json(self) -> dict[str, Any]:
+        """Decode a JSON or failure payload."""
+        decoded: dict[str, Any] = json.loads(self.payload)
+        return decoded
+
+
+def request_id(run: RunId, seq: int) -> RequestId:
+    """Name the request with this place in its run's order."""
+    return RequestId(f"{run}:{seq}")
+
+
+def run_of(request: RequestId) -> RunId:
+    """Name the run a request id belongs to; the inverse of `request_id`."""
+    return RunId(request.rpartition(":")[0])
+
+
+def run_id(session: SessionId, model_seq_id: int) -> RunId:
+    """Name a run the way SDK 0.38 hard-codes it for runs made by loading a checkpoint."""
+    return RunId(f"{session}:train:{model_seq_id}")
+
+
+def encode(record: Any) -> str:
+    """Write a dataclass of this module as compact JSON."""
+    return json.dumps(asdict(record), separators=(",", ":"))

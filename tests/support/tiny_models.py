@@ -1,0 +1,139 @@
+"""Write tiny random models of every supported family to a folder, in seconds and without a hub."""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS_BYTES = 400_000  # enough for a 4,096-token vocabulary, read in well under a second
+
+SHAPE: Mapping[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,  # large enough for a tiny model to have opinions
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    # Left on, as most hubs' configs have it: whoever packs sequences must survive it.
+    "use_cache": True,
+}
+GEMMA: Mapping[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16}
+ROPE_LLAMA3: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# family -> (configuration class, what makes this family different from its neighbours)
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3-window": (
+        "Qwen3Config",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "qwen2": ("Qwen2Config", {}),  # biases on q, k, v
+    "llama": ("LlamaConfig", {"rope_parameters": dict(ROPE_LLAMA3)}),
+    "mistral": ("MistralConfig", {"sliding_window": 16}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2Config",
+        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+
+
+def build_tiny(
+    family: str,
+    folder: Path,
+    *,
+    tied: bool = False,
+    vocab: int = 128,
+    hidden: int = 64,
+    layers: int = 2,
+    seed: int = 0,
+) -> Path:
+    """Write a random model of one of `FAMILIES` to `folder`; no tokenizer, fp32 safetensors."""
+    config_class, own = FAMILIES[family]
+    config = getattr(transformers, config_class)(
+        **SHAPE
+        | {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 2 * hidden}
+        | {"vocab_size": vocab, "tie_word_embeddings": tied}
+        | own
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if tied:
+            model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
+
+
+def build_tiny_qwen3(
+    folder: Path, *, vocab: int = 512, hidden: int = 64, layers: int = 2, seed: int = 0
+) -> Path:
+    """Write a random Qwen3 model with a real BPE tokenizer and chat template to `folder`.
+
+    The tokenizer is trained on the source text of the standard library; `vocab` is at least 260
+    (256 bytes and the special tokens).
+    """
+    build_tiny("qwen3", folder, vocab=vocab, hidden=hidden, layers=layers, seed=seed)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(trained_tokenizer(vocab)),
+        eos_token=SPECIAL_TOKENS[2],
+        pad_token=SPECIAL_TOKENS[0],
+        additional_special_tokens=[SPECIAL_TOKENS[1]],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@cache
+def trained_tokenizer(vocab: int) -> str:
+    """Train a byte-level BPE tokenizer of `vocab` tokens and return its JSON."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(standard_library_text(CORPUS_BYTES), trainer)
+    return tokenizer.to_str()
+
+
+def standard_library_text(max_bytes: int) -> Iterator[str]:
+    """Yield source files of the standard library, in order of name, up to about `max_bytes`."""
+    left = max_bytes
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        if left <= 0:
+            return
+        text = path.read_text(encoding="utf-8", errors="ignore")[:left]
+        left -= len(text)
+        yield text
