@@ -78,14 +78,21 @@ def build_tiny(
     """Write a random model of one of `FAMILIES` to `folder`; no tokenizer, fp32 safetensors."""
     config_class, own = FAMILIES[family]
     config = getattr(transformers, config_class)(
-        **SHAPE
-        | {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 2 * hidden}
-        | {"vocab_size": vocab, "tie_word_embeddings": tied}
-        | own
+        **{
+            **SHAPE,
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "vocab_size": vocab,
+            "tie_word_embeddings": tied,
+            **own,
+        }
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32
+        )
         if tied:
             model.tie_weights()
     model.save_pretrained(folder)
@@ -101,7 +108,7 @@ def build_tiny_qwen3(
     (256 bytes and the special tokens).
     """
     build_tiny("qwen3", folder, vocab=vocab, hidden=hidden, layers=layers, seed=seed)
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer.from_str(trained_tokenizer(vocab)),
         eos_token=SPECIAL_TOKENS[2],
         pad_token=SPECIAL_TOKENS[0],
