@@ -1,0 +1,1 @@
+"""The generated messages of `wire.proto`, and the command that makes them."""
