@@ -1,0 +1,107 @@
+"""What a cycle is made of, as plain data: the ops that go into the engine and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+
+    from cotrain_workers.spec import AdapterSpec
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One example: `n` tokens and what the loss reads beside them.
+
+    `inputs["target_tokens"]` is int64 `[n]` or `[n, K]`; every other input is float32 of that shape.
+    """
+
+    tokens: np.ndarray  # int64 [n]
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Create:
+    """Start a run with a fresh adapter."""
+
+    run: str
+    seq: int
+    spec: AdapterSpec
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Evaluate a loss on datums; with `needs_grad`, add its gradient to the run's (summed, never averaged)."""
+
+    run: str
+    seq: int
+    datums: Sequence[Datum]
+    loss_fn: str
+    loss_config: Mapping[str, float]
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class OptimStep:
+    """Take one AdamW step with the run's summed gradient, then zero it; `grad_clip_norm <= 0` is off."""
+
+    run: str
+    seq: int
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+
+
+Op = Create | Pass | OptimStep
+
+
+@dataclass(frozen=True)
+class CreateOutput:
+    """A run was created."""
+
+    trainable_parameters: int
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """What a pass found: log-probabilities of the targets, one float32 array per datum, in order."""
+
+    logprobs: Sequence[np.ndarray]  # each of the shape of its datum's target_tokens
+    loss_sum: float
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What an optimizer step found."""
+
+    grad_norm: float  # global L2 norm over the run's gradient, before clipping
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The op changed nothing; `message` may be shown to the tenant."""
+
+    message: str
+    category: Literal["user", "server"]
+
+
+Output = CreateOutput | PassOutput | StepOutput | Failure
+
+
+@dataclass(frozen=True)
+class CycleOutput:
+    """What one cycle did, and what it cost."""
+
+    outputs: Mapping[tuple[str, int], Output]  # by (run, seq): one for every op of the cycle
+    forwards: int  # passes of the base model
+    tokens: int
+    padded_tokens: int  # tokens plus the filler of every micro-batch
+    wave_s: float  # forward/backward
+    optim_s: float

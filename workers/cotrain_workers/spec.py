@@ -1,0 +1,97 @@
+"""What an adapter is: its spec, the modules it targets, and where each matrix lies in its arena."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+Family = Literal["attn", "mlp", "unembed"]
+
+# Every matrix starts on a 64-byte line, so that a GEMM meets the same alignment in every arena.
+ALIGN = 16
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What a tenant chose when the run was created. Effective weight: `W + (alpha / rank) * B @ A`."""
+
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    alpha: float = 32.0
+
+    @property
+    def scale(self) -> float:
+        """Return the factor on `B @ A`."""
+        return self.alpha / self.rank
+
+    def trains(self, family: Family) -> bool:
+        """Return whether modules of this family carry LoRA matrices."""
+        chosen = {"attn": self.train_attn, "mlp": self.train_mlp, "unembed": self.train_unembed}
+        return chosen[family]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear module of the base model that LoRA can be attached to."""
+
+    name: str  # its path in the Hugging Face model: "model.layers.0.self_attn.q_proj"
+    family: Family
+    inputs: int
+    outputs: int
+
+
+class Pair(NamedTuple):
+    """The two LoRA matrices of one module."""
+
+    a: torch.Tensor  # [rank, inputs]
+    b: torch.Tensor  # [outputs, rank]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the matrices of one adapter lie in a flat arena: A then B, in model order."""
+
+    rank: int
+    targets: tuple[Target, ...]
+    offset_by_name: Mapping[str, tuple[int, int]]  # of A and of B
+    size: int
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Return the number of trained values; `size` also counts the alignment gaps, which stay zero."""
+        return sum(self.rank * (t.inputs + t.outputs) for t in self.targets)
+
+    def views(self, arena: torch.Tensor) -> dict[str, Pair]:
+        """Return every module's matrices as views into `arena` `[size]`."""
+        rank, pairs = self.rank, {}
+        for target in self.targets:
+            at_a, at_b = self.offset_by_name[target.name]
+            pairs[target.name] = Pair(
+                arena[at_a : at_a + rank * target.inputs].view(rank, target.inputs),
+                arena[at_b : at_b + target.outputs * rank].view(target.outputs, rank),
+            )
+        return pairs
+
+
+def plan_layout(spec: AdapterSpec, targets: Sequence[Target]) -> Layout:
+    """Lay out the matrices of the modules that `spec` trains."""
+    chosen = tuple(target for target in targets if spec.trains(target.family))
+    offsets, end = {}, 0
+    for target in chosen:
+        at_b = aligned(end + spec.rank * target.inputs)
+        offsets[target.name] = (end, at_b)
+        end = aligned(at_b + target.outputs * spec.rank)
+    return Layout(spec.rank, chosen, offsets, end)
+
+
+def aligned(offset: int) -> int:
+    """Round up to the next place where a matrix may start."""
+    return -(-offset // ALIGN) * ALIGN
