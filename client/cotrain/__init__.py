@@ -1,0 +1,1 @@
+"""cotrain: train LoRA adapters on a server that many people share."""

@@ -1,0 +1,113 @@
+"""Errors a user of the client meets.
+
+CotrainError
+├── UnsupportedInput                (a datum this server cannot train on; also a ValueError)
+├── MalformedMessage                (bytes that are not the message they should be)
+├── RequestFailed                   (accepted, then failed: category user, server or unknown)
+└── APIError
+    ├── APIConnectionError          (no answer)
+    │   └── APITimeoutError
+    └── APIStatusError              (an answer that says no: `status_code`, `body`)
+        ├── BadRequestError             400
+        ├── AuthenticationError         401
+        ├── PermissionDeniedError       403
+        ├── NotFoundError               404
+        ├── UnprocessableEntityError    422
+        ├── RateLimitError              429, after every retry
+        └── InternalServerError         5xx, after every retry
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Category = Literal["user", "server", "unknown"]
+"""Whose fault a failure is: the request's, the server's, or nobody can say."""
+
+
+class CotrainError(Exception):
+    """Something went wrong between this client and its server."""
+
+
+class UnsupportedInput(CotrainError, ValueError):
+    """This server cannot train on such an input."""
+
+
+class MalformedMessage(CotrainError):
+    """These bytes are not the message they should be."""
+
+
+class RequestFailed(CotrainError):
+    """The server accepted this request and then failed it; the run goes on without it."""
+
+    def __init__(self, message: str, request_id: str, category: Category) -> None:
+        super().__init__(message)
+        self.message = message
+        self.request_id = request_id
+        self.category = category
+
+
+class APIError(CotrainError):
+    """A call of the API did not succeed."""
+
+
+class APIConnectionError(APIError):
+    """The server gave no answer."""
+
+
+class APITimeoutError(APIConnectionError):
+    """The server gave no answer in time."""
+
+
+class APIStatusError(APIError):
+    """The server answered that it will not do this."""
+
+    def __init__(self, message: str, status_code: int, body: Any) -> None:
+        super().__init__(f"{status_code}: {message}")
+        self.message = message
+        self.status_code = status_code
+        self.body = body
+
+
+class BadRequestError(APIStatusError):
+    """The request is wrong."""
+
+
+class AuthenticationError(APIStatusError):
+    """The API key is missing, wrong or expired."""
+
+
+class PermissionDeniedError(APIStatusError):
+    """This key may not do this."""
+
+
+class NotFoundError(APIStatusError):
+    """There is no such thing, or it is not yours."""
+
+
+class UnprocessableEntityError(APIStatusError):
+    """The request cannot be read as what it should be."""
+
+
+class RateLimitError(APIStatusError):
+    """Too much is waiting already."""
+
+
+class InternalServerError(APIStatusError):
+    """The server failed."""
+
+
+_ERROR_BY_STATUS: dict[int, type[APIStatusError]] = {
+    400: BadRequestError,
+    401: AuthenticationError,
+    403: PermissionDeniedError,
+    404: NotFoundError,
+    422: UnprocessableEntityError,
+    429: RateLimitError,
+}
+
+
+def status_error(status_code: int, message: str, body: Any) -> APIStatusError:
+    """Make the most specific error for an HTTP status."""
+    general = InternalServerError if status_code >= 500 else APIStatusError
+    return _ERROR_BY_STATUS.get(status_code, general)(message, status_code, body)

@@ -1,0 +1,376 @@
+"""The JSON half of the wire contract: one model per shape, in the order a run meets them.
+
+Requests ignore fields they do not know, since SDKs of several ages send them. Shapes that carry
+tokens stand in `data` and `tensors` and are named here as well, so that `cotrain.types.Datum` works.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cotrain.data import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+)
+from cotrain.errors import Category
+from cotrain.tensors import TensorData
+
+__all__ = [
+    "AdamParams",
+    "AuthTokenResponse",
+    "ClientConfigRequest",
+    "ClientConfigResponse",
+    "ClientDynamicConfigResponse",
+    "CreateModelRequest",
+    "CreateModelResponse",
+    "CreateSessionRequest",
+    "CreateSessionResponse",
+    "Datum",
+    "DmelChunk",
+    "EncodedTextChunk",
+    "FinishSessionRequest",
+    "ForwardBackwardInput",
+    "ForwardBackwardOutput",
+    "ForwardBackwardRequest",
+    "ForwardRequest",
+    "FutureRetrieveRequest",
+    "GetInfoRequest",
+    "GetInfoResponse",
+    "GetServerCapabilitiesResponse",
+    "HealthResponse",
+    "ImageAssetPointerChunk",
+    "ImageChunk",
+    "LoraConfig",
+    "ModelData",
+    "ModelInput",
+    "ModelInputChunk",
+    "OptimStepRequest",
+    "OptimStepResponse",
+    "OptimizerConfig",
+    "RequestFailedResponse",
+    "SequencedRequest",
+    "SessionHeartbeatRequest",
+    "SessionHeartbeatResponse",
+    "SupportedModel",
+    "TelemetryResponse",
+    "TensorData",
+    "TryAgainResponse",
+    "UnloadModelRequest",
+    "UnloadModelResponse",
+    "UntypedAPIFuture",
+]
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+SeqId = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+"""Place of a request in its run's order; the wire gives it 32 bits."""
+ModelSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+
+
+class WireModel(BaseModel):
+    """What every shape here has in common: the wire's own names, and no NaN where it matters."""
+
+    model_config = ConfigDict(
+        frozen=True, protected_namespaces=(), allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
+
+
+# ---- Session -------------------------------------------------------------------------------------
+
+
+class ClientConfigRequest(WireModel):
+    """POST client/config and client/dynamic_config: who is asking."""
+
+    sdk_version: str = ""
+
+
+class ClientConfigResponse(WireModel):
+    """How a client should talk to this server; the defaults are those of the hosted SDK."""
+
+    pjwt_auth_enabled: bool = False
+    proto_write_fwdbwd: bool = False
+    proto_compress_fwdbwd: bool = False
+    fwdbwd_max_chunk_len: Annotated[int, Field(ge=1)] = 1024
+    fwdbwd_max_chunk_bytes_count: Annotated[int, Field(ge=1)] = 5_000_000
+    parallel_fwdbwd_chunks: bool = True
+    use_pyqwest_transport: bool = True
+
+
+class ClientDynamicConfigResponse(WireModel):
+    """What a client asks again from time to time."""
+
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = False
+    sample_cancel_max_batch_size: int = 64
+
+
+class AuthTokenResponse(WireModel):
+    """POST auth/token: a token to use in place of the key."""
+
+    jwt: str
+
+
+class CreateSessionRequest(WireModel):
+    """POST create_session."""
+
+    tags: Annotated[list[str], Field(max_length=256)] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: Name | None = None
+    display_name: Name | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class CreateSessionResponse(WireModel):
+    """The session's id, and what the server wants its user to read."""
+
+    session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class SessionHeartbeatRequest(WireModel):
+    """POST session_heartbeat, every 10 s."""
+
+    session_id: Name
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class SessionHeartbeatResponse(WireModel):
+    """The session lives on."""
+
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishReason(WireModel):
+    """Why a session ended."""
+
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSessionRequest(WireModel):
+    """POST sessions/{id}/finish."""
+
+    reason: FinishReason
+    detail: str | None = None
+
+
+class SupportedModel(WireModel):
+    """One base model and what can be done with it."""
+
+    model_name: str | None = None
+    max_context_length: int | None = None
+    trainable: bool | None = None
+    sampleable: bool | None = None
+
+
+class GetServerCapabilitiesResponse(WireModel):
+    """GET get_server_capabilities."""
+
+    supported_models: list[SupportedModel]
+
+
+class HealthResponse(WireModel):
+    """GET healthz."""
+
+    status: Literal["ok"] = "ok"
+
+
+class TelemetryResponse(WireModel):
+    """POST telemetry: received."""
+
+    status: Literal["accepted"] = "accepted"
+
+
+# ---- Run -----------------------------------------------------------------------------------------
+
+
+class LoraConfig(WireModel):
+    """The adapter to train. Its scale is alpha / rank with alpha = 32 for every rank."""
+
+    rank: Annotated[int, Field(strict=True)] = 32
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(WireModel):
+    """The optimizer of a run for its whole life."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModelRequest(WireModel):
+    """POST create_model: start a run."""
+
+    session_id: Name
+    model_seq_id: ModelSeqId
+    base_model: Name
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig = LoraConfig()
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+
+class CreateModelResponse(WireModel):
+    """The run's id, which the wire calls `model_id`."""
+
+    model_id: str
+    type: Literal["create_model"] = "create_model"
+
+
+class GetInfoRequest(WireModel):
+    """POST get_info."""
+
+    model_id: Name
+    type: Literal["get_info"] = "get_info"
+
+
+class ModelData(WireModel):
+    """What a run's base model is."""
+
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+class GetInfoResponse(WireModel):
+    """What a run is."""
+
+    model_data: ModelData
+    model_id: str
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+    model_name: str | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    type: Literal["get_info"] | None = "get_info"
+
+
+class UnloadModelRequest(WireModel):
+    """POST unload_model: end a run."""
+
+    model_id: Name
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(WireModel):
+    """The run has ended."""
+
+    model_id: str
+    type: Literal["unload_model"] = "unload_model"
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+class SequencedRequest(WireModel):
+    """The part of a training request that says whose it is and where it stands in the order."""
+
+    model_id: Name
+    seq_id: SeqId
+
+
+class ForwardBackwardInput(WireModel):
+    """The datums of one pass and the loss to take of them."""
+
+    data: list[Datum]
+    loss_fn: Name
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class ForwardBackwardRequest(SequencedRequest):
+    """POST forward_backward as JSON; newer clients send the binary message of this name."""
+
+    forward_backward_input: ForwardBackwardInput
+
+
+class ForwardRequest(SequencedRequest):
+    """POST forward as JSON."""
+
+    forward_input: ForwardBackwardInput
+
+
+class ForwardBackwardOutput(WireModel):
+    """Result of a pass: named arrays per datum in the order they were sent, and metrics.
+
+    A metric's name ends in `:` and how parts of a request combine: `loss:sum`, `x:mean`.
+    """
+
+    loss_fn_output_type: str
+    loss_fn_outputs: list[dict[str, TensorData]]
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] = {}
+
+
+class AdamParams(WireModel):
+    """One AdamW step as `torch.optim.AdamW` takes it; the defaults are those of the hosted SDK."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip_norm: float = 0.0
+    """L2 norm over the whole adapter that the gradient is scaled down to; 0 or less is no limit."""
+
+
+class OptimStepRequest(SequencedRequest):
+    """POST optim_step."""
+
+    adam_params: AdamParams
+    type: Literal["optim_step"] = "optim_step"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_optimizers(cls, request: Any) -> Any:
+        if isinstance(request, dict) and request.get("optimizer_params") is not None:
+            raise ValueError("AdamW is the only optimizer here: send adam_params")
+        return request
+
+
+class OptimStepResponse(WireModel):
+    """Result of an optimizer step."""
+
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None = None
+
+
+# ---- Futures -------------------------------------------------------------------------------------
+
+
+class UntypedAPIFuture(WireModel):
+    """What every queued request is answered with at once: the id its result is asked for under."""
+
+    request_id: str
+    model_id: str | None = None
+    sample_sequence_ids: list[str] | None = None
+
+
+class FutureRetrieveRequest(WireModel):
+    """POST retrieve_future."""
+
+    request_id: Name
+    allow_metadata_only: bool = False
+
+
+class TryAgainResponse(WireModel):
+    """The result is not there yet; sent with status 408."""
+
+    request_id: str
+    queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
+    queue_state_reason: str | None = None
+    type: Literal["try_again"] = "try_again"
+
+
+class RequestFailedResponse(WireModel):
+    """The request failed; sent with status 200."""
+
+    error: str
+    category: Category
