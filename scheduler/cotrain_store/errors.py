@@ -22,6 +22,7 @@ StoreError
 ├── Fenced                          (this process was replaced by a newer one and must exit)
 ├── PlanOutdated
 ├── SpoolCorrupt
+├── MalformedBody
 ├── UnsafeRedis
 └── StoreUnavailable
 """
@@ -126,6 +127,10 @@ class PlanOutdated(StoreError):
 
 class SpoolCorrupt(StoreError):
     """A spool record does not match its reference."""
+
+
+class MalformedBody(StoreError):
+    """The request body cannot be read."""
 
 
 class UnsafeRedis(StoreError):

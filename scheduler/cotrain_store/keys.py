@@ -121,6 +121,11 @@ def ops(pool: PoolId, run_id: RunId) -> str:
     return f"{prefix(pool)}ops:{run_id}"
 
 
+def digests(pool: PoolId, run_id: RunId) -> str:
+    """Name the hash seq → digest of what was accepted; the last 1,024 outlive their ops."""
+    return f"{prefix(pool)}digests:{run_id}"
+
+
 def bodies(pool: PoolId, run_id: RunId) -> str:
     """Name the hash seq → inline body; a field goes with its op."""
     return f"{prefix(pool)}bodies:{run_id}"

@@ -128,6 +128,16 @@ class QueuedOp:
     """Bytes of the body."""
     accepted_at: float
 
+    def envelope(self) -> str:
+        """Write what the log stores under this seq; the scripts read its first and last field."""
+        return f"{self.kind}|{self.tokens}|{self.size}|{self.accepted_at!r}|{self.ref}"
+
+    @classmethod
+    def parse(cls, run: RunId, seq: int, envelope: str) -> QueuedOp:
+        """Read `envelope` back."""
+        kind, tokens, size, accepted_at, ref = envelope.split("|", 4)
+        return cls(run, seq, OpKind(kind), int(tokens), ref, int(size), float(accepted_at))
+
     @property
     def request_id(self) -> RequestId:
         """The id its future is polled under; derived, so that a repeated POST gets the same one."""
@@ -154,6 +164,13 @@ class Step:
     planned_at: float
     tenant_by_run: dict[RunId, TenantId]
 
+    @classmethod
+    def parse(cls, text: str | bytes) -> Step:
+        """Read what `encode` wrote."""
+        raw = json.loads(text)
+        ops = tuple(QueuedOp(**{**op, "kind": OpKind(op["kind"])}) for op in raw.pop("ops"))
+        return cls(ops=ops, **raw)
+
 
 class ResultKind(StrEnum):
     """How a result's payload is encoded."""
@@ -164,6 +181,8 @@ class ResultKind(StrEnum):
     PASS = "p"
     #: `{"error": …, "category": …}`: the op failed.
     FAILURE = "e"
+    #: A large ForwardBackwardOutput message; the payload is its spool reference.
+    SPOOLED_PASS = "r"
 
 
 @dataclass(frozen=True)
@@ -183,6 +202,15 @@ class Result:
         """Encode a failure: a category and a sentence the tenant can act on."""
         payload = json.dumps({"error": message, "category": category}, separators=(",", ":"))
         return cls(ResultKind.FAILURE, payload.encode())
+
+    def pack(self) -> bytes:
+        """Write as one Redis value."""
+        return self.kind.encode() + self.payload
+
+    @classmethod
+    def unpack(cls, value: bytes) -> Result:
+        """Read `pack` back."""
+        return cls(ResultKind(value[:1].decode()), value[1:])
 
     def json(self) -> dict[str, Any]:
         """Decode a JSON or failure payload."""

@@ -1,0 +1,114 @@
+"""Open a connection to Redis and refuse one that could lose acknowledged writes.
+
+The only other files that import redis are the classes that own one role each (intake, dispatch,
+execution, futures, records, tenants, status); all of them get their connection from here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from cotrain_store import keys
+from cotrain_store.errors import StoreUnavailable, UnsafeRedis
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from redis.commands.core import AsyncScript, Script
+
+CONNECTION_LOST = (RedisConnectionError, RedisTimeoutError)
+
+#: What Redis must be set to so that an acknowledged write survives a kill and a power cut.
+DURABLE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+
+#: A bare pool is unbounded and fails under thousands of concurrent requests; this one queues.
+MAX_CONNECTIONS = 64
+POOL_TIMEOUT_S = 20.0
+SOCKET_TIMEOUT_S = 10.0
+
+Connection = redis.asyncio.Redis
+SyncConnection = redis.Redis
+
+_SCRIPTS = Path(__file__).parent / "scripts"
+_RETRIES = 3
+
+
+def open_connection(url: str) -> Connection:
+    """Open a pooled asynchronous connection (server, scheduler). Connects on first use."""
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=POOL_TIMEOUT_S,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=2.0,
+        health_check_interval=15,
+        # Every script may run twice, so a call whose outcome is unknown is simply made again.
+        retry=AsyncRetry(ExponentialBackoff(cap=0.5, base=0.02), _RETRIES),
+        retry_on_error=list(CONNECTION_LOST),
+    )
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+def open_sync_connection(url: str) -> SyncConnection:
+    """Open a pooled synchronous connection (worker)."""
+    pool = redis.BlockingConnectionPool.from_url(
+        url,
+        max_connections=8,
+        timeout=POOL_TIMEOUT_S,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=2.0,
+        health_check_interval=15,
+        retry=Retry(ExponentialBackoff(cap=0.5, base=0.02), _RETRIES),
+        retry_on_error=list(CONNECTION_LOST),
+    )
+    return redis.Redis.from_pool(pool)
+
+
+def async_script(connection: Connection, name: str) -> AsyncScript:
+    """Load one of our scripts, for an asynchronous connection."""
+    return connection.register_script((_SCRIPTS / f"{name}.lua").read_text())
+
+
+def sync_script(connection: SyncConnection, name: str) -> Script:
+    """Load one of our scripts, for a synchronous connection."""
+    return connection.register_script((_SCRIPTS / f"{name}.lua").read_text())
+
+
+async def check_store(connection: Connection, *, accept_data_loss: bool) -> None:
+    """Refuse a Redis that could lose acknowledged writes, or one of another schema version.
+
+    Raises:
+        UnsafeRedis: a persistence setting is not what durability needs.
+        StoreUnavailable: Redis does not answer.
+    """
+    try:
+        found = {name: (await connection.config_get(name)).get(name) for name in DURABLE}
+        await connection.set(keys.schema(), keys.SCHEMA_VERSION, nx=True)
+        version = await connection.get(keys.schema())
+    except CONNECTION_LOST as lost:
+        raise StoreUnavailable from lost
+    if not accept_data_loss:
+        refuse_unsafe(found)
+    if version is None or version.decode() != keys.SCHEMA_VERSION:
+        raise UnsafeRedis(
+            f"This Redis holds schema version {version!r}; this program reads {keys.SCHEMA_VERSION}."
+        )
+
+
+def refuse_unsafe(found: Mapping[str, str | None]) -> None:
+    """Raise UnsafeRedis naming every setting that differs from DURABLE."""
+    wrong = [f"{k} is {found.get(k)!r}, needs {v!r}" for k, v in DURABLE.items() if found.get(k) != v]
+    if wrong:
+        raise UnsafeRedis(
+            f"This Redis could lose acknowledged writes: {'; '.join(wrong)}. Set them, or accept the "
+            "loss with COTRAIN_ACCEPT_DATA_LOSS=true."
+        )

@@ -1,0 +1,192 @@
+"""Read what is ready and write plans: the scheduler's side of the log.
+
+Only the holder of the newest epoch may write; an older one gets Fenced and must exit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain_store import keys
+from cotrain_store.connection import async_script
+from cotrain_store.errors import Fenced, PlanOutdated
+from cotrain_store.messages import (
+    OpKind,
+    PoolId,
+    QueuedOp,
+    Result,
+    RunId,
+    RunQueue,
+    Step,
+    TenantId,
+    WorkerId,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from cotrain_store.connection import Connection
+
+#: Runs and ops per run read for one plan: more than any cycle can hold.
+MAX_RUNS = 4_096
+MAX_OPS_PER_RUN = 64
+#: A step is planned when its worker is free: planning ahead would only fix the order too early.
+MAX_OPEN_STEPS = 1
+
+
+@dataclass(frozen=True)
+class WorkerBeat:
+    """What a live worker says about itself."""
+
+    id: WorkerId
+    epoch: int
+    state: str
+    device: str
+    tokens_per_s: float
+    runs: int
+    memory_bytes: int
+    seen_at: float
+    restored_ops: int = 0
+
+
+class Dispatch:
+    """One scheduler's access to every pool, under its lease."""
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self._redis = connection
+        self._name = name
+        self._epoch = ""
+        self._ready = async_script(connection, "ready")
+        self._plan = async_script(connection, "plan")
+        self._lease = async_script(connection, "lease")
+        self._expire_gap = async_script(connection, "expire_gap")
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this scheduler; 0 before it ever led."""
+        return int(self._epoch or 0)
+
+    async def lead(self) -> bool:
+        """Take or renew the lease; False while another scheduler holds it."""
+        script_keys = [keys.scheduler_lease(), keys.scheduler_epoch()]
+        answer = await self._lease(script_keys, [self._name, keys.LEASE_TTL_MS, self._epoch])
+        if not answer:
+            return False
+        self._epoch = answer.decode()
+        return True
+
+    async def resign(self) -> None:
+        """Give the lease back, so that the next scheduler need not wait for it to run out."""
+        if await self._redis.get(keys.scheduler_lease()) == self._name.encode():
+            await self._redis.delete(keys.scheduler_lease())
+
+    async def pools(self) -> list[PoolId]:
+        """List the pools there are."""
+        return sorted(PoolId(name.decode()) for name in await self._redis.hkeys(keys.pools()))
+
+    async def beats(self, pool: PoolId) -> list[WorkerBeat]:
+        """List the workers of a pool that are alive."""
+        ids = sorted(WorkerId(name.decode()) for name in await self._redis.smembers(keys.workers(pool)))
+        rows = await self._redis.mget([keys.worker(pool, name) for name in ids]) if ids else []
+        return [WorkerBeat(**json.loads(row)) for row in rows if row]
+
+    async def open_steps(self, pool: PoolId, worker: WorkerId) -> int:
+        """Count a worker's steps that are planned and not yet committed."""
+        return int(await self._redis.hlen(keys.open_steps(pool, worker)))
+
+    async def ready(self, pool: PoolId) -> list[RunQueue]:
+        """Read the runs that can go on, those that waited longest first."""
+        rows = await self._ready([keys.ready(pool)], [keys.prefix(pool), MAX_RUNS, MAX_OPS_PER_RUN])
+        return [_run_queue([field.decode() for field in row]) for row in rows]
+
+    async def last_cycle(self, pool: PoolId) -> int:
+        """Read the number of the pool's last cycle; 0 before the first."""
+        return int(await self._redis.get(keys.cycle_counter(pool)) or 0)
+
+    async def plan(self, pool: PoolId, step: Step) -> None:
+        """Write a step; it is then fixed, whatever dies. The worker is told.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+            PlanOutdated: the queue changed since it was read; nothing was written.
+        """
+        script_keys = [
+            keys.scheduler_epoch(), keys.cycle_counter(pool), keys.open_steps(pool, step.worker),
+            keys.ready(pool), keys.gaps(pool), keys.notify_worker(pool, step.worker),
+        ]  # fmt: skip
+        args: list[str | int] = [
+            self._epoch, keys.prefix(pool), step.worker, step.cycle, encode(step),
+            int(time.time() * 1000), MAX_OPEN_STEPS,
+        ]  # fmt: skip
+        for run, first, count in _runs_of(step.ops):
+            args += [run, first, count]
+        answer = await self._plan(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+        if answer == b"OUTDATED":
+            raise PlanOutdated
+
+    async def old_gaps(self, pool: PoolId, older_than_s: float) -> list[tuple[RunId, TenantId]]:
+        """List the runs that hold ops behind a seq missing for longer than that."""
+        latest = (time.time() - older_than_s) * 1000
+        runs = await self._redis.zrangebyscore(keys.gaps(pool), 0, latest)
+        tenants = [await self._redis.hget(keys.log(pool, RunId(r.decode())), "tenant") for r in runs]
+        return [
+            (RunId(run.decode()), TenantId(tenant.decode()))
+            for run, tenant in zip(runs, tenants, strict=True)
+            if tenant
+        ]
+
+    async def expire_gap(self, pool: PoolId, run: RunId, tenant: TenantId) -> None:
+        """Fail what waits behind a seq that never came; the gap itself is not skipped.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        message = (
+            "An earlier request of this run (a lower seq_id) never reached the server; "
+            "requests behind it were given up."
+        )
+        failure = Result.failed(message, "server")
+        rejected = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
+        script_keys = [
+            keys.scheduler_epoch(), keys.gaps(pool), keys.log(pool, run), keys.ops(pool, run),
+            keys.bodies(pool, run), keys.spool_segment_refs(), keys.queue(pool, tenant),
+            keys.notify_results(),
+        ]  # fmt: skip
+        args = [
+            self._epoch, run, keys.SMALL_RESULT_TTL_MS, failure.pack(), failure.payload,
+            rejected.envelope(),
+        ]  # fmt: skip
+        if await self._expire_gap(script_keys, args) == b"FENCED":
+            raise Fenced
+
+    async def wakes(self) -> AsyncIterator[None]:
+        """Yield whenever something became ready or a worker became free."""
+        async with self._redis.pubsub(ignore_subscribe_messages=True) as subscription:
+            await subscription.subscribe(keys.notify_scheduler())
+            async for _ in subscription.listen():
+                yield
+
+
+def _run_queue(fields: list[str]) -> RunQueue:
+    run, tenant, worker, first, *envelopes = fields
+    ops = tuple(
+        QueuedOp.parse(RunId(run), int(first) + offset, envelope)
+        for offset, envelope in enumerate(envelopes)
+    )
+    return RunQueue(RunId(run), TenantId(tenant), WorkerId(worker) if worker else None, ops)
+
+
+def _runs_of(ops: Sequence[QueuedOp]) -> list[tuple[RunId, int, int]]:
+    """Sum a step up as (run, first seq, number of ops) per run."""
+    first: dict[RunId, int] = {}
+    count: dict[RunId, int] = {}
+    for op in ops:
+        first.setdefault(op.run, op.seq)
+        count[op.run] = count.get(op.run, 0) + 1
+    return [(run, first[run], count[run]) for run in first]

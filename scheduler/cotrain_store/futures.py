@@ -1,0 +1,179 @@
+"""Wait for results: one subscriber per process wakes every waiter in it.
+
+A message can be lost while the subscription is down, so a waiter registers first and looks second,
+every (re)subscription looks for all waiters, and a slow sweep does too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self
+
+from cotrain_store import keys
+from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.errors import RequestNotFound, RunNotFound, SpoolCorrupt, StoreUnavailable
+from cotrain_store.messages import RequestId, Result, ResultKind, run_of
+from cotrain_store.records import Records
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from cotrain_store.connection import Connection
+    from cotrain_store.messages import RunRecord, TenantId
+    from cotrain_store.spool import Spool
+
+SWEEP_S = 5.0
+#: A gap younger than this is a client that is still sending.
+GAP_NOTICE_S = 120.0
+_RESUBSCRIBE_S = 0.2
+
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The result is not there yet, and why if there is something to say."""
+
+    queue_state: QueueState = "active"
+    reason: str | None = None
+
+
+class Futures:
+    """Resolve request ids to results for the tenants that own them."""
+
+    def __init__(self, connection: Connection, spool: Spool) -> None:
+        self._redis = connection
+        self._spool = spool
+        self._records = Records(connection)
+        self._waiters: defaultdict[str, set[asyncio.Future[bytes | None]]] = defaultdict(set)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._released = False
+
+    async def __aenter__(self) -> Self:
+        """Start listening."""
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._sweep())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        """Stop listening; whoever still waits gets Pending."""
+        self.release_all()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def waiters(self) -> int:
+        """How many requests are held open in this process."""
+        return sum(len(waiting) for waiting in self._waiters.values())
+
+    def release_all(self) -> None:
+        """Answer every waiter Pending, now and from now on: this process is draining."""
+        self._released = True
+        for waiting in self._waiters.values():
+            for waiter in waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def wait(
+        self, tenant: TenantId, request: RequestId, timeout_s: float
+    ) -> Result | Pending:
+        """Hold until the result is there or `timeout_s` is over.
+
+        A Redis that does not answer is a pause for the client, so it gives Pending, never an error.
+
+        Raises:
+            RequestNotFound: unknown, expired, or another tenant's.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            run = await self._owned_run(tenant, request)
+            packed = await self._held(request, timeout_s)
+            if packed is None:
+                return await self._pending(run, request)
+            return await asyncio.to_thread(self._unspool, Result.unpack(packed))
+        except CONNECTION_LOST:
+            if not self._released:
+                await asyncio.sleep(max(0.0, deadline - time.monotonic()))
+            return Pending("paused_capacity", "the server's store is restarting")
+
+    async def _owned_run(self, tenant: TenantId, request: RequestId) -> RunRecord:
+        try:
+            return await self._records.run(tenant, run_of(request))
+        except RunNotFound as foreign:
+            raise RequestNotFound from foreign
+
+    async def _held(self, request: RequestId, timeout_s: float) -> bytes | None:
+        waiter: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self._waiters[request].add(waiter)
+        try:
+            packed: bytes | None = await self._redis.get(keys.result(request))
+            if packed is not None or self._released:
+                return packed
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(waiter, timeout_s)
+            return None
+        finally:
+            self._waiters[request].discard(waiter)
+            if not self._waiters[request]:
+                del self._waiters[request]
+
+    async def _pending(self, run: RunRecord, request: RequestId) -> Pending:
+        """Tell a waiter why, and a client that polls for what never was or has expired, so."""
+        log, since = await asyncio.gather(
+            self._redis.hmget(keys.log(run.pool, run.id), ["next", "done", "last"]),
+            self._redis.zscore(keys.gaps(run.pool), run.id),
+        )
+        place = request.rpartition(":")[2]
+        if log[0] is None or not place.isdecimal() or int(place) > int(log[2]):
+            raise RequestNotFound
+        if int(place) <= int(log[1]) and await self._redis.get(keys.result(request)) is None:
+            raise RequestNotFound("The result has expired.")
+        if since is not None and time.time() - since / 1000 > GAP_NOTICE_S:
+            return Pending("paused_capacity", f"waiting for seq_id {int(log[0])}, which never came")
+        return Pending()
+
+    def _unspool(self, result: Result) -> Result:
+        if result.kind is not ResultKind.SPOOLED_PASS:
+            return result
+        try:
+            return Result(ResultKind.PASS, self._spool.read(result.payload.decode()))
+        except SpoolCorrupt as gone:
+            raise RequestNotFound("The result has expired.") from gone
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async with self._redis.pubsub(ignore_subscribe_messages=False) as subscription:
+                    await subscription.subscribe(keys.notify_results())
+                    async for message in subscription.listen():
+                        if message["type"] == "subscribe":
+                            await self._resolve(list(self._waiters))
+                        else:
+                            await self._resolve(message["data"].decode().split("\n"))
+            except (*CONNECTION_LOST, StoreUnavailable):
+                await asyncio.sleep(_RESUBSCRIBE_S)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            with contextlib.suppress(*CONNECTION_LOST):
+                await self._resolve(list(self._waiters))
+
+    async def _resolve(self, requests: Iterable[str]) -> None:
+        waiting = [request for request in requests if request in self._waiters]
+        if not waiting:
+            return
+        values = await self._redis.mget([keys.result(RequestId(r)) for r in waiting])
+        for request, packed in zip(waiting, values, strict=True):
+            if packed is None:
+                continue
+            for waiter in self._waiters.get(request, ()):
+                if not waiter.done():
+                    waiter.set_result(packed)

@@ -1,0 +1,184 @@
+"""Accept requests: the API's side of the log.
+
+When `submit` returns, the op is durable and its future will resolve. Calling it again with the same
+content gives the same request id and runs nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cotrain_store import keys
+from cotrain_store.connection import CONNECTION_LOST, async_script
+from cotrain_store.errors import (
+    DiskReserveReached,
+    QueueFull,
+    RunClosed,
+    RunFailed,
+    RunNotFound,
+    RunQuotaReached,
+    SeqConflict,
+    SeqTooFar,
+    StoreUnavailable,
+)
+from cotrain_store.messages import (
+    OpKind,
+    QueuedOp,
+    RequestId,
+    Result,
+    RunRecord,
+    encode,
+    request_id,
+)
+from cotrain_store.spool import INLINE_LIMIT_BYTES, SpoolRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_store.connection import Connection
+    from cotrain_store.spool import Spool
+
+#: A seq further ahead of the last committed one than this is a client's mistake.
+MAX_AHEAD = 1_024
+_UNLOADED = Result.failed("The training run was unloaded before this request ran.", "user")
+
+
+@dataclass(frozen=True)
+class TenantLimits:
+    """What one tenant may have waiting in one pool, and how many live runs it may have."""
+
+    ops: int = 512
+    tokens: int = 8_000_000
+    bytes: int = 1_000_000_000
+    runs: int = 1_000
+
+
+class Intake:
+    """Create runs, accept their ops, close them."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        spool: Spool,
+        limits: TenantLimits,
+        disk_reserve_bytes: int = 0,
+    ) -> None:
+        self._spool = spool
+        self._limits = limits
+        self._free_disk = partial(shutil.disk_usage, spool.folder)
+        self._reserve = disk_reserve_bytes
+        self._submit = async_script(connection, "submit")
+        self._close = async_script(connection, "close")
+
+    async def create_run(self, run: RunRecord) -> RequestId:
+        """Make a run: its seq 0. Twice with the same settings is one run.
+
+        Raises:
+            SeqConflict: the same run id with other settings.
+            RunQuotaReached, QueueFull, StoreUnavailable: try again later.
+        """
+        lora = encode(run.lora).encode()
+        digest = hashlib.sha256(run.base_model.encode() + b"\0" + lora).hexdigest()
+        return await self._accept(run, 0, OpKind.CREATE, lora, 0, digest, record=encode(run))
+
+    async def submit(
+        self, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, digest: str
+    ) -> RequestId:
+        """Accept one op; durable when this returns. `digest` identifies its content.
+
+        Raises:
+            SeqConflict: this seq was used with other content.
+            SeqTooFar: more than MAX_AHEAD ops before it are missing.
+            RunClosed, RunFailed, RunNotFound: the run takes no more ops.
+            QueueFull, DiskReserveReached, StoreUnavailable: nothing is wrong; try again later.
+        """
+        return await self._accept(run, seq, kind, body, tokens, digest, record="")
+
+    async def close_run(self, run: RunRecord) -> RequestId:
+        """End a run without saving: waiting ops fail, planned ones still commit. Twice is harmless.
+
+        Raises:
+            RunNotFound: its log is not there.
+            StoreUnavailable: try again later.
+        """
+        request = RequestId(f"{run.id}:unload")
+        pool, tenant = run.pool, run.tenant
+        script_keys = [
+            keys.run(run.id), keys.log(pool, run.id), keys.ops(pool, run.id),
+            keys.bodies(pool, run.id), keys.ready(pool), keys.gaps(pool), keys.queue(pool, tenant),
+            keys.tenant_runs(tenant), keys.spool_segment_refs(), keys.notify_results(),
+        ]  # fmt: skip
+        result = Result.of_json({"model_id": run.id, "type": "unload_model"})
+        args = [
+            run.id, keys.prefix(pool), keys.SMALL_RESULT_TTL_MS, request, result.pack(),
+            _UNLOADED.pack(),
+        ]  # fmt: skip
+        try:
+            answer = await self._close(script_keys, args)
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+        if answer == b"GONE":
+            raise RunNotFound
+        return request
+
+    async def _accept(
+        self,
+        run: RunRecord,
+        seq: int,
+        kind: OpKind,
+        body: bytes,
+        tokens: int,
+        digest: str,
+        record: str,
+    ) -> RequestId:
+        ref = "inline" if len(body) <= INLINE_LIMIT_BYTES else await self._spooled(body)
+        segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
+        now = time.time()
+        op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now)
+        pool, tenant, limits = run.pool, run.tenant, self._limits
+        script_keys = [
+            keys.run(run.id), keys.log(pool, run.id), keys.ops(pool, run.id),
+            keys.bodies(pool, run.id), keys.digests(pool, run.id), keys.ready(pool),
+            keys.gaps(pool), keys.queue(pool, tenant), keys.queue_tenants(pool),
+            keys.spool_segment_refs(), keys.session_runs(run.session), keys.tenant_runs(tenant),
+            keys.notify_scheduler(),
+        ]  # fmt: skip
+        args = [
+            run.id, tenant, seq, digest, op.envelope(), b"" if segment else body, segment, tokens,
+            len(body), int(now * 1000), limits.ops, limits.tokens, limits.bytes, MAX_AHEAD,
+            limits.runs, record,
+        ]  # fmt: skip
+        try:
+            answer = await self._submit(script_keys, args)
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+        refusal = _REFUSALS.get(answer.decode())
+        if refusal:
+            raise refusal(seq)
+        return request_id(run.id, seq)
+
+    async def _spooled(self, body: bytes) -> str:
+        if self._free_disk().free < self._reserve:
+            raise DiskReserveReached
+        try:
+            return await asyncio.wrap_future(self._spool.put(body))
+        except OSError as full:
+            raise DiskReserveReached from full
+
+
+_REFUSALS: dict[str, Callable[[int], Exception]] = {
+    "CONFLICT": lambda seq: SeqConflict(f"seq_id {seq} was already used with different content."),
+    "FAR": lambda seq: SeqTooFar(f"seq_id {seq} is too far ahead (more than {MAX_AHEAD} missing)."),
+    "GONE": lambda _: RunNotFound(),
+    "CLOSED": lambda _: RunClosed(),
+    "FAILED": lambda _: RunFailed(),
+    "BUSY": lambda _: QueueFull(),
+    "RUNS": lambda _: RunQuotaReached(),
+}
+

@@ -1,0 +1,148 @@
+"""Sessions, runs and pools, always read through a tenant: there is no call without one.
+
+A foreign id and an unknown id give the same error, so that nobody learns what exists.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store import keys
+from cotrain_store.errors import (
+    BaseModelNotServed,
+    RunNotFound,
+    SessionFinished,
+    SessionNotFound,
+)
+from cotrain_store.messages import (
+    LoraSpec,
+    PoolId,
+    PoolRecord,
+    RunId,
+    RunRecord,
+    RunState,
+    SessionId,
+    SessionRecord,
+    TenantId,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from cotrain_store.connection import Connection
+
+
+class Records:
+    """Read and write the records a tenant owns."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+
+    async def create_session(
+        self,
+        tenant: TenantId,
+        *,
+        sdk_version: str = "",
+        tags: tuple[str, ...] = (),
+        user_metadata: dict[str, Any] | None = None,
+        project_id: str | None = None,
+        display_name: str | None = None,
+    ) -> SessionRecord:
+        """Open a session. Its id is 128 random bits: it is part of every run and request id."""
+        session = SessionRecord(
+            id=SessionId(secrets.token_hex(16)),
+            tenant=tenant,
+            created_at=time.time(),
+            sdk_version=sdk_version,
+            tags=tags,
+            user_metadata=user_metadata or {},
+            project_id=project_id,
+            display_name=display_name,
+        )
+        await self._redis.hset(keys.session(session.id), "record", encode(session))
+        await self._mark_alive(session.id)
+        return session
+
+    async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
+        """Find a session; raises SessionNotFound."""
+        name = SessionId(session_id)
+        row = await self._redis.hgetall(keys.session(name))
+        if not row:
+            raise SessionNotFound
+        session = _session(row)
+        if session.tenant != tenant:
+            raise SessionNotFound
+        return session
+
+    async def beat(self, tenant: TenantId, session_id: str) -> None:
+        """Note a sign of life; raises SessionNotFound, or SessionFinished once it has ended."""
+        session = await self.session(tenant, session_id)
+        if session.finished_at is not None:
+            raise SessionFinished
+        await self._mark_alive(session.id)
+
+    async def finish(self, tenant: TenantId, session_id: str, reason: str) -> tuple[RunId, ...]:
+        """End a session and name its runs, for the caller to close. The first reason wins."""
+        session = await self.session(tenant, session_id)
+        name = keys.session(session.id)
+        await self._redis.hsetnx(name, "finished_at", repr(time.time()))
+        await self._redis.hsetnx(name, "reason", reason)
+        members = await self._redis.smembers(keys.session_runs(session.id))
+        return tuple(sorted(RunId(member.decode()) for member in members))
+
+    async def run(self, tenant: TenantId, run_id: str) -> RunRecord:
+        """Find a run; raises RunNotFound."""
+        row = await self._redis.hgetall(keys.run(RunId(run_id)))
+        if not row:
+            raise RunNotFound
+        run = _run(row)
+        if run.tenant != tenant:
+            raise RunNotFound
+        return run
+
+    async def pools(self) -> tuple[PoolRecord, ...]:
+        """List the base models served here, by name."""
+        rows = await self._redis.hvals(keys.pools())
+        return tuple(sorted((_pool(row) for row in rows), key=lambda pool: pool.base_model))
+
+    async def pool_of(self, base_model: str) -> PoolRecord:
+        """Find the pool that serves a base model; raises BaseModelNotServed naming those here."""
+        pools = await self.pools()
+        for pool in pools:
+            if pool.base_model == base_model:
+                return pool
+        served = ", ".join(pool.base_model for pool in pools) or "none yet"
+        raise BaseModelNotServed(
+            f"Base model {base_model!r} is not served here. Available: {served}."
+        )
+
+    async def pool(self, pool_id: PoolId) -> PoolRecord | None:
+        """Find a pool by its id."""
+        row = await self._redis.hget(keys.pools(), pool_id)
+        return _pool(row) if row else None
+
+    async def _mark_alive(self, session_id: SessionId) -> None:
+        now = repr(time.time())
+        await self._redis.set(keys.session_beat(session_id), now, px=keys.SESSION_BEAT_TTL_MS)
+
+
+def _session(row: dict[bytes, bytes]) -> SessionRecord:
+    raw = json.loads(row[b"record"])
+    raw["tags"] = tuple(raw["tags"])
+    session = SessionRecord(**raw)
+    finished = row.get(b"finished_at")
+    return replace(session, finished_at=float(finished)) if finished else session
+
+
+def _run(row: dict[bytes, bytes]) -> RunRecord:
+    raw = json.loads(row[b"record"])
+    raw["lora"] = LoraSpec(**raw["lora"])
+    raw["state"] = RunState(row.get(b"state", b"live").decode())
+    return RunRecord(**raw)
+
+
+def _pool(row: bytes) -> PoolRecord:
+    return PoolRecord(**json.loads(row))

@@ -1,0 +1,50 @@
+-- commit: make a step's effects visible: its results, `done`, and the end of its cycle, at once.
+-- Fenced by the worker's epoch; an op counts only as the next one of its run. Twice is harmless.
+local epoch_key, open, cycles, refs = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local notify, wake = KEYS[5], KEYS[6]
+local epoch, prefix, cycle, record, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local FIRST = 6 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, segment to release
+
+if redis.call('GET', epoch_key) ~= epoch then
+  return 'FENCED'
+end
+if redis.call('HEXISTS', open, cycle) == 0 then
+  return 'DONE'
+end
+local done = {}
+for i = FIRST, #ARGV, 8 do
+  local run, seq = ARGV[i], tonumber(ARGV[i + 1])
+  done[run] = done[run] or tonumber(redis.call('HGET', prefix .. 'log:' .. run, 'done'))
+  if seq > done[run] + 1 then
+    return 'ORDER'
+  end
+  done[run] = math.max(done[run], seq)
+end
+
+local resolved = {}
+for i = FIRST, #ARGV, 8 do
+  local run, seq, tenant = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2]
+  local log = prefix .. 'log:' .. run
+  if seq == tonumber(redis.call('HGET', log, 'done')) + 1 then
+    local request = run .. ':' .. ARGV[i + 1]
+    redis.call('SET', 'cotrain:result:' .. request, ARGV[i + 6], 'NX', 'PX', ARGV[i + 5])
+    redis.call('HSET', log, 'done', seq)
+    local queue = prefix .. 'queue:' .. tenant
+    redis.call('HINCRBY', queue, 'ops', -1)
+    redis.call('HINCRBY', queue, 'tokens', -tonumber(ARGV[i + 3]))
+    redis.call('HINCRBY', queue, 'bytes', -tonumber(ARGV[i + 4]))
+    -- An op without effect on the state keeps its place in the log, not its body.
+    if ARGV[i + 7] == 'inline' then
+      redis.call('HDEL', prefix .. 'bodies:' .. run, seq)
+    elseif ARGV[i + 7] ~= '' and redis.call('HINCRBY', refs, ARGV[i + 7], -1) <= 0 then
+      redis.call('HDEL', refs, ARGV[i + 7])
+    end
+    resolved[#resolved + 1] = request
+  end
+end
+redis.call('HDEL', open, cycle)
+redis.call('LPUSH', cycles, record)
+redis.call('LTRIM', cycles, 0, keep - 1)
+redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
+redis.call('PUBLISH', wake, cycle)
+return 'OK'

@@ -1,0 +1,23 @@
+-- forget: a worker has dropped a closed run; delete its log. Waits while one of its ops is planned.
+local epoch_key, log, ops, bodies, digests = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local refs, drops = KEYS[6], KEYS[7]
+local epoch, run = ARGV[1], ARGV[2]
+
+if redis.call('GET', epoch_key) ~= epoch then
+  return 'FENCED'
+end
+local row = redis.call('HMGET', log, 'next', 'done')
+if row[1] and tonumber(row[1]) > tonumber(row[2]) + 1 then
+  return 'PLANNED'
+end
+for _, envelope in ipairs(redis.call('HVALS', ops)) do
+  local segment = string.match(envelope, '|spool:([^:|]+):[^|]*$')
+  if segment and string.sub(envelope, 1, 8) ~= 'forward|' then -- a forward's body went at commit
+    if redis.call('HINCRBY', refs, segment, -1) <= 0 then
+      redis.call('HDEL', refs, segment)
+    end
+  end
+end
+redis.call('DEL', ops, bodies, digests)
+redis.call('SREM', drops, run)
+return 'OK'

@@ -1,0 +1,13 @@
+-- lease: become or stay the scheduler. A new holder gets a new epoch, which fences the old one.
+local lease, epoch = KEYS[1], KEYS[2]
+local me, ttl_ms, mine = ARGV[1], ARGV[2], ARGV[3]
+local holder = redis.call('GET', lease)
+if holder == me and redis.call('GET', epoch) == mine then
+  redis.call('PEXPIRE', lease, ttl_ms)
+  return mine
+end
+if holder and holder ~= me then
+  return ''
+end
+redis.call('SET', lease, me, 'PX', ttl_ms)
+return tostring(redis.call('INCR', epoch))

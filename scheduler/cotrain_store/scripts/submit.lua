@@ -1,0 +1,68 @@
+-- submit: accept one op of a run; seq 0 with a record also makes the run.
+-- The commit point: an op is accepted when this script's effects are on disk. Twice is harmless.
+local record_key, log, ops, bodies, digests = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local ready, gaps, queue, queue_tenants, refs = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local session_runs, tenant_runs, wake = KEYS[11], KEYS[12], KEYS[13]
+local run, tenant, seq, digest = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local envelope, body, segment = ARGV[5], ARGV[6], ARGV[7]
+local tokens, size, now_ms = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
+local max_ops, max_tokens, max_bytes = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
+local max_ahead, max_runs, record = tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[16]
+
+local known = redis.call('HGET', digests, seq)
+if known then
+  return known == digest and 'DUP' or 'CONFLICT'
+end
+local state = redis.call('HGET', log, 'state')
+if state and state ~= 'live' then
+  return state == 'closed' and 'CLOSED' or 'FAILED'
+end
+if not state and record == '' then
+  return 'GONE'
+end
+if not state and redis.call('SCARD', tenant_runs) >= max_runs then
+  return 'RUNS'
+end
+local next_seq = tonumber(redis.call('HGET', log, 'next') or 0)
+local done = tonumber(redis.call('HGET', log, 'done') or -1)
+if seq < next_seq then
+  return 'DUP' -- planned so long ago that its digest is gone; its result answers, or has expired
+end
+if seq > done + max_ahead then
+  return 'FAR'
+end
+local queued = redis.call('HMGET', queue, 'ops', 'tokens', 'bytes')
+if tonumber(queued[1] or 0) >= max_ops
+  or tonumber(queued[2] or 0) + tokens > max_tokens
+  or tonumber(queued[3] or 0) + size > max_bytes then
+  return 'BUSY'
+end
+
+if not state then
+  redis.call('HSET', record_key, 'record', record)
+  redis.call('HSET', log, 'state', 'live', 'tenant', tenant, 'next', 0, 'done', -1, 'snap', -1, 'last', -1)
+  redis.call('SADD', session_runs, run)
+  redis.call('SADD', tenant_runs, run)
+end
+redis.call('HSET', ops, seq, envelope)
+redis.call('HSET', digests, seq, digest)
+if segment == '' then
+  redis.call('HSET', bodies, seq, body)
+else
+  redis.call('HINCRBY', refs, segment, 1)
+end
+redis.call('HINCRBY', queue, 'ops', 1)
+redis.call('HINCRBY', queue, 'tokens', tokens)
+redis.call('HINCRBY', queue, 'bytes', size)
+redis.call('SADD', queue_tenants, tenant)
+if seq > tonumber(redis.call('HGET', log, 'last')) then
+  redis.call('HSET', log, 'last', seq)
+end
+if seq == next_seq then
+  redis.call('ZREM', gaps, run)
+  redis.call('ZADD', ready, 'NX', now_ms, run)
+  redis.call('PUBLISH', wake, run)
+elseif redis.call('HEXISTS', ops, next_seq) == 0 then
+  redis.call('ZADD', gaps, 'NX', now_ms, run)
+end
+return 'NEW'

@@ -1,0 +1,49 @@
+"""Settings every process shares; each process adds its own. Read once at start, then passed down."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path  # noqa: TC003  # pydantic reads the annotation at run time
+from typing import TYPE_CHECKING
+
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+PREFIX = "COTRAIN_"
+
+
+class StoreSettings(BaseSettings):
+    """Where the shared state is. Every field is also a `COTRAIN_*` variable."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+
+    redis_url: str
+    """`unix:///path/redis.sock` or `redis://user:password@host:port/0`."""
+    data_dir: Path
+    """Spool, snapshots, logs and, when embedded, Redis itself. One per server."""
+    accept_data_loss: bool = False
+    """Start even on a Redis that could lose acknowledged writes."""
+    log_level: str = "info"
+    disk_reserve_bytes: int = 2 * 1024**3
+    """Below this much free disk new work is refused, so that accepted work can always finish."""
+
+    @property
+    def spool_dir(self) -> Path:
+        """Bodies and results too large for Redis."""
+        return self.data_dir / "spool"
+
+    @property
+    def snapshots_dir(self) -> Path:
+        """The workers' recovery copies."""
+        return self.data_dir / "snapshots"
+
+
+def misspelt_variables(
+    known: Iterable[type[BaseSettings]], environ: Mapping[str, str] | None = None
+) -> list[str]:
+    """List the `COTRAIN_*` variables that no settings class knows: a typo must not pass silently."""
+    names = {f"{PREFIX}{name}".upper() for settings in known for name in settings.model_fields}
+    present = os.environ if environ is None else environ
+    return sorted(name for name in present if name.startswith(PREFIX) and name not in names)

@@ -1,0 +1,145 @@
+"""Who is who: API keys and the tenants they belong to.
+
+A key is `tml-<id>_<secret>` (the stock SDK accepts no other start). Only the SHA-256 of the secret
+is kept: the secret is 256 random bits, so a slow hash would only make a flood of wrong keys dear.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain_store import keys
+from cotrain_store.errors import ExpiredKey, InvalidKey
+from cotrain_store.messages import Tenant, TenantId
+
+if TYPE_CHECKING:
+    from cotrain_store.connection import Connection
+
+#: A revoked key stops working within this time.
+CACHE_S = 5.0
+_CACHE_SIZE = 10_000
+
+_FORM = re.compile(r"tml-([A-Za-z0-9]{1,64})_([A-Za-z0-9_-]{1,256})")
+_NO_DIGEST = hashlib.sha256(b"").hexdigest()
+
+
+@dataclass(frozen=True)
+class KeyRecord:
+    """An API key without its secret."""
+
+    id: str
+    tenant: TenantId
+    name: str
+    created_at: float
+    not_after: float | None
+
+
+class Tenants:
+    """Authenticate and administer API keys."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+        self._known: dict[str, tuple[float, Tenant]] = {}
+
+    async def authenticate(self, api_key: str) -> Tenant:
+        """Find the tenant of a key; raises InvalidKey or ExpiredKey."""
+        digest = _digest(api_key)
+        cached = self._known.get(digest)
+        if cached and time.monotonic() - cached[0] < CACHE_S:
+            return cached[1]
+        row = await self._row(_key_id(api_key))
+        # The same comparison for an unknown id, so that time tells nothing.
+        if not hmac.compare_digest(row.get("digest", _NO_DIGEST), digest):
+            raise InvalidKey
+        if row["not_after"] and float(row["not_after"]) < time.time():
+            raise ExpiredKey
+        tenant = Tenant(TenantId(row["tenant"]), row["name"])
+        if len(self._known) >= _CACHE_SIZE:
+            self._known.clear()
+        self._known[digest] = (time.monotonic(), tenant)
+        return tenant
+
+    async def issue(
+        self, name: str, *, tenant: TenantId | None = None, not_after: float | None = None
+    ) -> str:
+        """Make a key and return it: the only time anybody sees its secret.
+
+        Without `tenant` the key starts a new one; with it, it is one more key of that tenant.
+        """
+        api_key = f"tml-{secrets.token_hex(8)}_{secrets.token_urlsafe(32)}"
+        await self._store(api_key, name, tenant or TenantId(f"t-{secrets.token_hex(8)}"), not_after)
+        return api_key
+
+    async def register(self, api_key: str, name: str) -> Tenant:
+        """Accept a key the operator chose. Twice is harmless: the tenant is derived from the key.
+
+        Raises:
+            InvalidKey: not of the form `tml-…`, or its id belongs to another secret.
+        """
+        row = await self._row(_key_id(api_key))
+        if row:
+            if not hmac.compare_digest(row["digest"], _digest(api_key)):
+                raise InvalidKey("An API key with this id and another secret exists.")
+            return Tenant(TenantId(row["tenant"]), row["name"])
+        tenant = TenantId(f"t-{_digest(api_key)[:16]}")
+        await self._store(api_key, name, tenant, None)
+        return Tenant(tenant, name)
+
+    async def revoke(self, key_id: str) -> bool:
+        """Remove a key; False if there was none. Takes effect within CACHE_S everywhere."""
+        removed = await self._redis.delete(keys.api_key(key_id))
+        await self._redis.srem(keys.api_keys(), key_id)
+        self._known.clear()
+        return bool(removed)
+
+    async def list_keys(self) -> list[KeyRecord]:
+        """List all keys, oldest first."""
+        ids = await self._redis.smembers(keys.api_keys())
+        records = [await self._record(key_id.decode()) for key_id in ids]
+        return sorted((r for r in records if r), key=lambda record: record.created_at)
+
+    async def _record(self, key_id: str) -> KeyRecord | None:
+        row = await self._row(key_id)
+        if not row:
+            return None
+        not_after = float(row["not_after"]) if row["not_after"] else None
+        created_at = float(row["created_at"])
+        return KeyRecord(key_id, TenantId(row["tenant"]), row["name"], created_at, not_after)
+
+    async def _row(self, key_id: str) -> dict[str, str]:
+        row = await self._redis.hgetall(keys.api_key(key_id))
+        return {field.decode(): value.decode() for field, value in row.items()}
+
+    async def _store(
+        self, api_key: str, name: str, tenant: TenantId, not_after: float | None
+    ) -> None:
+        key_id = _key_id(api_key)
+        row: dict[str | bytes, str] = {
+            "digest": _digest(api_key),
+            "tenant": tenant,
+            "name": name,
+            "created_at": repr(time.time()),
+            "not_after": "" if not_after is None else repr(not_after),
+        }
+        await self._redis.hset(keys.api_key(key_id), mapping=row)
+        await self._redis.sadd(keys.api_keys(), key_id)
+
+
+def _key_id(api_key: str) -> str:
+    """Take the public part of a key; a key without one (`tml-dev`) is known by its digest."""
+    match = _FORM.fullmatch(api_key)
+    if match:
+        return match[1]
+    if not re.fullmatch(r"tml-[A-Za-z0-9_.-]{1,256}", api_key):
+        raise InvalidKey
+    return f"d{_digest(api_key)[:32]}"
+
+
+def _digest(api_key: str) -> str:
+    return hashlib.sha256(api_key.encode()).hexdigest()
