@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: A tensor is refused when it claims more elements than this, before anything is allocated.
 MAX_ELEMENTS = 1 << 26
 
-_DTYPES = {
+_DTYPES: dict[int, np.dtype] = {
     wire_pb2.DTYPE_FLOAT32: np.dtype("<f4"),
     wire_pb2.DTYPE_INT64: np.dtype("<i8"),
     wire_pb2.DTYPE_INT32: np.dtype("<i4"),
@@ -76,9 +76,7 @@ def decode_pass(request: wire_pb2.ForwardBackwardRequest) -> PassBody:
     )
 
 
-def encode_pass_output(
-    logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]
-) -> bytes:
+def encode_pass_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
     """Write per-datum log-probs (float32, each [n] or [n, K]) and metrics as the wire's output."""
     output = wire_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     output.metrics.update(metrics)
@@ -161,7 +159,7 @@ def _csr(
         and crow[0] == 0
         and crow[-1] == values.size == col.size
         and (counts >= 0).all()
-        and (col.size == 0 or (0 <= col.min() and col.max() < columns))
+        and (col.size == 0 or (col.min() >= 0 and col.max() < columns))
     )
     if not consistent:
         raise MalformedBody(f"{where} has inconsistent CSR indices for shape {list(shape)}.")

@@ -7,7 +7,7 @@ execution, futures, records, tenants, status); all of them get their connection 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import redis
 import redis.asyncio
@@ -23,8 +23,6 @@ from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from redis.commands.core import AsyncScript, Script
-
 CONNECTION_LOST = (RedisConnectionError, RedisTimeoutError)
 
 #: What Redis must be set to so that an acknowledged write survives a kill and a power cut.
@@ -35,8 +33,10 @@ MAX_CONNECTIONS = 64
 POOL_TIMEOUT_S = 20.0
 SOCKET_TIMEOUT_S = 10.0
 
-Connection = redis.asyncio.Redis
-SyncConnection = redis.Redis
+#: redis-py types every reply as `bytes | str | …`; ours are always bytes. Its types stop here.
+Connection: TypeAlias = Any
+SyncConnection: TypeAlias = Any
+Script: TypeAlias = Any
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 _RETRIES = 3
@@ -73,7 +73,7 @@ def open_sync_connection(url: str) -> SyncConnection:
     return redis.Redis.from_pool(pool)
 
 
-def async_script(connection: Connection, name: str) -> AsyncScript:
+def async_script(connection: Connection, name: str) -> Script:
     """Load one of our scripts, for an asynchronous connection."""
     return connection.register_script((_SCRIPTS / f"{name}.lua").read_text())
 
@@ -106,7 +106,9 @@ async def check_store(connection: Connection, *, accept_data_loss: bool) -> None
 
 def refuse_unsafe(found: Mapping[str, str | None]) -> None:
     """Raise UnsafeRedis naming every setting that differs from DURABLE."""
-    wrong = [f"{k} is {found.get(k)!r}, needs {v!r}" for k, v in DURABLE.items() if found.get(k) != v]
+    wrong = [
+        f"{k} is {found.get(k)!r}, needs {v!r}" for k, v in DURABLE.items() if found.get(k) != v
+    ]
     if wrong:
         raise UnsafeRedis(
             f"This Redis could lose acknowledged writes: {'; '.join(wrong)}. Set them, or accept the "

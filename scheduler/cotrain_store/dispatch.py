@@ -90,7 +90,9 @@ class Dispatch:
 
     async def beats(self, pool: PoolId) -> list[WorkerBeat]:
         """List the workers of a pool that are alive."""
-        ids = sorted(WorkerId(name.decode()) for name in await self._redis.smembers(keys.workers(pool)))
+        ids = sorted(
+            WorkerId(name.decode()) for name in await self._redis.smembers(keys.workers(pool))
+        )
         rows = await self._redis.mget([keys.worker(pool, name) for name in ids]) if ids else []
         return [WorkerBeat(**json.loads(row)) for row in rows if row]
 
@@ -134,7 +136,9 @@ class Dispatch:
         """List the runs that hold ops behind a seq missing for longer than that."""
         latest = (time.time() - older_than_s) * 1000
         runs = await self._redis.zrangebyscore(keys.gaps(pool), 0, latest)
-        tenants = [await self._redis.hget(keys.log(pool, RunId(r.decode())), "tenant") for r in runs]
+        tenants = [
+            await self._redis.hget(keys.log(pool, RunId(r.decode())), "tenant") for r in runs
+        ]
         return [
             (RunId(run.decode()), TenantId(tenant.decode()))
             for run, tenant in zip(runs, tenants, strict=True)

@@ -59,7 +59,12 @@ class Execution:
     """One worker's access to its pool."""
 
     def __init__(
-        self, connection: SyncConnection, spool: Spool, results: Spool, pool: PoolId, worker: WorkerId
+        self,
+        connection: SyncConnection,
+        spool: Spool,
+        results: Spool,
+        pool: PoolId,
+        worker: WorkerId,
     ) -> None:
         self._redis = connection
         self._spool = spool
@@ -115,9 +120,15 @@ class Execution:
         return Result(ResultKind.SPOOLED_PASS, ref.encode()).pack(), keys.LARGE_RESULT_TTL_MS
 
     def commit(
-        self, step: Step, results: Mapping[tuple[RunId, int], Result], record: Mapping[str, Any]
+        self,
+        step: Step,
+        results: Mapping[tuple[RunId, int], Result],
+        record: Mapping[str, Any],
+        counted: Mapping[str, float],
     ) -> None:
         """Make a step's results visible and end its cycle. Twice is harmless.
+
+        `record` is what the cycle's history keeps; `counted` is added to the pool's totals.
 
         Raises:
             Fenced: another worker took this one's place; nothing was written.
@@ -125,10 +136,11 @@ class Execution:
         script_keys = [
             keys.worker_epoch(self.pool, self.worker), keys.open_steps(self.pool, self.worker),
             keys.cycles(self.pool), keys.spool_segment_refs(), keys.notify_results(),
-            keys.notify_scheduler(),
+            keys.notify_scheduler(), keys.counters(self.pool),
         ]  # fmt: skip
         args: list[str | int | bytes] = [
             self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,
+            json.dumps(counted),
         ]  # fmt: skip
         for op in step.ops:
             packed, ttl_ms = self.pack(results[op.run, op.seq])
@@ -138,7 +150,9 @@ class Execution:
         if answer == b"FENCED":
             raise Fenced
         if answer == b"ORDER":
-            raise AssertionError(f"cycle {step.cycle} holds an op whose predecessor is not committed")
+            raise AssertionError(
+                f"cycle {step.cycle} holds an op whose predecessor is not committed"
+            )
 
     def position(self, run: RunId) -> LogPosition | None:
         """Read where a run's log stands; None for a run that has none."""

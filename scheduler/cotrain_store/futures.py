@@ -60,7 +60,10 @@ class Futures:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         """Stop listening; whoever still waits gets Pending."""
         self.release_all()

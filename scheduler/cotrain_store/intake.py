@@ -181,4 +181,3 @@ _REFUSALS: dict[str, Callable[[int], Exception]] = {
     "BUSY": lambda _: QueueFull(),
     "RUNS": lambda _: RunQuotaReached(),
 }
-

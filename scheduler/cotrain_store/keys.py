@@ -6,7 +6,10 @@ no key that is not made here: they get the pool's prefix and append the same suf
 
 from __future__ import annotations
 
-from cotrain_store.messages import PoolId, RequestId, RunId, SessionId, TenantId, WorkerId
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cotrain_store.messages import PoolId, RequestId, RunId, SessionId, TenantId, WorkerId
 
 #: Bumped when a key or a message changes; a process refuses a store of another version.
 SCHEMA_VERSION = "1"
@@ -169,6 +172,11 @@ def cycle_counter(pool: PoolId) -> str:
 def cycles(pool: PoolId) -> str:
     """Name the list of the last CYCLES_KEPT cycle records, newest first."""
     return f"{prefix(pool)}cycles"
+
+
+def counters(pool: PoolId) -> str:
+    """Name the hash of a pool's totals (cycles, tokens, …), for /metrics; only grow."""
+    return f"{prefix(pool)}counters"
 
 
 def worker(pool: PoolId, worker_id: WorkerId) -> str:

@@ -178,11 +178,11 @@ class ResultKind(StrEnum):
     #: A JSON object, answered as it is.
     JSON = "j"
     #: A serialized ForwardBackwardOutput message.
-    PASS = "p"
+    PASS = "p"  # noqa: S105  # a forward pass
     #: `{"error": …, "category": …}`: the op failed.
     FAILURE = "e"
     #: A large ForwardBackwardOutput message; the payload is its spool reference.
-    SPOOLED_PASS = "r"
+    SPOOLED_PASS = "r"  # noqa: S105
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
+import re
 import struct
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from cotrain_store.errors import SpoolCorrupt
 
@@ -30,6 +33,7 @@ ORPHAN_AGE_S = 3600.0
 
 _HEADER = struct.Struct("<4sQ16s")
 _MAGIC = b"CTS1"
+_REF = re.compile(r"spool:([A-Za-z0-9][A-Za-z0-9_-]*):(\d+):(\d+):([0-9a-f]{32})")
 _CLOSE = None
 
 
@@ -42,19 +46,17 @@ class SpoolRef:
     length: int
     digest: str
 
+    @override
     def __str__(self) -> str:
         return f"spool:{self.segment}:{self.offset}:{self.length}:{self.digest}"
 
     @classmethod
     def parse(cls, ref: str) -> SpoolRef:
         """Read a reference; raises SpoolCorrupt when it is not one."""
-        try:
-            scheme, segment, offset, length, digest = ref.split(":")
-            if scheme != "spool" or "/" in segment or segment.startswith("."):
-                raise ValueError(ref)
-            return cls(segment, int(offset), int(length), digest)
-        except ValueError as malformed:
-            raise SpoolCorrupt(f"Not a spool reference: {ref!r}.") from malformed
+        match = _REF.fullmatch(ref)
+        if not match:
+            raise SpoolCorrupt(f"Not a spool reference: {ref!r}.")
+        return cls(match[1], int(match[2]), int(match[3]), match[4])
 
 
 class Spool:
@@ -147,7 +149,9 @@ class Spool:
         name = f"{self._writer}-{self._count}"
         self._count += 1
         self._size = 0
-        file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        file = os.open(
+            self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600
+        )
         self._segment = (name, file)
         sync_folder(self.folder)
         return self._segment

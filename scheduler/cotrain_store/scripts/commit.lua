@@ -1,9 +1,10 @@
 -- commit: make a step's effects visible: its results, `done`, and the end of its cycle, at once.
 -- Fenced by the worker's epoch; an op counts only as the next one of its run. Twice is harmless.
 local epoch_key, open, cycles, refs = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local notify, wake = KEYS[5], KEYS[6]
+local notify, wake, counters = KEYS[5], KEYS[6], KEYS[7]
 local epoch, prefix, cycle, record, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local FIRST = 6 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, segment to release
+local counted = ARGV[6]
+local FIRST = 7 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, segment to release
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
@@ -43,6 +44,9 @@ for i = FIRST, #ARGV, 8 do
   end
 end
 redis.call('HDEL', open, cycle)
+for name, value in pairs(cjson.decode(counted)) do
+  redis.call('HINCRBYFLOAT', counters, name, value)
+end
 redis.call('LPUSH', cycles, record)
 redis.call('LTRIM', cycles, 0, keep - 1)
 redis.call('PUBLISH', notify, table.concat(resolved, '\n'))

@@ -1,0 +1,55 @@
+"""Run the scheduler: `python -m cotrain_scheduler`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+
+import structlog
+
+from cotrain_scheduler.clock import Clock
+from cotrain_scheduler.settings import SchedulerSettings
+from cotrain_store.connection import check_store, open_connection
+from cotrain_store.dispatch import Dispatch
+from cotrain_store.errors import Fenced, UnsafeRedis
+from cotrain_store.logs import configure_logs
+
+log = structlog.get_logger()
+
+
+async def serve(settings: SchedulerSettings) -> int:
+    """Schedule until told to stop; the exit status is 0 unless this Redis is refused."""
+    connection = open_connection(settings.redis_url)
+    await check_store(connection, accept_data_loss=settings.accept_data_loss)
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    clock = Clock(Dispatch(connection, name), settings)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, clock.stop)
+    log.info("scheduler_started", mode=settings.clock_mode, period_s=settings.clock_period_s)
+    try:
+        await clock.run()
+    except Fenced:
+        log.warning("scheduler_fenced")
+    finally:
+        await connection.aclose()
+    log.info("scheduler_stopped")
+    return 0
+
+
+def main() -> None:
+    """Start the process."""
+    settings = SchedulerSettings()
+    configure_logs("scheduler", settings.log_level)
+    try:
+        sys.exit(asyncio.run(serve(settings)))
+    except UnsafeRedis as unsafe:
+        log.error("redis_refused", reason=str(unsafe))  # noqa: TRY400  # the reason says it all
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Decide when the next cycle of one worker may start. Pure; times in seconds, `now` comes in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from cotrain_store.messages import RunId
+
+#: Waiting for the others of the last cycle may cost this share of what it took.
+GATHER_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class LastCycle:
+    """What a worker's previous cycle looked like: who was in it, how long it took, when it ended."""
+
+    runs: frozenset[RunId] = frozenset()
+    duration_s: float = 0.0
+    ended_at: float = 0.0
+
+
+def eager_start(last: LastCycle, ready: Collection[RunId], now: float, gather_s: float) -> float:
+    """Say when an eager cycle starts, given who is ready now.
+
+    At once when everybody of the last cycle is back, hence always for a run on its own. Otherwise
+    those just answered get a few milliseconds, or a tenth of the last cycle, to send their next
+    request: a cycle without them would make them wait for a whole one.
+    """
+    if last.runs <= set(ready):
+        return now
+    return max(now, last.ended_at + max(gather_s, GATHER_SHARE * last.duration_s))
+
+
+def beat_number(now: float, period_s: float) -> int:
+    """Number the metronome's beats: a cycle starts on a multiple of the period, or not at all."""
+    return math.floor(now / period_s)

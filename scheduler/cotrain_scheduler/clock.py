@@ -1,0 +1,190 @@
+"""The loop: wake, read what is ready, plan, write the plan. The only place that sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_scheduler import beat, planner
+from cotrain_scheduler.settings import ClockMode
+from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.errors import PlanOutdated
+from cotrain_store.messages import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_scheduler.settings import SchedulerSettings
+    from cotrain_store.dispatch import Dispatch, WorkerBeat
+    from cotrain_store.messages import PoolId, RunQueue, WorkerId
+
+log = structlog.get_logger()
+
+#: A wake-up can be lost; look by ourselves this often.
+SWEEP_S = 0.25
+#: The lease lasts 3 s.
+RENEW_S = 1.0
+#: How often old gaps are looked for.
+GAPS_S = 5.0
+_RETRY_S = 0.2
+
+
+@dataclass
+class _WorkerClock:
+    """What the clock remembers of one worker between cycles."""
+
+    fairness: planner.Fairness = field(default_factory=planner.Fairness)
+    last: beat.LastCycle = field(default_factory=beat.LastCycle)
+    planned_at: float | None = None
+    """When the step in work was planned; None while the worker is free."""
+
+
+class Clock:
+    """Drives every pool. Runs until `stop`; raises Fenced when a newer scheduler leads."""
+
+    def __init__(self, dispatch: Dispatch, settings: SchedulerSettings) -> None:
+        self._dispatch = dispatch
+        self._settings = settings
+        self._clocks: defaultdict[tuple[PoolId, WorkerId], _WorkerClock] = defaultdict(_WorkerClock)
+        self._woken = asyncio.Event()
+        self._stopping = False
+        self._renewed_at = 0.0
+        self._gaps_at = 0.0
+        self._beat = self._beat_number(time.time())
+
+    def stop(self) -> None:
+        """Stop after the present tick."""
+        self._stopping = True
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Tick until stopped. A Redis that is away is a pause."""
+        listener = asyncio.create_task(self._listen())
+        try:
+            while not self._stopping:
+                try:
+                    sleep_until = await self._tick(time.time())
+                except CONNECTION_LOST:
+                    log.warning("redis_lost")
+                    sleep_until = time.time() + _RETRY_S
+                await self._sleep(sleep_until)
+        finally:
+            listener.cancel()
+            with contextlib.suppress(*CONNECTION_LOST):
+                await self._dispatch.resign()
+
+    async def _tick(self, now: float) -> float:
+        """Plan whatever may start now; return when to look again at the latest."""
+        self._woken.clear()
+        if now - self._renewed_at > RENEW_S:
+            if not await self._dispatch.lead():
+                return now + RENEW_S
+            self._renewed_at = now
+        pools = await self._dispatch.pools()
+        if now - self._gaps_at > GAPS_S:
+            self._gaps_at = now
+            for pool in pools:
+                await self._expire_gaps(pool)
+        if self._settings.clock_mode is ClockMode.METRONOME:
+            return await self._tick_metronome(pools, now)
+        return min([await self._tick_pool(pool, now) for pool in pools], default=now + SWEEP_S)
+
+    async def _tick_metronome(self, pools: Sequence[PoolId], now: float) -> float:
+        """Plan on a new beat only; what comes in between waits for the next one."""
+        number = self._beat_number(now)
+        again = [await self._tick_pool(pool, now) for pool in pools if number > self._beat]
+        if any(start <= now for start in again):
+            return now  # the queue changed under a plan: the beat is not over
+        self._beat = number
+        return min((number + 1) * self._settings.clock_period_s, now + RENEW_S)
+
+    def _beat_number(self, now: float) -> int:
+        return beat.beat_number(now, self._settings.clock_period_s)
+
+    async def _tick_pool(self, pool: PoolId, now: float) -> float:
+        beats = await self._dispatch.beats(pool)
+        free = [worker for worker in beats if await self._is_free(pool, worker, now)]
+        if not free:
+            return now + SWEEP_S
+        queues = await self._dispatch.ready(pool)
+        if not queues:
+            return now + SWEEP_S
+        placed = planner.place(queues, beats)
+        again = now + SWEEP_S
+        for worker in free:
+            mine = [
+                queue for queue in queues if (queue.worker or placed.get(queue.run)) == worker.id
+            ]
+            if not mine:
+                continue
+            start = self._start(pool, worker, mine, now)
+            if start > now:
+                again = min(again, start)
+            elif not await self._plan(pool, worker, mine, now):
+                again = now
+        return again
+
+    async def _is_free(self, pool: PoolId, worker: WorkerBeat, now: float) -> bool:
+        if await self._dispatch.open_steps(pool, worker.id):
+            return False
+        clock = self._clocks[pool, worker.id]
+        if clock.planned_at is not None:
+            clock.last = replace(clock.last, duration_s=now - clock.planned_at, ended_at=now)
+            clock.planned_at = None
+        return True
+
+    def _start(
+        self, pool: PoolId, worker: WorkerBeat, queues: Sequence[RunQueue], now: float
+    ) -> float:
+        settings, clock = self._settings, self._clocks[pool, worker.id]
+        if settings.clock_mode is ClockMode.METRONOME:
+            return now
+        ready = [queue.run for queue in queues]
+        return beat.eager_start(clock.last, ready, now, settings.gather_ms / 1000)
+
+    async def _plan(
+        self, pool: PoolId, worker: WorkerBeat, queues: Sequence[RunQueue], now: float
+    ) -> bool:
+        """Write one worker's step; False when the queue has changed and must be read again."""
+        clock = self._clocks[pool, worker.id]
+        tokens = planner.budget(worker, self._settings.clock_period_s)
+        chosen = planner.select(queues, clock.fairness, tokens, self._settings.quantum_tokens)
+        tenants = {queue.run: queue.tenant for queue in queues}
+        cycle = await self._dispatch.last_cycle(pool) + 1
+        runs = frozenset(op.run for op in chosen.ops)
+        step = Step(cycle, worker.id, chosen.ops, now, {run: tenants[run] for run in runs})
+        try:
+            await self._dispatch.plan(pool, step)
+        except PlanOutdated:
+            return False
+        clock.fairness, clock.planned_at = chosen.fairness, now
+        clock.last = beat.LastCycle(runs)
+        total = sum(op.tokens for op in chosen.ops)
+        log.info(
+            "cycle_planned", pool=pool, worker=worker.id, cycle=cycle,
+            runs=len(runs), ops=len(chosen.ops), tokens=total,
+        )  # fmt: skip
+        return True
+
+    async def _expire_gaps(self, pool: PoolId) -> None:
+        for run, tenant in await self._dispatch.old_gaps(pool, self._settings.gap_limit_s):
+            await self._dispatch.expire_gap(pool, run, tenant)
+            log.warning("gap_expired", run=run)
+
+    async def _sleep(self, until: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), max(0.0, until - time.time()))
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async for _ in self._dispatch.wakes():
+                    self._woken.set()
+            except CONNECTION_LOST:
+                await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,159 @@
+"""Decide what the next cycle of one worker holds. Pure: the queue in, a plan out.
+
+Order: a run's ops are taken in seq order, as the longest prefix of the form
+`create? (forward | forward_backward)* optim_step?`, so that a step submitted whole trains in one
+cycle and weights never change under a forward. A barrier holds back its own run only.
+
+Fairness: deficit round robin by tokens between tenants (Shreedhar and Varghese, SIGCOMM 1995), op by
+op over the runs of one tenant. Among tenants that always have work, the tokens served since they all
+had work differ by at most one quantum and one op.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cotrain_store.messages import OpKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from cotrain_store.dispatch import WorkerBeat
+    from cotrain_store.messages import QueuedOp, RunId, RunQueue, TenantId, WorkerId
+
+#: Tokens a tenant may take per visit. Small against a cycle, so that a cycle visits everybody.
+QUANTUM_TOKENS = 2_048
+
+
+@dataclass(frozen=True)
+class Fairness:
+    """What one cycle hands to the next: whose turn it is, and what each tenant may still take.
+
+    Losing it (a scheduler restart) costs at most one quantum of fairness, so it is not stored.
+    """
+
+    ring: tuple[TenantId, ...] = ()
+    deficits: Mapping[TenantId, int] = field(default_factory=dict)
+    in_visit: bool = False
+    """The first tenant of the ring was cut off by the budget and takes no new quantum."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The ops of one worker's step, grouped by run and in seq order, and the fairness after it."""
+
+    ops: tuple[QueuedOp, ...]
+    fairness: Fairness
+
+
+def select(
+    queues: Sequence[RunQueue],
+    fairness: Fairness,
+    budget_tokens: int,
+    quantum_tokens: int = QUANTUM_TOKENS,
+) -> Selection:
+    """Choose ops worth at most `budget_tokens`; one op larger than that goes alone.
+
+    Something is always chosen when something is queued, so that nothing waits for ever.
+    """
+    backlog = _backlog(queues)
+    ring = deque(_ring(fairness.ring, backlog))
+    deficits = {tenant: fairness.deficits.get(tenant, 0) for tenant in ring}
+    in_visit = fairness.in_visit and bool(ring) and ring[0] == fairness.ring[0]
+    chosen: list[QueuedOp] = []
+    spent = 0
+    while ring:
+        tenant = ring[0]
+        if not in_visit:
+            deficits[tenant] += quantum_tokens
+        in_visit = False
+        work = backlog[tenant]
+        while work and cost(work.head) <= deficits[tenant]:
+            if chosen and spent + cost(work.head) > budget_tokens:
+                return Selection(_grouped(chosen), Fairness(tuple(ring), deficits, in_visit=True))
+            op = work.take()
+            deficits[tenant] -= cost(op)
+            spent += cost(op)
+            chosen.append(op)
+        if work:
+            ring.rotate(-1)
+        else:
+            ring.popleft()
+            del deficits[tenant]  # an idle tenant saves nothing up
+    return Selection(_grouped(chosen), Fairness())
+
+
+def runnable_prefix(ops: Iterable[QueuedOp]) -> list[QueuedOp]:
+    """Take the ops of one run that one cycle may hold."""
+    prefix: list[QueuedOp] = []
+    stepped = False
+    for op in ops:
+        if stepped and op.kind is not OpKind.REJECTED:
+            break
+        prefix.append(op)
+        stepped = stepped or op.kind is OpKind.OPTIM_STEP
+    return prefix
+
+
+def cost(op: QueuedOp) -> int:
+    """Count what an op takes of a budget: its tokens, at least 1."""
+    return max(1, op.tokens)
+
+
+def budget(beat: WorkerBeat, period_s: float) -> int:
+    """Count the tokens a worker does in one clock period, at the throughput it measured."""
+    return max(1, int(beat.tokens_per_s * period_s))
+
+
+def place(queues: Iterable[RunQueue], beats: Sequence[WorkerBeat]) -> dict[RunId, WorkerId]:
+    """Give every run without a worker the one with the fewest runs. A run keeps its worker."""
+    runs = {beat.id: beat.runs for beat in beats}
+    placed: dict[RunId, WorkerId] = {}
+    for queue in queues:
+        if queue.worker is None and runs:
+            worker = min(runs, key=lambda name: (runs[name], name))
+            runs[worker] += 1
+            placed[queue.run] = worker
+    return placed
+
+
+class _Backlog:
+    """One tenant's runnable ops, taken from its runs in turn."""
+
+    def __init__(self, runs: Iterable[deque[QueuedOp]]) -> None:
+        self._runs = deque(runs)
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    @property
+    def head(self) -> QueuedOp:
+        return self._runs[0][0]
+
+    def take(self) -> QueuedOp:
+        run = self._runs.popleft()
+        op = run.popleft()
+        if run:
+            self._runs.append(run)
+        return op
+
+
+def _backlog(queues: Iterable[RunQueue]) -> dict[TenantId, _Backlog]:
+    runs: dict[TenantId, list[deque[QueuedOp]]] = {}
+    for queue in queues:
+        prefix = runnable_prefix(queue.ops)
+        if prefix:
+            runs.setdefault(queue.tenant, []).append(deque(prefix))
+    return {tenant: _Backlog(ops) for tenant, ops in runs.items()}
+
+
+def _ring(before: Sequence[TenantId], backlog: Mapping[TenantId, _Backlog]) -> list[TenantId]:
+    """Keep the turn of those still waiting; newcomers join at the end, in the order they came."""
+    staying = [tenant for tenant in before if tenant in backlog]
+    return staying + [tenant for tenant in backlog if tenant not in set(before)]
+
+
+def _grouped(ops: Iterable[QueuedOp]) -> tuple[QueuedOp, ...]:
+    return tuple(sorted(ops, key=lambda op: (op.run, op.seq)))

@@ -1,0 +1,62 @@
+"""A real Redis for tests: our own embedded one, on a unix socket in a temporary folder."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import redis
+
+from cotrain_store.embedded import find_redis_binary, redis_command
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class EmbeddedRedis:
+    """A Redis process; `kill` is SIGKILL, `restart` starts it again on the same data."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="cotrain-redis-")
+        self.socket = Path(self._folder.name) / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self._process = self._start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def restart(self) -> None:
+        self._process = self._start()
+
+    def flush(self) -> None:
+        with redis.Redis.from_url(self.url) as connection:
+            connection.flushall()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = redis_command(find_redis_binary(), Path(self._folder.name), self.socket)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                with redis.Redis.from_url(self.url) as connection:
+                    connection.ping()
+                return process
+            except redis.ConnectionError:
+                time.sleep(0.01)
+        raise RuntimeError("the embedded Redis did not come up")
