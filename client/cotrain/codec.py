@@ -41,13 +41,31 @@ def encode_pass_request(
     Equal arguments give equal bytes under `SerializeToString(deterministic=True)`. Raises
     UnsupportedInput, naming the datum, where a chunk is not text.
     """
+    return wrap_datums(
+        model_id, seq_id, encode_datums(data), loss_fn, loss_fn_config, forward_only=forward_only
+    )
+
+
+def encode_datums(data: Sequence[Datum]) -> list[wire.Datum]:
+    """Encode every datum. Raises UnsupportedInput, naming the datum, where a chunk is not text."""
+    return [_encode_datum(datum, index) for index, datum in enumerate(data)]
+
+
+def wrap_datums(
+    model_id: str,
+    seq_id: int,
+    datums: Iterable[wire.Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, float | str] | None,
+    *,
+    forward_only: bool,
+) -> wire.ForwardBackwardRequest:
+    """Build the message of a pass over datums that are encoded already."""
     message = wire.ForwardBackwardRequest(
-        model_id=model_id, seq_id=seq_id, loss_fn=loss_fn, forward_only=forward_only
+        model_id=model_id, seq_id=seq_id, data=datums, loss_fn=loss_fn, forward_only=forward_only
     )
     for name, value in (loss_fn_config or {}).items():
         _set_config(message, name, value)
-    for index, datum in enumerate(data):
-        _fill_datum(message.data.add(), datum, index)
     return message
 
 
@@ -86,11 +104,13 @@ def _set_config(message: wire.ForwardBackwardRequest, name: str, value: float | 
     message.loss_fn_config_v2[name].number = value
 
 
-def _fill_datum(message: wire.Datum, datum: Datum, index: int) -> None:
+def _encode_datum(datum: Datum, index: int) -> wire.Datum:
+    message = wire.Datum()
     for chunk in datum.model_input.chunks:
         message.model_input.add().encoded_text.tokens = _pack("i", _tokens_of(chunk, index))
     for name, tensor in datum.loss_fn_inputs.items():
         _fill_tensor(message.loss_fn_inputs[name], tensor)
+    return message
 
 
 def _tokens_of(chunk: ModelInputChunk, index: int) -> Sequence[int]:

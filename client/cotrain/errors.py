@@ -1,6 +1,8 @@
 """Errors a user of the client meets.
 
 CotrainError
+├── SettingsMissing                 (the client was not told its server or its key)
+├── ClientClosed
 ├── UnsupportedInput                (a datum this server cannot train on; also a ValueError)
 ├── MalformedMessage                (bytes that are not the message they should be)
 ├── RequestFailed                   (accepted, then failed: category user, server or unknown)
@@ -27,6 +29,14 @@ Category = Literal["user", "server", "unknown"]
 
 class CotrainError(Exception):
     """Something went wrong between this client and its server."""
+
+
+class SettingsMissing(CotrainError):
+    """The client was not told all it needs."""
+
+
+class ClientClosed(CotrainError):
+    """The client was closed."""
 
 
 class UnsupportedInput(CotrainError, ValueError):
@@ -62,11 +72,14 @@ class APITimeoutError(APIConnectionError):
 class APIStatusError(APIError):
     """The server answered that it will not do this."""
 
-    def __init__(self, message: str, status_code: int, body: Any) -> None:
+    def __init__(
+        self, message: str, status_code: int, body: Any, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(f"{status_code}: {message}")
         self.message = message
         self.status_code = status_code
         self.body = body
+        self.retry_after_s = retry_after_s
 
 
 class BadRequestError(APIStatusError):
@@ -107,7 +120,10 @@ _ERROR_BY_STATUS: dict[int, type[APIStatusError]] = {
 }
 
 
-def status_error(status_code: int, message: str, body: Any) -> APIStatusError:
+def status_error(
+    status_code: int, message: str, body: Any, retry_after_s: float | None = None
+) -> APIStatusError:
     """Make the most specific error for an HTTP status."""
     general = InternalServerError if status_code >= 500 else APIStatusError
-    return _ERROR_BY_STATUS.get(status_code, general)(message, status_code, body)
+    error_class = _ERROR_BY_STATUS.get(status_code, general)
+    return error_class(message, status_code, body, retry_after_s)

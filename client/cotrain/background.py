@@ -1,0 +1,74 @@
+"""The thread that all of a client's network traffic runs on, under one event loop of its own.
+
+So callers may be plain threads or any event loops, and a slow training loop delays no heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cotrain.errors import ClientClosed
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from concurrent.futures import Future
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """A daemon thread that runs an event loop until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start work on the loop, from any thread. Raises ClientClosed."""
+        with self._closing:
+            if self._is_closed:
+                work.close()
+                raise ClientClosed("this client was closed")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work on the loop and block this thread for its result."""
+        return self.start(work).result()
+
+    async def run_async(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work on this loop and await its result on the caller's; cancelling reaches it."""
+        return await asyncio.wrap_future(self.start(work))
+
+    def close(self) -> None:
+        """Cancel all work and end the thread. A second call does nothing."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run_forever(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+
+async def _cancel_the_rest() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,88 @@
+"""Waiting for one request's result: the long poll, and what each answer to it means."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from cotrain.codec import PROTOBUF, decode_pass_output
+from cotrain.errors import APIError, APIStatusError, MalformedMessage, RequestFailed
+from cotrain.transport import JSON, Transport, is_transient
+from cotrain.types import ForwardBackwardOutput, FutureRetrieveRequest, RequestFailedResponse
+
+if TYPE_CHECKING:
+    import httpx
+
+log = logging.getLogger("cotrain")
+
+PENDING = 408
+# The server holds a poll for long. Should one answer at once, this keeps the loop from spinning.
+GAP_S = 0.05
+
+
+async def wait_for_pass(transport: Transport, request_id: str) -> ForwardBackwardOutput:
+    """Wait for the result of a forward or forward_backward. Raises RequestFailed or APIError."""
+    response = await _wait(transport, request_id)
+    if response.headers.get("Content-Type", "").startswith(PROTOBUF):
+        return decode_pass_output(response.content)
+    return ForwardBackwardOutput.model_validate_json(response.content)
+
+
+async def wait_for_json(transport: Transport, request_id: str) -> dict[str, Any]:
+    """Wait for a result that is a JSON object. Raises RequestFailed or APIError."""
+    return _json_object(await _wait(transport, request_id))
+
+
+async def _wait(transport: Transport, request_id: str) -> httpx.Response:
+    request = FutureRetrieveRequest(request_id=request_id)
+    failures, last_contact = 0, time.monotonic()
+    while True:
+        try:
+            response = await transport.post_once(
+                "retrieve_future", request, accept=f"{PROTOBUF}, {JSON}"
+            )
+        except APIError as error:
+            if _is_pending(error):
+                failures, last_contact = 0, time.monotonic()
+                await transport.sleep(GAP_S)
+                continue
+            failures += 1
+            given_up = time.monotonic() - last_contact > transport.policy.give_up_after_s
+            if not is_transient(error) or given_up:
+                raise
+            await transport.pause(failures, error)
+        else:
+            _raise_failure(response, request_id)
+            return response
+
+
+def _is_pending(error: APIError) -> bool:
+    """Whether this is the server's word, held back as long as it could, that it is not done."""
+    return isinstance(error, APIStatusError) and error.status_code == PENDING
+
+
+def _raise_failure(response: httpx.Response, request_id: str) -> None:
+    if response.headers.get("Content-Type", "").startswith(PROTOBUF):
+        return
+    answer = _json_object(response)
+    if "error" not in answer:
+        return
+    try:
+        failure = RequestFailedResponse.model_validate(answer)
+    except ValidationError:
+        raise RequestFailed(str(answer["error"]), request_id, "unknown") from None
+    raise RequestFailed(failure.error, request_id, failure.category)
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        answer = json.loads(response.content)
+    except ValueError as error:
+        raise MalformedMessage("retrieve_future did not answer JSON") from error
+    if not isinstance(answer, dict):
+        raise MalformedMessage("retrieve_future did not answer a JSON object")
+    return answer

@@ -1,0 +1,87 @@
+"""One client process's session: opened when first needed, kept alive by heartbeats, finished once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+from cotrain.errors import APIError, APIStatusError
+from cotrain.transport import read
+from cotrain.types import (
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishReason,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+)
+from cotrain.version import __version__
+
+if TYPE_CHECKING:
+    from cotrain.transport import Transport
+
+log = logging.getLogger("cotrain")
+
+HEARTBEAT_EVERY_S = 10.0
+# A server gives a silent session two minutes; say so before it does more.
+WARN_AFTER_MISSED = 12
+
+Outcome = Literal["success", "errored", "interrupted"]
+
+
+class Session:
+    """A session of one server. All of it runs on the client's own loop."""
+
+    def __init__(self, transport: Transport, user_metadata: dict[str, Any] | None) -> None:
+        self._transport = transport
+        self._user_metadata = user_metadata
+        self._opening = asyncio.Lock()
+        self._id: str | None = None
+        self._heart: asyncio.Task[None] | None = None
+
+    async def id(self) -> str:
+        """Open the session if it is not open yet, and name it."""
+        async with self._opening:
+            if self._id is None:
+                self._id = await self._open()
+                self._heart = asyncio.create_task(self._beat_forever(self._id))
+        return self._id
+
+    async def finish(self, outcome: Outcome) -> None:
+        """Tell the server that no more is to come; where it cannot be told, it finds out."""
+        if self._heart is not None:
+            self._heart.cancel()
+        if self._id is None:
+            return
+        farewell = FinishSessionRequest(reason=FinishReason(type=outcome))
+        with suppress(APIError):
+            await self._transport.post_once(f"sessions/{self._id}/finish", farewell)
+
+    async def _open(self) -> str:
+        request = CreateSessionRequest(
+            sdk_version=f"cotrain-{__version__}", user_metadata=self._user_metadata or {}
+        )
+        response = await self._transport.post("create_session", request)
+        return read(response, CreateSessionResponse).session_id
+
+    async def _beat_forever(self, session_id: str) -> None:
+        missed = 0
+        while True:
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+            try:
+                await self._transport.post_once(
+                    "session_heartbeat", SessionHeartbeatRequest(session_id=session_id)
+                )
+                missed = 0
+            except APIError as error:
+                missed += 1
+                if _is_final(error):
+                    log.warning("the server has ended session %s: %s", session_id, error)
+                    return
+                if missed == WARN_AFTER_MISSED:
+                    log.warning("%d heartbeats of session %s missed: %s", missed, session_id, error)
+
+
+def _is_final(error: APIError) -> bool:
+    return isinstance(error, APIStatusError) and error.status_code in (401, 403, 404, 410)

@@ -1,0 +1,28 @@
+"""Where a client's server is and which key opens it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from cotrain.errors import SettingsMissing
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+"""Where `cotrain serve` listens when it is told nothing."""
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """One server and one key for it."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+
+
+def client_settings(base_url: str | None = None, api_key: str | None = None) -> ClientSettings:
+    """Take what is given, else `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. Raises SettingsMissing."""
+    api_key = api_key or os.environ.get("COTRAIN_API_KEY")
+    if not api_key:
+        raise SettingsMissing("no API key: pass api_key=… or set COTRAIN_API_KEY")
+    base_url = base_url or os.environ.get("COTRAIN_BASE_URL") or DEFAULT_BASE_URL
+    return ClientSettings(base_url.rstrip("/"), api_key)
