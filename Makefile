@@ -1,0 +1,67 @@
+# `make demo` and `make test` are all a newcomer types; each target makes what it needs.
+# PYTHON picks the interpreter for .venv (3.11 to 3.13), ARGS goes to pytest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Compose v2 where it is there, else docker-compose 1.29. `make up GPU=1` adds the GPU.
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-compose test-gpu lint format proto bench up down clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Make .venv with everything in it
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[all]" --group dev
+	@touch $@
+
+demo: $(INSTALLED) ## Train four tenants at once on this machine and show what each learned
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED) ## Run every test that needs no GPU and no container engine
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
+	$(BIN)/python -m pytest -m "not compose" $(ARGS)
+
+test-compose: $(INSTALLED) ## Build the containers, train through them, kill and restart them
+	$(BIN)/python -m pytest -m compose $(ARGS) tests/acceptance
+
+test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(INSTALLED) ## Check style, types and who imports whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED) ## Let ruff fix and format the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: ## Generate the wire messages from wire.proto
+	PYTHON=$(PYTHON) client/cotrain/proto/generate.sh
+
+bench: $(INSTALLED) ## Measure the server against one tenant alone and against PEFT
+	$(BIN)/python -m bench
+
+up: ## Build and start the containers (GPU=1 for a GPU)
+	$(COMPOSE) $(COMPOSE_FILES) up --build --detach
+
+down: ## Stop the containers; what they stored stays
+	$(COMPOSE) $(COMPOSE_FILES) down
+
+clean: ## Remove what builds, tests and the demo left
+	rm -rf build dist .demo .sdk .make .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find client scheduler server workers tests bench examples -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv as well
+	rm -rf $(VENV)

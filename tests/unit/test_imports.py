@@ -1,0 +1,57 @@
+"""What importing a package costs: the API must start without torch, the client without a server.
+
+import-linter checks the same statically; a lazy import, or one inside a dependency, escapes it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOTS = {
+    "cotrain": ROOT / "client",
+    "cotrain_store": ROOT / "scheduler",
+    "cotrain_scheduler": ROOT / "scheduler",
+    "cotrain_server": ROOT / "server",
+}
+TENSORS = {"torch", "transformers", "peft", "safetensors"}
+SERVICES = {"redis", "fastapi", "starlette", "uvicorn", "numpy", "structlog", "prometheus_client"}
+
+FORBIDDEN = {
+    "cotrain": TENSORS | SERVICES,
+    "cotrain_store": TENSORS | {"fastapi", "starlette", "uvicorn"},
+    "cotrain_scheduler": TENSORS | {"fastapi", "starlette", "uvicorn"},
+    "cotrain_server": TENSORS,
+}
+
+IMPORT_ALL = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+def modules_of(package: str) -> list[str]:
+    folder = ROOTS[package] / package
+    parts = [path.relative_to(ROOTS[package]).with_suffix("").parts for path in folder.rglob("*.py")]
+    return sorted({".".join(p[:-1] if p[-1] == "__init__" else p) for p in parts})
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_importing_every_module_of_a_package_loads_nothing_foreign_to_it(package: str) -> None:
+    paths = json.dumps([str(root) for root in dict.fromkeys(ROOTS.values())])
+    script = f"import sys; sys.path[:0] = {paths}\n{IMPORT_ALL}"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *modules_of(package)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not FORBIDDEN[package] & set(json.loads(done.stdout))
