@@ -1,0 +1,103 @@
+"""What `pip install` gives: a small client for researchers, and nothing missing for operators."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("cotrain", "cotrain_store", "cotrain_scheduler", "cotrain_server", "cotrain_workers")
+NOT_FOR_CLIENTS = ("torch", "redis", "fastapi", "uvicorn", "numpy", "transformers", "peft")
+CLIENT_BYTES = 60 * 1024**2
+
+
+class Distributions(NamedTuple):
+    sdist: Path
+    wheel: Path
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    """Build both the way they are published: the wheel out of the unpacked sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True, text=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    (wheel,) = folder.glob("*.whl")
+    return Distributions(sdist, wheel)
+
+
+def source_files() -> set[str]:
+    """Every file of the five packages as git would ship it, relative to its source root."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    inside = [Path(line).parts[1:] for line in listed if (ROOT / line).exists()]
+    return {"/".join(parts) for parts in inside if parts and parts[0] in PACKAGES}
+
+
+def test_the_wheel_holds_every_file_of_the_five_packages(distributions: Distributions) -> None:
+    held = set(zipfile.ZipFile(distributions.wheel).namelist())
+    assert source_files() <= held
+    assert "cotrain/py.typed" in held
+    assert any(name.startswith("cotrain_store/scripts/") and name.endswith(".lua") for name in held)
+
+
+def test_the_wheel_puts_nothing_else_at_top_level(distributions: Distributions) -> None:
+    names = zipfile.ZipFile(distributions.wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+
+
+def test_the_sdist_holds_the_sources_and_the_licence(distributions: Distributions) -> None:
+    with tarfile.open(distributions.sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "LICENSE", "README.md", "constraints.txt"} <= held
+    assert {"client/cotrain/__init__.py", "workers/cotrain_workers/engine.py"} <= held
+
+
+@pytest.mark.timeout(600)
+def test_a_client_only_install_is_small_and_brings_no_server(
+    distributions: Distributions, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    install = ["install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), *install, str(distributions.wheel)],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    installed = inspect_client(python)
+    print(f"client-only install: {installed['bytes'] / 1024**2:.1f} MB")
+    assert installed["found"] == []
+    assert installed["bytes"] < CLIENT_BYTES
+    assert installed["version"] == "0.1.0"
+
+
+def inspect_client(python: Path) -> dict[str, object]:
+    """Ask a clean environment what it has, importing cotrain with every warning an error."""
+    script = f"""
+import importlib.util, json, pathlib, sysconfig
+import cotrain
+from importlib.metadata import version
+site = pathlib.Path(sysconfig.get_path("purelib"))
+print(json.dumps(dict(
+    found=[name for name in {NOT_FOR_CLIENTS!r} if importlib.util.find_spec(name)],
+    bytes=sum(path.stat().st_size for path in site.rglob("*") if path.is_file()),
+    version=version("cotrain"),
+)))
+"""
+    done = subprocess.run(
+        [python, "-W", "error", "-c", script], capture_output=True, text=True, check=True
+    )
+    result: dict[str, object] = json.loads(done.stdout)
+    return result
