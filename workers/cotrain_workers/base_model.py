@@ -1,0 +1,165 @@
+"""Load a frozen base model and refuse, with the reason, what the engine would compute wrongly."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cotrain_workers import attn
+from cotrain_workers.lora import MultiLoraLinear
+from cotrain_workers.route import Router
+from cotrain_workers.spec import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_workers.spec import Family
+
+# model_type of transformers -> how people call it
+SUPPORTED: Mapping[str, str] = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2 and Qwen2.5",
+    "qwen3": "Qwen3",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
+}
+FAMILY_BY_MODULE: Mapping[str, Family] = {
+    "q_proj": "attn",
+    "k_proj": "attn",
+    "v_proj": "attn",
+    "o_proj": "attn",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+    "lm_head": "unembed",
+}
+UNEMBED = "lm_head"
+# Their frequencies depend on the longest sequence of the batch, that is, on a neighbour.
+COUPLING_ROPES = ("dynamic", "longrope")
+
+
+class UnsupportedModel(ValueError):
+    """This base model cannot be trained here; the message says why."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A frozen model whose attention and target modules read their route from `router`."""
+
+    backbone: nn.Module  # (input_ids [1, T], position_ids [1, T]) -> hidden states
+    head_weight: torch.Tensor  # [vocabulary, d]; may be the input embedding
+    final_softcap: float | None
+    targets: tuple[Target, ...]
+    router: Router
+    architecture: str
+    vocab_size: int
+    context_length: int
+    hidden_size: int
+    num_parameters: int
+
+
+def load_base_model(
+    model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool
+) -> BaseModel:
+    """Load a hub id or a folder. Raises UnsupportedModel; OSError if there is no such model."""
+    config = AutoConfig.from_pretrained(
+        model, local_files_only=local_files_only, trust_remote_code=False
+    )
+    refuse_unsupported(config)
+    network: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, local_files_only=local_files_only, trust_remote_code=False
+    )
+    network.to(device).eval().requires_grad_(requires_grad=False)
+    targets, router = find_targets(config), Router()
+    num_parameters = network.num_parameters()
+    adapt(network, targets, router)
+    return BaseModel(
+        backbone=network.model,
+        head_weight=network.lm_head.weight,
+        final_softcap=getattr(config, "final_logit_softcapping", None),
+        targets=targets,
+        router=router,
+        architecture=type(network).__name__,
+        vocab_size=network.get_input_embeddings().num_embeddings,
+        context_length=config.max_position_embeddings,
+        hidden_size=config.hidden_size,
+        num_parameters=num_parameters,
+    )
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise UnsupportedModel if training this model would be wrong or couple tenants."""
+    if config.model_type not in SUPPORTED:
+        names = ", ".join(SUPPORTED.values())
+        raise UnsupportedModel(
+            f"Models of type {config.model_type!r} cannot be trained; {names} can."
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel("The weights are quantized; give the 16- or 32-bit model.")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModel("The model attends to later tokens (use_bidirectional_attention).")
+    for rope_type in rope_types(config):
+        if rope_type in COUPLING_ROPES:
+            raise UnsupportedModel(
+                f"RoPE of type {rope_type!r} depends on the longest sequence of a batch, "
+                "so one tenant would change another's results."
+            )
+
+
+def rope_types(config: Any) -> set[str]:
+    """Return the kinds of rotary embedding in a config, which may have one per layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return {str(each["rope_type"]) for each in nested or [rope] if "rope_type" in each}
+
+
+def find_targets(config: Any) -> tuple[Target, ...]:
+    """Return the modules LoRA can be attached to, in model order, as PEFT itself would choose them.
+
+    PEFT is injected into a copy without weights, so that an exported adapter names the same modules.
+    """
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        # Of tied embeddings: true of PEFT's own modules, not of ours, which never merge or untie.
+        warnings.simplefilter("ignore", UserWarning)
+        dry = LoraConfig(r=1, target_modules=list(FAMILY_BY_MODULE))
+        inject_adapter_in_model(dry, skeleton, low_cpu_mem_usage=True)
+    targets = [
+        Target(
+            name, FAMILY_BY_MODULE[name.rsplit(".", 1)[-1]], layer.in_features, layer.out_features
+        )
+        for name, layer in skeleton.named_modules()
+        if isinstance(layer, LoraLayer)
+    ]
+    missing = set(FAMILY_BY_MODULE) - {target.name.rsplit(".", 1)[-1] for target in targets}
+    if missing:
+        raise UnsupportedModel(f"The model has no modules named {', '.join(sorted(missing))}.")
+    return tuple(targets)
+
+
+def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
+    """Put our linear modules and our attention into a loaded model."""
+    for target in targets:
+        linear = network.get_submodule(target.name)
+        if type(linear) is not nn.Linear:
+            raise UnsupportedModel(
+                f"{target.name} is a {type(linear).__name__}, not a plain linear."
+            )
+        if target.name != UNEMBED:
+            network.set_submodule(target.name, MultiLoraLinear(linear, target.name, router))
+        elif linear.bias is not None:
+            raise UnsupportedModel("The unembedding has a bias, which the head does not implement.")
+    attn.register()
+    network.set_attn_implementation(attn.PACKED)
+    for layer in network.model.layers:
+        attn.attach(layer.self_attn, router)

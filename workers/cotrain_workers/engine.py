@@ -1,0 +1,222 @@
+"""The training engine: one cycle's ops in, one answer per op out.
+
+One wave of forward/backward over every pass of the cycle, whatever its adapter, rank, targets or loss;
+then one wave of optimizer steps. A run's results depend on its own ops alone (on CPU fp32 to the bit).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+from cotrain_workers import attn, pack
+from cotrain_workers.adam import adamw_step, discard_gradient, gradient_norm, refuse_step
+from cotrain_workers.admission import refuse_pass
+from cotrain_workers.bank import AdapterBank, AdapterState
+from cotrain_workers.base_model import load_base_model
+from cotrain_workers.ops import (
+    Create,
+    CreateOutput,
+    CycleOutput,
+    Failure,
+    OptimStep,
+    Output,
+    Pass,
+    StepOutput,
+)
+from cotrain_workers.wave import Job, Wave
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_workers.base_model import BaseModel
+    from cotrain_workers.ops import Op
+    from cotrain_workers.spec import Family
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the other processes may know about the base model and this engine."""
+
+    model: str  # as given to `Engine.load`
+    architecture: str
+    vocab_size: int  # rows of the embedding, padded ones included
+    context_length: int
+    num_parameters: int
+    max_rank: int
+    modules_by_family: Mapping[Family, int]  # how many modules each train_* flag covers
+    numerics_id: str  # equal ids: the same plan gives the same bits
+
+
+class Engine:
+    """One frozen base model and the adapters of all runs that train on it. Not thread-safe."""
+
+    def __init__(self, facts: ModelFacts, base: BaseModel, wave: Wave, bank: AdapterBank) -> None:
+        self.facts = facts
+        self.base_forwards = 0  # since the engine was loaded
+        self._base = base
+        self._wave = wave
+        self._bank = bank
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        micro_batch_tokens: int = 8192,
+        head_chunk_rows: int = 1024,
+        local_files_only: bool = True,
+    ) -> Engine:
+        """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` says otherwise.
+
+        Set the number of threads before: it is part of `facts.numerics_id`. On CUDA this turns on
+        deterministic algorithms for the process. Raises UnsupportedModel, or OSError without a model.
+        """
+        place = torch.device(device)
+        dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+        if place.type == "cuda":
+            make_cuda_deterministic()
+        base = load_base_model(model, device=place, dtype=dtype, local_files_only=local_files_only)
+        sizes = (micro_batch_tokens, head_chunk_rows)
+        wave = Wave(base, micro_batch_tokens=sizes[0], head_chunk_rows=sizes[1])
+        bank = AdapterBank(base.targets, place, dtype)
+        return cls(model_facts(model, base, numerics_id(place, dtype, sizes)), base, wave, bank)
+
+    def run(self, ops: Sequence[Op]) -> CycleOutput:
+        """Run one cycle: per run, ascending `seq`, `Create? Pass* OptimStep?`.
+
+        Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
+        An exception means a broken engine: its adapters must then be restored from their last states.
+        """
+        outputs: dict[tuple[str, int], Output] = {}
+        for op in ops:
+            if isinstance(op, Create):
+                outputs[op.run, op.seq] = self._create(op)
+        began = time.perf_counter()
+        jobs = self._admit([op for op in ops if isinstance(op, Pass)], outputs)
+        cost = self._wave.run(jobs)
+        for job in jobs:
+            assert job.output is not None
+            outputs[job.op.run, job.op.seq] = job.output
+        middle = time.perf_counter()
+        for op in ops:
+            if isinstance(op, OptimStep):
+                outputs[op.run, op.seq] = self._step(op)
+        self.base_forwards += cost.forwards
+        return CycleOutput(
+            outputs=outputs,
+            forwards=cost.forwards,
+            tokens=cost.tokens,
+            padded_tokens=cost.padded_tokens,
+            wave_s=middle - began,
+            optim_s=time.perf_counter() - middle,
+        )
+
+    def has(self, run: str) -> bool:
+        """Return whether this engine holds the run's adapter."""
+        return run in self._bank
+
+    def drop(self, run: str) -> None:
+        """Forget a run's adapter; twice is harmless."""
+        self._bank.drop(run)
+
+    def state(self, run: str) -> AdapterState:
+        """Copy a run's adapter to the host. Raises KeyError for an unknown run."""
+        return self._bank.state(run)
+
+    def restore(self, run: str, state: AdapterState) -> None:
+        """Put a state in place of whatever the run held. Raises ValueError if it does not fit."""
+        self._bank.restore(run, state)
+
+    def _create(self, op: Create) -> Output:
+        spec = op.spec
+        if op.run in self._bank:
+            return Failure("The run exists already.", "server")
+        if not 1 <= spec.rank <= self.facts.max_rank:
+            return Failure(f"Rank {spec.rank} is outside 1..{self.facts.max_rank}.", "user")
+        if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+            return Failure("Nothing to train: set train_attn, train_mlp or train_unembed.", "user")
+        adapter = self._bank.create(op.run, spec)
+        return CreateOutput(adapter.layout.trainable_parameters)
+
+    def _admit(self, passes: Sequence[Pass], outputs: dict[tuple[str, int], Output]) -> list[Job]:
+        """Return the passes that can run as jobs; write why the others cannot."""
+        jobs = []
+        for op in passes:
+            if op.run not in self._bank:
+                outputs[op.run, op.seq] = unknown_run()
+                continue
+            reason = refuse_pass(
+                op, vocab_size=self.facts.vocab_size, context_length=self.facts.context_length
+            )
+            if reason:
+                outputs[op.run, op.seq] = Failure(reason, "user")
+            else:
+                jobs.append(Job(op, self._bank[op.run]))
+        return jobs
+
+    def _step(self, op: OptimStep) -> Output:
+        if op.run not in self._bank:
+            return unknown_run()
+        adapter, reason = self._bank[op.run], refuse_step(op)
+        if reason:
+            return Failure(reason, "user")
+        norm = gradient_norm(adapter)
+        if not norm < float("inf"):
+            discard_gradient(adapter)
+            return Failure(f"Gradient is not finite (seq {op.seq}); it was discarded.", "user")
+        adamw_step(adapter, op, norm)
+        return StepOutput(norm)
+
+
+def unknown_run() -> Failure:
+    """Return the answer to an op of a run whose adapter is not here."""
+    return Failure("The run's adapter is not loaded.", "server")
+
+
+def model_facts(model: str, base: BaseModel, numerics: str) -> ModelFacts:
+    """Collect what the other processes may know."""
+    modules: dict[Family, int] = {}
+    for target in base.targets:
+        modules[target.family] = modules.get(target.family, 0) + 1
+    return ModelFacts(
+        model=model,
+        architecture=base.architecture,
+        vocab_size=base.vocab_size,
+        context_length=base.context_length,
+        num_parameters=base.num_parameters,
+        max_rank=base.hidden_size,  # beyond it LoRA is of no lower rank than the weights
+        modules_by_family=modules,
+        numerics_id=numerics,
+    )
+
+
+def numerics_id(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) -> str:
+    """Hash all that may change a bit of a result under one plan: hardware, libraries, threads, sizes."""
+    if device.type == "cuda":
+        hardware = f"{torch.cuda.get_device_name(device)} cuda {torch.version.cuda}"
+        hardware += f" {sorted(attn.varlen_parameters())}"
+    else:
+        hardware = f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
+    buckets = (pack.FINE_STEP, pack.FINE_LIMIT, pack.COARSE_STEP)
+    versions = (torch.__version__, transformers.__version__)
+    facts = repr((hardware, versions, str(dtype), buckets, sizes))
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def make_cuda_deterministic() -> None:
+    """Rule out atomics, TF32 and 16-bit reductions, for the whole process."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when cuBLAS starts
+    torch.use_deterministic_algorithms(mode=True)
+    # Otherwise every new tensor is filled with NaN first.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

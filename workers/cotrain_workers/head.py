@@ -1,0 +1,180 @@
+"""Log-probabilities of the targets and the gradient of the hidden states, in one visit of each chunk.
+
+No `[T, vocabulary]` tensor exists. Chunks never cross a piece and their boundaries depend on the piece
+alone, so neither log-probabilities nor the head's LoRA gradients depend on a neighbour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cotrain_workers.lora import add_product, wide_product
+from cotrain_workers.losses import value, value_and_slope
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from cotrain_workers.losses import LossSpec
+    from cotrain_workers.route import Part
+
+
+@dataclass(frozen=True)
+class HeadTask:
+    """One piece as the head sees it: `n` rows, `K` targets per row."""
+
+    hidden: torch.Tensor  # [n, d]
+    targets: torch.Tensor  # int64 [n, K]
+    inputs: Mapping[str, torch.Tensor]  # each [n, K]
+    datum_lengths: Sequence[int]  # adds up to n
+    loss: LossSpec
+    config: Mapping[str, float]
+    part: Part | None  # the adapter's LoRA on the head
+    hidden_grad: torch.Tensor | None  # [n, d], zero; filled if the piece needs a gradient
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """What the head found for one piece."""
+
+    logprobs: torch.Tensor  # [n, K]
+    loss: torch.Tensor  # float64 scalar
+
+
+class Head:
+    """The frozen unembedding `weight` `[vocabulary, d]`, which may be tied to the input embedding."""
+
+    def __init__(self, weight: torch.Tensor, softcap: float | None, chunk_rows: int) -> None:
+        self._weight = weight
+        self._softcap = softcap
+        self._chunk_rows = chunk_rows
+
+    @torch.no_grad()
+    def run(self, task: HeadTask) -> HeadResult:
+        """Evaluate the loss of a piece; if it needs a gradient, fill `hidden_grad` and add the LoRA's."""
+        if task.hidden_grad is None:
+            return self._forward(task)
+        if task.loss.per_token:
+            return self._one_pass(task)
+        return self._two_passes(task)
+
+    def _forward(self, task: HeadTask) -> HeadResult:
+        logprobs = torch.cat([self._visit(task, rows).logprobs() for rows in self._chunks(task)])
+        totals = [
+            value(task.loss, logprobs[rows], task_inputs(task, rows), task.config)
+            for rows in loss_ranges(task)
+        ]
+        return HeadResult(logprobs, torch.stack(totals).sum())
+
+    def _one_pass(self, task: HeadTask) -> HeadResult:
+        found, totals = [], []
+        for rows in self._chunks(task):
+            chunk = self._visit(task, rows)
+            logprobs = chunk.logprobs()
+            total, slope = value_and_slope(
+                task.loss, logprobs, task_inputs(task, rows), task.config
+            )
+            chunk.backward(slope)
+            found.append(logprobs)
+            totals.append(total)
+        return HeadResult(torch.cat(found), torch.stack(totals).sum())
+
+    def _two_passes(self, task: HeadTask) -> HeadResult:
+        """Compute all log-probabilities, then the loss of each datum, then visit the chunks again."""
+        logprobs = torch.cat([self._visit(task, rows).logprobs() for rows in self._chunks(task)])
+        both = [
+            value_and_slope(task.loss, logprobs[rows], task_inputs(task, rows), task.config)
+            for rows in loss_ranges(task)
+        ]
+        slope = torch.cat([each for _, each in both])
+        for rows in self._chunks(task):
+            self._visit(task, rows).backward(slope[rows])
+        return HeadResult(logprobs, torch.stack([total for total, _ in both]).sum())
+
+    def _chunks(self, task: HeadTask) -> Iterator[slice]:
+        for start in range(0, len(task.targets), self._chunk_rows):
+            yield slice(start, start + self._chunk_rows)
+
+    def _visit(self, task: HeadTask, rows: slice) -> Chunk:
+        return Chunk(self._weight, self._softcap, task, rows)
+
+
+def loss_ranges(task: HeadTask) -> Iterator[slice]:
+    """Yield the rows that one call of the loss takes: each datum, or all if tokens are independent."""
+    start = 0
+    for length in [len(task.targets)] if task.loss.per_token else task.datum_lengths:
+        yield slice(start, start + length)
+        start += length
+
+
+def task_inputs(task: HeadTask, rows: slice) -> dict[str, torch.Tensor]:
+    """Return the loss inputs of some rows."""
+    return {name: values[rows] for name, values in task.inputs.items()}
+
+
+class Chunk:
+    """Some rows of a piece with their logits: `c` rows, `V` the vocabulary."""
+
+    def __init__(
+        self, weight: torch.Tensor, softcap: float | None, task: HeadTask, rows: slice
+    ) -> None:
+        self._weight = weight
+        self._softcap = softcap
+        self._part = task.part
+        self._hidden = task.hidden[rows]
+        self._targets = task.targets[rows]
+        self._hidden_grad = None if task.hidden_grad is None else task.hidden_grad[rows]
+        self._low: torch.Tensor | None = None  # hidden @ A^T, [c, rank]
+        self._capped: torch.Tensor | None = None
+        self._probabilities = torch.empty(0)
+
+    def logprobs(self) -> torch.Tensor:
+        """Return the log-probabilities of the targets `[c, K]`, fp32 (fp64 under an fp64 base)."""
+        logits = self._logits()
+        peak = logits.amax(dim=-1, keepdim=True)
+        picked = logits.gather(1, self._targets)
+        self._probabilities = torch.softmax(logits, dim=-1)
+        # logsumexp without another pass of exp: the largest probability is exp(peak - logsumexp).
+        top = self._probabilities.amax(dim=-1, keepdim=True)
+        return picked.sub_(peak).add_(top.log_())
+
+    def backward(self, slope: torch.Tensor) -> None:
+        """Given d loss / d logprob `[c, K]`, write d loss / d hidden and add the LoRA gradients."""
+        grad = self._logits_grad(slope).to(self._weight.dtype)
+        hidden_grad = torch.mm(grad, self._weight)
+        if self._part is not None:
+            assert self._low is not None
+            assert self._part.grads is not None
+            low_grad = torch.mm(grad, self._part.weights.b)  # [c, rank]
+            hidden_grad.addmm_(low_grad, self._part.weights.a, alpha=self._part.scale)
+            add_product(self._part.grads.b, grad.t(), self._low, self._part.scale)
+            add_product(self._part.grads.a, low_grad.t(), self._hidden, self._part.scale)
+        assert self._hidden_grad is not None
+        self._hidden_grad.copy_(hidden_grad)
+
+    def _logits(self) -> torch.Tensor:
+        narrow = self._weight.dtype in (torch.bfloat16, torch.float16)
+        product = wide_product if narrow else torch.mm
+        logits = product(self._hidden, self._weight.t())  # [c, V]
+        if self._part is not None:
+            self._low = torch.mm(self._hidden, self._part.weights.a.t())
+            add_product(logits, self._low, self._part.weights.b.t(), self._part.scale)
+        if self._softcap is not None:
+            logits.div_(self._softcap).tanh_()
+            self._capped = logits.clone() if self._hidden_grad is not None else None
+            logits.mul_(self._softcap)
+        return logits
+
+    def _logits_grad(self, slope: torch.Tensor) -> torch.Tensor:
+        """Return d loss / d logits `[c, V]`: `sum_k slope_k (1[v = target_k] - p_v)`."""
+        grad = self._probabilities.mul_(-slope.sum(dim=1, keepdim=True))
+        # One column after the other: two columns of a row may name the same token, and adding both in
+        # one call would need atomics on CUDA.
+        for column in range(slope.shape[1]):
+            at = self._targets[:, column : column + 1]
+            grad.scatter_(1, at, grad.gather(1, at) + slope[:, column : column + 1])
+        if self._capped is not None:
+            grad.mul_(1 - self._capped**2)
+        return grad

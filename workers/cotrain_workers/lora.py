@@ -1,0 +1,100 @@
+"""A frozen linear module under many adapters: one autograd node, a loop of small GEMMs over segments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from typing_extensions import override  # in typing from Python 3.12; torch brings this one
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_workers.route import Part, Router
+
+
+class MultiLoraLinear(nn.Module):
+    """A frozen `nn.Linear` that adds, row by row, the LoRA path of the adapter that owns the row."""
+
+    def __init__(self, base: nn.Linear, name: str, router: Router) -> None:
+        super().__init__()
+        self.weight = base.weight
+        self.bias = base.bias
+        self.name = name
+        self.router = router
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`."""
+        parts = self.router.route.parts(self.name)
+        if not parts:
+            return functional.linear(x, self.weight, self.bias)
+        # The LoRA matrices are views into arenas, no autograd leaves: an anchor that wants a gradient
+        # records the node even where x does not (the first layer of a frozen base).
+        anchor = torch.empty(0, requires_grad=any(part.grads for part in parts))
+        out: torch.Tensor = SegmentedLora.apply(x, anchor, self.weight, self.bias, parts)  # type: ignore[no-untyped-call]
+        return out
+
+
+class SegmentedLora(torch.autograd.Function):
+    """`y = x W^T + b`, and `y += scale (x A^T) B^T` on the rows of each part.
+
+    Weight gradients are added to the parts' arenas, segment by segment, so their sums depend on the
+    segment alone; a neighbour cannot change a bit of them, whatever it holds.
+    """
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        parts: Sequence[Part],
+    ) -> torch.Tensor:
+        """Return `y` `[1, T, out]`."""
+        y = functional.linear(x, weight, bias)
+        rows, out = x[0], y[0]
+        lows = []
+        for part in parts:
+            low = torch.mm(rows[part.start : part.stop], part.weights.a.t())  # [n, rank]
+            out[part.start : part.stop].addmm_(low, part.weights.b.t(), alpha=part.scale)
+            lows.append(low)
+        ctx.save_for_backward(x, weight, *lows)
+        ctx.parts = parts
+        return y
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Return the gradient of `x`; add those of the LoRA matrices to their arenas."""
+        x, weight, *lows = ctx.saved_tensors
+        gy, rows = grads[0][0], x[0]
+        gx = torch.mm(gy, weight) if ctx.needs_input_grad[0] else None
+        for part, low in zip(ctx.parts, lows, strict=True):
+            here = slice(part.start, part.stop)
+            low_grad = torch.mm(gy[here], part.weights.b)  # [n, rank]
+            if part.grads is not None:
+                add_product(part.grads.b, gy[here].t(), low, part.scale)
+                add_product(part.grads.a, low_grad.t(), rows[here], part.scale)
+            if gx is not None:
+                gx[here].addmm_(low_grad, part.weights.a, alpha=part.scale)
+        return None if gx is None else gx[None], None, None, None, None
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+    """Add `scale * left @ right` to `total`, an fp32 (or fp64) view of an arena, in its precision."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=scale)
+    else:
+        total.add_(wide_product(left, right), alpha=scale)
+
+
+def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `left @ right` of 16-bit matrices in fp32, without rounding the result to 16 bits."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left.float(), right.float())

@@ -1,0 +1,129 @@
+"""Which row of a packed micro-batch belongs to which adapter and which sequence."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from cotrain_workers.spec import Pair
+
+
+class Stretch(NamedTuple):
+    """Neighbouring sequences of equal length; attention takes them in one call."""
+
+    start: int
+    sequences: int
+    length: int
+
+
+@dataclass
+class SequenceTable:
+    """The sequences of a packed row, filler included: `lengths` adds up to the padded length."""
+
+    lengths: Sequence[int]
+    device: torch.device
+    stretches: tuple[Stretch, ...] = field(init=False)
+    longest: int = field(init=False)
+    _masks: dict[tuple[int, int | None], torch.Tensor] = field(init=False, default_factory=dict)
+    _offsets: torch.Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.longest = max(self.lengths)
+        groups = [(length, len(list(same))) for length, same in groupby(self.lengths)]
+        starts = accumulate((length * count for length, count in groups), initial=0)
+        self.stretches = tuple(
+            Stretch(start, count, length)
+            for start, (length, count) in zip(starts, groups, strict=False)
+        )
+
+    def offsets(self) -> torch.Tensor:
+        """Return where each sequence starts, and the end: int32 `[sequences + 1]`."""
+        if self._offsets is None:
+            ends = list(accumulate(self.lengths, initial=0))
+            self._offsets = torch.tensor(ends, dtype=torch.int32, device=self.device)
+        return self._offsets
+
+    def mask(self, length: int, window: int | None) -> torch.Tensor:
+        """Return bool `[length, length]`, true where a query may look: back, at most `window` tokens."""
+        key = (length, window)
+        if key not in self._masks:
+            at = torch.arange(length, device=self.device)
+            back = at[:, None] - at[None, :]
+            self._masks[key] = (back >= 0) & (back < (window or length))
+        return self._masks[key]
+
+
+class Part(NamedTuple):
+    """One segment as one module sees it."""
+
+    start: int
+    stop: int
+    weights: Pair
+    scale: float
+    grads: Pair | None  # where the weight gradients are added; None for a forward-only pass
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows `start` to `stop` of the packed row: one piece of one op, all of one adapter."""
+
+    start: int
+    stop: int
+    weights: Mapping[str, Pair]  # by module; a module the adapter does not train is absent
+    scale: float
+    grads: Mapping[str, Pair] | None
+
+
+@dataclass(frozen=True)
+class Route:
+    """The segments and sequences of one micro-batch, in the order of their rows."""
+
+    segments: Sequence[Segment]
+    sequences: SequenceTable
+    _parts_by_module: dict[str, list[Part]] = field(init=False, default_factory=dict)
+
+    def parts(self, module: str) -> list[Part]:
+        """Return the segments whose adapter trains `module`."""
+        if module not in self._parts_by_module:
+            self._parts_by_module[module] = [
+                Part(
+                    s.start,
+                    s.stop,
+                    s.weights[module],
+                    s.scale,
+                    s.grads[module] if s.grads else None,
+                )
+                for s in self.segments
+                if module in s.weights
+            ]
+        return self._parts_by_module[module]
+
+
+class Router:
+    """Hands the route of the running micro-batch to the modules of one base model."""
+
+    def __init__(self) -> None:
+        self._route: Route | None = None
+
+    @property
+    def route(self) -> Route:
+        """Return the current route; the model cannot run without one (it would mix sequences)."""
+        if self._route is None:
+            raise RuntimeError("The base model was called outside a micro-batch: no segment table.")
+        return self._route
+
+    @contextmanager
+    def use(self, route: Route) -> Iterator[None]:
+        """Set the route for one micro-batch; keep it until backward has finished."""
+        self._route = route
+        try:
+            yield
+        finally:
+            self._route = None
