@@ -1,0 +1,68 @@
+"""Run the API: `python -m cotrain_server`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import structlog
+import uvicorn
+from typing_extensions import override
+
+from cotrain_server.app import create_app
+from cotrain_server.settings import ServerSettings
+from cotrain_store.logs import configure_logs
+
+if TYPE_CHECKING:
+    import socket
+
+    from fastapi import FastAPI
+
+log = structlog.get_logger()
+
+#: SDKs keep connections for a minute; the shorter side closes them under a request in flight.
+KEEP_ALIVE_S = 75
+#: After this, requests still in flight are given up: their clients repeat them.
+SHUTDOWN_S = 8
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, but held polls are answered when the signal comes: it would wait for them."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    @override
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then close."""
+        self._app.state.services.drain()
+        await super().shutdown(sockets)
+
+
+def main() -> None:
+    """Start the process; exit status 3 when the store refuses or does not answer."""
+    settings = ServerSettings()
+    configure_logs("api", settings.log_level)
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        access_log=False,
+        log_level="warning",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        server_header=False,
+        # Thousands of polls may be open; a burst of them must not be refused by the kernel.
+        backlog=4096,
+    )
+    server = DrainingServer(config, app)
+    log.info("api_started", host=settings.host, port=settings.port)
+    server.run()
+    log.info("api_stopped")
+    sys.exit(0 if server.started else 3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Put the HTTP application together."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from cotrain.version import __version__
+from cotrain_server import errors
+from cotrain_server.edge import Edge
+from cotrain_server.routes import futures, runs, sessions, status, training
+from cotrain_server.services import open_services
+from cotrain_store import metrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from cotrain_server.settings import ServerSettings
+
+
+def create_app(settings: ServerSettings) -> FastAPI:
+    """Make the application; its lifespan opens the store."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with open_services(settings) as services:
+            app.state.services = services
+            yield
+
+    app = FastAPI(
+        title="cotrain",
+        version=__version__,
+        description="Trains many people's LoRA adapters at once on one frozen base model.",
+        lifespan=lifespan,
+    )
+    metrics.BUILD_INFO.labels(__version__).set(1)
+    app.add_middleware(Edge)
+    errors.install(app)
+    for part in (sessions, runs, training, futures, status):
+        app.include_router(part.router)
+    return app

@@ -1,0 +1,81 @@
+"""Who is asking: an API key names a tenant, the admin key or loopback names the operator."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections import OrderedDict, deque
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+
+from cotrain_server.errors import TooManyFailures
+from cotrain_store.errors import AuthenticationFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+
+    from cotrain_server.settings import ServerSettings
+    from cotrain_store.messages import Tenant
+    from cotrain_store.tenants import Tenants
+
+FAILURES_PER_MINUTE = 10
+_WINDOW_S = 60.0
+_ADDRESSES_KEPT = 10_000
+_PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+class FailureCounter:
+    """Counts wrong keys per address. A right key always passes: an office shares one address."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times_by_address: OrderedDict[str, deque[float]] = OrderedDict()
+
+    def note(self, address: str) -> None:
+        """Count one failure; raises TooManyFailures after FAILURES_PER_MINUTE of them."""
+        now = self._clock()
+        times = self._times_by_address.setdefault(address, deque(maxlen=FAILURES_PER_MINUTE))
+        self._times_by_address.move_to_end(address)
+        if len(self._times_by_address) > _ADDRESSES_KEPT:
+            self._times_by_address.popitem(last=False)
+        if len(times) == FAILURES_PER_MINUTE and now - times[0] < _WINDOW_S:
+            raise TooManyFailures
+        times.append(now)
+
+
+async def authenticate(request: Request, tenants: Tenants, failures: FailureCounter) -> Tenant:
+    """Find the tenant of a request's `X-API-Key`.
+
+    Raises:
+        InvalidKey, ExpiredKey: no key, or not a good one.
+        TooManyFailures: and this address has shown too many of those.
+    """
+    try:
+        return await tenants.authenticate(request.headers.get("x-api-key", ""))
+    except AuthenticationFailed:
+        failures.note(request.client.host if request.client else "")
+        raise
+
+
+def is_operator(request: Request, settings: ServerSettings) -> bool:
+    """Tell whether a request is the operator's: it has the admin key, or is made on this host.
+
+    Loopback counts only while no admin key is set, and never through a proxy: then everybody would
+    come from loopback. (uvicorn has put the client's own address in place where a proxy named it.)
+    """
+    if settings.admin_key is None:
+        return is_local(request) and not any(name in request.headers for name in _PROXY_HEADERS)
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    shown = request.headers.get("x-api-key") or bearer
+    expected = settings.admin_key.get_secret_value()
+    return hmac.compare_digest(shown.encode(), expected.encode())
+
+
+def is_local(request: Request) -> bool:
+    """Tell whether a client runs on this host."""
+    try:
+        return request.client is not None and ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,136 @@
+"""Read a request's body: never more than the limit, never deeper than the limit, never a bomb.
+
+Knows sizes and encodings; what the bytes mean is for `reading.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import numpy as np
+import zstandard
+
+from cotrain_server.errors import BodyTooLarge, Unreadable, UnsupportedMediaType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from starlette.requests import Request
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+#: Above this, work on a body leaves the event loop: other tenants' polls wait for it otherwise.
+THREAD_ABOVE_BYTES = 256 * 1024
+MAX_JSON_DEPTH = 32
+#: A frame may ask the decoder for this much memory. The SDK's level 3 needs 2 MiB.
+MAX_WINDOW_BYTES = 8 * 1024 * 1024
+#: `max_output_size` is no guard: it is ignored when a frame declares its size. So the input is fed
+#: in slices. The smallest zstd block is 4 bytes and gives at most 128 KiB, hence a slice can
+#: overshoot the limit by at most 16 MiB before it is refused.
+SLICE_BYTES = 512
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """Read, decompress and depth-check the body of a request.
+
+    Raises:
+        BodyTooLarge: it exceeds `limit_bytes` as sent or once decompressed.
+        Unreadable: truncated or broken compression, or JSON nested too deep.
+        UnsupportedMediaType: a content encoding other than zstd.
+    """
+    body = await _receive(request, limit_bytes)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding == "zstd":
+        body = await away_from_the_loop(len(body), decompress, body, limit_bytes)
+    elif encoding != "identity":
+        raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; use zstd.")
+    if is_json(request):
+        await away_from_the_loop(len(body), refuse_deep_json, body)
+    return body
+
+
+def is_json(request: Request) -> bool:
+    """Tell whether a request says that its body is JSON."""
+    return _media_type(request) == "application/json"
+
+
+def is_protobuf(request: Request) -> bool:
+    """Tell whether a request says that its body is protobuf."""
+    return _media_type(request) == "application/x-protobuf"
+
+
+async def away_from_the_loop(
+    size_bytes: int,
+    work: Callable[Arguments, Answer],
+    *args: Arguments.args,
+    **kwargs: Arguments.kwargs,
+) -> Answer:
+    """Do some work on a body: here when it is small, in a thread when it is not."""
+    if size_bytes <= THREAD_ABOVE_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def decompress(body: bytes, limit_bytes: int) -> bytes:
+    """Decompress one or more zstd frames, giving up as soon as the limit is passed.
+
+    Raises:
+        BodyTooLarge: the frames declare or hold more than `limit_bytes`.
+        Unreadable: not zstd, truncated, or asking for more memory than MAX_WINDOW_BYTES.
+    """
+    try:
+        return b"".join(_frames(body, limit_bytes))
+    except zstandard.ZstdError as error:
+        raise Unreadable("The request body is not readable zstd.") from error
+
+
+def refuse_deep_json(body: bytes) -> None:
+    """Raise Unreadable where brackets nest deeper than MAX_JSON_DEPTH."""
+    symbols = np.frombuffer(_STRING.sub(b"", body), np.uint8)
+    opens = (symbols == ord("[")) | (symbols == ord("{"))
+    closes = (symbols == ord("]")) | (symbols == ord("}"))
+    depth = np.cumsum(opens.astype(np.int32) - closes.astype(np.int32))
+    if depth.size and depth.max() > MAX_JSON_DEPTH:
+        raise Unreadable(f"The JSON body is nested deeper than {MAX_JSON_DEPTH} levels.")
+
+
+async def _receive(request: Request, limit_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit_bytes:
+        raise BodyTooLarge(_too_large("Request body", limit_bytes))
+    received = bytearray()
+    async for piece in request.stream():
+        received += piece
+        if len(received) > limit_bytes:
+            raise BodyTooLarge(_too_large("Request body", limit_bytes))
+    return bytes(received)
+
+
+def _frames(body: bytes, limit_bytes: int) -> Iterator[bytes]:
+    decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    room, position = limit_bytes, 0
+    while position < len(body):
+        frame = decoder.decompressobj()
+        while not frame.eof:
+            compressed = body[position : position + SLICE_BYTES]
+            if not compressed:
+                raise Unreadable("The zstd body is truncated.")
+            plain = frame.decompress(compressed)
+            position += len(compressed) - len(frame.unused_data)
+            room -= len(plain)
+            if room < 0:
+                raise BodyTooLarge(_too_large("Decompressed body", limit_bytes))
+            yield plain
+
+
+def _too_large(subject: str, limit_bytes: int) -> str:
+    return f"{subject} exceeds {limit_bytes / 1024**2:g} MiB."
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -1,0 +1,110 @@
+"""What the scheduler and the workers did, as Prometheus metrics, read from the store at scrape time."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from typing_extensions import override
+
+from cotrain_store import metrics
+from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.status import pool_status, redis_status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from prometheus_client.core import Metric
+
+    from cotrain_server.services import Services
+    from cotrain_store.messages import PoolRecord
+    from cotrain_store.status import PoolStatus, QueueStatus, RedisStatus
+
+#: Tenants with a line of their own; the others are summed up, so that a scrape stays small.
+TENANTS_SHOWN = 100
+OTHERS = "other"
+
+
+@dataclass
+class _Gauges(Collector):
+    """Families built sample by sample, then handed to the text format."""
+
+    families: dict[str, Metric] = field(default_factory=dict)
+
+    def gauge(self, name: str, text: str, value: float, **labels: str) -> None:
+        family = self.families.setdefault(name, GaugeMetricFamily(name, text, labels=[*labels]))
+        assert isinstance(family, GaugeMetricFamily)
+        family.add_metric([*labels.values()], value)
+
+    def count(self, name: str, text: str, value: float, **labels: str) -> None:
+        family = self.families.setdefault(name, CounterMetricFamily(name, text, labels=[*labels]))
+        assert isinstance(family, CounterMetricFamily)
+        family.add_metric([*labels.values()], value)
+
+    @override
+    def collect(self) -> Iterable[Metric]:
+        return self.families.values()
+
+
+async def scrape(services: Services) -> bytes:
+    """Write every metric in the Prometheus text format; a Redis that is away is one of them."""
+    metrics.LONGPOLL_WAITERS.set(services.futures.waiters)
+    found = _Gauges()
+    free_bytes = shutil.disk_usage(services.settings.data_dir).free
+    found.gauge("cotrain_disk_free_bytes", "Free space under the data folder.", free_bytes)
+    try:
+        _add_redis(found, await redis_status(services.connection))
+        for pool in await services.records.pools():
+            _add_pool(found, pool, await pool_status(services.connection, pool.id))
+    except CONNECTION_LOST:
+        found.gauge("cotrain_redis_up", "Whether Redis answers.", 0)
+    registry = CollectorRegistry()
+    registry.register(found)
+    return generate_latest(metrics.REGISTRY) + generate_latest(registry)
+
+
+def _add_redis(found: _Gauges, redis: RedisStatus) -> None:
+    found.gauge("cotrain_redis_up", "Whether Redis answers.", 1)
+    found.gauge(
+        "cotrain_redis_aof_last_write_ok",
+        "Whether Redis could write its log.",
+        float(redis.aof_last_write_ok),
+    )
+    found.gauge("cotrain_redis_memory_bytes", "Memory Redis uses.", redis.memory_bytes)
+    found.gauge("cotrain_oplog_bytes", "Size of the append-only file.", redis.aof_bytes)
+
+
+def _add_pool(found: _Gauges, record: PoolRecord, status: PoolStatus) -> None:
+    pool = record.base_model
+    for name, (metric, text) in metrics.POOL_COUNTERS.items():
+        found.count(metric, text, status.counters.get(name, 0.0), pool=pool)
+    found.gauge(
+        "cotrain_queue_oldest_seconds", "Age of the oldest op.", status.oldest_ready_s, pool=pool
+    )
+    found.gauge(
+        "cotrain_seq_gap_seconds_max", "Age of the oldest gap.", status.oldest_gap_s, pool=pool
+    )
+    found.gauge("cotrain_open_cycles", "Planned, not committed.", status.open_cycles, pool=pool)
+    for worker in status.workers:
+        labels = {"pool": pool, "worker": worker.id}
+        found.gauge("cotrain_worker_up", "1 for a live worker.", 1, **labels)
+        found.gauge("cotrain_worker_epoch", "Starts of this worker.", worker.epoch, **labels)
+        found.gauge("cotrain_adapters_resident", "Adapters held.", worker.runs, **labels)
+        found.gauge("cotrain_worker_memory_bytes", "Memory used.", worker.memory_bytes, **labels)
+    for tenant, ops, tokens in _top_tenants(status.queues):
+        labels = {"pool": pool, "tenant": tenant}
+        found.gauge("cotrain_queue_ops", "Ops accepted, not committed.", ops, **labels)
+        found.gauge("cotrain_queue_tokens", "Tokens accepted, not run.", tokens, **labels)
+
+
+def _top_tenants(queues: Sequence[QueueStatus]) -> Iterator[tuple[str, int, int]]:
+    ranked = sorted(queues, key=lambda queue: (-queue.tokens, -queue.ops))
+    for queue in ranked[:TENANTS_SHOWN]:
+        yield queue.tenant, queue.ops, queue.tokens
+    rest = ranked[TENANTS_SHOWN:]
+    if rest:
+        yield OTHERS, sum(q.ops for q in rest), sum(q.tokens for q in rest)

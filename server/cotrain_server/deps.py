@@ -1,0 +1,28 @@
+"""What routes ask for by type: the services, the tenant, and the tenant's own run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyHeader
+
+from cotrain_server.services import Services
+from cotrain_store.messages import Tenant
+
+#: For the OpenAPI page; the check itself is the gate's.
+api_key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))
+
+
+def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+def _tenant(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+ServicesDep = Annotated[Services, Depends(_services)]
+TenantDep = Annotated[Tenant, Depends(_tenant)]

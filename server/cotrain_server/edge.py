@@ -1,0 +1,79 @@
+"""The outermost layer of HTTP: it names every request, measures it, and catches what nobody foresaw.
+
+One of the two places where everything may be caught; it logs where it happened, never the message
+of an exception, which may quote what a tenant sent.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_server.errors import internal_error
+from cotrain_store import metrics
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = structlog.get_logger()
+
+#: "Not yet" to a poll: the normal course of things.
+TRY_AGAIN = 408
+
+
+class Edge:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = secrets.token_hex(8)
+        scope.setdefault("state", {})["request_id"] = request_id
+        started_at, statuses = time.perf_counter(), list[int]()
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noted)
+        except Exception as error:  # noqa: BLE001  # the HTTP edge answers whatever happened
+            _log_crash(error, request_id)
+            if not statuses:
+                await internal_error(request_id)(scope, receive, send_noted)
+        _measure(scope, statuses[0] if statuses else 0, time.perf_counter() - started_at)
+
+
+def _measure(scope: Scope, status: int, duration_s: float) -> None:
+    # The template, not the path: ids must not become labels.
+    route = getattr(scope.get("route"), "path", "unmatched")
+    metrics.HTTP_REQUESTS.labels(route, status).inc()
+    metrics.HTTP_DURATION.labels(route).observe(duration_s)
+    if status < 400 or status == TRY_AGAIN:
+        return
+    tenant = scope["state"].get("tenant")
+    log.info(
+        "request_refused",
+        request=scope["state"]["request_id"],
+        tenant=tenant and tenant.id,
+        route=route,
+        code=status,
+        dur_ms=round(duration_s * 1000, 1),
+    )
+
+
+def _log_crash(error: Exception, request_id: str) -> None:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    log.error("request_crashed", request=request_id, error=type(error).__name__, where=where)

@@ -1,0 +1,157 @@
+"""Errors of the HTTP edge, and the one table that gives every error its status.
+
+The docstring of a class is its default message. What the SDKs do with each status decides the
+table: 408, 409, 429 and 5xx are repeated, 402 pauses the client for an hour, all others are final.
+
+RequestError
+├── Unreadable              (not the JSON, protobuf or zstd it says it is)
+├── Invalid                 (read, but not what this endpoint takes)
+├── BodyTooLarge
+├── UnsupportedMediaType
+├── TooManyFailures         (wrong API keys from one address)
+└── OperatorsOnly           (answered as if the endpoint did not exist)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from cotrain_store import errors as store
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from fastapi import FastAPI, Request
+
+
+class RequestError(Exception):
+    """The request was refused."""
+
+    retry_after_s: float | None = None
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or (type(self).__doc__ or "").strip())
+
+
+class Unreadable(RequestError):
+    """The request body cannot be read."""
+
+
+class Invalid(RequestError):
+    """The request is not valid."""
+
+
+class BodyTooLarge(RequestError):
+    """Request body exceeds the limit."""
+
+
+class UnsupportedMediaType(RequestError):
+    """The request body has a type that this endpoint does not take."""
+
+
+class TooManyFailures(RequestError):
+    """Too many failed attempts from this address; wait a minute."""
+
+    retry_after_s = 60.0
+
+
+class OperatorsOnly(RequestError):
+    """Not Found"""
+
+
+#: First match wins, so the specific stand before the general.
+STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
+    (Unreadable, 400),
+    (Invalid, 400),
+    (BodyTooLarge, 413),
+    (UnsupportedMediaType, 415),
+    (TooManyFailures, 429),
+    (OperatorsOnly, 404),
+    (store.BaseModelNotServed, 400),
+    (store.NotFound, 404),
+    (store.AuthenticationFailed, 401),
+    # The SDK's heartbeat stops at 410. Training never meets it: a finished session's runs are
+    # closed, and a 410 there would make the SDK send the same op again under a new seq_id.
+    (store.SessionFinished, 410),
+    # Never 409: the SDK repeats it silently for five minutes.
+    (store.Refused, 400),
+    (store.DiskReserveReached, 503),
+    (store.Busy, 429),
+    (store.StoreUnavailable, 503),
+)
+
+#: How long a client should leave a Redis alone that is just restarting.
+UNAVAILABLE_RETRY_S = 1.0
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error named here; what is not named is the edge's to catch."""
+    app.add_exception_handler(RequestError, _answer_known)
+    app.add_exception_handler(store.StoreError, _answer_known)
+    app.add_exception_handler(RequestValidationError, _answer_schema)
+    app.add_exception_handler(HTTPException, _answer_http)
+
+
+def error_response(
+    status: int, message: str, code: str, request_id: str, retry_after_s: float | None = None
+) -> JSONResponse:
+    """Make the one error body: `{"detail", "code", "request_id"}`."""
+    headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
+    body = {"detail": message, "code": code, "request_id": request_id}
+    return JSONResponse(body, status, headers)
+
+
+def internal_error(request_id: str) -> JSONResponse:
+    """Answer what nobody foresaw: a reference to our log, and nothing of what happened."""
+    return error_response(500, f"Internal error (ref {request_id}).", "internal_error", request_id)
+
+
+def status_of(error: Exception) -> int:
+    """Look up the status of an error; 500 for one that no tenant can cause."""
+    return next((status for known, status in STATUS_BY_ERROR if isinstance(error, known)), 500)
+
+
+def code_of(error: Exception) -> str:
+    """Name an error for programs: `QueueFull` → `queue_full`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
+
+
+def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Say what pydantic found first, with the field's path and without the value it holds."""
+    first = errors[0]
+    path = _path(first["loc"])
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return f"{path}: {first['msg']}{more}." if path else f"{first['msg']}{more}."
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc if part != "body"]
+    return "".join(parts).removeprefix(".")
+
+
+async def _answer_known(request: Request, error: Exception) -> JSONResponse:
+    request_id = request.state.request_id
+    status = status_of(error)
+    if status == 500:
+        return internal_error(request_id)
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if isinstance(error, store.StoreUnavailable):
+        retry_after_s = UNAVAILABLE_RETRY_S
+    return error_response(status, str(error), code_of(error), request_id, retry_after_s)
+
+
+async def _answer_schema(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return error_response(422, sentence(error.errors()), "invalid", request.state.request_id)
+
+
+async def _answer_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    code = "_".join(str(error.detail).lower().split())
+    return error_response(error.status_code, str(error.detail), code, request.state.request_id)

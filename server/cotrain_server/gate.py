@@ -1,0 +1,89 @@
+"""What every tenant's request passes before its route: the key first, then the body.
+
+In this order, because an unknown caller must not make us read, decompress or parse anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from typing_extensions import override
+
+from cotrain.types import TryAgainResponse
+from cotrain_server.auth import authenticate
+from cotrain_server.bodies import read_body
+from cotrain_store.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from fastapi import Response
+
+    from cotrain_server.services import Services
+
+    Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+#: A poll that cannot be served is held this long: its client asks again the moment it is answered.
+HOLD_S = 1.0
+
+
+class CheckedRequest(Request):
+    """A request whose body was measured, decompressed and depth-checked before its route runs."""
+
+    def __init__(self, request: Request, body: bytes) -> None:
+        super().__init__(request.scope, request.receive)
+        self._checked_body = body
+
+    @override
+    async def body(self) -> bytes:
+        """Give the checked body."""
+        return self._checked_body
+
+
+class TenantRoute(APIRoute):
+    """A route that knows its tenant (`request.state.tenant`) before it reads the body."""
+
+    @override
+    def get_route_handler(self) -> Handler:
+        """Put the gate before the route."""
+        handle = super().get_route_handler()
+
+        async def pass_gate(request: Request) -> Response:
+            services: Services = request.app.state.services
+            tenant = await authenticate(request, services.tenants, services.failures)
+            request.state.tenant = tenant
+            body = await read_body(request, services.settings.max_body_bytes)
+            return await handle(CheckedRequest(request, body))
+
+        return pass_gate
+
+
+class PollRoute(TenantRoute):
+    """A route that is polled: it never answers 5xx, which SDKs repeat at once and without end."""
+
+    @override
+    def get_route_handler(self) -> Handler:
+        """Turn a store that is away into "not yet"."""
+        handle = super().get_route_handler()
+
+        async def hold(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except StoreUnavailable:
+                await asyncio.sleep(HOLD_S)
+                return try_again("", "paused_capacity", "the server's store is restarting")
+
+        return hold
+
+
+def try_again(request_id: str, queue_state: str, reason: str | None) -> JSONResponse:
+    """Answer a poll whose result is not there yet: 408, which SDKs repeat silently."""
+    body = TryAgainResponse.model_validate(
+        {"request_id": request_id, "queue_state": queue_state, "queue_state_reason": reason}
+    )
+    return JSONResponse(body.model_dump(), status_code=408)

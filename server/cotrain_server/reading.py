@@ -1,0 +1,206 @@
+"""Turn the body of a training request into an op of the log. Pure: bytes in, op out.
+
+First which run and which place in its order, then what, checked against the run's base model. A
+request that is addressed and wrong becomes a rejected op: its client has used up that place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from cotrain.codec import encode_pass_request
+from cotrain.errors import UnsupportedInput
+from cotrain.types import (
+    ForwardBackwardRequest,
+    ForwardRequest,
+    OptimStepRequest,
+    SequencedRequest,
+)
+from cotrain_server.errors import Invalid, Unreadable, sentence
+from cotrain_server.validation import check_adam, check_pass
+from cotrain_store.bodies import decode_pass, parse_pass
+from cotrain_store.errors import MalformedBody
+from cotrain_store.messages import OpKind
+
+if TYPE_CHECKING:
+    from cotrain.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
+    from cotrain_store.messages import PoolRecord
+
+#: Sparse tensors are small on the wire and full size here; this many elements is 64 to 128 MiB.
+MAX_SPARSE_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Op:
+    """What `Intake.submit` takes."""
+
+    kind: OpKind
+    body: bytes
+    tokens: int
+    digest: str
+
+    @classmethod
+    def rejected(cls, message: str, content: bytes) -> Self:
+        """Make an op that only takes its place in the order and fails with this message."""
+        body = json.dumps({"error": message, "category": "user"}).encode()
+        return cls(OpKind.REJECTED, body, 0, _digest(content))
+
+
+@dataclass(frozen=True)
+class AddressedPass:
+    """A forward or forward_backward whose run and place are known."""
+
+    model_id: str
+    seq: int
+    message: PassMessage | None
+    """What to run; None where the request does not say (`refusal` says why)."""
+    refusal: str
+    content: bytes
+    """The same bytes for the same request, however it was sent: what its digest is of."""
+
+
+@dataclass(frozen=True)
+class AddressedStep:
+    """An optim_step whose run and place are known; its numbers are not checked yet."""
+
+    model_id: str
+    seq: int
+    fields: dict[str, Any]
+
+
+def read_binary_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
+    """Read a pass as SDK 0.38 sends it; `forward_only` for an endpoint that is never anything else.
+
+    Raises:
+        Unreadable: not the message, or without a run and a place in its order.
+    """
+    try:
+        message = parse_pass(body)
+    except MalformedBody as error:
+        raise Unreadable(str(error)) from error
+    address = _address({"model_id": message.model_id, "seq_id": message.seq_id})
+    for datum in message.data:  # says where tokens were sampled; nothing here uses it
+        datum.ClearField("model_input_spans")
+        datum.ClearField("loss_fn_input_spans")
+    message.DiscardUnknownFields()
+    message.forward_only |= forward_only
+    return AddressedPass(address.model_id, address.seq_id, message, "", _canonical(message))
+
+
+def read_json_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
+    """Read a pass as SDK 0.22 sends it, and turn it into the same message.
+
+    Raises:
+        Unreadable: not a JSON object, or without a run and a place in its order.
+    """
+    fields = _json_object(body)
+    address = _address(fields)
+    message, refusal = None, ""
+    try:
+        message = _pass_message(fields, forward_only=forward_only)
+    except ValidationError as error:
+        refusal = sentence(error.errors(include_url=False, include_input=False))
+    except UnsupportedInput as error:
+        refusal = str(error)
+    content = _canonical_json(fields) if message is None else _canonical(message)
+    return AddressedPass(address.model_id, address.seq_id, message, refusal, content)
+
+
+def read_step(body: bytes) -> AddressedStep:
+    """Read an optim_step. Raises Unreadable as `read_json_pass` does."""
+    fields = _json_object(body)
+    address = _address(fields)
+    return AddressedStep(address.model_id, address.seq_id, fields)
+
+
+def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
+    """Check a pass against its run's base model and make its op."""
+    if request.message is None:
+        return Op.rejected(request.refusal, request.content)
+    try:
+        _refuse_vast_sparse(request.message)
+        decoded = decode_pass(request.message)
+        check_pass(decoded, pool)
+    except (Invalid, MalformedBody) as error:
+        return Op.rejected(str(error), request.content)
+    kind = OpKind.FORWARD if decoded.forward_only else OpKind.FORWARD_BACKWARD
+    return Op(kind, request.content, decoded.num_tokens, _digest(request.content))
+
+
+def step_op(request: AddressedStep) -> Op:
+    """Check an optim_step and make its op."""
+    try:
+        params = OptimStepRequest.model_validate(request.fields).adam_params
+        check_adam(params)
+    except ValidationError as error:
+        message = sentence(error.errors(include_url=False, include_input=False))
+        return Op.rejected(message, _canonical_json(request.fields))
+    except Invalid as error:
+        return Op.rejected(str(error), _canonical_json(request.fields))
+    body = params.model_dump_json().encode()
+    return Op(OpKind.OPTIM_STEP, body, 0, _digest(body))
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = from_json(body)
+    except ValueError as error:
+        raise Unreadable(f"The request body is not JSON: {error}.") from error
+    if not isinstance(fields, dict):
+        raise Unreadable("The request body is not a JSON object.")
+    return fields
+
+
+def _address(fields: dict[str, Any]) -> SequencedRequest:
+    try:
+        return SequencedRequest.model_validate(fields)
+    except ValidationError as error:
+        raise Unreadable(sentence(error.errors(include_url=False, include_input=False))) from error
+
+
+def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
+    content = (
+        ForwardRequest.model_validate(fields).forward_input
+        if forward_only
+        else ForwardBackwardRequest.model_validate(fields).forward_backward_input
+    )
+    return encode_pass_request(
+        fields["model_id"],
+        fields["seq_id"],
+        content.data,
+        content.loss_fn,
+        content.loss_fn_config,
+        forward_only=forward_only,
+    )
+
+
+def _refuse_vast_sparse(message: PassMessage) -> None:
+    claimed = 0
+    for number, datum in enumerate(message.data):
+        for name, tensor in datum.loss_fn_inputs.items():
+            if tensor.HasField("sparse_csr"):
+                claimed += abs(prod(tensor.shape))
+            if claimed > MAX_SPARSE_ELEMENTS:
+                raise Invalid(
+                    f"data[{number}].loss_fn_inputs.{name}: the sparse tensors of one request may "
+                    f"span at most {MAX_SPARSE_ELEMENTS} elements."
+                )
+
+
+def _canonical(message: PassMessage) -> bytes:
+    return message.SerializeToString(deterministic=True)
+
+
+def _canonical_json(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True).encode()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

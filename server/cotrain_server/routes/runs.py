@@ -1,0 +1,104 @@
+"""create_model, get_info, unload_model: a run from its first request to its last."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+from fastapi import APIRouter
+
+from cotrain.types import (
+    CreateModelRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoraConfig,
+    ModelData,
+    UnloadModelRequest,
+    UntypedAPIFuture,
+)
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import Invalid
+from cotrain_server.gate import TenantRoute
+from cotrain_server.validation import check_rank
+from cotrain_store.errors import SessionFinished
+from cotrain_store.messages import LoraSpec, RunId, RunRecord, run_id
+
+router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=TenantRoute, dependencies=[api_key])
+
+
+@router.post("/create_model", response_model_exclude_none=True)
+async def create_model(
+    request: CreateModelRequest, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue the making of a new adapter.
+
+    A wrong request is refused here and now: no place in an order is lost by it. Twice is harmless:
+    the run's id is made from the session and the client's own number for it.
+    """
+    session = await services.records.session(tenant.id, request.session_id)
+    if session.finished_at is not None:
+        raise SessionFinished
+    pool = await services.records.pool_of(request.base_model)
+    check_rank(request.lora_config.rank, min(pool.max_rank, services.settings.max_rank))
+    name = run_id(session.id, request.model_seq_id)
+    run = RunRecord(
+        id=name,
+        tenant=tenant.id,
+        session=session.id,
+        pool=pool.id,
+        base_model=pool.base_model,
+        lora=_lora_spec(name, request.lora_config),
+        created_at=time.time(),
+        user_metadata=request.user_metadata or {},
+    )
+    request_id = await services.intake.create_run(run)
+    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
+
+
+@router.post("/get_info")
+async def get_info(
+    request: GetInfoRequest, services: ServicesDep, tenant: TenantDep
+) -> GetInfoResponse:
+    """Tell what a run is; clients take the name of its tokenizer from here."""
+    run = await services.records.run(tenant.id, request.model_id)
+    pool = await services.records.pool(run.pool)
+    return GetInfoResponse(
+        model_data=ModelData(
+            arch=pool.architecture if pool else None,
+            model_name=run.base_model,
+            tokenizer_id=run.base_model,
+        ),
+        model_id=run.id,
+        is_lora=True,
+        lora_rank=run.lora.rank,
+        model_name=run.base_model,
+    )
+
+
+@router.post("/unload_model", response_model_exclude_none=True)
+async def unload_model(
+    request: UnloadModelRequest, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """End a run: what waits fails, what runs still ends, nothing is saved."""
+    run = await services.records.run(tenant.id, request.model_id)
+    request_id = await services.intake.close_run(run)
+    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
+
+
+def _lora_spec(run: RunId, config: LoraConfig) -> LoraSpec:
+    if not (config.train_attn or config.train_mlp or config.train_unembed):
+        raise Invalid(
+            "lora_config: at least one of train_attn, train_mlp, train_unembed is needed."
+        )
+    return LoraSpec(
+        rank=config.rank,
+        seed=_seed_of(run) if config.seed is None else config.seed,
+        train_attn=config.train_attn,
+        train_mlp=config.train_mlp,
+        train_unembed=config.train_unembed,
+    )
+
+
+def _seed_of(run: RunId) -> int:
+    # From the run's name, so that a repeated request makes the same run.
+    return int.from_bytes(hashlib.sha256(run.encode()).digest()[:6])

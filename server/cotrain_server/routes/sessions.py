@@ -1,0 +1,109 @@
+"""What a client asks before and beside training: configuration, session, heartbeat, telemetry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from cotrain.types import (
+    ClientConfigRequest,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishSessionRequest,
+    GetServerCapabilitiesResponse,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+    SupportedModel,
+    TelemetryResponse,
+)
+from cotrain_server.auth import is_local
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.gate import TenantRoute
+
+router = APIRouter(
+    prefix="/api/v1", tags=["sessions"], route_class=TenantRoute, dependencies=[api_key]
+)
+
+
+@router.post("/client/config")
+async def client_config(
+    body: ClientConfigRequest, request: Request, services: ServicesDep
+) -> ClientConfigResponse:
+    """Tell a client how to talk to this server."""
+    settings = services.settings
+    compress = settings.compress_requests
+    return ClientConfigResponse(
+        fwdbwd_max_chunk_len=settings.chunk_datums,
+        fwdbwd_max_chunk_bytes_count=settings.chunk_bytes,
+        proto_compress_fwdbwd=not is_local(request) if compress is None else compress,
+        # The transport of 0.22 follows redirects that its checkpoint download must see.
+        use_pyqwest_transport=not body.sdk_version.startswith("0.22."),
+    )
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(body: ClientConfigRequest) -> ClientDynamicConfigResponse:
+    """Tell a client what may change while it runs."""
+    return ClientDynamicConfigResponse()
+
+
+@router.post("/create_session")
+async def create_session(
+    request: CreateSessionRequest, services: ServicesDep, tenant: TenantDep
+) -> CreateSessionResponse:
+    """Open a session."""
+    session = await services.records.create_session(
+        tenant.id,
+        sdk_version=request.sdk_version,
+        tags=tuple(request.tags),
+        user_metadata=request.user_metadata,
+        project_id=request.project_id,
+        display_name=request.display_name,
+    )
+    return CreateSessionResponse(session_id=session.id)
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(
+    request: SessionHeartbeatRequest, services: ServicesDep, tenant: TenantDep
+) -> SessionHeartbeatResponse:
+    """Keep a session alive."""
+    await services.records.beat(tenant.id, request.session_id)
+    return SessionHeartbeatResponse()
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(
+    session_id: str, request: FinishSessionRequest, services: ServicesDep, tenant: TenantDep
+) -> dict[str, str]:
+    """End a session and its runs."""
+    for name in await services.records.finish(tenant.id, session_id, request.reason.type):
+        run = await services.records.run(tenant.id, name)
+        await services.intake.close_run(run)
+    return {"type": "finish_session"}
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(services: ServicesDep) -> GetServerCapabilitiesResponse:
+    """List the base models."""
+    pools = await services.records.pools()
+    return GetServerCapabilitiesResponse(
+        supported_models=[
+            SupportedModel(
+                model_name=pool.base_model,
+                max_context_length=pool.context_length,
+                trainable=True,
+                sampleable=False,
+            )
+            for pool in pools
+        ]
+    )
+
+
+@router.post("/telemetry")
+async def telemetry(body: dict[str, Any]) -> TelemetryResponse:
+    """Take what SDKs report about themselves, and keep none of it: it holds users' tracebacks."""
+    return TelemetryResponse()

@@ -1,0 +1,117 @@
+"""How this server is: for load balancers, dashboards, Prometheus, and tenants about themselves."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from cotrain.types import HealthResponse
+from cotrain.version import __version__
+from cotrain_server.auth import authenticate, is_operator
+from cotrain_server.collector import scrape
+from cotrain_server.deps import ServicesDep  # noqa: TC001  # FastAPI reads it at run time
+from cotrain_server.errors import OperatorsOnly
+from cotrain_server.readiness import reasons_not_ready
+from cotrain_store.status import cycle_records, pool_status, redis_status, scheduler_epoch
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_store.messages import PoolRecord, TenantId
+    from cotrain_store.status import PoolStatus
+
+router = APIRouter(tags=["status"])
+
+CYCLES_SHOWN = 20
+_STARTED_AT = time.time()
+
+
+@router.get("/healthz")
+@router.get("/api/v1/healthz")
+async def healthz() -> HealthResponse:
+    """Say that this process lives. No I/O: a pause of Redis must not restart every API."""
+    return HealthResponse()
+
+
+@router.get("/readyz", response_model=None, responses={503: {"description": "Not ready."}})
+async def readyz(services: ServicesDep) -> Response:
+    """Say whether requests sent now would be trained on, and if not, why."""
+    reasons = await reasons_not_ready(services)
+    return JSONResponse({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+
+@router.get("/status")
+async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
+    """Show the operator everything, and a tenant (by its API key) its own part."""
+    if is_operator(request, services.settings) and "x-api-key" not in request.headers:
+        return await _everything(services)
+    if is_operator(request, services.settings) and services.settings.admin_key is not None:
+        return await _everything(services)
+    tenant = await authenticate(request, services.tenants, services.failures)
+    return {"version": __version__, "pools": await _own_pools(services, tenant.id)}
+
+
+@router.get("/metrics")
+async def metrics(request: Request, services: ServicesDep) -> Response:
+    """Show Prometheus everything: this process, and what the others wrote to the store."""
+    if not is_operator(request, services.settings):
+        raise OperatorsOnly
+    return Response(await scrape(services), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _everything(services: Services) -> dict[str, Any]:
+    connection, settings = services.connection, services.settings
+    return {
+        "version": __version__,
+        "uptime_s": round(time.time() - _STARTED_AT, 1),
+        "ready": not await reasons_not_ready(services),
+        "scheduler": {"epoch": await scheduler_epoch(connection)},
+        "pools": [await _whole_pool(services, pool) for pool in await services.records.pools()],
+        "waiters": services.futures.waiters,
+        "redis": asdict(await redis_status(connection)),
+        "disk": {"free_bytes": shutil.disk_usage(settings.data_dir).free},
+    }
+
+
+async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
+    found = await pool_status(services.connection, pool.id)
+    return {
+        **asdict(pool),
+        "workers": [asdict(worker) for worker in found.workers],
+        "workers_known": found.workers_known,
+        "open_cycles": found.open_cycles,
+        "last_cycle": found.last_cycle,
+        "queue": {
+            "ops": sum(queue.ops for queue in found.queues),
+            "tokens": sum(queue.tokens for queue in found.queues),
+            "oldest_s": found.oldest_ready_s,
+            "oldest_gap_s": found.oldest_gap_s,
+        },
+        "tenants": [asdict(queue) for queue in found.queues],
+        "counters": dict(found.counters),
+        "cycles": await cycle_records(services.connection, pool.id, CYCLES_SHOWN),
+    }
+
+
+async def _own_pools(services: Services, tenant: TenantId) -> list[dict[str, Any]]:
+    pools = await services.records.pools()
+    return [
+        _own_part(pool, await pool_status(services.connection, pool.id), tenant) for pool in pools
+    ]
+
+
+def _own_part(pool: PoolRecord, found: PoolStatus, tenant: TenantId) -> dict[str, Any]:
+    own = [queue for queue in found.queues if queue.tenant == tenant]
+    return {
+        "base_model": pool.base_model,
+        "context_length": pool.context_length,
+        "max_rank": pool.max_rank,
+        "workers": len(found.workers),
+        "last_cycle": found.last_cycle,
+        "queue": {"ops": sum(q.ops for q in own), "tokens": sum(q.tokens for q in own)},
+    }

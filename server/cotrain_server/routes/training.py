@@ -1,0 +1,118 @@
+"""forward, forward_backward, optim_step: check, accept, answer at once.
+
+A POST never waits for work: SDKs send the chunks of one call in parallel and the first one last, so
+an answer that waited for an earlier chunk would wait for ever.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+
+from cotrain.codec import PROTOBUF
+from cotrain.types import (
+    ForwardBackwardRequest,
+    ForwardRequest,
+    OptimStepRequest,
+    UntypedAPIFuture,
+)
+from cotrain_server.bodies import away_from_the_loop, is_json, is_protobuf
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import UnsupportedMediaType
+from cotrain_server.gate import TenantRoute
+from cotrain_server.reading import (
+    pass_op,
+    read_binary_pass,
+    read_json_pass,
+    read_step,
+    step_op,
+)
+from cotrain_store.errors import BaseModelNotServed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pydantic import BaseModel
+
+    from cotrain_server.reading import AddressedPass, Op
+    from cotrain_server.services import Services
+    from cotrain_store.messages import RunRecord, Tenant
+
+router = APIRouter(
+    prefix="/api/v1", tags=["training"], route_class=TenantRoute, dependencies=[api_key]
+)
+
+
+def _body(model: type[BaseModel], *, binary: bool) -> dict[str, Any]:
+    """Describe a body that the route reads itself, because a wrong one may still be accepted."""
+    content: dict[str, Any] = {"application/json": {"schema": model.model_json_schema()}}
+    if binary:
+        content[PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@router.post(
+    "/forward_backward",
+    response_model_exclude_none=True,
+    openapi_extra=_body(ForwardBackwardRequest, binary=True),
+)
+async def forward_backward(
+    request: Request, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue a pass that adds to the run's gradient, or with `forward_only` one that does not."""
+    return await _queue_pass(request, services, tenant, forward_only=False)
+
+
+@router.post(
+    "/forward",
+    response_model_exclude_none=True,
+    openapi_extra=_body(ForwardRequest, binary=True),
+)
+async def forward(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
+    """Queue a pass that leaves no gradient."""
+    return await _queue_pass(request, services, tenant, forward_only=True)
+
+
+@router.post(
+    "/optim_step",
+    response_model_exclude_none=True,
+    openapi_extra=_body(OptimStepRequest, binary=False),
+)
+async def optim_step(
+    request: Request, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue one AdamW step on the gradient gathered so far."""
+    if not is_json(request):
+        raise UnsupportedMediaType("Send application/json.")
+    step = read_step(await request.body())
+    run = await services.records.run(tenant.id, step.model_id)
+    return await _submit(services, run, step.seq, step_op(step))
+
+
+async def _queue_pass(
+    request: Request, services: Services, tenant: Tenant, *, forward_only: bool
+) -> UntypedAPIFuture:
+    body = await request.body()
+    size = len(body)
+    read = _reader(request)
+    addressed = await away_from_the_loop(size, read, body, forward_only=forward_only)
+    run = await services.records.run(tenant.id, addressed.model_id)
+    pool = await services.records.pool(run.pool)
+    if pool is None:
+        raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
+    op = await away_from_the_loop(size, pass_op, addressed, pool)
+    return await _submit(services, run, addressed.seq, op)
+
+
+def _reader(request: Request) -> Callable[..., AddressedPass]:
+    if is_protobuf(request):
+        return read_binary_pass
+    if is_json(request):
+        return read_json_pass
+    raise UnsupportedMediaType(f"Send application/json or {PROTOBUF}.")
+
+
+async def _submit(services: Services, run: RunRecord, seq: int, op: Op) -> UntypedAPIFuture:
+    request_id = await services.intake.submit(run, seq, op.kind, op.body, op.tokens, op.digest)
+    return UntypedAPIFuture(request_id=request_id, model_id=run.id)

@@ -1,0 +1,71 @@
+"""What a request is served with: the store's roles, opened once per process."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cotrain_server.auth import FailureCounter
+from cotrain_store.connection import Connection, check_store, open_connection
+from cotrain_store.futures import Futures
+from cotrain_store.intake import Intake
+from cotrain_store.records import Records
+from cotrain_store.spool import Spool, new_writer
+from cotrain_store.tenants import Tenants
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from cotrain_server.settings import ServerSettings
+
+
+@dataclass
+class Services:
+    """One API process's access to the store, and whether it is on its way out."""
+
+    settings: ServerSettings
+    connection: Connection
+    tenants: Tenants
+    records: Records
+    intake: Intake
+    futures: Futures
+    failures: FailureCounter = field(default_factory=FailureCounter)
+    draining: bool = False
+
+    def drain(self) -> None:
+        """Say so in `/readyz`, and answer every held poll now: its client asks the next process."""
+        self.draining = True
+        self.futures.release_all()
+
+
+@asynccontextmanager
+async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
+    """Open everything, register the operator's keys, and close it all again.
+
+    Raises:
+        UnsafeRedis, StoreUnavailable: this process must not take requests.
+    """
+    connection = open_connection(settings.redis_url)
+    # The spool is created by whoever comes first, and its thread must end with this process.
+    spool = await asyncio.to_thread(Spool, settings.spool_dir, new_writer("api"))
+    try:
+        await check_store(connection, accept_data_loss=settings.accept_data_loss)
+        tenants = Tenants(connection)
+        for key in settings.api_keys:
+            await tenants.register(key.get_secret_value(), "operator's key")
+        async with Futures(connection, spool) as futures:
+            yield Services(
+                settings=settings,
+                connection=connection,
+                tenants=tenants,
+                records=Records(connection),
+                intake=Intake(
+                    connection, spool, settings.tenant_limits, settings.disk_reserve_bytes
+                ),
+                futures=futures,
+            )
+    finally:
+        await asyncio.to_thread(spool.close)
+        await connection.aclose()

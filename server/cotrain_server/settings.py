@@ -1,0 +1,56 @@
+"""Settings of the API process: what the store needs, and what HTTP adds. All are `COTRAIN_*`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import NoDecode
+
+from cotrain_store.intake import TenantLimits
+from cotrain_store.settings import StoreSettings
+
+MIB = 1024**2
+
+Words = Annotated[tuple[str, ...], NoDecode]
+"""A list in one variable, separated by commas or white space."""
+
+
+class ServerSettings(StoreSettings):
+    """How the API listens, what it lets in, and what it tells clients."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
+    base_models: Words = ()
+    """Base models that must have a live worker before `/readyz` says yes; by default any one."""
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    """Keys to accept beside those made with `cotrain keys create`; each is a tenant of its own."""
+    admin_key: SecretStr | None = None
+    """Opens `/metrics` and the whole of `/status`. Without it, only callers on loopback get them."""
+
+    max_rank: Annotated[int, Field(ge=1)] = 128
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 64 * MIB
+    """Largest request, as sent and once decompressed."""
+    long_poll_s: Annotated[float, Field(gt=0, le=40)] = 25.0
+    """How long a poll for a result is held; the SDK's socket gives up after 45 s."""
+
+    quota_ops: Annotated[int, Field(ge=1)] = 512
+    quota_tokens: Annotated[int, Field(ge=1)] = 8_000_000
+    quota_bytes: Annotated[int, Field(ge=1)] = 1_000_000_000
+    quota_runs: Annotated[int, Field(ge=1)] = 1_000
+
+    chunk_datums: Annotated[int, Field(ge=1)] = 1024
+    """SDKs cut larger forward_backward calls into requests of this many datums."""
+    chunk_bytes: Annotated[int, Field(ge=1)] = 5_000_000
+    compress_requests: bool | None = None
+    """Whether SDKs send zstd; by default those do that are not on this host."""
+
+    @field_validator("base_models", "api_keys", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return value.replace(",", " ").split() if isinstance(value, str) else value
+
+    @property
+    def tenant_limits(self) -> TenantLimits:
+        """What one tenant may have waiting."""
+        return TenantLimits(self.quota_ops, self.quota_tokens, self.quota_bytes, self.quota_runs)

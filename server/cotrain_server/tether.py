@@ -1,0 +1,31 @@
+"""Start a command that cannot outlive its supervisor. Standard library only; run as a file.
+
+Usage: `python -I -S tether.py SUPERVISOR_PID SIGNAL_NUMBER COMMAND…`
+
+The kernel sends the signal when the supervisor is gone, however it went (`kill -9` included). The
+setting survives `exec`, so that it also holds for a program we did not write: redis-server. A
+`preexec_fn` would do the same inside the fork of a process with threads, where little is safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    """Tie this process to its supervisor, then become the command."""
+    supervisor, death_signal, *command = arguments
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(death_signal))
+    # It may have died before the line above: then nobody would tell us.
+    if os.getppid() != int(supervisor):
+        sys.exit(1)
+    os.execvp(command[0], command)  # noqa: S606  # our own supervisor chose the command
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
