@@ -96,21 +96,33 @@ async def check_store(connection: Connection, *, accept_data_loss: bool) -> None
         version = await connection.get(keys.schema())
     except CONNECTION_LOST as lost:
         raise StoreUnavailable from lost
-    if not accept_data_loss:
-        refuse_unsafe(found)
-    if version is None or version.decode() != keys.SCHEMA_VERSION:
-        raise UnsafeRedis(
-            f"This Redis holds schema version {version!r}; this program reads {keys.SCHEMA_VERSION}."
-        )
+    refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
 
 
-def refuse_unsafe(found: Mapping[str, str | None]) -> None:
-    """Raise UnsafeRedis naming every setting that differs from DURABLE."""
+def check_store_sync(connection: SyncConnection, *, accept_data_loss: bool) -> None:
+    """Do what `check_store` does, on a synchronous connection."""
+    try:
+        found = {name: connection.config_get(name).get(name) for name in DURABLE}
+        connection.set(keys.schema(), keys.SCHEMA_VERSION, nx=True)
+        version = connection.get(keys.schema())
+    except CONNECTION_LOST as lost:
+        raise StoreUnavailable from lost
+    refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
+
+
+def refuse_unsafe(
+    found: Mapping[str, str | None], version: bytes | None, *, accept_data_loss: bool
+) -> None:
+    """Raise UnsafeRedis naming every setting that differs from DURABLE, or the schema version."""
     wrong = [
         f"{k} is {found.get(k)!r}, needs {v!r}" for k, v in DURABLE.items() if found.get(k) != v
     ]
-    if wrong:
+    if wrong and not accept_data_loss:
         raise UnsafeRedis(
             f"This Redis could lose acknowledged writes: {'; '.join(wrong)}. Set them, or accept the "
             "loss with COTRAIN_ACCEPT_DATA_LOSS=true."
+        )
+    if version is None or version.decode() != keys.SCHEMA_VERSION:
+        raise UnsafeRedis(
+            f"This Redis holds schema version {version!r}; this program reads {keys.SCHEMA_VERSION}."
         )

@@ -100,17 +100,22 @@ class Execution:
         rows = self._redis.hvals(keys.open_steps(self.pool, self.worker))
         return sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
 
-    def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes]:
-        """Read the bodies of ops; raises SpoolCorrupt when one is not there."""
+    def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
+        """Read the bodies of ops; None where one is gone or does not match its digest."""
         pipeline = self._redis.pipeline(transaction=False)
         inline = [op for op in ops if op.ref == "inline"]
         for op in inline:
             pipeline.hget(keys.bodies(self.pool, op.run), str(op.seq))
         found = dict(zip(((op.run, op.seq) for op in inline), pipeline.execute(), strict=True))
         return [
-            _present(op, found[op.run, op.seq]) if op.ref == "inline" else self._spool.read(op.ref)
-            for op in ops
+            found[op.run, op.seq] if op.ref == "inline" else self._spooled(op.ref) for op in ops
         ]
+
+    def _spooled(self, ref: str) -> bytes | None:
+        try:
+            return self._spool.read(ref)
+        except SpoolCorrupt:
+            return None
 
     def pack(self, result: Result) -> tuple[bytes, int]:
         """Encode a result for its Redis value and give its lifetime in ms; large ones go to disk."""
@@ -246,12 +251,6 @@ class Execution:
             self._pubsub = self._redis.pubsub(ignore_subscribe_messages=True)
             self._pubsub.subscribe(keys.notify_worker(self.pool, self.worker))
         return self._pubsub
-
-
-def _present(op: QueuedOp, body: bytes | None) -> bytes:
-    if body is None:
-        raise SpoolCorrupt(f"The body of {op.request_id} is missing.")
-    return body
 
 
 def _to_release(op: QueuedOp) -> str:

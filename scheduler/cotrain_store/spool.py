@@ -30,6 +30,12 @@ INLINE_LIMIT_BYTES = 16 * 1024
 SEGMENT_BYTES = 64 * 1024**2
 #: A segment without a reference may be one whose op is just being accepted; not after an hour.
 ORPHAN_AGE_S = 3600.0
+#: A writer never adds to a segment that rested this long: it may be about to be removed.
+REST_S = ORPHAN_AGE_S / 2
+#: Segments of results start so. Nothing counts their references: their records expire in Redis
+#: after two hours, and the segment an hour later.
+RESULTS = "results-"
+_RESULT_AGE_S = 3 * 3600.0
 
 _HEADER = struct.Struct("<4sQ16s")
 _MAGIC = b"CTS1"
@@ -73,6 +79,7 @@ class Spool:
         self._segment: tuple[str, int] | None = None
         self._count = 0
         self._size = 0
+        self._written_at = 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._write_loop, name="spool", daemon=True)
         self._thread.start()
@@ -142,7 +149,9 @@ class Spool:
         return ref
 
     def _open_segment(self) -> tuple[str, int]:
-        if self._segment and self._size < self._segment_bytes:
+        rested = time.monotonic() - self._written_at > REST_S
+        self._written_at = time.monotonic()
+        if self._segment and self._size < self._segment_bytes and not rested:
             return self._segment
         if self._segment:
             os.close(self._segment[1])
@@ -157,16 +166,18 @@ class Spool:
         return self._segment
 
 
-def unreferenced_segments(
-    folder: Path, referenced: Iterable[str], now: float, age_s: float = ORPHAN_AGE_S
-) -> list[Path]:
-    """List the segments that may go: no reference, and not written to for `age_s` seconds."""
+def unreferenced_segments(folder: Path, referenced: Iterable[str], now: float) -> list[Path]:
+    """List the segments that may go: nothing refers to them, and nobody wrote to them for long."""
     keep = set(referenced)
     return [
         path
         for path in sorted(folder.iterdir())
-        if path.name not in keep and path.is_file() and now - path.stat().st_mtime > age_s
+        if path.name not in keep and now - path.stat().st_mtime > _keep_s(path.name)
     ]
+
+
+def _keep_s(segment: str) -> float:
+    return _RESULT_AGE_S if segment.startswith(RESULTS) else ORPHAN_AGE_S
 
 
 def new_writer(process: str) -> str:

@@ -1,0 +1,126 @@
+"""Run a worker: `python -m cotrain_workers`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import structlog
+import torch
+
+from cotrain_store.connection import check_store_sync, open_sync_connection
+from cotrain_store.errors import Fenced, UnsafeRedis
+from cotrain_store.execution import Execution
+from cotrain_store.logs import configure_logs
+from cotrain_store.messages import PoolRecord, WorkerId
+from cotrain_store.spool import RESULTS, Spool, new_writer
+from cotrain_workers.engine import Engine
+from cotrain_workers.keeper import Keeper
+from cotrain_workers.loop import WorkerLoop
+from cotrain_workers.ops import Create, Datum, Pass
+from cotrain_workers.settings import WorkerSettings, pool_of
+from cotrain_workers.spec import AdapterSpec
+
+log = structlog.get_logger()
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
+_PROBE_TOKENS = 1024
+
+
+def serve(settings: WorkerSettings) -> int:
+    """Load the base model and serve its pool until told to stop."""
+    connection = open_sync_connection(settings.redis_url)
+    check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
+    device = _device(settings)
+    if settings.torch_threads:
+        torch.set_num_threads(settings.torch_threads)
+    engine = Engine.load(
+        settings.model_source,
+        device=device,
+        dtype=_DTYPES[settings.dtype],
+        micro_batch_tokens=settings.micro_batch_tokens,
+        local_files_only=settings.offline,
+    )
+    tokens_per_s = measure_throughput(engine)
+    pool, worker = pool_of(settings.model_name), WorkerId(settings.worker_id)
+    writer = new_writer(worker)
+    spool = Spool(settings.spool_dir, writer)
+    results = Spool(settings.spool_dir, RESULTS + writer)
+    execution = Execution(connection, spool, results, pool, worker)
+    execution.enter(_pool_record(settings, engine, device, tokens_per_s))
+    keeper = Keeper(engine, execution, settings, exact=device == "cpu")
+    loop = WorkerLoop(engine, execution, keeper, device=device, tokens_per_s=tokens_per_s)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: loop.stop())
+    log.info("worker_started", pool=pool, worker=worker, device=device, tokens_per_s=tokens_per_s)
+    try:
+        loop.run()
+    except Fenced:
+        log.warning("worker_fenced")
+        return 0
+    log.info("worker_stopped")
+    return 0
+
+
+def measure_throughput(engine: Engine) -> float:
+    """Measure training tokens/s on one small batch: the first token budget comes from it."""
+    length = min(256, engine.facts.context_length)
+    count = max(1, _PROBE_TOKENS // length)
+    rng = np.random.default_rng(0)
+    datums = []
+    for _ in range(count):
+        tokens = rng.integers(0, engine.facts.vocab_size, length)
+        weights = np.ones(length, np.float32)
+        datums.append(Datum(tokens, {"target_tokens": tokens, "weights": weights}))
+    engine.run([Create("probe", 0, AdapterSpec(rank=8, seed=0))])
+    probe = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=True)
+    engine.run([probe])
+    began = time.perf_counter()
+    engine.run([probe])
+    elapsed = time.perf_counter() - began
+    engine.drop("probe")
+    return count * length / elapsed
+
+
+def _pool_record(
+    settings: WorkerSettings, engine: Engine, device: str, tokens_per_s: float
+) -> PoolRecord:
+    facts = engine.facts
+    return PoolRecord(
+        id=pool_of(settings.model_name),
+        base_model=settings.model_name,
+        architecture=facts.architecture,
+        vocab_size=facts.vocab_size,
+        context_length=facts.context_length,
+        max_rank=min(settings.max_rank, facts.max_rank),
+        num_parameters=facts.num_parameters,
+        device=device,
+        dtype="bfloat16" if device == "cuda" and settings.dtype == "auto" else settings.dtype,
+        numerics_id=facts.numerics_id,
+        tokens_per_s=tokens_per_s,
+    )
+
+
+def _device(settings: WorkerSettings) -> str:
+    if settings.device != "auto":
+        return settings.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def main() -> None:
+    """Start the process."""
+    settings = WorkerSettings()
+    configure_logs("worker", settings.log_level)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        sys.exit(serve(settings))
+    except UnsafeRedis as unsafe:
+        log.error("redis_refused", reason=str(unsafe))  # noqa: TRY400
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Keep the runs of one worker recoverable: restore them, copy them out, let them go.
+
+Copies are taken between cycles (a copy to host memory) and written by a background thread, so that
+training never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_store.messages import OpKind, RunId
+from cotrain_store.spool import unreferenced_segments
+from cotrain_workers.debt import Debt, may_leave, needs_snapshot
+from cotrain_workers.recovery import restore
+from cotrain_workers.snapshots import Snapshot, remove_snapshots, write_snapshot
+
+if TYPE_CHECKING:
+    from cotrain_store.execution import Execution
+    from cotrain_store.messages import Step
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.settings import WorkerSettings
+
+log = structlog.get_logger()
+
+#: Folders are looked over for leftovers this often.
+SWEEP_S = 60.0
+
+
+class Keeper:
+    """Owns which runs are in the engine's memory, and their recovery copies."""
+
+    def __init__(
+        self, engine: Engine, execution: Execution, settings: WorkerSettings, *, exact: bool
+    ) -> None:
+        self._engine = engine
+        self._execution = execution
+        self._settings = settings
+        self._exact = exact
+        self._debts: dict[RunId, Debt] = {}
+        self._writing: dict[RunId, tuple[int, Future[Snapshot]]] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._swept_at = 0.0
+        settings.snapshots_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    def runs(self) -> int:
+        """How many runs are in memory."""
+        return len(self._debts)
+
+    def ensure(self, run: RunId) -> int:
+        """Have a run in the engine, restored if need be; return how many ops were replayed.
+
+        Raises:
+            ReplayDiverged, SpoolCorrupt: the run cannot go on.
+        """
+        if run in self._debts:
+            return 0
+        folder = self._settings.snapshots_dir
+        replayed = restore(self._engine, self._execution, folder, run, exact=self._exact)
+        position = self._execution.position(run)
+        done = position.done if position else -1
+        self._debts[run] = Debt(seq=done, ops=replayed, used_at=time.time())
+        return replayed
+
+    def forget_state(self, run: RunId) -> None:
+        """Drop a run from memory, so that `ensure` brings it back from its log."""
+        self._engine.drop(run)
+        self._debts.pop(run, None)
+
+    def committed(self, step: Step, compute_s: float) -> None:
+        """Count a committed step; copy out the runs whose log has grown long."""
+        now = time.time()
+        tokens = sum(op.tokens for op in step.ops) or 1
+        for op in step.ops:
+            if op.run in self._debts and op.kind not in (OpKind.FORWARD, OpKind.REJECTED):
+                self._debts[op.run].add(op.seq, op.size, compute_s * op.tokens / tokens, now)
+            elif op.run in self._debts:
+                self._debts[op.run].seq = op.seq
+                self._debts[op.run].used_at = now
+        self.tend()
+
+    def tend(self) -> None:
+        """Do what is due between cycles: register finished copies, start new ones, let runs go."""
+        now = time.time()
+        self._register_finished()
+        for run, debt in list(self._debts.items()):
+            if needs_snapshot(debt, self._settings, now):
+                self._copy_out(run, debt)
+            elif may_leave(debt, self._settings, now) and run not in self._writing:
+                self.forget_state(run)
+                log.info("run_left_memory", run=run)
+        for run in self._execution.runs_to_drop():
+            if run not in self._writing and self._execution.forget(run):
+                self.forget_state(run)
+                remove_snapshots(self._settings.snapshots_dir, run)
+                log.info("run_dropped", run=run)
+        if now - self._swept_at > SWEEP_S:
+            self._swept_at = now
+            self._sweep(now)
+
+    def drain(self, deadline_s: float) -> None:
+        """Copy out every run that changed, so that the next start has nothing to replay."""
+        until = time.time() + deadline_s
+        for run, debt in sorted(self._debts.items(), key=lambda item: -item[1].compute_s):
+            if debt.ops and time.time() < until:
+                self._copy_out(run, debt)
+        for _, writing in self._writing.values():
+            writing.exception(timeout=max(0.1, until - time.time()))
+        self._register_finished()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _copy_out(self, run: RunId, debt: Debt) -> None:
+        if run in self._writing or not self._engine.has(run):
+            return
+        state = self._engine.state(run)
+        numerics = self._engine.facts.numerics_id
+        folder, epoch = self._settings.snapshots_dir, self._execution.epoch
+        writing = self._writer.submit(write_snapshot, folder, run, debt.seq, epoch, numerics, state)
+        self._writing[run] = (debt.seq, writing)
+        self._debts[run] = Debt(seq=debt.seq, used_at=debt.used_at)
+
+    def _register_finished(self) -> None:
+        for run, (seq, writing) in list(self._writing.items()):
+            if not writing.done():
+                continue
+            del self._writing[run]
+            try:
+                snapshot = writing.result()
+            except OSError as failed:
+                log.error("snapshot_failed", run=run, reason=str(failed))  # noqa: TRY400
+                if run in self._debts:
+                    self._debts[run].ops += 1  # still owed
+                continue
+            if self._execution.register_snapshot(run, seq, snapshot.file, snapshot.sha256):
+                self._keep_two(run)
+                log.info("snapshot_registered", run=run, seq=seq, size=snapshot.size)
+
+    def _keep_two(self, run: RunId) -> None:
+        position = self._execution.position(run)
+        if position:
+            keep = frozenset({position.snapshot_file, position.older_file})
+            remove_snapshots(self._settings.snapshots_dir, run, keep)
+
+    def _sweep(self, now: float) -> None:
+        referenced = self._execution.referenced_segments()
+        for path in unreferenced_segments(self._settings.spool_dir, referenced, now):
+            path.unlink(missing_ok=True)

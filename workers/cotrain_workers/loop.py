@@ -1,0 +1,274 @@
+"""The worker's loop: take a step, run it in the engine, commit it. Everything may run twice.
+
+plan → execute → commit: the plan is the scheduler's and is fixed; what this process computed before
+it died is computed again from the log.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.dispatch import WorkerBeat
+from cotrain_store.errors import Fenced, SpoolCorrupt
+from cotrain_store.messages import OpKind, Result, RunId
+from cotrain_workers.ops import Failure
+from cotrain_workers.recovery import ReplayDiverged
+from cotrain_workers.requests import engine_op, result_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from cotrain_store.execution import Execution
+    from cotrain_store.messages import QueuedOp, Step
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.keeper import Keeper
+    from cotrain_workers.ops import CycleOutput, Op, Output
+
+log = structlog.get_logger()
+
+BEAT_S = 2.0
+IDLE_S = 1.0
+_RETRY_S = 0.2
+#: Weight of the newest cycle in the measured throughput.
+_SMOOTHING = 0.2
+#: A cycle smaller than this measures overhead, not throughput.
+_MEASURABLE_TOKENS = 512
+#: How long a drain may spend on recovery copies; what is left is replayed at the next start.
+DRAIN_S = 60.0
+
+_DIVERGED = "The training run was stopped: its log could not be replayed to the stored results."
+_CRASHED = "Internal error: this request could not be run."
+
+
+class WorkerLoop:
+    """Runs one worker's steps until told to stop, or replaced by another process (Fenced)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        execution: Execution,
+        keeper: Keeper,
+        *,
+        device: str,
+        tokens_per_s: float,
+    ) -> None:
+        self._engine = engine
+        self._execution = execution
+        self._keeper = keeper
+        self._device = device
+        self._tokens_per_s = tokens_per_s
+        self._replayed_ops = 0
+        self._stopping = threading.Event()
+        self._fenced = False
+
+    def stop(self) -> None:
+        """Finish the step in work, then leave."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Serve until stopped; raises Fenced when another process took this worker's place."""
+        heart = threading.Thread(target=self._beat_until_stopped, name="beat", daemon=True)
+        heart.start()
+        while not self._stopping.is_set():
+            try:
+                self._turn()
+            except CONNECTION_LOST:
+                log.warning("redis_lost")
+                self._stopping.wait(_RETRY_S)
+        if self._fenced:
+            raise Fenced
+        self._keeper.drain(DRAIN_S)
+        heart.join()
+        self._execution.leave()
+
+    def _turn(self) -> None:
+        steps = self._execution.open_steps()
+        if steps:
+            self.execute(steps[0])
+        else:
+            self._keeper.tend()
+            self._execution.wait(IDLE_S)
+
+    def execute(self, step: Step) -> None:
+        """Run one step and commit it."""
+        started = time.time()
+        lost = self._restore_runs(step)
+        outputs, cost = self._outputs(step, lost)
+        results = {
+            (op.run, op.seq): result_of(op, outputs[op.run, op.seq], step.cycle) for op in step.ops
+        }
+        finished = time.time()
+        record = _record(step, results, cost, started, finished)
+        self._execution.commit(step, results, record, _counted(step, outputs, cost, record))
+        self._measure(cost)
+        self._keeper.committed(step, finished - started)
+        log.info(
+            "cycle_committed", cycle=step.cycle, runs=len(record["runs"]), ops=len(step.ops),
+            tokens=record["tokens"], forwards=record["forwards"], dur_ms=record["duration_ms"],
+        )  # fmt: skip
+
+    def _restore_runs(self, step: Step) -> dict[RunId, Failure]:
+        """Have every run of the step in memory; those that cannot be restored fail alone."""
+        lost: dict[RunId, Failure] = {}
+        for run in dict.fromkeys(op.run for op in step.ops):
+            try:
+                self._replayed_ops += self._keeper.ensure(run)
+            except (ReplayDiverged, SpoolCorrupt) as broken:
+                self._fail_run(run, str(broken))
+                lost[run] = Failure(_DIVERGED, "server")
+        return lost
+
+    def _fail_run(self, run: RunId, reason: str) -> None:
+        log.error("run_failed", run=run, reason=reason)
+        self._execution.fail_run(run)
+        self._keeper.forget_state(run)
+
+    def _outputs(
+        self, step: Step, lost: Mapping[RunId, Failure]
+    ) -> tuple[dict[tuple[str, int], Output], CycleOutput | None]:
+        outputs: dict[tuple[str, int], Output] = {}
+        runnable: list[Op] = []
+        bodies = self._execution.bodies(step.ops)
+        gone = {op.run for op, body in zip(step.ops, bodies, strict=True) if body is None}
+        for run in gone - lost.keys():
+            self._fail_run(run, "a body is gone")
+        lost = {run: Failure(_DIVERGED, "server") for run in gone} | dict(lost)
+        for op, body in zip(step.ops, bodies, strict=True):
+            request = lost.get(op.run) or engine_op(op, body or b"")
+            if isinstance(request, Failure):
+                outputs[op.run, op.seq] = request
+            else:
+                runnable.append(request)
+        try:
+            cost = self._engine.run(runnable)
+        except (
+            Exception
+        ):  # the loop's one blanket catch: the guilty request is found and fails alone
+            log.exception("cycle_failed", cycle=step.cycle)
+            return outputs | self._isolated(runnable), None
+        return outputs | dict(cost.outputs), cost
+
+    def _isolated(self, ops: Sequence[Op]) -> dict[tuple[str, int], Output]:
+        """Run each run's ops by themselves, from their last committed state; blame what still fails."""
+        outputs: dict[tuple[str, int], Output] = {}
+        for run in dict.fromkeys(op.run for op in ops):
+            mine = [op for op in ops if op.run == run]
+            for _ in range(len(mine)):
+                self._keeper.forget_state(RunId(run))
+                self._keeper.ensure(RunId(run))
+                guilty = self._run_one_by_one(mine, outputs)
+                if guilty is None:
+                    break
+                outputs[guilty.run, guilty.seq] = Failure(_CRASHED, "server")
+                mine = [op for op in mine if op is not guilty]
+        return outputs
+
+    def _run_one_by_one(
+        self, ops: Sequence[Op], outputs: dict[tuple[str, int], Output]
+    ) -> Op | None:
+        for op in ops:
+            try:
+                outputs.update(self._engine.run([op]).outputs)
+            except Exception:
+                log.exception("op_failed", run=op.run, seq=op.seq)
+                return op
+        return None
+
+    def _measure(self, cost: CycleOutput | None) -> None:
+        if cost is None or cost.tokens < _MEASURABLE_TOKENS:
+            return
+        measured = cost.tokens / (cost.wave_s + cost.optim_s)
+        self._tokens_per_s += _SMOOTHING * (measured - self._tokens_per_s)
+
+    def _beat_until_stopped(self) -> None:
+        while True:
+            try:
+                self._execution.beat(self._beat())
+            except Fenced:
+                self._fenced = True
+                self._stopping.set()
+            except CONNECTION_LOST:
+                log.warning("beat_lost")
+            if self._stopping.wait(BEAT_S):
+                return
+
+    def _beat(self) -> WorkerBeat:
+        return WorkerBeat(
+            id=self._execution.worker,
+            epoch=self._execution.epoch,
+            state="serving",
+            device=self._device,
+            tokens_per_s=self._tokens_per_s,
+            runs=self._keeper.runs,
+            memory_bytes=_resident_bytes(),
+            seen_at=time.time(),
+            restored_ops=self._replayed_ops,
+        )
+
+
+def _record(
+    step: Step,
+    results: Mapping[tuple[RunId, int], Result],
+    cost: CycleOutput | None,
+    started: float,
+    finished: float,
+) -> dict[str, Any]:
+    """Sum a cycle up for its history: who was in it, how much, how long each wave took."""
+    runs: dict[RunId, dict[str, Any]] = {}
+    for op in step.ops:
+        row = runs.setdefault(op.run, {"run": op.run, "tenant": step.tenant_by_run[op.run],
+                                       "tokens": 0, "ops": {}, "failed": 0})  # fmt: skip
+        row["tokens"] += op.tokens
+        row["ops"][op.kind.value] = row["ops"].get(op.kind.value, 0) + 1
+        row["failed"] += results[op.run, op.seq].kind.name == "FAILURE"
+    return {
+        "cycle": step.cycle,
+        "worker": step.worker,
+        "planned_at": step.planned_at,
+        "started_at": started,
+        "duration_ms": round((finished - started) * 1000, 3),
+        "wave_ms": round(cost.wave_s * 1000, 3) if cost else None,
+        "optim_ms": round(cost.optim_s * 1000, 3) if cost else None,
+        "tokens": sum(op.tokens for op in step.ops),
+        "padded_tokens": cost.padded_tokens if cost else None,
+        "forwards": cost.forwards if cost else None,
+        "outcome": "ok" if cost else "isolated",
+        "runs": list(runs.values()),
+    }
+
+
+def _counted(
+    step: Step,
+    outputs: Mapping[tuple[str, int], Output],
+    cost: CycleOutput | None,
+    record: Mapping[str, Any],
+) -> dict[str, float]:
+    """Count what this cycle adds to the pool's totals (`metrics.POOL_COUNTERS`)."""
+    failed = [output for output in outputs.values() if isinstance(output, Failure)]
+    return {
+        "cycles": 1,
+        "cycle_seconds": record["duration_ms"] / 1000,
+        "tokens": record["tokens"],
+        "padding_tokens": cost.padded_tokens - cost.tokens if cost else 0,
+        "forwards": cost.forwards if cost else 0,
+        "optim_steps": _count(step.ops, OpKind.OPTIM_STEP),
+        "resolved_ops": len(step.ops),
+        "failed_ops": len(failed),
+        "nonfinite": sum("not finite" in failure.message for failure in failed),
+    }
+
+
+def _count(ops: Sequence[QueuedOp], kind: OpKind) -> int:
+    return sum(op.kind is kind for op in ops)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:  # noqa: PTH123  # a kernel file, not a path to resolve
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,84 @@
+"""Turn logged ops and their bodies into what the engine runs, and its outputs into results."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from cotrain_store.bodies import decode_pass, encode_pass_output, parse_pass
+from cotrain_store.errors import MalformedBody
+from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind
+from cotrain_workers.ops import (
+    Create,
+    CreateOutput,
+    Datum,
+    Failure,
+    Op,
+    OptimStep,
+    Output,
+    Pass,
+    PassOutput,
+    StepOutput,
+)
+from cotrain_workers.spec import AdapterSpec
+
+if TYPE_CHECKING:
+    from cotrain_store.messages import QueuedOp
+
+CYCLE_METRIC = "clock_cycle:unique"
+
+
+def engine_op(op: QueuedOp, body: bytes) -> Op | Failure:
+    """Decode one op; a Failure when it was rejected at the door or cannot be read."""
+    match op.kind:
+        case OpKind.CREATE:
+            lora = LoraSpec(**json.loads(body))
+            return Create(
+                op.run,
+                op.seq,
+                AdapterSpec(
+                    rank=lora.rank,
+                    seed=lora.seed,
+                    train_attn=lora.train_attn,
+                    train_mlp=lora.train_mlp,
+                    train_unembed=lora.train_unembed,
+                    alpha=lora.alpha,
+                ),
+            )
+        case OpKind.FORWARD | OpKind.FORWARD_BACKWARD:
+            return _pass(op, body)
+        case OpKind.OPTIM_STEP:
+            return OptimStep(op.run, op.seq, **json.loads(body))
+        case OpKind.REJECTED:
+            rejected = json.loads(body)
+            return Failure(rejected["error"], rejected["category"])
+
+
+def _pass(op: QueuedOp, body: bytes) -> Pass | Failure:
+    try:
+        request = decode_pass(parse_pass(body))
+    except MalformedBody as malformed:
+        return Failure(str(malformed), "user")
+    return Pass(
+        run=op.run,
+        seq=op.seq,
+        datums=[Datum(datum.tokens, datum.inputs) for datum in request.datums],
+        loss_fn=request.loss_fn,
+        loss_config={k: v for k, v in request.loss_config.items() if not isinstance(v, str)},
+        needs_grad=op.kind is OpKind.FORWARD_BACKWARD,
+    )
+
+
+def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
+    """Encode what an op's future resolves to. Every training result says in which cycle it ran."""
+    match output:
+        case PassOutput(logprobs, loss_sum):
+            metrics = {"loss:sum": loss_sum, CYCLE_METRIC: float(cycle)}
+            return Result(ResultKind.PASS, encode_pass_output(logprobs, metrics))
+        case StepOutput(grad_norm):
+            metrics = {"grad_norm": grad_norm, CYCLE_METRIC: float(cycle)}
+            return Result.of_json({"metrics": metrics})
+        case CreateOutput():
+            return Result.of_json({"model_id": op.run, "type": "create_model"})
+        case Failure(message, category):
+            return Result.failed(message, category)

@@ -1,0 +1,105 @@
+"""Recovery copies of runs on disk: written whole or not at all, and checked when read.
+
+A file is `<folder>/<run digest>/<seq>-<epoch>.safetensors`. The epoch keeps a worker that was
+replaced from ever writing over a file of its successor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from safetensors.torch import load, save
+
+from cotrain_store.spool import sync_folder
+from cotrain_workers.bank import AdapterState
+from cotrain_workers.spec import AdapterSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FORMAT = "cotrain-snapshot-1"
+
+
+class SnapshotUnreadable(Exception):
+    """A snapshot file is missing, torn, or of another run."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A complete file: its path below the snapshots folder, and the digest of its bytes."""
+
+    file: str
+    sha256: str
+    size: int
+
+
+def write_snapshot(
+    folder: Path, run: str, seq: int, epoch: int, numerics_id: str, state: AdapterState
+) -> Snapshot:
+    """Write a run's state as of `seq`, durable under its final name when this returns."""
+    header = {
+        "format": FORMAT,
+        "run": run,
+        "seq": str(seq),
+        "numerics_id": numerics_id,
+        "spec": json.dumps(asdict(state.spec)),
+        "step": str(state.step),
+        "grads_pending": str(int(state.grads_pending)),
+    }
+    tensors = {name: getattr(state, name) for name in ("weights", "grads", "m", "v")}
+    content = save(tensors, header)
+    name = f"{_run_folder(run)}/{seq}-{epoch}.safetensors"
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    sync_folder(path.parent)
+    return Snapshot(name, hashlib.sha256(content).hexdigest(), len(content))
+
+
+def read_snapshot(folder: Path, file: str, sha256: str, run: str, seq: int) -> AdapterState:
+    """Read a run's state back.
+
+    Raises:
+        SnapshotUnreadable: the bytes are not those that were registered for this run and seq.
+    """
+    try:
+        content = (folder / file).read_bytes()
+    except OSError as missing:
+        raise SnapshotUnreadable(f"Snapshot {file} cannot be read: {missing}.") from missing
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise SnapshotUnreadable(f"Snapshot {file} does not match its digest.")
+    header = _header(content)
+    if (header["format"], header["run"], header["seq"]) != (FORMAT, run, str(seq)):
+        raise SnapshotUnreadable(f"Snapshot {file} is not of run {run} at seq {seq}.")
+    return AdapterState(
+        spec=AdapterSpec(**json.loads(header["spec"])),
+        step=int(header["step"]),
+        grads_pending=header["grads_pending"] == "1",
+        **load(content),
+    )
+
+
+def remove_snapshots(folder: Path, run: str, keep: frozenset[str] = frozenset()) -> None:
+    """Delete a run's files except those in `keep`. Twice is harmless."""
+    for path in (folder / _run_folder(run)).glob("*"):
+        if f"{path.parent.name}/{path.name}" not in keep:
+            path.unlink(missing_ok=True)
+
+
+def _header(content: bytes) -> dict[str, str]:
+    length = int.from_bytes(content[:8], "little")
+    metadata: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
+    return metadata
+
+
+def _run_folder(run: str) -> str:
+    return hashlib.sha256(run.encode()).hexdigest()[:32]
