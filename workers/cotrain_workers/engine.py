@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from cotrain_workers.base_model import BaseModel
     from cotrain_workers.ops import Op
-    from cotrain_workers.spec import Family
+    from cotrain_workers.spec import Family, Layout
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,10 @@ class Engine:
     def restore(self, run: str, state: AdapterState) -> None:
         """Put a state in place of whatever the run held. Raises ValueError if it does not fit."""
         self._bank.restore(run, state)
+
+    def layout(self, run: str) -> Layout:
+        """Return where the run's matrices lie in its arenas. Raises KeyError for an unknown run."""
+        return self._bank[run].layout
 
     def _create(self, op: Create) -> Output:
         spec = op.spec

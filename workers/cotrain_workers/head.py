@@ -61,7 +61,7 @@ class Head:
         return self._two_passes(task)
 
     def _forward(self, task: HeadTask) -> HeadResult:
-        logprobs = torch.cat([self._visit(task, rows).logprobs() for rows in self._chunks(task)])
+        logprobs = torch.cat([self._visit(task, rows).logprobs for rows in self._chunks(task)])
         totals = [
             value(task.loss, logprobs[rows], task_inputs(task, rows), task.config)
             for rows in loss_ranges(task)
@@ -72,18 +72,17 @@ class Head:
         found, totals = [], []
         for rows in self._chunks(task):
             chunk = self._visit(task, rows)
-            logprobs = chunk.logprobs()
             total, slope = value_and_slope(
-                task.loss, logprobs, task_inputs(task, rows), task.config
+                task.loss, chunk.logprobs, task_inputs(task, rows), task.config
             )
             chunk.backward(slope)
-            found.append(logprobs)
+            found.append(chunk.logprobs)
             totals.append(total)
         return HeadResult(torch.cat(found), torch.stack(totals).sum())
 
     def _two_passes(self, task: HeadTask) -> HeadResult:
         """Compute all log-probabilities, then the loss of each datum, then visit the chunks again."""
-        logprobs = torch.cat([self._visit(task, rows).logprobs() for rows in self._chunks(task)])
+        logprobs = torch.cat([self._visit(task, rows).logprobs for rows in self._chunks(task)])
         both = [
             value_and_slope(task.loss, logprobs[rows], task_inputs(task, rows), task.config)
             for rows in loss_ranges(task)
@@ -115,7 +114,9 @@ def task_inputs(task: HeadTask, rows: slice) -> dict[str, torch.Tensor]:
 
 
 class Chunk:
-    """Some rows of a piece with their logits: `c` rows, `V` the vocabulary."""
+    """Some rows of a piece, visited: `c` rows, `V` the vocabulary."""
+
+    logprobs: torch.Tensor  # of the targets, [c, K], fp32 (fp64 under an fp64 base)
 
     def __init__(
         self, weight: torch.Tensor, softcap: float | None, task: HeadTask, rows: slice
@@ -127,18 +128,14 @@ class Chunk:
         self._targets = task.targets[rows]
         self._hidden_grad = None if task.hidden_grad is None else task.hidden_grad[rows]
         self._low: torch.Tensor | None = None  # hidden @ A^T, [c, rank]
-        self._capped: torch.Tensor | None = None
-        self._probabilities = torch.empty(0)
-
-    def logprobs(self) -> torch.Tensor:
-        """Return the log-probabilities of the targets `[c, K]`, fp32 (fp64 under an fp64 base)."""
+        self._capped: torch.Tensor | None = None  # tanh(logits / softcap), [c, V]
         logits = self._logits()
         peak = logits.amax(dim=-1, keepdim=True)
         picked = logits.gather(1, self._targets)
         self._probabilities = torch.softmax(logits, dim=-1)
         # logsumexp without another pass of exp: the largest probability is exp(peak - logsumexp).
         top = self._probabilities.amax(dim=-1, keepdim=True)
-        return picked.sub_(peak).add_(top.log_())
+        self.logprobs = picked.sub_(peak).add_(top.log_())
 
     def backward(self, slope: torch.Tensor) -> None:
         """Given d loss / d logprob `[c, K]`, write d loss / d hidden and add the LoRA gradients."""

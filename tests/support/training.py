@@ -1,0 +1,146 @@
+"""Datums, ops and a plain-PEFT oracle for tests of the engine."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from cotrain_workers.losses import LOSSES
+from cotrain_workers.ops import Create, Datum, OptimStep, Pass
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from cotrain_workers.bank import AdapterState
+    from cotrain_workers.ops import Op
+    from cotrain_workers.spec import AdapterSpec, Layout
+
+MODULES = {
+    "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "train_mlp": ("gate_proj", "up_proj", "down_proj"),
+    "train_unembed": ("lm_head",),
+}
+
+
+def random_datum(
+    rng: np.random.Generator, loss_fn: str, length: int, *, vocab: int = 128, columns: int = 0
+) -> Datum:
+    """Return a datum with every input that `loss_fn` reads; `columns > 0` makes them 2-D."""
+    shape = (length, columns) if columns else (length,)
+    targets = rng.integers(0, vocab, shape)
+    values: dict[str, Any] = {
+        "weights": rng.normal(size=shape),
+        # near the log-probabilities of a tiny model, so that ratios straddle the clip bounds
+        "logprobs": rng.normal(-math.log(vocab), 1.0, shape),
+        "advantages": rng.normal(size=shape) * (rng.random(shape) > 0.3),
+        "sequence_ratio_mask": (rng.random(shape) > 0.3),
+    }
+    inputs = {name: values[name].astype(np.float32) for name in LOSSES[loss_fn].inputs}
+    return Datum(rng.integers(0, vocab, length), {"target_tokens": targets, **inputs})
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """One run of a test: what it trains, on what lengths, with which loss."""
+
+    run: str
+    spec: AdapterSpec
+    loss_fn: str
+    lengths: Sequence[int]
+    columns: int = 0
+    learning_rate: float = 1e-2
+
+    def ops(self, cycle: int) -> list[Op]:
+        """Return this run's ops of one cycle, the same whoever else is in it.
+
+        Cycle 0 creates the run; every cycle holds two gradient passes around a forward, and a step.
+        """
+        rng = np.random.default_rng([cycle, *self.run.encode()])
+        first = 5 * cycle
+        datums = [
+            random_datum(rng, self.loss_fn, length, columns=self.columns) for length in self.lengths
+        ]
+        half = len(datums) // 2 or 1
+        ops: list[Op] = [Create(self.run, first, self.spec)] if cycle == 0 else []
+        for at, (part, needs_grad) in enumerate(
+            ((datums[:half], True), (datums[::-1], False), (datums[half:], True))
+        ):
+            ops.append(Pass(self.run, first + 1 + at, part, self.loss_fn, {}, needs_grad))
+        step = OptimStep(
+            self.run, first + 4, self.learning_rate, 0.9, 0.95, 1e-8, 0.01, grad_clip_norm=1.0
+        )
+        return [*ops, step]
+
+
+class PeftOracle:
+    """Plain PEFT and `torch.optim.AdamW` on one adapter, one sequence at a time."""
+
+    def __init__(self, folder: Path, spec: AdapterSpec, dtype: torch.dtype) -> None:
+        modules = [name for flag, names in MODULES.items() if getattr(spec, flag) for name in names]
+        config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=modules)
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
+            self.model = get_peft_model(base, config, autocast_adapter_dtype=False)
+        self._parameters = {
+            name.removeprefix("base_model.model."): parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        self.dtype = dtype
+
+    def load(self, layout: Layout, arena: torch.Tensor) -> None:
+        """Copy a weight arena into PEFT's parameters."""
+        with torch.no_grad():
+            for name, pair in layout.views(arena).items():
+                self._parameters[f"{name}.lora_A.default.weight"].copy_(pair.a)
+                self._parameters[f"{name}.lora_B.default.weight"].copy_(pair.b)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the trained parameters."""
+        return list(self._parameters.values())
+
+    def arena(self, layout: Layout, *, grads: bool) -> torch.Tensor:
+        """Return PEFT's weights or gradients in arena layout."""
+        flat = torch.zeros(layout.size, dtype=self.dtype)
+        for name, pair in layout.views(flat).items():
+            for ours, letter in ((pair.a, "A"), (pair.b, "B")):
+                theirs = self._parameters[f"{name}.lora_{letter}.default.weight"]
+                ours.copy_(theirs.grad if grads else theirs.detach())
+        return flat
+
+    def logprobs(self, datum: Datum) -> torch.Tensor:
+        """Return the log-probabilities of a datum's targets, in their shape."""
+        logits = self.model(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0]
+        targets = torch.from_numpy(datum.inputs["target_tokens"])
+        columns = targets.reshape(len(targets), -1)
+        return torch.log_softmax(logits, -1).gather(1, columns).reshape(targets.shape)
+
+    def backward(self, op: Pass) -> float:
+        """Add the gradient of a pass, datum by datum; return its summed loss."""
+        total = 0.0
+        loss = LOSSES[op.loss_fn]
+        for datum in op.datums:
+            inputs = {name: torch.from_numpy(datum.inputs[name]).to(self.dtype) for name in loss.inputs}
+            value = loss.compute(self.logprobs(datum), inputs, {**loss.defaults, **op.loss_config}).sum()
+            value.backward()
+            total += value.item()
+        return total
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest difference over the largest value."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def same_bits(one: AdapterState, other: AdapterState) -> bool:
+    """Return whether two states are equal to the bit."""
+    return one.digest() == other.digest()

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from cotrain_workers.engine import Engine
+from tests.support.tiny_models import build_tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    ModelFolder = Callable[..., Path]
+    NewEngine = Callable[..., Engine]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Pin the thread count: it is part of what makes two results equal to the bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """Return a function (family, tied=False) -> folder; each model is written once per session."""
+
+    @cache
+    def folder(family: str = "qwen3", *, tied: bool = False) -> Path:
+        return build_tiny(family, tmp_path_factory.mktemp(family), tied=tied)
+
+    return folder
+
+
+@pytest.fixture
+def new_engine(model_folder: ModelFolder) -> NewEngine:
+    """Return a function that loads a fresh engine over a tiny model."""
+
+    def load(family: str = "qwen3", *, tied: bool = False, **settings: object) -> Engine:
+        return Engine.load(str(model_folder(family, tied=tied)), **settings)  # type: ignore[arg-type]
+
+    return load

@@ -1,0 +1,177 @@
+"""The promise of the project: a run beside others equals the run alone, to the bit on CPU fp32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.ops import Create, Failure, Pass, PassOutput
+from cotrain_workers.spec import AdapterSpec
+from tests.support.training import Tenant, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.ops import CycleOutput, Op
+
+    NewEngine = Callable[..., Engine]
+
+TENANTS = (
+    Tenant("all-8", AdapterSpec(8, seed=1), "cross_entropy", (17, 1, 40, 2)),
+    Tenant("attn-1", AdapterSpec(1, 2, train_mlp=False, train_unembed=False), "ppo", (33, 33)),
+    Tenant("mlp-4", AdapterSpec(4, 3, train_attn=False), "gspo", (5, 12, 2)),
+    Tenant("head-16", AdapterSpec(16, 4, train_attn=False, train_mlp=False), "cispo", (9, 1)),
+    Tenant("all-4", AdapterSpec(4, 5), "importance_sampling", (2, 64)),
+    Tenant("soft-8", AdapterSpec(8, 6, train_unembed=False), "cross_entropy", (7, 30), columns=3),
+    Tenant("all-1", AdapterSpec(1, 7), "dro", (1,)),
+)
+CYCLES = 3
+
+
+def interleaved(tenants: Sequence[Tenant], cycle: int, rng: np.random.Generator) -> list[Op]:
+    """Mix the ops of several runs; each run's own order stays."""
+    queues = [tenant.ops(cycle) for tenant in tenants]
+    ops = []
+    while queues:
+        queue = queues[rng.integers(len(queues))]
+        ops.append(queue.pop(0))
+        queues = [queue for queue in queues if queue]
+    return ops
+
+
+def assert_same_answers(run: str, mixed: CycleOutput, alone: CycleOutput) -> None:
+    for key, expected in alone.outputs.items():
+        answer = mixed.outputs[key]
+        if isinstance(expected, PassOutput):
+            assert isinstance(answer, PassOutput), answer
+            assert answer.loss_sum == expected.loss_sum
+            for ours, theirs in zip(answer.logprobs, expected.logprobs, strict=True):
+                assert ours.dtype == np.float32
+                np.testing.assert_array_equal(ours, theirs, strict=True)
+        else:
+            assert answer == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
+def test_a_run_beside_others_equals_the_run_alone_to_the_bit(
+    new_engine: NewEngine, family: str, micro_batch_tokens: int
+) -> None:
+    rng = np.random.default_rng(7)
+    together = new_engine(family, micro_batch_tokens=micro_batch_tokens)
+    alone = new_engine(family, micro_batch_tokens=micro_batch_tokens)
+
+    for cycle in range(CYCLES):
+        present = [tenant for tenant in TENANTS if cycle == 0 or rng.random() < 0.8]
+        mixed = together.run(interleaved(present, cycle, rng))
+        for tenant in present:
+            assert_same_answers(tenant.run, mixed, alone.run(tenant.ops(cycle)))
+
+    for tenant in TENANTS:
+        assert together.state(tenant.run).step > 0
+        assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
+
+
+def test_two_threads_keep_the_promise(new_engine: NewEngine) -> None:
+    torch.set_num_threads(2)
+    try:
+        rng = np.random.default_rng(3)
+        together, alone = new_engine(), new_engine()
+        for cycle in range(2):
+            mixed = together.run(interleaved(TENANTS, cycle, rng))
+            for tenant in TENANTS:
+                assert_same_answers(tenant.run, mixed, alone.run(tenant.ops(cycle)))
+        for tenant in TENANTS:
+            assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_how_ops_fall_into_cycles_changes_no_bit(new_engine: NewEngine) -> None:
+    one_cycle, op_by_op = new_engine(), new_engine()
+
+    for cycle in range(2):
+        ops = TENANTS[0].ops(cycle)
+        one_cycle.run(ops)
+        for op in ops:
+            op_by_op.run([op])
+
+    assert same_bits(one_cycle.state("all-8"), op_by_op.state("all-8"))
+
+
+def test_the_same_ops_twice_give_the_same_bits(new_engine: NewEngine) -> None:
+    first, second = new_engine(), new_engine()
+
+    for cycle in range(2):
+        for engine in (first, second):
+            engine.run(interleaved(TENANTS, cycle, np.random.default_rng(cycle)))
+
+    for tenant in TENANTS:
+        assert same_bits(first.state(tenant.run), second.state(tenant.run))
+
+
+def poisoned(op: Op) -> Op:
+    """Fill a pass with NaN weights."""
+    assert isinstance(op, Pass)
+    datums = [
+        replace(d, inputs={**d.inputs, "weights": np.full(len(d.tokens), np.nan, np.float32)})
+        for d in op.datums
+    ]
+    return replace(op, datums=datums)
+
+
+def test_a_neighbour_with_nan_inputs_changes_no_bit(new_engine: NewEngine) -> None:
+    victim, neighbour = TENANTS[4], TENANTS[0]
+    beside, alone = new_engine(), new_engine()
+    bad = [poisoned(op) if isinstance(op, Pass) else op for op in neighbour.ops(0)]
+
+    mixed = beside.run([*bad, *victim.ops(0)])
+    assert_same_answers(victim.run, mixed, alone.run(victim.ops(0)))
+
+    assert same_bits(beside.state(victim.run), alone.state(victim.run))
+    assert mixed.outputs[neighbour.run, 1] == Failure(
+        "Loss is not finite (seq 1); the gradient was discarded.", "user"
+    )
+    assert mixed.outputs[neighbour.run, 2] == Failure("Loss is not finite (seq 2).", "user")
+
+
+def test_a_neighbour_with_nan_weights_changes_no_bit(new_engine: NewEngine) -> None:
+    victim, neighbour = TENANTS[4], TENANTS[0]
+    beside, alone = new_engine(), new_engine()
+    beside.run([Create(neighbour.run, 0, neighbour.spec)])
+    ruined = beside.state(neighbour.run)
+    beside.restore(neighbour.run, replace(ruined, weights=torch.full_like(ruined.weights, np.nan)))
+
+    mixed = beside.run([*neighbour.ops(0)[1:], *victim.ops(0)])
+    assert_same_answers(victim.run, mixed, alone.run(victim.ops(0)))
+
+    assert same_bits(beside.state(victim.run), alone.state(victim.run))
+    assert isinstance(mixed.outputs[neighbour.run, 1], Failure)
+
+
+def test_a_failed_op_keeps_the_gradient_of_earlier_ops(new_engine: NewEngine) -> None:
+    tenant = TENANTS[0]
+    _, good, _, also_good, step = tenant.ops(0)
+    engine, expected = new_engine(), new_engine()
+
+    for first_cycle in ([good, poisoned(good)], [poisoned(good), good]):
+        engine.drop(tenant.run)
+        expected.drop(tenant.run)
+        create = Create(tenant.run, 0, tenant.spec)
+        outputs = [
+            engine.run([create, replace(first_cycle[0], seq=1), replace(first_cycle[1], seq=2)]),
+            engine.run([replace(poisoned(good), seq=3), replace(also_good, seq=4)]),
+        ]
+        expected.run([create, good, also_good])
+        failed = [k for out in outputs for k, o in out.outputs.items() if isinstance(o, Failure)]
+        assert len(failed) == 2
+
+        assert same_bits(engine.state(tenant.run), expected.state(tenant.run))
+        engine.run([step])
+        expected.run([step])
+        assert same_bits(engine.state(tenant.run), expected.state(tenant.run))
