@@ -29,7 +29,7 @@ demo: $(INSTALLED) ## Train four tenants at once on this machine and show what e
 
 test: $(INSTALLED) ## Run every test that needs no GPU and no container engine
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
-	$(BIN)/python -m pytest -m "not compose" $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 test-compose: $(INSTALLED) ## Build the containers, train through them, kill and restart them
 	$(BIN)/python -m pytest -m compose $(ARGS) tests/acceptance

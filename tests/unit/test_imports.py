@@ -39,7 +39,9 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 
 def modules_of(package: str) -> list[str]:
     folder = ROOTS[package] / package
-    parts = [path.relative_to(ROOTS[package]).with_suffix("").parts for path in folder.rglob("*.py")]
+    parts = [
+        path.relative_to(ROOTS[package]).with_suffix("").parts for path in folder.rglob("*.py")
+    ]
     return sorted({".".join(p[:-1] if p[-1] == "__init__" else p) for p in parts})
 
 

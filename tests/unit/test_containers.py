@@ -1,0 +1,181 @@
+"""The compose files and the Dockerfile say what the code says; no container engine is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.compose_files import (
+    INTERPOLATION,
+    ROOT,
+    dockerfile_instructions,
+    environment,
+    module_of,
+    read_compose,
+)
+
+from cotrain_scheduler.settings import SchedulerSettings
+from cotrain_server.app import create_app
+from cotrain_server.settings import ServerSettings
+from cotrain_store.settings import PREFIX, StoreSettings, misspelt_variables
+from cotrain_workers.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from pydantic_settings import BaseSettings
+
+COMPOSE = read_compose("docker-compose.yml")
+GPU = read_compose("docker-compose.gpu.yml")
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+SETTINGS: dict[str, type[BaseSettings]] = {
+    "api": ServerSettings,
+    "scheduler": SchedulerSettings,
+    "worker": WorkerSettings,
+}
+#: All that a process may write to.
+WRITABLE = {"/data", "/tmp"}
+
+#: What docker-compose 1.29 and Compose v2 both know.
+TOP_LEVEL = {"services", "networks", "volumes", "configs", "secrets"}
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_every_container_runs_a_module_that_is_there(service: str) -> None:
+    package = module_of(SERVICES[service]["command"])
+    assert find_spec(f"{package}.__main__") is not None
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_the_image_runs_by_default_what_one_of_its_services_runs(service: str) -> None:
+    target = SERVICES[service]["build"]["target"]
+    stage = next(i for i, (_, args) in enumerate(INSTRUCTIONS) if args.endswith(f" AS {target}"))
+    command = next(args for name, args in INSTRUCTIONS[stage:] if name == "CMD")
+    assert module_of(json.loads(command)) in {
+        module_of(other["command"])
+        for other in SERVICES.values()
+        if other.get("build", {}).get("target") == target
+    }
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_every_variable_is_a_setting_of_the_process_that_gets_it(service: str) -> None:
+    given = {name: "" for name in SERVICES[service]["environment"] if name.startswith(PREFIX)}
+    given |= dict.fromkeys(GPU["services"].get(service, {}).get("environment", {}), "")
+    assert misspelt_variables([SETTINGS[service]], given) == []
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_a_process_starts_with_the_settings_it_is_given(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (image_environment() | environment(SERVICES[service])).items():
+        monkeypatch.setenv(name, value)
+    settings = SETTINGS[service]()
+    assert isinstance(settings, StoreSettings)
+    assert settings.redis_url == "redis://redis:6379/0"
+
+
+def test_the_gpu_file_only_adds_to_the_worker() -> None:
+    assert set(GPU["services"]) == {"worker"}
+    (device,) = GPU["services"]["worker"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert ("count" in device) != ("device_ids" in device)
+    assert GPU["services"]["worker"]["environment"]["COTRAIN_DEVICE"] == "cuda"
+
+
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])
+def test_the_compose_files_keep_to_what_old_and_new_compose_understand(name: str) -> None:
+    top = {key for key in read_compose(name) if not key.startswith("x-")}
+    assert top <= TOP_LEVEL
+
+
+def test_everything_that_can_be_set_is_told_at_the_top_of_the_compose_file() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    header = text.partition("\nx-process")[0]
+    passed_on = {n for s in SETTINGS for n, v in SERVICES[s]["environment"].items() if v is None}
+    settable = {found["name"] for found in INTERPOLATION.finditer(text)} | passed_on
+    assert {name for name in settable if name not in header} == set()
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_a_process_has_no_rights_to_lose(service: str) -> None:
+    container = SERVICES[service]
+    assert container["user"] == "10001:10001"
+    assert container["read_only"] is True
+    assert container["cap_drop"] == ["ALL"]
+    assert ("USER", "10001:10001") in INSTRUCTIONS
+    mounts = [volume.rsplit(":", 1) for volume in container["volumes"]]
+    writable = {path for *_, path in mounts if path != "ro"} | set(container["tmpfs"])
+    assert writable == WRITABLE
+
+
+def test_redis_publishes_no_port_and_meets_only_our_processes() -> None:
+    assert "ports" not in SERVICES["redis"]
+    assert SERVICES["redis"]["networks"] == ["store"]
+    assert COMPOSE["networks"]["store"]["internal"] is True
+
+
+def test_all_processes_wait_for_redis_and_come_back_when_they_die() -> None:
+    for service in SETTINGS:
+        assert SERVICES[service]["depends_on"]["redis"]["condition"] == "service_healthy"
+    assert {service["restart"] for service in SERVICES.values()} == {"unless-stopped"}
+
+
+def test_the_health_checks_ask_for_pages_that_the_server_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (image_environment() | environment(SERVICES["api"])).items():
+        monkeypatch.setenv(name, value)
+    paths = set(create_app(ServerSettings()).openapi()["paths"])
+    checks = [SERVICES[name]["healthcheck"]["test"] for name in ("api", "worker")]
+    for _, *command, url in checks:
+        assert find_spec(module_of(command)) is not None
+        assert re.sub(r"^http://[^/]+:8000", "", url) in paths
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_mounted_folders_are_in_the_repository(service: str) -> None:
+    for volume in SERVICES[service]["volumes"]:
+        source = volume.partition(":")[0]
+        if source.startswith("./"):
+            assert (ROOT / source).is_dir()
+        elif not source.startswith("${"):
+            assert source in COMPOSE["volumes"]
+
+
+def test_the_images_are_built_from_files_that_are_there_and_let_through() -> None:
+    let_through = (ROOT / ".dockerignore").read_text()
+    for name, arguments in INSTRUCTIONS:
+        *sources, _ = arguments.split()
+        if name == "COPY" and not arguments.startswith("--from"):
+            for source in sources:
+                assert (ROOT / source).exists()
+                assert source == "." or f"!{source}\n" in let_through
+
+
+def test_the_server_image_asks_for_nothing_that_needs_torch() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    needed = " ".join(extras["server"] + extras["scheduler"])
+    assert not re.search(r"\b(torch|transformers|peft|workers)\b", needed)
+    (server,) = [args for name, args in INSTRUCTIONS if name == "RUN" and '".[server]"' in args]
+    assert "--only-deps" in server
+
+
+def test_every_dependency_in_an_image_is_pinned() -> None:
+    installs = [args for name, args in INSTRUCTIONS if name == "RUN" and "--only-deps" in args]
+    assert len(installs) == 2
+    assert all("--constraint constraints.txt" in install for install in installs)
+
+
+def image_environment() -> dict[str, str]:
+    """What the Dockerfile sets for the processes."""
+    variables = " ".join(args for name, args in INSTRUCTIONS if name == "ENV")
+    return dict(re.findall(rf"({PREFIX}\w+)=(\S+)", variables))
+
+
+INSTRUCTIONS = dockerfile_instructions()
