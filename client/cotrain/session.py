@@ -38,20 +38,21 @@ class Session:
         self._user_metadata = user_metadata
         self._opening = asyncio.Lock()
         self._id: str | None = None
-        self._heart: asyncio.Task[None] | None = None
+        self.heart: asyncio.Task[None] | None = None
+        """Beats while the session is open."""
 
     async def id(self) -> str:
         """Open the session if it is not open yet, and name it."""
         async with self._opening:
             if self._id is None:
                 self._id = await self._open()
-                self._heart = asyncio.create_task(self._beat_forever(self._id))
+                self.heart = asyncio.create_task(self._beat_forever(self._id))
         return self._id
 
     async def finish(self, outcome: Outcome) -> None:
         """Tell the server that no more is to come; where it cannot be told, it finds out."""
-        if self._heart is not None:
-            self._heart.cancel()
+        if self.heart is not None:
+            self.heart.cancel()
         if self._id is None:
             return
         farewell = FinishSessionRequest(reason=FinishReason(type=outcome))
@@ -68,7 +69,7 @@ class Session:
     async def _beat_forever(self, session_id: str) -> None:
         missed = 0
         while True:
-            await asyncio.sleep(HEARTBEAT_EVERY_S)
+            await self._transport.sleep(HEARTBEAT_EVERY_S)
             try:
                 await self._transport.post_once(
                     "session_heartbeat", SessionHeartbeatRequest(session_id=session_id)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain import NotFoundError, ServiceClient, SettingsMissing
+from cotrain.settings import client_settings
+from tests.support.fake_api import FakeApi, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def api() -> FakeApi:
+    return FakeApi()
+
+
+@pytest.fixture
+def service(api: FakeApi) -> Iterator[ServiceClient]:
+    with ServiceClient("http://server", "tml-key", network=api.network) as client:
+        yield client
+
+
+def test_a_session_is_opened_once_and_only_when_needed(
+    api: FakeApi, service: ServiceClient
+) -> None:
+    service.get_server_capabilities()
+    assert api.paths() == ["get_server_capabilities"]
+    service.create_lora_training_client("m")
+    service.create_lora_training_client("m")
+    assert api.paths().count("create_session") == 1
+    assert [body["model_seq_id"] for body in api.bodies("create_model")] == [0, 1]
+
+
+def test_the_adapter_is_described_as_asked(api: FakeApi, service: ServiceClient) -> None:
+    service.create_lora_training_client("m", 8, 3, train_unembed=False, user_metadata={"a": "b"})
+    sent = api.bodies("create_model")[0]
+    assert sent["lora_config"] == {
+        "rank": 8,
+        "seed": 3,
+        "train_unembed": False,
+        "train_mlp": True,
+        "train_attn": True,
+    }
+    assert sent["user_metadata"] == {"a": "b"}
+
+
+def test_everything_works_from_an_event_loop_too(service: ServiceClient) -> None:
+    async def create() -> str:
+        run = await service.create_lora_training_client_async("m", rank=4)
+        capabilities = await service.get_server_capabilities_async()
+        return f"{run.model_id} on {capabilities.supported_models[0].model_name}"
+
+    assert asyncio.run(create()) == "s1:train:0 on m"
+
+
+def test_a_refused_run_says_why(api: FakeApi, service: ServiceClient) -> None:
+    api.answers["create_model"] = [refusal(404, "Base model 'x' is not served here.")]
+    with pytest.raises(NotFoundError, match="not served here"):
+        service.create_lora_training_client("x")
+
+
+def test_leaving_finishes_the_session(api: FakeApi) -> None:
+    with ServiceClient("http://server", "tml-key", network=api.network) as service:
+        service.create_lora_training_client("m")
+    assert api.bodies("sessions/s1/finish") == [{"reason": {"type": "success"}}]
+
+
+def test_leaving_by_an_error_says_so(api: FakeApi) -> None:
+    def fail() -> None:
+        with ServiceClient("http://server", "tml-key", network=api.network) as service:
+            service.create_lora_training_client("m")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert api.bodies("sessions/s1/finish") == [{"reason": {"type": "errored"}}]
+
+
+def test_closing_twice_is_harmless(api: FakeApi) -> None:
+    service = ServiceClient("http://server", "tml-key", network=api.network)
+    service.close()
+    service.close()
+    assert api.paths() == []
+
+
+def test_the_environment_says_where_the_server_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTRAIN_BASE_URL", "http://elsewhere:1/")
+    monkeypatch.setenv("COTRAIN_API_KEY", "tml-a_b")
+    settings = client_settings()
+    assert (settings.base_url, settings.api_key) == ("http://elsewhere:1", "tml-a_b")
+    assert client_settings("http://here").base_url == "http://here"
+    assert "tml-a_b" not in repr(settings)
+
+
+def test_a_client_without_a_key_is_told_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COTRAIN_API_KEY", raising=False)
+    with pytest.raises(SettingsMissing, match="COTRAIN_API_KEY"):
+        client_settings()
