@@ -11,11 +11,11 @@ import pytest
 import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
-from tests.support.compose_files import ROOT
 
 from cotrain_store import keys
 from cotrain_store.connection import DURABLE, check_store, open_connection
 from cotrain_store.embedded import find_redis_binary, redis_command
+from tests.support.compose_files import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

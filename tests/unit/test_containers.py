@@ -9,6 +9,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from cotrain_scheduler.settings import SchedulerSettings
+from cotrain_server.app import create_app
+from cotrain_server.settings import ServerSettings
+from cotrain_store.settings import PREFIX, StoreSettings, misspelt_variables
+from cotrain_workers.settings import WorkerSettings
 from tests.support.compose_files import (
     INTERPOLATION,
     ROOT,
@@ -17,12 +23,6 @@ from tests.support.compose_files import (
     module_of,
     read_compose,
 )
-
-from cotrain_scheduler.settings import SchedulerSettings
-from cotrain_server.app import create_app
-from cotrain_server.settings import ServerSettings
-from cotrain_store.settings import PREFIX, StoreSettings, misspelt_variables
-from cotrain_workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from pydantic_settings import BaseSettings
