@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cotrain.errors import ClientClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
     from concurrent.futures import Future
 
 T = TypeVar("T")
@@ -27,11 +27,6 @@ class BackgroundLoop:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._is_closed
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start work on the loop, from any thread. Raises ClientClosed."""
@@ -49,15 +44,17 @@ class BackgroundLoop:
         """Run work on this loop and await its result on the caller's; cancelling reaches it."""
         return await asyncio.wrap_future(self.start(work))
 
-    def close(self) -> None:
-        """Cancel all work and end the thread. A second call does nothing."""
+    def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Cancel all work, do `farewell`, and end the thread. A second call does nothing."""
         with self._closing:
             if self._is_closed:
                 return
             self._is_closed = True
-        asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_the_rest_and(farewell), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
 
     def _run_forever(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -67,8 +64,9 @@ class BackgroundLoop:
             self._loop.close()
 
 
-async def _cancel_the_rest() -> None:
+async def _cancel_the_rest_and(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await farewell()

@@ -101,9 +101,7 @@ class ServiceClient:
 
     def close(self, outcome: Outcome = "success") -> None:
         """Finish the session and end the client's thread. Results not fetched yet are lost."""
-        if not self._loop.is_closed:
-            self._loop.run(self._farewell(outcome))
-            self._loop.close()
+        self._loop.close(lambda: self._farewell(outcome))
 
     def __enter__(self) -> Self:
         return self
