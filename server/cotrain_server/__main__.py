@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,11 +13,10 @@ from typing_extensions import override
 
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
+from cotrain_server.variables import unknown_variables
 from cotrain_store.logs import configure_logs
 
 if TYPE_CHECKING:
-    import socket
-
     from fastapi import FastAPI
 
 log = structlog.get_logger()
@@ -41,11 +42,26 @@ class DrainingServer(uvicorn.Server):
 
 
 def main() -> None:
-    """Start the process; exit status 3 when the store refuses or does not answer."""
+    """Start the process; exit status 2 for a misspelt setting, 3 when the store is not there."""
+    misspelt = unknown_variables()
+    if misspelt:
+        sys.exit(f"Unknown settings: {', '.join(misspelt)}.")
     settings = ServerSettings()
     configure_logs("api", settings.log_level)
     app = create_app(settings)
-    config = uvicorn.Config(
+    server = DrainingServer(_config(app, settings), app)
+    # uvicorn raises the signal once more when it has ended; by then there is nothing left to do.
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: None)
+    log.info("api_started", host=settings.host, port=settings.port)
+    inherited = None if settings.listen_fd is None else [socket.socket(fileno=settings.listen_fd)]
+    server.run(inherited)
+    log.info("api_stopped")
+    sys.exit(0 if server.started else 3)
+
+
+def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
@@ -57,11 +73,6 @@ def main() -> None:
         # Thousands of polls may be open; a burst of them must not be refused by the kernel.
         backlog=4096,
     )
-    server = DrainingServer(config, app)
-    log.info("api_started", host=settings.host, port=settings.port)
-    server.run()
-    log.info("api_stopped")
-    sys.exit(0 if server.started else 3)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FAILURES_PER_MINUTE = 10
 _WINDOW_S = 60.0
 _ADDRESSES_KEPT = 10_000
-_PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_SPEAKS_FOR_OTHERS = ("x-api-key", "forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
 class FailureCounter:
@@ -62,11 +62,12 @@ async def authenticate(request: Request, tenants: Tenants, failures: FailureCoun
 def is_operator(request: Request, settings: ServerSettings) -> bool:
     """Tell whether a request is the operator's: it has the admin key, or is made on this host.
 
-    Loopback counts only while no admin key is set, and never through a proxy: then everybody would
-    come from loopback. (uvicorn has put the client's own address in place where a proxy named it.)
+    Loopback counts only while no admin key is set, without a tenant's key, and never through a
+    proxy: then everybody would come from loopback. (Where a proxy names its client, uvicorn has put
+    that address in place already.)
     """
     if settings.admin_key is None:
-        return is_local(request) and not any(name in request.headers for name in _PROXY_HEADERS)
+        return is_local(request) and not any(name in request.headers for name in _SPEAKS_FOR_OTHERS)
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
     shown = request.headers.get("x-api-key") or bearer
     expected = settings.admin_key.get_secret_value()

@@ -29,31 +29,31 @@ TENANTS_SHOWN = 100
 OTHERS = "other"
 
 
-@dataclass
-class _Gauges(Collector):
+@dataclass(eq=False)  # a registry keeps its collectors by identity
+class _Families(Collector):
     """Families built sample by sample, then handed to the text format."""
 
-    families: dict[str, Metric] = field(default_factory=dict)
+    by_name: dict[str, Metric] = field(default_factory=dict)
 
     def gauge(self, name: str, text: str, value: float, **labels: str) -> None:
-        family = self.families.setdefault(name, GaugeMetricFamily(name, text, labels=[*labels]))
+        family = self.by_name.setdefault(name, GaugeMetricFamily(name, text, labels=[*labels]))
         assert isinstance(family, GaugeMetricFamily)
         family.add_metric([*labels.values()], value)
 
     def count(self, name: str, text: str, value: float, **labels: str) -> None:
-        family = self.families.setdefault(name, CounterMetricFamily(name, text, labels=[*labels]))
+        family = self.by_name.setdefault(name, CounterMetricFamily(name, text, labels=[*labels]))
         assert isinstance(family, CounterMetricFamily)
         family.add_metric([*labels.values()], value)
 
     @override
     def collect(self) -> Iterable[Metric]:
-        return self.families.values()
+        return self.by_name.values()
 
 
 async def scrape(services: Services) -> bytes:
     """Write every metric in the Prometheus text format; a Redis that is away is one of them."""
     metrics.LONGPOLL_WAITERS.set(services.futures.waiters)
-    found = _Gauges()
+    found = _Families()
     free_bytes = shutil.disk_usage(services.settings.data_dir).free
     found.gauge("cotrain_disk_free_bytes", "Free space under the data folder.", free_bytes)
     try:
@@ -67,7 +67,7 @@ async def scrape(services: Services) -> bytes:
     return generate_latest(metrics.REGISTRY) + generate_latest(registry)
 
 
-def _add_redis(found: _Gauges, redis: RedisStatus) -> None:
+def _add_redis(found: _Families, redis: RedisStatus) -> None:
     found.gauge("cotrain_redis_up", "Whether Redis answers.", 1)
     found.gauge(
         "cotrain_redis_aof_last_write_ok",
@@ -78,7 +78,7 @@ def _add_redis(found: _Gauges, redis: RedisStatus) -> None:
     found.gauge("cotrain_oplog_bytes", "Size of the append-only file.", redis.aof_bytes)
 
 
-def _add_pool(found: _Gauges, record: PoolRecord, status: PoolStatus) -> None:
+def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
     pool = record.base_model
     for name, (metric, text) in metrics.POOL_COUNTERS.items():
         found.count(metric, text, status.counters.get(name, 0.0), pool=pool)

@@ -22,6 +22,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from cotrain_store import errors as store
+from cotrain_store import metrics
+from cotrain_store.connection import CONNECTION_LOST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,6 +96,8 @@ def install(app: FastAPI) -> None:
     """Answer every error named here; what is not named is the edge's to catch."""
     app.add_exception_handler(RequestError, _answer_known)
     app.add_exception_handler(store.StoreError, _answer_known)
+    for lost in CONNECTION_LOST:
+        app.add_exception_handler(lost, _answer_lost)
     app.add_exception_handler(RequestValidationError, _answer_schema)
     app.add_exception_handler(HTTPException, _answer_http)
 
@@ -140,10 +144,15 @@ async def _answer_known(request: Request, error: Exception) -> JSONResponse:
     status = status_of(error)
     if status == 500:
         return internal_error(request_id)
+    metrics.REQUESTS_REJECTED.labels(code_of(error)).inc()
     retry_after_s = getattr(error, "retry_after_s", None)
     if isinstance(error, store.StoreUnavailable):
         retry_after_s = UNAVAILABLE_RETRY_S
     return error_response(status, str(error), code_of(error), request_id, retry_after_s)
+
+
+async def _answer_lost(request: Request, error: Exception) -> JSONResponse:
+    return await _answer_known(request, store.StoreUnavailable())
 
 
 async def _answer_schema(request: Request, error: Exception) -> JSONResponse:

@@ -16,6 +16,7 @@ from typing_extensions import override
 from cotrain.types import TryAgainResponse
 from cotrain_server.auth import authenticate
 from cotrain_server.bodies import read_body
+from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class PollRoute(TenantRoute):
         async def hold(request: Request) -> Response:
             try:
                 return await handle(request)
-            except StoreUnavailable:
+            except (StoreUnavailable, *CONNECTION_LOST):
                 await asyncio.sleep(HOLD_S)
                 return try_again("", "paused_capacity", "the server's store is restarting")
 

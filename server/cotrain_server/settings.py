@@ -21,6 +21,8 @@ class ServerSettings(StoreSettings):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
+    listen_fd: int | None = None
+    """An open listening socket to use in place of host and port; `cotrain serve` hands it down."""
     base_models: Words = ()
     """Base models that must have a live worker before `/readyz` says yes; by default any one."""
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()

@@ -20,8 +20,9 @@ from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
 from cotrain_server.gate import TenantRoute
 from cotrain_server.validation import check_rank
+from cotrain_store import metrics
 from cotrain_store.errors import SessionFinished
-from cotrain_store.messages import LoraSpec, RunId, RunRecord, run_id
+from cotrain_store.messages import LoraSpec, OpKind, RunId, RunRecord, run_id
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=TenantRoute, dependencies=[api_key])
 
@@ -52,6 +53,7 @@ async def create_model(
         user_metadata=request.user_metadata or {},
     )
     request_id = await services.intake.create_run(run)
+    metrics.REQUESTS_ACCEPTED.labels(OpKind.CREATE).inc()
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 

@@ -28,6 +28,7 @@ from cotrain_server.reading import (
     read_step,
     step_op,
 )
+from cotrain_store import metrics
 from cotrain_store.errors import BaseModelNotServed
 
 if TYPE_CHECKING:
@@ -115,4 +116,5 @@ def _reader(request: Request) -> Callable[..., AddressedPass]:
 
 async def _submit(services: Services, run: RunRecord, seq: int, op: Op) -> UntypedAPIFuture:
     request_id = await services.intake.submit(run, seq, op.kind, op.body, op.tokens, op.digest)
+    metrics.REQUESTS_ACCEPTED.labels(op.kind).inc()
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)

@@ -1,0 +1,218 @@
+"""`cotrain serve` and `cotrain keys`: thin commands over the supervisor and the store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cotrain_server.folder import DataFolder, FolderInUse, UnsafeFolder
+from cotrain_server.supervisor import Announcement, Plan, Supervisor
+from cotrain_server.variables import unknown_variables
+from cotrain_store.connection import CONNECTION_LOST, open_connection
+from cotrain_store.embedded import NoRedisFound
+from cotrain_store.messages import TenantId
+from cotrain_store.tenants import Tenants
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from cotrain_store.tenants import KeyRecord
+
+DEFAULT_DATA_DIR = Path.home() / ".cotrain"
+
+DataDir = Annotated[
+    Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where everything durable is kept.")
+]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(envvar="COTRAIN_REDIS_URL", help="Use this Redis; by default one is started."),
+]
+
+keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+console = Console(highlight=False, soft_wrap=True)
+
+
+def serve(
+    base_model: Annotated[
+        list[str],
+        typer.Option(
+            envvar=["COTRAIN_BASE_MODELS", "COTRAIN_BASE_MODEL"],
+            help="Hub id, folder, or NAME=FOLDER. Repeat it for several base models.",
+        ),
+    ],
+    host: Annotated[str, typer.Option(envvar="COTRAIN_HOST")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(envvar="COTRAIN_PORT", help="0: a free one.")] = 8000,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="COTRAIN_API_KEYS",
+            help="Accept this key (tml-…); repeat it for several tenants. By default one is made.",
+        ),
+    ] = None,
+    clock_mode: Annotated[
+        Literal["eager", "metronome"],
+        typer.Option(
+            envvar="COTRAIN_CLOCK_MODE", help="When a cycle starts: at once, or on a beat."
+        ),
+    ] = "eager",
+    clock_period_s: Annotated[
+        float, typer.Option(envvar="COTRAIN_CLOCK_PERIOD_S", help="Longest cycle, or the beat.")
+    ] = 10.0,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(envvar="COTRAIN_DEVICE")
+    ] = "auto",
+    torch_threads: Annotated[
+        int, typer.Option(envvar="COTRAIN_TORCH_THREADS", help="CPU threads per worker; 0: all.")
+    ] = 0,
+    redis_url: RedisUrl = None,
+    accept_data_loss: Annotated[
+        bool,
+        typer.Option(envvar="COTRAIN_ACCEPT_DATA_LOSS", help="Take a Redis that may lose writes."),
+    ] = False,
+    log_level: Annotated[str, typer.Option(envvar="COTRAIN_LOG_LEVEL")] = "info",
+) -> None:
+    """Serve base models on this host: Redis, API, scheduler and workers in one command.
+
+    Every option is also a COTRAIN_* variable, and so is every other setting of these processes.
+    """
+    misspelt = unknown_variables()
+    if misspelt:
+        _give_up(f"Unknown settings: {', '.join(misspelt)}.")
+    given = {
+        "CLOCK_MODE": clock_mode,
+        "CLOCK_PERIOD_S": str(clock_period_s),
+        "DEVICE": device,
+        "TORCH_THREADS": str(torch_threads),
+        "ACCEPT_DATA_LOSS": str(accept_data_loss).lower(),
+        "LOG_LEVEL": log_level,
+    }
+    if api_key:
+        given["API_KEYS"] = ",".join(api_key)
+    plan = Plan(
+        base_models=tuple(_base_model(name) for name in base_model),
+        host=host,
+        port=port,
+        data_dir=data_dir.absolute(),
+        redis_url=redis_url,
+        given=given,
+    )
+    _run(plan)
+
+
+@keys.command()
+def create(
+    name: Annotated[str, typer.Argument(help="Whose key this is.")],
+    tenant: Annotated[
+        str | None, typer.Option(help="One more key of this tenant; by default a new tenant.")
+    ] = None,
+    days: Annotated[float | None, typer.Option(help="Stop accepting it after so long.")] = None,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Make an API key and print it; it is shown only now."""
+    not_after = None if days is None else (datetime.now(UTC) + timedelta(days=days)).timestamp()
+
+    async def issue(tenants: Tenants) -> None:
+        owner = None if tenant is None else TenantId(tenant)
+        typer.echo(await tenants.issue(name, tenant=owner, not_after=not_after))
+
+    _with_tenants(issue, data_dir, redis_url)
+
+
+@keys.command("list")
+def list_keys(data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: RedisUrl = None) -> None:
+    """List the API keys, without their secrets."""
+
+    async def show(tenants: Tenants) -> None:
+        console.print(_table(await tenants.list_keys()))
+
+    _with_tenants(show, data_dir, redis_url)
+
+
+@keys.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(help="As `cotrain keys list` shows it.")],
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Stop accepting an API key; within five seconds everywhere."""
+
+    async def remove(tenants: Tenants) -> None:
+        if not await tenants.revoke(key_id):
+            _give_up(f"There is no key {key_id}.")
+
+    _with_tenants(remove, data_dir, redis_url)
+
+
+def _run(plan: Plan) -> None:
+    try:
+        asyncio.run(Supervisor(plan, _say, _announce).run())
+    except (FolderInUse, UnsafeFolder, NoRedisFound) as error:
+        _give_up(str(error))
+    except OSError as error:
+        _give_up(f"Cannot listen on {plan.host}:{plan.port}: {error.strerror}.")
+
+
+def _base_model(name: str) -> str:
+    """Make a folder's path absolute: the workers and the clients are started elsewhere."""
+    alias, _, source = name.rpartition("=")
+    if not Path(source).is_dir():
+        if source.startswith((".", "/", "~")):
+            _give_up(f"There is no folder {source}.")
+        return name
+    folder = str(Path(source).resolve())
+    return f"{alias}={folder}" if alias else folder
+
+
+def _say(line: str) -> None:
+    console.print(f"[dim]{datetime.now():%H:%M:%S}[/dim] {line}")  # for a terminal
+
+
+def _announce(announcement: Announcement) -> None:
+    if announcement.new_key:
+        console.print(f"API key, shown only now: [bold]{announcement.new_key}[/bold]")
+    console.print(f"[bold green]cotrain ready at {announcement.address}[/bold green]")
+
+
+def _table(records: list[KeyRecord]) -> Table:
+    table = Table("id", "tenant", "name", "created", "valid until", box=None)
+    for record in records:
+        until = "" if record.not_after is None else _date(record.not_after)
+        table.add_row(record.id, record.tenant, record.name, _date(record.created_at), until)
+    return table
+
+
+def _date(timestamp: float) -> str:
+    return f"{datetime.fromtimestamp(timestamp, UTC):%Y-%m-%d %H:%M}"
+
+
+def _with_tenants(
+    work: Callable[[Tenants], Awaitable[None]], data_dir: Path, redis_url: str | None
+) -> None:
+    url = redis_url or f"unix://{DataFolder(data_dir.absolute()).socket()}"
+
+    async def run() -> None:
+        connection = open_connection(url)
+        try:
+            await work(Tenants(connection))
+        finally:
+            await connection.aclose()
+
+    try:
+        asyncio.run(run())
+    except CONNECTION_LOST:
+        _give_up("The server's Redis does not answer. Is `cotrain serve` running on this folder?")
+
+
+def _give_up(message: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
+    sys.exit(os.EX_USAGE)

@@ -1,0 +1,78 @@
+"""The data folder: who may use it, and where in it things are."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+
+from cotrain_store.embedded import MAX_SOCKET_PATH
+
+SOCKET_NAME = "redis.sock"
+#: A log that was this large when its process started is put aside as `.1`.
+LOG_BYTES = 64 * 1024**2
+
+
+class FolderInUse(Exception):
+    """Another server uses this data folder, or a process of one is still ending."""
+
+
+class UnsafeFolder(Exception):
+    """This folder belongs to somebody else."""
+
+
+class DataFolder:
+    """One server's folder; everything in it is readable by its owner only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        for folder in (path, self.logs, self.redis):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def logs(self) -> Path:
+        """One file per process."""
+        return self.path / "logs"
+
+    @property
+    def redis(self) -> Path:
+        """The append-only file."""
+        return self.path / "redis"
+
+    def lock(self) -> int:
+        """Take the folder; the file descriptor holds it. Raises FolderInUse.
+
+        Every process we start inherits the descriptor, so the folder is free only when the last of
+        them is gone. A new server therefore never meets a Redis, or a worker, of the one before.
+        """
+        file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as held:
+            os.close(file)
+            raise FolderInUse(f"Another server uses {self.path}, or is still ending.") from held
+        return file
+
+    def socket(self) -> Path:
+        """Name the socket of the embedded Redis; its folder is ours alone."""
+        if len(str(self.path / "run" / SOCKET_NAME)) <= MAX_SOCKET_PATH:
+            return _private(self.path / "run") / SOCKET_NAME
+        name = f"cotrain-{sha256(str(self.path).encode()).hexdigest()[:16]}"
+        return _private(Path(tempfile.gettempdir()) / name) / SOCKET_NAME
+
+    def open_log(self, process: str) -> int:
+        """Open a process's log for appending; the caller closes the descriptor."""
+        path = self.logs / f"{process}.log"
+        if path.exists() and path.stat().st_size > LOG_BYTES:
+            path.replace(path.with_suffix(".log.1"))
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _private(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UnsafeFolder(f"{folder} is not a folder that only this user can read.")
+    return folder

@@ -1,0 +1,115 @@
+"""A whole API in this process, over a real Redis, with a pool that some worker once published."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from cotrain_server.app import create_app
+from cotrain_server.services import Services
+from cotrain_server.settings import ServerSettings
+from cotrain_store.connection import open_sync_connection
+from cotrain_store.execution import Execution
+from cotrain_store.messages import PoolId, PoolRecord, WorkerId
+from cotrain_store.spool import Spool, new_writer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+ALICE = "tml-alice_secret-of-alice"
+BOB = "tml-bob_secret-of-bob"
+POOL = PoolRecord(
+    id=PoolId("p-tiny"),
+    base_model="tiny/model",
+    architecture="qwen3",
+    vocab_size=512,
+    context_length=64,
+    max_rank=128,
+    num_parameters=1000,
+    device="cpu",
+    dtype="float32",
+    numerics_id="test",
+    tokens_per_s=1000.0,
+)
+
+
+class Api:
+    """A client of the API, and the services behind it."""
+
+    def __init__(self, http: httpx.AsyncClient, services: Services, app: Any) -> None:
+        self.http = http
+        self.services = services
+        self.app = app
+
+    async def post(
+        self, path: str, json: Any = None, key: str = ALICE, **kwargs: Any
+    ) -> httpx.Response:
+        headers = {"X-API-Key": key, **kwargs.pop("headers", {})}
+        return await self.http.post(f"/api/v1/{path}", json=json, headers=headers, **kwargs)
+
+    async def new_run(self, key: str = ALICE, **lora: Any) -> str:
+        """Open a session and a run of rank 4; the run's id."""
+        session = (await self.post("create_session", {}, key)).json()["session_id"]
+        body = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": POOL.base_model,
+            "lora_config": {"rank": 4, **lora},
+        }
+        answer = await self.post("create_model", body, key)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["model_id"])
+
+
+def pass_body(
+    run: str, seq: int, tokens: list[int] | None = None, **changes: Any
+) -> Mapping[str, Any]:
+    """Make a valid forward_backward as SDK 0.22 sends it; `changes` go into its input."""
+    tokens = tokens or [1, 2, 3]
+    datum = {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+        "loss_fn_inputs": {
+            "target_tokens": {"dtype": "int64", "data": tokens},
+            "weights": {"dtype": "float32", "data": [1.0] * len(tokens)},
+        },
+    }
+    content = {"data": [datum], "loss_fn": "cross_entropy", **changes}
+    return {"model_id": run, "seq_id": seq, "forward_backward_input": content}
+
+
+@asynccontextmanager
+async def running_api(
+    redis_url: str, address: str = "127.0.0.1", **changes: Any
+) -> AsyncIterator[Api]:
+    """Run the API; requests come from `address`."""
+    folder = Path(tempfile.mkdtemp(prefix="cotrain-api-"))
+    settings = ServerSettings(
+        redis_url=redis_url,
+        data_dir=folder,
+        api_keys=(ALICE, BOB),
+        disk_reserve_bytes=0,
+        **{"long_poll_s": 0.2, **changes},
+    )
+    publish_pool(redis_url, folder)
+    app = create_app(settings)
+    transport = httpx.ASGITransport(app, client=(address, 12345))
+    http = httpx.AsyncClient(transport=transport, base_url="http://server")
+    try:
+        async with app.router.lifespan_context(app), http:
+            yield Api(http, app.state.services, app)
+    finally:
+        shutil.rmtree(folder)
+
+
+def publish_pool(redis_url: str, folder: Path) -> None:
+    """Write the pool as its worker does when it starts."""
+    spool = Spool(folder / "spool", new_writer("test"))
+    connection = open_sync_connection(redis_url)
+    Execution(connection, spool, spool, POOL.id, WorkerId("w0")).enter(POOL)
+    spool.close()
+    connection.close()
