@@ -26,8 +26,8 @@ if row[1] == 'live' then
       redis.call('HDEL', ops, seq)
       redis.call('HDEL', bodies, seq)
       redis.call('HINCRBY', queue, 'ops', -1)
-      redis.call('HINCRBY', queue, 'tokens', -tonumber(tokens))
-      redis.call('HINCRBY', queue, 'bytes', -tonumber(size))
+      redis.call('HINCRBY', queue, 'tokens', 0 - tonumber(tokens))
+      redis.call('HINCRBY', queue, 'bytes', 0 - tonumber(size))
       redis.call('SET', 'cotrain:result:' .. run .. ':' .. seq, failure, 'NX', 'PX', ttl)
       resolved[#resolved + 1] = run .. ':' .. seq
     end

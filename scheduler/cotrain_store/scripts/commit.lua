@@ -1,5 +1,6 @@
 -- commit: make a step's effects visible: its results, `done`, and the end of its cycle, at once.
 -- Fenced by the worker's epoch; an op counts only as the next one of its run. Twice is harmless.
+-- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis does not take for an integer.)
 local epoch_key, open, cycles, refs = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local notify, wake, counters = KEYS[5], KEYS[6], KEYS[7]
 local epoch, prefix, cycle, record, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
@@ -32,8 +33,8 @@ for i = FIRST, #ARGV, 8 do
     redis.call('HSET', log, 'done', seq)
     local queue = prefix .. 'queue:' .. tenant
     redis.call('HINCRBY', queue, 'ops', -1)
-    redis.call('HINCRBY', queue, 'tokens', -tonumber(ARGV[i + 3]))
-    redis.call('HINCRBY', queue, 'bytes', -tonumber(ARGV[i + 4]))
+    redis.call('HINCRBY', queue, 'tokens', 0 - tonumber(ARGV[i + 3]))
+    redis.call('HINCRBY', queue, 'bytes', 0 - tonumber(ARGV[i + 4]))
     -- An op without effect on the state keeps its place in the log, not its body.
     if ARGV[i + 7] == 'inline' then
       redis.call('HDEL', prefix .. 'bodies:' .. run, seq)

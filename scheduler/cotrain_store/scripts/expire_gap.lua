@@ -21,7 +21,7 @@ for seq = tonumber(row[1]) + 1, tonumber(row[2]) do
     if segment and redis.call('HINCRBY', refs, segment, -1) <= 0 then
       redis.call('HDEL', refs, segment)
     end
-    redis.call('HINCRBY', queue, 'tokens', -tonumber(tokens))
+    redis.call('HINCRBY', queue, 'tokens', 0 - tonumber(tokens))
     redis.call('HINCRBY', queue, 'bytes', #body - tonumber(size))
     redis.call('HSET', ops, seq, rejected)
     redis.call('HSET', bodies, seq, body)

@@ -1,0 +1,166 @@
+"""Scheduler and worker in this process, on a real Redis and a tiny real model: HTTP left out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain_scheduler.clock import Clock
+from cotrain_scheduler.settings import ClockMode, SchedulerSettings
+from cotrain_store.connection import open_connection, open_sync_connection
+from cotrain_store.dispatch import Dispatch
+from cotrain_store.execution import Execution
+from cotrain_store.futures import Futures, Pending
+from cotrain_store.intake import Intake, TenantLimits
+from cotrain_store.messages import (
+    LoraSpec,
+    OpKind,
+    PoolRecord,
+    RequestId,
+    Result,
+    RunRecord,
+    SessionId,
+    TenantId,
+    WorkerId,
+    run_id,
+)
+from cotrain_store.spool import RESULTS, Spool, new_writer
+from cotrain_workers.keeper import Keeper
+from cotrain_workers.loop import WorkerLoop
+from cotrain_workers.settings import WorkerSettings, pool_of
+from tests.support.bodies import optim_body, pass_body
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+    from pathlib import Path
+
+    from cotrain_workers.engine import Engine
+
+MODEL = "tiny"
+POOL = pool_of(MODEL)
+
+
+@dataclass
+class Stack:
+    """Accepts requests and reads results; the processes behind it run beside it."""
+
+    intake: Intake
+    futures: Futures
+    dispatch: Dispatch
+
+    async def create(self, tenant: str, session: str, lora: LoraSpec, model_seq: int = 0) -> RunRecord:
+        run = RunRecord(
+            id=run_id(SessionId(session), model_seq),
+            tenant=TenantId(tenant),
+            session=SessionId(session),
+            pool=POOL,
+            base_model=MODEL,
+            lora=lora,
+            created_at=time.time(),
+        )
+        await self.intake.create_run(run)
+        return run
+
+    async def forward_backward(
+        self,
+        run: RunRecord,
+        seq: int,
+        sequences: Sequence[Sequence[int]],
+        kind: OpKind = OpKind.FORWARD_BACKWARD,
+    ) -> RequestId:
+        body = pass_body(run.id, seq, sequences, forward_only=kind is OpKind.FORWARD)
+        tokens = sum(len(sequence) - 1 for sequence in sequences)
+        return await self.intake.submit(run, seq, kind, body, tokens, digest=f"{seq}")
+
+    async def optim_step(self, run: RunRecord, seq: int, lr: float = 1e-2) -> RequestId:
+        return await self.intake.submit(
+            run, seq, OpKind.OPTIM_STEP, optim_body(lr), 0, digest=f"{seq}"
+        )
+
+    async def result(self, run: RunRecord, request: RequestId, timeout_s: float = 20) -> Result:
+        result = await self.futures.wait(run.tenant, request, timeout_s)
+        assert not isinstance(result, Pending), f"{request} did not resolve: {result}"
+        return result
+
+
+@contextlib.asynccontextmanager
+async def stack(
+    redis_url: str,
+    data_dir: Path,
+    mode: ClockMode = ClockMode.EAGER,
+    period_s: float = 10.0,
+    limits: TenantLimits | None = None,
+) -> AsyncIterator[Stack]:
+    """Run the API's store objects and a scheduler; a worker is started apart (`worker`)."""
+    connection = open_connection(redis_url)
+    spool = Spool(data_dir / "spool", new_writer("api"))
+    settings = SchedulerSettings(
+        redis_url=redis_url, data_dir=data_dir, clock_mode=mode, clock_period_s=period_s
+    )
+    dispatch = Dispatch(connection, new_writer("scheduler"))
+    clock = Clock(dispatch, settings)
+    ticking = asyncio.create_task(clock.run())
+    async with Futures(connection, spool) as futures:
+        yield Stack(Intake(connection, spool, limits or TenantLimits()), futures, dispatch)
+        clock.stop()
+        await ticking
+    spool.close()
+    await connection.aclose()
+
+
+@contextlib.contextmanager
+def worker(
+    redis_url: str, data_dir: Path, engine: Engine, **overrides: float
+) -> Iterator[WorkerLoop]:
+    """Run a worker's loop in a thread; leaving the block drains it."""
+    loop, spools = make_worker(redis_url, data_dir, engine, **overrides)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.stop()
+        thread.join()
+        for spool in spools:
+            spool.close()
+
+
+def make_worker(
+    redis_url: str, data_dir: Path, engine: Engine, **overrides: float
+) -> tuple[WorkerLoop, tuple[Spool, Spool]]:
+    """Build a worker's loop without running it."""
+    settings = WorkerSettings.model_validate(
+        {"redis_url": redis_url, "data_dir": data_dir, "base_model": MODEL, **overrides}
+    )
+    connection = open_sync_connection(redis_url)
+    writer = new_writer("w0")
+    spool, results = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
+    execution = Execution(connection, spool, results, POOL, WorkerId("w0"))
+    execution.enter(pool_record(engine))
+    keeper = Keeper(engine, execution, settings, exact=True)
+    loop = WorkerLoop(engine, execution, keeper, device="cpu", tokens_per_s=1e5)
+    return loop, (spool, results)
+
+
+def pool_record(engine: Engine) -> PoolRecord:
+    """Describe the tiny model's pool."""
+    facts = engine.facts
+    return PoolRecord(
+        id=POOL,
+        base_model=MODEL,
+        architecture=facts.architecture,
+        vocab_size=facts.vocab_size,
+        context_length=facts.context_length,
+        max_rank=facts.max_rank,
+        num_parameters=facts.num_parameters,
+        device="cpu",
+        dtype="float32",
+        numerics_id=facts.numerics_id,
+        tokens_per_s=1e5,
+    )
+
+
