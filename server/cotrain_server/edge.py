@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: "Not yet" to a poll: the normal course of things.
-TRY_AGAIN = 408
+#: Answers that are no news: "not yet" to a poll, and "not ready" to whoever waits for that.
+_NOT_LOGGED = {("/api/v1/retrieve_future", 408), ("/readyz", 503)}
 
 
 class Edge:
@@ -60,7 +60,7 @@ def _measure(scope: Scope, status: int, duration_s: float) -> None:
     route = getattr(scope.get("route"), "path", "unmatched")
     metrics.HTTP_REQUESTS.labels(route, status).inc()
     metrics.HTTP_DURATION.labels(route).observe(duration_s)
-    if status < 400 or status == TRY_AGAIN:
+    if status < 400 or (route, status) in _NOT_LOGGED:
         return
     tenant = scope["state"].get("tenant")
     log.info(

@@ -39,6 +39,7 @@ REDIS_GRACE_S = 30.0
 LOCK_PATIENCE_S = 10.0
 BACKLOG = 4096
 POLL_S = 0.05
+READY_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ async def _ready(url: str) -> None:
         status, _ = await asyncio.to_thread(probe, f"{url}/readyz")
         if status == 200:
             return
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(READY_POLL_S)
 
 
 def _reachable(host: str) -> str:
