@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+# No timed assertions; a failure prints the blob that repeats it.
+settings.register_profile("cotrain", deadline=None, print_blob=True)
+settings.load_profile("cotrain")
 
 
 @pytest.fixture(scope="session")

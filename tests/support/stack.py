@@ -52,7 +52,9 @@ class Stack:
     futures: Futures
     dispatch: Dispatch
 
-    async def create(self, tenant: str, session: str, lora: LoraSpec, model_seq: int = 0) -> RunRecord:
+    async def create(
+        self, tenant: str, session: str, lora: LoraSpec, model_seq: int = 0
+    ) -> RunRecord:
         run = RunRecord(
             id=run_id(SessionId(session), model_seq),
             tenant=TenantId(tenant),
@@ -140,27 +142,24 @@ def make_worker(
     writer = new_writer("w0")
     spool, results = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
     execution = Execution(connection, spool, results, POOL, WorkerId("w0"))
-    execution.enter(pool_record(engine))
+    execution.enter(pool_record_for_tests())
     keeper = Keeper(engine, execution, settings, exact=True)
     loop = WorkerLoop(engine, execution, keeper, device="cpu", tokens_per_s=1e5)
     return loop, (spool, results)
 
 
-def pool_record(engine: Engine) -> PoolRecord:
-    """Describe the tiny model's pool."""
-    facts = engine.facts
+def pool_record_for_tests() -> PoolRecord:
+    """Describe a pool of a tiny model."""
     return PoolRecord(
         id=POOL,
         base_model=MODEL,
-        architecture=facts.architecture,
-        vocab_size=facts.vocab_size,
-        context_length=facts.context_length,
-        max_rank=facts.max_rank,
-        num_parameters=facts.num_parameters,
+        architecture="Qwen3ForCausalLM",
+        vocab_size=512,
+        context_length=2048,
+        max_rank=64,
+        num_parameters=1,
         device="cpu",
         dtype="float32",
-        numerics_id=facts.numerics_id,
+        numerics_id="",
         tokens_per_s=1e5,
     )
-
-

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cotrain_scheduler.planner import (
+    Fairness,
+    budget,
+    cost,
+    place,
+    runnable_prefix,
+    select,
+)
+from cotrain_store.dispatch import WorkerBeat
+from cotrain_store.messages import OpKind, QueuedOp, RunId, RunQueue, TenantId, WorkerId
+
+KINDS = [OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.REJECTED]
+
+
+def op(run: str, seq: int, kind: OpKind = OpKind.FORWARD_BACKWARD, tokens: int = 10) -> QueuedOp:
+    takes_tokens = kind in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
+    return QueuedOp(RunId(run), seq, kind, tokens if takes_tokens else 0, "inline", 1, 0.0)
+
+
+def queue_of(run: str, tenant: str, ops: list[QueuedOp]) -> RunQueue:
+    return RunQueue(RunId(run), TenantId(tenant), WorkerId("w0"), tuple(ops))
+
+
+def worker_beat(name: str, runs: int = 0, tokens_per_s: float = 100.0) -> WorkerBeat:
+    return WorkerBeat(WorkerId(name), 1, "serving", "cpu", tokens_per_s, runs, 0, 0.0)
+
+
+@st.composite
+def queues(draw: st.DrawFn) -> list[RunQueue]:
+    rows = []
+    for number in range(draw(st.integers(1, 8))):
+        kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=8))
+        sizes = draw(st.lists(st.integers(1, 300), min_size=len(kinds), max_size=len(kinds)))
+        ops = [
+            op(f"r{number}", 5 + i, k, n) for i, (k, n) in enumerate(zip(kinds, sizes, strict=True))
+        ]
+        rows.append(queue_of(f"r{number}", f"t{draw(st.integers(0, 3))}", ops))
+    return rows
+
+
+@given(queues(), st.integers(1, 1000), st.integers(1, 500))
+def test_a_run_is_never_reordered_and_never_skips(
+    rows: list[RunQueue], budget_tokens: int, quantum: int
+) -> None:
+    chosen = select(rows, Fairness(), budget_tokens, quantum).ops
+    for row in rows:
+        mine = [chosen_op for chosen_op in chosen if chosen_op.run == row.run]
+        assert mine == list(row.ops[: len(mine)])
+
+
+@given(queues(), st.integers(1, 1000), st.integers(1, 500))
+def test_weights_change_at_most_once_per_run_and_only_after_its_passes(
+    rows: list[RunQueue], budget_tokens: int, quantum: int
+) -> None:
+    chosen = select(rows, Fairness(), budget_tokens, quantum).ops
+    for row in rows:
+        kinds = [chosen_op.kind for chosen_op in chosen if chosen_op.run == row.run]
+        assert kinds.count(OpKind.OPTIM_STEP) <= 1
+        if OpKind.OPTIM_STEP in kinds:
+            after = kinds[kinds.index(OpKind.OPTIM_STEP) + 1 :]
+            assert set(after) <= {OpKind.REJECTED}
+
+
+@given(queues(), st.integers(1, 1000), st.integers(1, 500))
+def test_the_budget_holds_unless_one_op_alone_exceeds_it(
+    rows: list[RunQueue], budget_tokens: int, quantum: int
+) -> None:
+    chosen = select(rows, Fairness(), budget_tokens, quantum).ops
+    assert chosen
+    assert len(chosen) == 1 or sum(map(cost, chosen)) <= budget_tokens
+
+
+@given(queues(), st.integers(1, 1000), st.integers(1, 500))
+@settings(max_examples=50)
+def test_repeated_cycles_serve_every_op_exactly_once(
+    rows: list[RunQueue], budget_tokens: int, quantum: int
+) -> None:
+    served: list[tuple[str, int]] = []
+    fairness = Fairness()
+    expected = sorted((row.run, queued.seq) for row in rows for queued in row.ops)
+    while rows:
+        selection = select(rows, fairness, budget_tokens, quantum)
+        fairness = selection.fairness
+        served += [(chosen.run, chosen.seq) for chosen in selection.ops]
+        rows = without(rows, selection.ops)
+    assert sorted(served) == expected
+
+
+def without(rows: list[RunQueue], taken: tuple[QueuedOp, ...]) -> list[RunQueue]:
+    gone = {(chosen.run, chosen.seq) for chosen in taken}
+    left = [replace(r, ops=tuple(o for o in r.ops if (o.run, o.seq) not in gone)) for r in rows]
+    return [row for row in left if row.ops]
+
+
+@given(
+    st.lists(st.lists(st.integers(20, 400), min_size=1, max_size=4), min_size=2, max_size=5),
+    st.integers(1, 600),
+    st.integers(50, 1500),
+    st.integers(3, 15),
+)
+@settings(max_examples=50)
+def test_backlogged_tenants_get_the_same_tokens_within_one_quantum_and_one_op(
+    sizes: list[list[int]], quantum: int, budget_tokens: int, cycles: int
+) -> None:
+    """Every tenant always has forward_backwards of its own repeating sizes waiting."""
+    position = [0] * len(sizes)
+    served: Counter[int] = Counter()
+    fairness = Fairness()
+    for _ in range(cycles):
+        rows = []
+        for tenant, pattern in enumerate(sizes):
+            ops = [
+                op(f"r{tenant}", seq, tokens=pattern[seq % len(pattern)])
+                for seq in range(position[tenant], position[tenant] + budget_tokens // 20 + 2)
+            ]
+            rows.append(queue_of(f"r{tenant}", f"t{tenant}", ops))
+        selection = select(rows, fairness, budget_tokens, quantum)
+        fairness = selection.fairness
+        for chosen in selection.ops:
+            tenant = int(chosen.run[1:])
+            position[tenant] += 1
+            served[tenant] += chosen.tokens
+        largest = max(map(max, sizes))
+        totals = [served[tenant] for tenant in range(len(sizes))]
+        assert max(totals) - min(totals) <= quantum + largest
+
+
+def test_a_step_submitted_whole_runs_in_one_cycle() -> None:
+    step = [op("r", 1), op("r", 2), op("r", 3, OpKind.OPTIM_STEP)]
+    assert runnable_prefix([*step, op("r", 4)]) == step
+
+
+def test_a_barrier_holds_back_its_own_run_only() -> None:
+    rows = [
+        queue_of("a", "t", [op("a", 1, OpKind.OPTIM_STEP), op("a", 2)]),
+        queue_of("b", "t", [op("b", 1), op("b", 2)]),
+    ]
+    chosen = select(rows, Fairness(), 1000).ops
+    assert [(o.run, o.seq) for o in chosen] == [("a", 1), ("b", 1), ("b", 2)]
+
+
+def test_a_run_stays_where_it_is_and_a_new_one_goes_to_the_emptiest_worker() -> None:
+    beats = [worker_beat("w0", runs=2), worker_beat("w1", runs=0)]
+    placed_before = queue_of("a", "t", [op("a", 1)])
+    new = [replace(queue_of(name, "t", [op(name, 0)]), worker=None) for name in ("b", "c", "d")]
+    placed = place([placed_before, *new], beats)
+    assert placed == {"b": "w1", "c": "w1", "d": "w0"}
+
+
+def test_the_budget_is_what_the_worker_does_in_a_period() -> None:
+    assert budget(worker_beat("w", tokens_per_s=1500.0), 10.0) == 15_000
+    assert budget(worker_beat("w", tokens_per_s=0.0), 10.0) == 1
