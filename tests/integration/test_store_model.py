@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from typing_extensions import override
 
 from cotrain_scheduler.planner import runnable_prefix
 from cotrain_store import keys
@@ -40,6 +41,7 @@ from cotrain_store.messages import (
     Step,
     TenantId,
     WorkerId,
+    request_id,
     run_id,
 )
 from cotrain_store.spool import INLINE_LIMIT_BYTES, Spool, new_writer
@@ -240,7 +242,7 @@ class LogMachine(RuleBasedStateMachine):
             stored = {int(s) for s in self.redis.hkeys(keys.ops(POOL, record.id))}
             assert stored == live
             for seq in model.accepted:
-                answered = self.redis.get(keys.result(f"{record.id}:{seq}")) is not None
+                answered = self.redis.get(keys.result(request_id(record.id, seq))) is not None
                 assert answered == (seq <= model.done or seq in model.dead)
                 if seq > model.done and seq not in model.dead:
                     queued[record.tenant][0] += 1
@@ -265,6 +267,7 @@ class LogMachine(RuleBasedStateMachine):
     def number(self, run: str) -> int:
         return int(run[1])
 
+    @override
     def teardown(self) -> None:
         if hasattr(self, "loop"):
             self.wait(self.async_redis.aclose())

@@ -30,7 +30,10 @@ def pass_body(
         datum = request.data.add()
         datum.model_input.add().encoded_text.tokens = np.asarray(sequence[:-1], "<i4").tobytes()
         targets = datum.loss_fn_inputs["target_tokens"]
-        targets.dtype, targets.dense = wire_pb2.DTYPE_INT64, np.asarray(sequence[1:], "<i8").tobytes()
+        targets.dtype, targets.dense = (
+            wire_pb2.DTYPE_INT64,
+            np.asarray(sequence[1:], "<i8").tobytes(),
+        )
         weights = datum.loss_fn_inputs["weights"]
         weights.dtype = wire_pb2.DTYPE_FLOAT32
         weights.dense = np.full(len(sequence) - 1, weight, "<f4").tobytes()
@@ -47,4 +50,5 @@ def optim_body(lr: float) -> bytes:
 def sequences(seed: int, count: int, length: int, vocab: int = 512) -> list[list[int]]:
     """Draw `count` sequences of `length` + 1 tokens."""
     rng = np.random.default_rng(seed)
-    return rng.integers(0, vocab, (count, length + 1)).tolist()
+    drawn: list[list[int]] = rng.integers(0, vocab, (count, length + 1)).tolist()
+    return drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import tempfile
 import time
@@ -53,10 +54,9 @@ class EmbeddedRedis:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            try:
+            with contextlib.suppress(redis.ConnectionError):
                 with redis.Redis.from_url(self.url) as connection:
                     connection.ping()
                 return process
-            except redis.ConnectionError:
-                time.sleep(0.01)
+            time.sleep(0.01)
         raise RuntimeError("the embedded Redis did not come up")
