@@ -37,7 +37,7 @@ RUN groupadd --gid 10001 cotrain \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /data --shell /usr/sbin/nologin cotrain \
  && mkdir -p /data /models && chown 10001:10001 /data
 ENV PATH=/opt/cotrain/bin:$PATH \
-    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TQDM_DISABLE=1 \
     COTRAIN_DATA_DIR=/data HF_HOME=/data/huggingface
 WORKDIR /data
 USER 10001:10001

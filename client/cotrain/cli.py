@@ -31,6 +31,7 @@ def command_line(commands: Iterable[EntryPoint]) -> typer.Typer:
         name="cotrain",
         help="Train many people's LoRA adapters at once on one frozen base model.",
         no_args_is_help=True,
+        add_completion=False,
         pretty_exceptions_show_locals=False,
     )
     app.command()(version)

@@ -27,6 +27,9 @@ HEARTBEAT_EVERY_S = 10.0
 # A server gives a silent session two minutes; say so before it does more.
 WARN_AFTER_MISSED = 12
 
+# Nobody who closes a client wants to wait for a server that hangs.
+FAREWELL_S = 5.0
+
 Outcome = Literal["success", "errored", "interrupted"]
 
 
@@ -56,8 +59,9 @@ class Session:
         if self._id is None:
             return
         farewell = FinishSessionRequest(reason=FinishReason(type=outcome))
-        with suppress(APIError):
-            await self._transport.post_once(f"sessions/{self._id}/finish", farewell)
+        with suppress(APIError, TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._transport.post_once(f"sessions/{self._id}/finish", farewell)
 
     async def _open(self) -> str:
         request = CreateSessionRequest(

@@ -33,6 +33,8 @@ RENEW_S = 1.0
 #: How often old gaps are looked for.
 GAPS_S = 5.0
 _RETRY_S = 0.2
+#: The queue changed under a plan; long enough not to spin should it never settle.
+_REPLAN_S = 0.005
 
 
 @dataclass
@@ -99,8 +101,8 @@ class Clock:
         """Plan on a new beat only; what comes in between waits for the next one."""
         number = self._beat_number(now)
         again = [await self._tick_pool(pool, now) for pool in pools if number > self._beat]
-        if any(start <= now for start in again):
-            return now  # the queue changed under a plan: the beat is not over
+        if any(start <= now + _REPLAN_S for start in again):
+            return now + _REPLAN_S  # the queue changed under a plan: the beat is not over
         self._beat = number
         return min((number + 1) * self._settings.clock_period_s, now + RENEW_S)
 
@@ -127,7 +129,7 @@ class Clock:
             if start > now:
                 again = min(again, start)
             elif not await self._plan(pool, worker, mine, now):
-                again = now
+                again = min(again, now + _REPLAN_S)
         return again
 
     async def _is_free(self, pool: PoolId, worker: WorkerBeat, now: float) -> bool:

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 #: Digests of this many ops before a snapshot are kept, for retries that come very late.
 DIGESTS_KEPT = 1_024
+#: What the requests of a run resolve to that could not be brought back after a crash.
+RUN_STOPPED = Result.failed(
+    "The training run was stopped: its log could not be replayed to the stored results.", "server"
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Execution:
         self._commit = sync_script(connection, "commit")
         self._snapshot = sync_script(connection, "snapshot")
         self._forget = sync_script(connection, "forget")
+        self._close = sync_script(connection, "close")
         self.epoch = 0
 
     def enter(self, record: PoolRecord) -> int:
@@ -233,10 +238,14 @@ class Execution:
             raise Fenced
         return bool(answer == b"OK")
 
-    def fail_run(self, run: RunId) -> None:
-        """Stop a run whose replay did not give the stored numbers; other runs go on."""
-        self._redis.hset(keys.log(self.pool, run), "state", RunState.FAILED.value)
-        self._redis.hset(keys.run(run), "state", RunState.FAILED.value)
+    def fail_run(self, run: RunId, tenant: TenantId) -> None:
+        """Stop a run that cannot go on: what waits fails, what is planned commits. Others go on."""
+        script_keys = keys.of_close(self.pool, run, tenant)
+        args = [
+            run, keys.prefix(self.pool), keys.SMALL_RESULT_TTL_MS, "", "", RUN_STOPPED.pack(),
+            RunState.FAILED,
+        ]  # fmt: skip
+        self._close(script_keys, args)
 
     def referenced_segments(self) -> list[str]:
         """List the spool segments that some op still needs."""

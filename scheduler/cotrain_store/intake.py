@@ -33,6 +33,7 @@ from cotrain_store.messages import (
     RequestId,
     Result,
     RunRecord,
+    RunState,
     encode,
     request_id,
 )
@@ -108,16 +109,11 @@ class Intake:
             StoreUnavailable: try again later.
         """
         request = RequestId(f"{run.id}:unload")
-        pool, tenant = run.pool, run.tenant
-        script_keys = [
-            keys.run(run.id), keys.log(pool, run.id), keys.ops(pool, run.id),
-            keys.bodies(pool, run.id), keys.ready(pool), keys.gaps(pool), keys.queue(pool, tenant),
-            keys.tenant_runs(tenant), keys.spool_segment_refs(), keys.notify_results(),
-        ]  # fmt: skip
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
+        script_keys = keys.of_close(run.pool, run.id, run.tenant)
         args = [
-            run.id, keys.prefix(pool), keys.SMALL_RESULT_TTL_MS, request, result.pack(),
-            _UNLOADED.pack(),
+            run.id, keys.prefix(run.pool), keys.SMALL_RESULT_TTL_MS, request, result.pack(),
+            _UNLOADED.pack(), RunState.CLOSED,
         ]  # fmt: skip
         try:
             answer = await self._close(script_keys, args)

@@ -192,3 +192,12 @@ def workers(pool: PoolId) -> str:
 def worker_epoch(pool: PoolId, worker_id: WorkerId) -> str:
     """Name a worker's fencing number; only grows."""
     return f"{prefix(pool)}epoch:{worker_id}"
+
+
+def of_close(pool: PoolId, run_id: RunId, tenant: TenantId) -> list[str]:
+    """List the keys of the close script: an API and a worker call it."""
+    return [
+        run(run_id), log(pool, run_id), ops(pool, run_id), bodies(pool, run_id), ready(pool),
+        gaps(pool), queue(pool, tenant), tenant_runs(tenant), spool_segment_refs(),
+        notify_results(),
+    ]  # fmt: skip

@@ -129,8 +129,12 @@ class PeftOracle:
         total = 0.0
         loss = LOSSES[op.loss_fn]
         for datum in op.datums:
-            inputs = {name: torch.from_numpy(datum.inputs[name]).to(self.dtype) for name in loss.inputs}
-            value = loss.compute(self.logprobs(datum), inputs, {**loss.defaults, **op.loss_config}).sum()
+            inputs = {
+                name: torch.from_numpy(datum.inputs[name]).to(self.dtype) for name in loss.inputs
+            }
+            value = loss.compute(
+                self.logprobs(datum), inputs, {**loss.defaults, **op.loss_config}
+            ).sum()
             value.backward()
             total += value.item()
         return total

@@ -16,6 +16,7 @@ import structlog
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
+from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.messages import OpKind, Result, RunId
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
@@ -43,7 +44,6 @@ _MEASURABLE_TOKENS = 512
 #: How long a drain may spend on recovery copies; what is left is replayed at the next start.
 DRAIN_S = 60.0
 
-_DIVERGED = "The training run was stopped: its log could not be replayed to the stored results."
 _CRASHED = "Internal error: this request could not be run."
 
 
@@ -121,25 +121,24 @@ class WorkerLoop:
             try:
                 self._replayed_ops += self._keeper.ensure(run)
             except (ReplayDiverged, SpoolCorrupt) as broken:
-                self._fail_run(run, str(broken))
-                lost[run] = Failure(_DIVERGED, "server")
+                lost[run] = self._fail_run(run, step, str(broken))
         return lost
 
-    def _fail_run(self, run: RunId, reason: str) -> None:
+    def _fail_run(self, run: RunId, step: Step, reason: str) -> Failure:
         log.error("run_failed", run=run, reason=reason)
-        self._execution.fail_run(run)
+        self._execution.fail_run(run, step.tenant_by_run[run])
         self._keeper.forget_state(run)
+        return Failure(RUN_STOPPED.json()["error"], "server")
 
     def _outputs(
-        self, step: Step, lost: Mapping[RunId, Failure]
+        self, step: Step, lost: dict[RunId, Failure]
     ) -> tuple[dict[tuple[str, int], Output], CycleOutput | None]:
         outputs: dict[tuple[str, int], Output] = {}
         runnable: list[Op] = []
         bodies = self._execution.bodies(step.ops)
         gone = {op.run for op, body in zip(step.ops, bodies, strict=True) if body is None}
         for run in gone - lost.keys():
-            self._fail_run(run, "a body is gone")
-        lost = {run: Failure(_DIVERGED, "server") for run in gone} | dict(lost)
+            lost[run] = self._fail_run(run, step, "a body is gone")
         for op, body in zip(step.ops, bodies, strict=True):
             request = lost.get(op.run) or engine_op(op, body or b"")
             if isinstance(request, Failure):

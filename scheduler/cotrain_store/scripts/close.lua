@@ -1,17 +1,22 @@
--- close: end a run. Ops not yet planned fail at once; planned ones still commit. Twice is harmless.
+-- close: end a run, by its tenant (closed) or because it cannot go on (failed).
+-- Ops not yet planned fail at once; planned ones still commit. Twice is harmless.
 local record_key, log, ops, bodies, ready = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local gaps, queue, tenant_runs, refs, notify = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local run, prefix, ttl, request, result, failure = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local state = ARGV[7]
 
 local row = redis.call('HMGET', log, 'state', 'next', 'last', 'worker')
 if not row[1] then
   return 'GONE'
 end
-local resolved = { request }
-redis.call('SET', 'cotrain:result:' .. request, result, 'PX', ttl)
+local resolved = {}
+if request ~= '' then
+  redis.call('SET', 'cotrain:result:' .. request, result, 'PX', ttl)
+  resolved[1] = request
+end
 if row[1] == 'live' then
-  redis.call('HSET', log, 'state', 'closed')
-  redis.call('HSET', record_key, 'state', 'closed')
+  redis.call('HSET', log, 'state', state)
+  redis.call('HSET', record_key, 'state', state)
   redis.call('SREM', tenant_runs, run)
   redis.call('ZREM', ready, run)
   redis.call('ZREM', gaps, run)
@@ -32,7 +37,7 @@ if row[1] == 'live' then
       resolved[#resolved + 1] = run .. ':' .. seq
     end
   end
-  if row[4] then
+  if row[4] and state == 'closed' then
     redis.call('SADD', prefix .. 'drops:' .. row[4], run)
     redis.call('PUBLISH', prefix .. 'notify:' .. row[4], run)
   end

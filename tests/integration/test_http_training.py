@@ -1,0 +1,332 @@
+"""The training path over HTTP and a real Redis: what is accepted, refused and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import zstandard
+
+from cotrain.codec import PROTOBUF, decode_pass_output
+from cotrain_server.reading import read_json_pass
+from cotrain_store import keys
+from cotrain_store.bodies import encode_pass_output
+from cotrain_store.messages import Result, ResultKind
+from tests.support.http_api import POOL, Api, pass_body, running_api
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.redis_server import EmbeddedRedis
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url) as api:
+        yield api
+
+
+async def finish(api: Api, request_id: str, result: Result) -> None:
+    """Do what a worker's commit does to a future."""
+    redis = api.services.connection
+    await redis.set(keys.result(request_id), result.pack())
+    await redis.publish(keys.notify_results(), request_id)
+
+
+async def kinds(api: Api, run: str) -> dict[int, str]:
+    raw = await api.services.connection.hgetall(keys.ops(POOL.id, run))
+    return {int(seq): op.decode() for seq, op in raw.items()}
+
+
+async def test_a_request_is_accepted_at_once_and_its_id_says_its_place(api: Api) -> None:
+    run = await api.new_run()
+    answer = await api.post("forward_backward", pass_body(run, 1))
+    assert answer.status_code == 200
+    assert answer.json() == {"request_id": f"{run}:1", "model_id": run}
+
+
+async def test_requests_are_accepted_in_any_order(api: Api) -> None:
+    run = await api.new_run()
+    for seq in (3, 2, 1):
+        assert (await api.post("forward_backward", pass_body(run, seq))).status_code == 200
+
+
+async def test_a_repeated_request_is_the_same_request(api: Api) -> None:
+    run = await api.new_run()
+    answers = [await api.post("forward_backward", pass_body(run, 1)) for _ in range(2)]
+    assert answers[0].json() == answers[1].json()
+    assert len(await kinds(api, run)) == 2  # the creation, and this one
+
+
+async def test_the_same_place_with_other_content_is_refused_for_good(api: Api) -> None:
+    run = await api.new_run()
+    await api.post("forward_backward", pass_body(run, 1))
+    answer = await api.post("forward_backward", pass_body(run, 1, [7, 8]))
+    assert answer.status_code == 400
+    assert answer.json()["detail"] == "seq_id 1 was already used with different content."
+
+
+async def test_protobuf_plain_and_compressed_and_json_are_one_request(api: Api) -> None:
+    run = await api.new_run()
+    body = json.dumps(pass_body(run, 1)).encode()
+    binary = read_json_pass(body, forward_only=False).content
+    headers = {"content-type": PROTOBUF}
+    plain = await api.post("forward_backward", content=binary, headers=headers)
+    small = await api.post(
+        "forward_backward",
+        content=zstandard.compress(binary),
+        headers=headers | {"content-encoding": "zstd"},
+    )
+    as_json = await api.post("forward_backward", pass_body(run, 1))
+    assert plain.json() == small.json() == as_json.json()
+
+
+async def test_a_wrong_request_takes_its_place_and_fails_through_its_future(api: Api) -> None:
+    run = await api.new_run()
+    answer = await api.post("forward_backward", pass_body(run, 1, [1, 512]))
+    assert answer.status_code == 200
+    body = await api.services.connection.hget(keys.bodies(POOL.id, run), "1")
+    assert json.loads(body) == {
+        "error": "Token id 512 at datum 0, position 1 is outside the vocabulary (0..511).",
+        "category": "user",
+    }
+
+
+async def test_a_body_that_breaks_the_schema_still_takes_its_place(api: Api) -> None:
+    run = await api.new_run()
+    for path, seq in (("forward_backward", 1), ("forward", 2), ("optim_step", 3)):
+        answer = await api.post(path, {"model_id": run, "seq_id": seq, "adam_params": "x"})
+        assert answer.status_code == 200, path
+    assert {0, 1, 2, 3} == set(await kinds(api, run))
+
+
+async def test_a_pending_future_is_answered_408_so_that_sdks_ask_again(api: Api) -> None:
+    run = await api.new_run()
+    answer = await api.post("retrieve_future", {"request_id": f"{run}:0"})
+    assert answer.status_code == 408
+    assert answer.json() == {
+        "type": "try_again",
+        "request_id": f"{run}:0",
+        "queue_state": "active",
+        "queue_state_reason": None,
+    }
+
+
+async def test_a_held_poll_is_answered_as_soon_as_its_result_is_there(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, long_poll_s=30) as api:
+        run = await api.new_run()
+        poll = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{run}:0"}))
+        while not api.services.futures.waiters:
+            await asyncio.sleep(0)
+        await finish(api, f"{run}:0", Result.of_json({"model_id": run}))
+        answer = await poll
+        assert answer.json() == {"model_id": run}
+
+
+async def test_a_result_can_be_fetched_twice(api: Api) -> None:
+    run = await api.new_run()
+    await finish(api, f"{run}:0", Result.of_json({"n": 1}))
+    answers = [await api.post("retrieve_future", {"request_id": f"{run}:0"}) for _ in range(2)]
+    assert [answer.json() for answer in answers] == [{"n": 1}, {"n": 1}]
+
+
+async def test_a_failed_op_is_a_200_that_says_so(api: Api) -> None:
+    run = await api.new_run()
+    await finish(api, f"{run}:0", Result.failed("no", "user"))
+    answer = await api.post("retrieve_future", {"request_id": f"{run}:0"})
+    assert (answer.status_code, answer.json()) == (200, {"error": "no", "category": "user"})
+
+
+async def test_a_pass_is_answered_as_protobuf_to_those_who_take_it_and_else_as_json(
+    api: Api,
+) -> None:
+    run = await api.new_run()
+    payload = encode_pass_output([np.array([-1.0, -2.0])], {"loss:sum": 3.0})
+    await finish(api, f"{run}:0", Result(ResultKind.PASS, payload))
+    poll = {"request_id": f"{run}:0"}
+    binary = await api.post(
+        "retrieve_future", poll, headers={"accept": f"{PROTOBUF}, application/json"}
+    )
+    assert binary.headers["content-type"] == PROTOBUF
+    assert decode_pass_output(binary.content).metrics == {"loss:sum": 3.0}
+    as_json = await api.post("retrieve_future", poll, headers={"accept": "application/json"})
+    assert as_json.json()["loss_fn_outputs"][0]["logprobs"]["data"] == [-1.0, -2.0]
+
+
+async def test_a_client_that_hangs_up_frees_its_waiter(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, long_poll_s=30) as api:
+        run = await api.new_run()
+        body = json.dumps({"request_id": f"{run}:0"}).encode()
+        hung_up = asyncio.Event()
+        messages = [{"type": "http.request", "body": body}]
+
+        async def receive() -> dict[str, object]:
+            if messages:
+                return messages.pop()
+            await hung_up.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: object) -> None:
+            pass
+
+        request = api.http.build_request(
+            "POST", "/api/v1/retrieve_future", headers={"X-API-Key": "tml-alice_secret-of-alice"}
+        )
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/api/v1/retrieve_future",
+            "raw_path": b"/api/v1/retrieve_future",
+            "query_string": b"",
+            "headers": [*request.headers.raw, (b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+        }
+        poll = asyncio.create_task(api.app(scope, receive, send))
+        while not api.services.futures.waiters:
+            await asyncio.sleep(0)
+        hung_up.set()
+        await poll
+        assert api.services.futures.waiters == 0
+
+
+async def test_draining_answers_every_held_poll_and_readyz_says_so(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, long_poll_s=30) as api:
+        run = await api.new_run()
+        poll = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{run}:0"}))
+        while not api.services.futures.waiters:
+            await asyncio.sleep(0)
+        api.services.drain()
+        assert (await poll).status_code == 408
+        readiness = await api.http.get("/readyz")
+        assert readiness.status_code == 503
+        assert "This process is draining." in readiness.json()["reasons"]
+
+
+async def test_creating_a_run_twice_is_one_run(api: Api) -> None:
+    session = (await api.post("create_session", {})).json()["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model}
+    answers = [await api.post("create_model", body) for _ in range(2)]
+    assert answers[0].json() == answers[1].json() == {
+        "request_id": f"{session}:train:0:0",
+        "model_id": f"{session}:train:0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lora_config": {"rank": 0}}, "rank must be between 1 and 128."),
+        ({"lora_config": {"rank": 10**9}}, "rank must be between 1 and 128."),
+        (
+            {"base_model": "../etc/passwd"},
+            "Base model '../etc/passwd' is not served here. Available: tiny/model.",
+        ),
+        (
+            {
+                "lora_config": {
+                    "rank": 1,
+                    "train_mlp": False,
+                    "train_attn": False,
+                    "train_unembed": False,
+                }
+            },
+            "lora_config: at least one of train_attn, train_mlp, train_unembed is needed.",
+        ),
+    ],
+)
+async def test_a_run_that_cannot_be_made_is_refused_in_words(
+    api: Api, change: dict[str, object], message: str
+) -> None:
+    session = (await api.post("create_session", {})).json()["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model, **change}
+    answer = await api.post("create_model", body)
+    assert (answer.status_code, answer.json()["detail"]) == (400, message)
+
+
+async def test_a_finished_session_closes_its_runs_and_stops_its_heartbeat(api: Api) -> None:
+    run = await api.new_run()
+    session = run.partition(":")[0]
+    assert (await api.post("session_heartbeat", {"session_id": session})).status_code == 200
+    reason = {"reason": {"type": "success"}, "detail": None}
+    for _ in range(2):
+        assert (await api.post(f"sessions/{session}/finish", reason)).status_code == 200
+    assert (await api.post("session_heartbeat", {"session_id": session})).status_code == 410
+    answer = await api.post("forward_backward", pass_body(run, 1))
+    assert (answer.status_code, answer.json()["code"]) == (400, "run_closed")
+
+
+async def test_unloading_a_run_resolves_and_ends_it(api: Api) -> None:
+    run = await api.new_run()
+    future = (await api.post("unload_model", {"model_id": run})).json()
+    answer = await api.post("retrieve_future", {"request_id": future["request_id"]})
+    assert answer.json() == {"model_id": run, "type": "unload_model"}
+    assert (await api.post("optim_step", {"model_id": run, "seq_id": 1})).status_code == 400
+
+
+async def test_a_full_queue_is_answered_429_with_a_time_to_wait(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, quota_ops=2) as api:
+        run = await api.new_run()
+        assert (await api.post("forward_backward", pass_body(run, 1))).status_code == 200
+        answer = await api.post("forward_backward", pass_body(run, 2))
+        assert answer.status_code == 429
+        assert answer.json()["code"] == "queue_full"
+        assert answer.headers["retry-after"] == "5"
+
+
+async def test_each_sdk_is_told_what_it_needs(api: Api) -> None:
+    new = (await api.post("client/config", {"sdk_version": "0.38.0"})).json()
+    old = (await api.post("client/config", {"sdk_version": "0.22.0"})).json()
+    assert (new["use_pyqwest_transport"], old["use_pyqwest_transport"]) == (True, False)
+    assert not new["pjwt_auth_enabled"]
+    assert "grpc_target" not in old
+
+
+async def test_clients_on_other_hosts_are_asked_to_compress(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, address="192.0.2.7") as far:
+        assert (await far.post("client/config", {})).json()["proto_compress_fwdbwd"]
+    async with running_api(empty_redis.url) as near:
+        assert not (await near.post("client/config", {})).json()["proto_compress_fwdbwd"]
+
+
+async def test_base_models_and_their_context_are_listed(api: Api) -> None:
+    answer = await api.http.get(
+        "/api/v1/get_server_capabilities", headers={"X-API-Key": "tml-bob_secret-of-bob"}
+    )
+    assert answer.json() == {
+        "supported_models": [
+            {
+                "model_name": "tiny/model",
+                "max_context_length": 64,
+                "trainable": True,
+                "sampleable": False,
+            }
+        ]
+    }
+
+
+async def test_get_info_names_the_tokenizer_and_the_rank(api: Api) -> None:
+    run = await api.new_run()
+    info = (await api.post("get_info", {"model_id": run})).json()
+    assert info["model_data"]["tokenizer_id"] == POOL.base_model
+    assert info["lora_rank"] == 4
+
+
+async def test_telemetry_of_any_shape_is_taken(api: Api) -> None:
+    answer = await api.post("telemetry", {"events": [{"x": [1]}], "platform": None})
+    assert answer.json() == {"status": "accepted"}

@@ -1,0 +1,92 @@
+"""`cotrain serve` as an operator runs it: a process of its own, on a free port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+READY = "cotrain ready at "
+PATIENCE_S = 120
+COMMAND = Path(sys.executable).with_name("cotrain")
+
+
+class Serving:
+    """A running server; as a context manager it is stopped, in good order, at the end.
+
+    `options` are more of the command line, `settings` are `COTRAIN_*` variables by their full name.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        base_models: Sequence[str],
+        api_keys: Sequence[str],
+        options: Sequence[str] = (),
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        self._command = [
+            str(COMMAND),
+            "serve",
+            "--port=0",
+            f"--data-dir={data_dir}",
+            "--torch-threads=1",
+            *(f"--base-model={name}" for name in base_models),
+            *(f"--api-key={key}" for key in api_keys),
+            *options,
+        ]
+        self._environment = {**os.environ, **(settings or {}), "PYTHONUNBUFFERED": "1"}
+        self._lines: list[str] = []
+        self._is_ready = threading.Event()
+        self.address = ""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self._environment,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._is_ready.wait(PATIENCE_S)
+        if not self.address:
+            self.stop()
+            raise RuntimeError("cotrain serve did not start:\n" + self.log)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def log(self) -> str:
+        """What the server has printed."""
+        return "".join(self._lines)
+
+    def stop(self) -> int:
+        """Press Ctrl-C and wait; returns the exit status."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        status = self._process.wait(PATIENCE_S)
+        self._reader.join()
+        if self._process.stdout:
+            self._process.stdout.close()
+        return status
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+            if READY in line:
+                self.address = line.partition(READY)[2].strip()
+                self._is_ready.set()
+        self._is_ready.set()  # ended before it was ready
