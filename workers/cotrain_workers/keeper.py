@@ -66,6 +66,11 @@ class Keeper:
         self._debts[run] = Debt(seq=done, ops=replayed, used_at=time.time())
         return replayed
 
+    def done(self, run: RunId) -> int:
+        """Name the last seq whose effect is in memory; -1 for a run that is not there."""
+        debt = self._debts.get(run)
+        return debt.seq if debt else -1
+
     def forget_state(self, run: RunId) -> None:
         """Drop a run from memory, so that `ensure` brings it back from its log."""
         self._engine.drop(run)

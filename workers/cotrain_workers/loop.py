@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -100,6 +101,8 @@ class WorkerLoop:
         """Run one step and commit it."""
         started = time.time()
         lost = self._restore_runs(step)
+        # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
+        step = replace(step, ops=tuple(op for op in step.ops if op.seq > self._keeper.done(op.run)))
         outputs, cost = self._outputs(step, lost)
         results = {
             (op.run, op.seq): result_of(op, outputs[op.run, op.seq], step.cycle) for op in step.ops
