@@ -39,7 +39,7 @@ _RESULT_AGE_S = 3 * 3600.0
 
 _HEADER = struct.Struct("<4sQ16s")
 _MAGIC = b"CTS1"
-_REF = re.compile(r"spool:([A-Za-z0-9][A-Za-z0-9_-]*):(\d+):(\d+):([0-9a-f]{32})")
+_REF = re.compile(r"spool:([A-Za-z0-9][A-Za-z0-9_.-]*):(\d+):(\d+):([0-9a-f]{32})")
 _CLOSE = None
 
 
@@ -120,18 +120,17 @@ class Spool:
                     break
                 batch.append(following)
             self._write(batch)
-        if self._segment:
-            os.close(self._segment[1])
+        self._close_segment()
 
     def _write(self, batch: list[tuple[bytes, Future[str]]]) -> None:
+        # A caller that gave up has cancelled its future; from here on none can.
+        batch = [put for put in batch if put[1].set_running_or_notify_cancel()]
         try:
             segment, file = self._open_segment()
             refs = [str(self._append(segment, file, payload)) for payload, _ in batch]
             os.fdatasync(file)
         except OSError as failed:
-            if self._segment:  # a half-written tail is never referenced; start a new segment
-                os.close(self._segment[1])
-                self._segment = None
+            self._close_segment()  # a half-written tail is never referenced
             for _, durable in batch:
                 durable.set_exception(failed)
             return
@@ -153,8 +152,7 @@ class Spool:
         self._written_at = time.monotonic()
         if self._segment and self._size < self._segment_bytes and not rested:
             return self._segment
-        if self._segment:
-            os.close(self._segment[1])
+        self._close_segment()
         name = f"{self._writer}-{self._count}"
         self._count += 1
         self._size = 0
@@ -165,6 +163,12 @@ class Spool:
         sync_folder(self.folder)
         return self._segment
 
+    def _close_segment(self) -> None:
+        if self._segment:
+            _, file = self._segment
+            self._segment = None
+            os.close(file)
+
 
 def unreferenced_segments(folder: Path, referenced: Iterable[str], now: float) -> list[Path]:
     """List the segments that may go: nothing refers to them, and nobody wrote to them for long."""
@@ -172,8 +176,15 @@ def unreferenced_segments(folder: Path, referenced: Iterable[str], now: float) -
     return [
         path
         for path in sorted(folder.iterdir())
-        if path.name not in keep and now - path.stat().st_mtime > _keep_s(path.name)
+        if path.name not in keep and now - _written_at(path, now) > _keep_s(path.name)
     ]
+
+
+def _written_at(segment: Path, now: float) -> float:
+    try:
+        return segment.stat().st_mtime
+    except FileNotFoundError:  # another worker has just removed it
+        return now
 
 
 def _keep_s(segment: str) -> float:

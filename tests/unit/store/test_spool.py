@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_store.errors import SpoolCorrupt
+from cotrain_store.spool import (
+    ORPHAN_AGE_S,
+    REST_S,
+    RESULTS,
+    Spool,
+    SpoolRef,
+    new_writer,
+    sync_folder,
+    unreferenced_segments,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+#: Nothing in here takes a second; a hang fails instead of hanging.
+PATIENCE_S = 20
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[Spool]:
+    spool = Spool(tmp_path / "spool", "w")
+    yield spool
+    spool.close()
+
+
+class HeldDisk:
+    """Stands in for `os.fdatasync`: counts the calls, and lets them through when released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        self.entered = threading.Event()
+        self.released = threading.Event()
+        monkeypatch.setattr("cotrain_store.spool.os.fdatasync", self)
+
+    def __call__(self, file: int) -> None:
+        self.calls += 1
+        self.entered.set()
+        assert self.released.wait(PATIENCE_S)
+
+
+def put(spool: Spool, payload: bytes) -> str:
+    return spool.put(payload).result(PATIENCE_S)
+
+
+def test_what_is_put_is_read_back_by_any_process(spool: Spool, tmp_path: Path) -> None:
+    refs = [put(spool, payload) for payload in (b"", b"x", b"y" * 100_000)]
+    reader = Spool(tmp_path / "spool", "another")
+    assert [reader.read(ref) for ref in refs] == [b"", b"x", b"y" * 100_000]
+    reader.close()
+
+
+def test_puts_that_wait_share_one_sync(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = HeldDisk(monkeypatch)
+    first = spool.put(b"first")
+    assert disk.entered.wait(PATIENCE_S)
+    others = [spool.put(b"%d" % number) for number in range(50)]
+    disk.released.set()
+    refs = [durable.result(PATIENCE_S) for durable in (first, *others)]
+    assert disk.calls == 2
+    assert [spool.read(ref) for ref in refs] == [b"first", *(b"%d" % n for n in range(50))]
+
+
+def test_no_reference_is_given_before_the_record_is_durable(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = HeldDisk(monkeypatch)
+    durable = spool.put(b"x")
+    assert disk.entered.wait(PATIENCE_S)
+    assert not durable.done()
+    disk.released.set()
+    assert durable.result(PATIENCE_S)
+
+
+def test_a_full_segment_is_followed_by_a_new_one(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, "w", segment_bytes=1_000)
+    refs = [put(spool, b"x" * 600) for _ in range(5)]
+    assert [SpoolRef.parse(ref).segment for ref in refs] == ["w-0", "w-0", "w-1", "w-1", "w-2"]
+    assert all(spool.read(ref) == b"x" * 600 for ref in refs)
+    spool.close()
+
+
+def test_a_segment_that_rested_is_never_added_to(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert SpoolRef.parse(put(spool, b"x")).segment == "w-0"
+    later = time.monotonic() + REST_S + 1
+    monkeypatch.setattr("cotrain_store.spool.time.monotonic", lambda: later)
+    assert SpoolRef.parse(put(spool, b"x")).segment == "w-1"
+
+
+def test_segments_are_readable_by_their_owner_only(spool: Spool) -> None:
+    segment = spool.folder / SpoolRef.parse(put(spool, b"x")).segment
+    assert segment.stat().st_mode & 0o777 == 0o600
+
+
+@given(at=st.integers(0, 200), cut=st.booleans())
+def test_a_record_that_changed_on_disk_is_never_read_as_something_else(
+    tmp_path_factory: pytest.TempPathFactory, at: int, cut: bool
+) -> None:
+    spool = Spool(tmp_path_factory.mktemp("spool"), "w")
+    ref = put(spool, b"z" * 173)
+    segment = spool.folder / "w-0"
+    content = bytearray(segment.read_bytes())
+    assert len(content) == 201
+    if cut:
+        content = content[:at]
+    else:
+        content[at] ^= 1
+    segment.write_bytes(bytes(content))
+    with pytest.raises(SpoolCorrupt):
+        spool.read(ref)
+    spool.close()
+
+
+def test_a_torn_tail_takes_no_whole_record_with_it(spool: Spool) -> None:
+    whole, torn = put(spool, b"whole"), put(spool, b"torn")
+    segment = spool.folder / "w-0"
+    segment.write_bytes(segment.read_bytes()[:-1])
+    assert spool.read(whole) == b"whole"
+    with pytest.raises(SpoolCorrupt):
+        spool.read(torn)
+
+
+def test_a_segment_that_is_gone_is_a_corrupt_record(spool: Spool) -> None:
+    ref = put(spool, b"x")
+    (spool.folder / "w-0").unlink()
+    with pytest.raises(SpoolCorrupt, match="cannot be read"):
+        spool.read(ref)
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        "",
+        "inline",
+        "spool:../../etc/passwd:0:1:" + "0" * 32,
+        "spool:.hidden:0:1:" + "0" * 32,
+        "spool:w-0:-1:1:" + "0" * 32,
+        "spool:w-0:0:1:" + "0" * 31,
+        "spool:w-0:0:1:" + "0" * 32 + "\n",
+    ],
+)
+def test_only_our_own_references_are_followed(spool: Spool, ref: str) -> None:
+    with pytest.raises(SpoolCorrupt, match="Not a spool reference"):
+        spool.read(ref)
+
+
+@given(
+    st.builds(
+        SpoolRef,
+        st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,20}", fullmatch=True),
+        st.integers(0, 2**40),
+        st.integers(0, 2**40),
+        st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
+    )
+)
+def test_a_reference_is_read_back_as_it_was_written(ref: SpoolRef) -> None:
+    assert SpoolRef.parse(str(ref)) == ref
+
+
+def test_a_worker_named_like_a_host_can_read_its_results(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, RESULTS + new_writer("gpu-1.example.com"))
+    assert spool.read(put(spool, b"x")) == b"x"
+    spool.close()
+
+
+def test_every_process_start_has_a_writer_of_its_own() -> None:
+    assert new_writer("api") != new_writer("api")
+
+
+def test_a_caller_that_gave_up_does_not_stop_the_writer(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = HeldDisk(monkeypatch)
+    first = spool.put(b"first")
+    assert disk.entered.wait(PATIENCE_S)
+    given_up = spool.put(b"given up")
+    assert given_up.cancel()
+    assert not first.cancel()  # it is being written
+    disk.released.set()
+    assert spool.read(first.result(PATIENCE_S)) == b"first"
+    assert spool.read(put(spool, b"next")) == b"next"
+
+
+def test_a_full_disk_fails_the_put_and_the_next_one_starts_a_segment(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = put(spool, b"before")
+
+    def no_space(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("cotrain_store.spool.os.write", no_space)
+        with pytest.raises(OSError, match="No space"):
+            put(spool, b"lost")
+    after = put(spool, b"after")
+    assert SpoolRef.parse(after).segment == "w-1"
+    assert (spool.read(before), spool.read(after)) == (b"before", b"after")
+
+
+def test_a_segment_that_cannot_be_opened_fails_the_put_and_not_the_writer(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", "w", segment_bytes=1)
+    put(spool, b"x")
+    blocking = tmp_path / "spool" / "w-1"
+    blocking.write_bytes(b"in the way")
+    with pytest.raises(FileExistsError):
+        put(spool, b"y")
+    assert spool.read(put(spool, b"z")) == b"z"
+    spool.close()
+
+
+def test_closing_finishes_what_waits(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, "w")
+    waiting = [spool.put(b"%d" % number) for number in range(20)]
+    spool.close()
+    assert [spool.read(durable.result(0)) for durable in waiting] == [b"%d" % n for n in range(20)]
+
+
+def test_segments_go_when_nothing_refers_to_them_and_nobody_writes_to_them(tmp_path: Path) -> None:
+    now = time.time()
+    ages = {
+        "api-young": ORPHAN_AGE_S - 60,
+        "api-old": ORPHAN_AGE_S + 60,
+        "api-needed": 10 * ORPHAN_AGE_S,
+        RESULTS + "w-read": 2 * ORPHAN_AGE_S + 60,
+        RESULTS + "w-expired": 3 * ORPHAN_AGE_S + 60,
+    }
+    for name, age in ages.items():
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (now - age, now - age))
+    gone = unreferenced_segments(tmp_path, ["api-needed"], now)
+    assert [path.name for path in gone] == ["api-old", RESULTS + "w-expired"]
+
+
+def test_a_segment_that_another_worker_removes_meanwhile_is_nobodys_business(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "api-old").symlink_to(tmp_path / "removed")
+    assert unreferenced_segments(tmp_path, [], time.time() + 10 * ORPHAN_AGE_S) == []
+
+
+def test_a_folder_can_be_made_durable(tmp_path: Path) -> None:
+    sync_folder(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "missing")
