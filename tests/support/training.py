@@ -135,7 +135,7 @@ class PeftOracle:
             value = loss.compute(
                 self.logprobs(datum), inputs, {**loss.defaults, **op.loss_config}
             ).sum()
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
             total += value.item()
         return total
 

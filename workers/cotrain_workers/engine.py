@@ -20,6 +20,7 @@ from cotrain_workers.adam import adamw_step, discard_gradient, gradient_norm, re
 from cotrain_workers.admission import refuse_pass
 from cotrain_workers.bank import AdapterBank, AdapterState
 from cotrain_workers.base_model import load_base_model
+from cotrain_workers.heap import keep_freed_memory
 from cotrain_workers.ops import (
     Create,
     CreateOutput,
@@ -77,13 +78,16 @@ class Engine:
     ) -> Engine:
         """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` says otherwise.
 
-        Set the number of threads before: it is part of `facts.numerics_id`. On CUDA this turns on
-        deterministic algorithms for the process. Raises UnsupportedModel, or OSError without a model.
+        Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
+        turns on deterministic algorithms (CUDA) or keeps freed memory (CPU). Raises UnsupportedModel,
+        or OSError if there is no such model.
         """
         place = torch.device(device)
         dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
         if place.type == "cuda":
             make_cuda_deterministic()
+        else:
+            keep_freed_memory()
         base = load_base_model(model, device=place, dtype=dtype, local_files_only=local_files_only)
         sizes = (micro_batch_tokens, head_chunk_rows)
         wave = Wave(base, micro_batch_tokens=sizes[0], head_chunk_rows=sizes[1])

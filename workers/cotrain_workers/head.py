@@ -64,7 +64,7 @@ class Head:
         logprobs = torch.cat([self._visit(task, rows).logprobs for rows in self._chunks(task)])
         totals = [
             value(task.loss, logprobs[rows], task_inputs(task, rows), task.config)
-            for rows in loss_ranges(task)
+            for rows in (self._chunks(task) if task.loss.per_token else datum_rows(task))
         ]
         return HeadResult(logprobs, torch.stack(totals).sum())
 
@@ -72,9 +72,8 @@ class Head:
         found, totals = [], []
         for rows in self._chunks(task):
             chunk = self._visit(task, rows)
-            total, slope = value_and_slope(
-                task.loss, chunk.logprobs, task_inputs(task, rows), task.config
-            )
+            inputs = task_inputs(task, rows)
+            total, slope = value_and_slope(task.loss, chunk.logprobs, inputs, task.config)
             chunk.backward(slope)
             found.append(chunk.logprobs)
             totals.append(total)
@@ -85,7 +84,7 @@ class Head:
         logprobs = torch.cat([self._visit(task, rows).logprobs for rows in self._chunks(task)])
         both = [
             value_and_slope(task.loss, logprobs[rows], task_inputs(task, rows), task.config)
-            for rows in loss_ranges(task)
+            for rows in datum_rows(task)
         ]
         slope = torch.cat([each for _, each in both])
         for rows in self._chunks(task):
@@ -100,10 +99,10 @@ class Head:
         return Chunk(self._weight, self._softcap, task, rows)
 
 
-def loss_ranges(task: HeadTask) -> Iterator[slice]:
-    """Yield the rows that one call of the loss takes: each datum, or all if tokens are independent."""
+def datum_rows(task: HeadTask) -> Iterator[slice]:
+    """Yield the rows of each datum."""
     start = 0
-    for length in [len(task.targets)] if task.loss.per_token else task.datum_lengths:
+    for length in task.datum_lengths:
         yield slice(start, start + length)
         start += length
 

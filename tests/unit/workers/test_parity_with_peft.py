@@ -14,11 +14,12 @@ from tests.support.training import PeftOracle, Tenant, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from cotrain_workers.engine import Engine
 
     NewEngine = Callable[..., Engine]
-    ModelFolder = Callable[..., object]
+    ModelFolder = Callable[..., Path]
 
 TENANTS = (
     Tenant("a", AdapterSpec(8, seed=1), "cross_entropy", (17, 1, 40, 2)),
@@ -76,7 +77,9 @@ def test_gradients_equal_those_of_peft(
                 np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
             if op.needs_grad:
                 loss = oracle.backward(op)
-                assert output.loss_sum == pytest.approx(loss, rel=1e-4 if dtype == torch.float32 else 1e-12)
+                assert output.loss_sum == pytest.approx(
+                    loss, rel=1e-4 if dtype == torch.float32 else 1e-12
+                )
         expected_grads = oracle.arena(layout, grads=True)
         assert relative_error(engine.state(tenant.run).grads, expected_grads) < TOLERANCE[dtype]
 
