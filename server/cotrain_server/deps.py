@@ -14,12 +14,12 @@ from cotrain_store.messages import Tenant
 api_key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))
 
 
-def _services(request: Request) -> Services:
+async def _services(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
 
 
-def _tenant(request: Request) -> Tenant:
+async def _tenant(request: Request) -> Tenant:
     tenant: Tenant = request.state.tenant
     return tenant
 

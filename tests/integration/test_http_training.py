@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,20 +14,15 @@ from cotrain.codec import PROTOBUF, decode_pass_output
 from cotrain_server.reading import read_json_pass
 from cotrain_store import keys
 from cotrain_store.bodies import encode_pass_output
-from cotrain_store.messages import Result, ResultKind
-from tests.support.http_api import POOL, Api, pass_body, running_api
+from cotrain_store.messages import RequestId, Result, ResultKind, RunId
+from tests.support.http_api import ALICE, POOL, Api, pass_body, running_api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from starlette.types import Message
+
     from tests.support.redis_server import EmbeddedRedis
-
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture
@@ -39,11 +34,18 @@ async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
 async def finish(api: Api, request_id: str, result: Result) -> None:
     """Do what a worker's commit does to a future."""
     redis = api.services.connection
-    await redis.set(keys.result(request_id), result.pack())
+    await redis.set(keys.result(RequestId(request_id)), result.pack())
     await redis.publish(keys.notify_results(), request_id)
 
 
-async def kinds(api: Api, run: str) -> dict[int, str]:
+async def until_held(api: Api, poll: asyncio.Task[Any]) -> None:
+    """Wait until a poll is waiting for its result."""
+    while not api.services.futures.waiters:
+        assert not poll.done(), poll.result()
+        await asyncio.sleep(0)
+
+
+async def kinds(api: Api, run: RunId) -> dict[int, str]:
     raw = await api.services.connection.hgetall(keys.ops(POOL.id, run))
     return {int(seq): op.decode() for seq, op in raw.items()}
 
@@ -128,8 +130,7 @@ async def test_a_held_poll_is_answered_as_soon_as_its_result_is_there(
     async with running_api(empty_redis.url, long_poll_s=30) as api:
         run = await api.new_run()
         poll = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{run}:0"}))
-        while not api.services.futures.waiters:
-            await asyncio.sleep(0)
+        await until_held(api, poll)
         await finish(api, f"{run}:0", Result.of_json({"model_id": run}))
         answer = await poll
         assert answer.json() == {"model_id": run}
@@ -170,9 +171,9 @@ async def test_a_client_that_hangs_up_frees_its_waiter(empty_redis: EmbeddedRedi
         run = await api.new_run()
         body = json.dumps({"request_id": f"{run}:0"}).encode()
         hung_up = asyncio.Event()
-        messages = [{"type": "http.request", "body": body}]
+        messages: list[Message] = [{"type": "http.request", "body": body}]
 
-        async def receive() -> dict[str, object]:
+        async def receive() -> Message:
             if messages:
                 return messages.pop()
             await hung_up.wait()
@@ -181,21 +182,19 @@ async def test_a_client_that_hangs_up_frees_its_waiter(empty_redis: EmbeddedRedi
         async def send(message: object) -> None:
             pass
 
-        request = api.http.build_request(
-            "POST", "/api/v1/retrieve_future", headers={"X-API-Key": "tml-alice_secret-of-alice"}
-        )
         scope = {
             "type": "http",
             "method": "POST",
             "path": "/api/v1/retrieve_future",
-            "raw_path": b"/api/v1/retrieve_future",
             "query_string": b"",
-            "headers": [*request.headers.raw, (b"content-type", b"application/json")],
+            "headers": [
+                (b"x-api-key", ALICE.encode()),
+                (b"content-type", b"application/json"),
+            ],
             "client": ("127.0.0.1", 1),
         }
         poll = asyncio.create_task(api.app(scope, receive, send))
-        while not api.services.futures.waiters:
-            await asyncio.sleep(0)
+        await until_held(api, poll)
         hung_up.set()
         await poll
         assert api.services.futures.waiters == 0
@@ -207,8 +206,7 @@ async def test_draining_answers_every_held_poll_and_readyz_says_so(
     async with running_api(empty_redis.url, long_poll_s=30) as api:
         run = await api.new_run()
         poll = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{run}:0"}))
-        while not api.services.futures.waiters:
-            await asyncio.sleep(0)
+        await until_held(api, poll)
         api.services.drain()
         assert (await poll).status_code == 408
         readiness = await api.http.get("/readyz")
@@ -220,10 +218,14 @@ async def test_creating_a_run_twice_is_one_run(api: Api) -> None:
     session = (await api.post("create_session", {})).json()["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model}
     answers = [await api.post("create_model", body) for _ in range(2)]
-    assert answers[0].json() == answers[1].json() == {
-        "request_id": f"{session}:train:0:0",
-        "model_id": f"{session}:train:0",
-    }
+    assert (
+        answers[0].json()
+        == answers[1].json()
+        == {
+            "request_id": f"{session}:train:0:0",
+            "model_id": f"{session}:train:0",
+        }
+    )
 
 
 @pytest.mark.parametrize(

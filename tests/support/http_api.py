@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from contextlib import asynccontextmanager
@@ -11,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from cotrain_server.app import create_app
-from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
+from cotrain_store import keys
 from cotrain_store.connection import open_sync_connection
 from cotrain_store.execution import Execution
-from cotrain_store.messages import PoolId, PoolRecord, WorkerId
+from cotrain_store.messages import PoolId, PoolRecord, RunId, WorkerId
 from cotrain_store.spool import Spool, new_writer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+
+    from cotrain_server.services import Services
 
 ALICE = "tml-alice_secret-of-alice"
 BOB = "tml-bob_secret-of-bob"
@@ -52,7 +55,7 @@ class Api:
         headers = {"X-API-Key": key, **kwargs.pop("headers", {})}
         return await self.http.post(f"/api/v1/{path}", json=json, headers=headers, **kwargs)
 
-    async def new_run(self, key: str = ALICE, **lora: Any) -> str:
+    async def new_run(self, key: str = ALICE, **lora: Any) -> RunId:
         """Open a session and a run of rank 4; the run's id."""
         session = (await self.post("create_session", {}, key)).json()["session_id"]
         body = {
@@ -63,7 +66,7 @@ class Api:
         }
         answer = await self.post("create_model", body, key)
         assert answer.status_code == 200, answer.text
-        return str(answer.json()["model_id"])
+        return RunId(answer.json()["model_id"])
 
 
 def pass_body(
@@ -101,9 +104,19 @@ async def running_api(
     http = httpx.AsyncClient(transport=transport, base_url="http://server")
     try:
         async with app.router.lifespan_context(app), http:
+            await listening(app.state.services)
             yield Api(http, app.state.services, app)
     finally:
         shutil.rmtree(folder)
+
+
+async def listening(services: Services) -> None:
+    """Wait until this process hears of results."""
+    channel = keys.notify_results()
+    while True:
+        if (await services.connection.pubsub_numsub(channel))[0][1]:
+            return
+        await asyncio.sleep(0.005)
 
 
 def publish_pool(redis_url: str, folder: Path) -> None:

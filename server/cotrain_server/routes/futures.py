@@ -46,6 +46,7 @@ async def retrieve_future(
     finally:
         waiting.cancel()
         hung_up.cancel()
+        await asyncio.wait({waiting, hung_up})
     if isinstance(outcome, Pending):
         return try_again(poll.request_id, outcome.queue_state, outcome.reason)
     return await _answer(outcome, accept=request.headers.get("accept", ""))

@@ -11,8 +11,6 @@ from starlette.requests import Request
 from cotrain_server.bodies import decompress, read_body, refuse_deep_json
 from cotrain_server.errors import BodyTooLarge, Unreadable, UnsupportedMediaType
 
-pytestmark = pytest.mark.anyio
-
 LIMIT = 1024 * 1024
 
 
