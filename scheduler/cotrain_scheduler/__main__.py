@@ -14,7 +14,7 @@ from cotrain_scheduler.clock import Clock
 from cotrain_scheduler.settings import SchedulerSettings
 from cotrain_store.connection import check_store, open_connection
 from cotrain_store.dispatch import Dispatch
-from cotrain_store.errors import Fenced, UnsafeRedis
+from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.logs import configure_logs
 
 log = structlog.get_logger()
@@ -49,6 +49,9 @@ def main() -> None:
     except UnsafeRedis as unsafe:
         log.error("redis_refused", reason=str(unsafe))  # noqa: TRY400  # the reason says it all
         sys.exit(2)
+    except StoreUnavailable:
+        log.error("redis_away")  # noqa: TRY400  # whoever started this process starts it again
+        sys.exit(1)
 
 
 if __name__ == "__main__":

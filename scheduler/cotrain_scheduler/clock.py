@@ -78,6 +78,7 @@ class Clock:
                 await self._sleep(sleep_until)
         finally:
             listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
             with contextlib.suppress(*CONNECTION_LOST):
                 await self._dispatch.resign()
 

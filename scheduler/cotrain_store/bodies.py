@@ -158,6 +158,7 @@ def _csr(
         crow.size == rows + 1
         and crow[0] == 0
         and crow[-1] == values.size == col.size
+        and crow.min() >= 0  # before the differences mean anything: they may overflow
         and (counts >= 0).all()
         and (col.size == 0 or (col.min() >= 0 and col.max() < columns))
     )

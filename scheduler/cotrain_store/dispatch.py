@@ -23,6 +23,7 @@ from cotrain_store.messages import (
     Step,
     TenantId,
     WorkerId,
+    decode,
     encode,
 )
 
@@ -94,7 +95,7 @@ class Dispatch:
             WorkerId(name.decode()) for name in await self._redis.smembers(keys.workers(pool))
         )
         rows = await self._redis.mget([keys.worker(pool, name) for name in ids]) if ids else []
-        return [WorkerBeat(**json.loads(row)) for row in rows if row]
+        return [decode(WorkerBeat, json.loads(row)) for row in rows if row]
 
     async def open_steps(self, pool: PoolId, worker: WorkerId) -> int:
         """Count a worker's steps that are planned and not yet committed."""

@@ -7,7 +7,7 @@ that was paused while another took its place gets Fenced and must exit.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
@@ -30,7 +30,7 @@ from cotrain_store.messages import (
 from cotrain_store.spool import INLINE_LIMIT_BYTES, SpoolRef
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
     from cotrain_store.dispatch import WorkerBeat
@@ -80,6 +80,7 @@ class Execution:
         self._forget = sync_script(connection, "forget")
         self._close = sync_script(connection, "close")
         self.epoch = 0
+        self._wakes: Any = None  # redis-py leaves its PubSub untyped
 
     def enter(self, record: PoolRecord) -> int:
         """Take this worker's place with a new epoch, and publish what the pool can do."""
@@ -98,6 +99,9 @@ class Execution:
 
     def leave(self) -> None:
         """Say that this worker is gone, without waiting for its beat to run out."""
+        if self._wakes:
+            self._wakes.close()
+            self._wakes = None
         self._redis.delete(keys.worker(self.pool, self.worker))
 
     def open_steps(self) -> list[Step]:
@@ -135,10 +139,12 @@ class Execution:
         results: Mapping[tuple[RunId, int], Result],
         record: Mapping[str, Any],
         counted: Mapping[str, float],
+        crashed: Collection[tuple[RunId, int]] = (),
     ) -> None:
         """Make a step's results visible and end its cycle. Twice is harmless.
 
-        `record` is what the cycle's history keeps; `counted` is added to the pool's totals.
+        `record` is what the cycle's history keeps; `counted` is added to the pool's totals. Ops in
+        `crashed` changed nothing and must never be run again: the log keeps their place only.
 
         Raises:
             Fenced: another worker took this one's place; nothing was written.
@@ -155,7 +161,10 @@ class Execution:
         for op in step.ops:
             packed, ttl_ms = self.pack(results[op.run, op.seq])
             tenant = step.tenant_by_run[op.run]
-            args += [op.run, op.seq, tenant, op.tokens, op.size, ttl_ms, packed, _to_release(op)]
+            has_crashed = (op.run, op.seq) in crashed
+            released = _body_of(op) if has_crashed or op.kind is OpKind.FORWARD else ""
+            kept = _place_of(op) if has_crashed else ""
+            args += [op.run, op.seq, tenant, op.tokens, op.size, ttl_ms, packed, released, kept]
         answer = self._commit(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
@@ -239,13 +248,19 @@ class Execution:
         return bool(answer == b"OK")
 
     def fail_run(self, run: RunId, tenant: TenantId) -> None:
-        """Stop a run that cannot go on: what waits fails, what is planned commits. Others go on."""
+        """Stop a run that cannot go on: what waits fails, what is planned commits. Others go on.
+
+        Raises:
+            Fenced: another worker took this one's place, and the run may well be able to.
+        """
         script_keys = keys.of_close(self.pool, run, tenant)
+        script_keys.append(keys.worker_epoch(self.pool, self.worker))
         args = [
             run, keys.prefix(self.pool), keys.SMALL_RESULT_TTL_MS, "", "", RUN_STOPPED.pack(),
-            RunState.FAILED,
+            RunState.FAILED, self.epoch,
         ]  # fmt: skip
-        self._close(script_keys, args)
+        if self._close(script_keys, args) == b"FENCED":
+            raise Fenced
 
     def referenced_segments(self) -> list[str]:
         """List the spool segments that some op still needs."""
@@ -253,17 +268,18 @@ class Execution:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there may be a step or a run to drop, at most `timeout_s`."""
-        self._subscription().get_message(timeout=timeout_s)
-
-    def _subscription(self) -> Any:  # redis-py leaves its PubSub untyped
-        if not hasattr(self, "_pubsub"):
-            self._pubsub = self._redis.pubsub(ignore_subscribe_messages=True)
-            self._pubsub.subscribe(keys.notify_worker(self.pool, self.worker))
-        return self._pubsub
+        if self._wakes is None:
+            wakes = self._redis.pubsub(ignore_subscribe_messages=True)
+            wakes.subscribe(keys.notify_worker(self.pool, self.worker))
+            self._wakes = wakes  # only now: one that never subscribed would wait for nothing
+        self._wakes.get_message(timeout=timeout_s)
 
 
-def _to_release(op: QueuedOp) -> str:
-    """Name what a committed op needs no more: the body of a forward, which changed no state."""
-    if op.kind is not OpKind.FORWARD:
-        return ""
+def _body_of(op: QueuedOp) -> str:
+    """Name where the body is that a committed op needs no more: `inline` or a spool segment."""
     return "inline" if op.ref == "inline" else SpoolRef.parse(op.ref).segment
+
+
+def _place_of(op: QueuedOp) -> str:
+    """Write the envelope of an op of which only the place in the order is left."""
+    return replace(op, kind=OpKind.REJECTED, tokens=0, size=0, ref="inline").envelope()

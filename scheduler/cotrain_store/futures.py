@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST
-from cotrain_store.errors import RequestNotFound, RunNotFound, SpoolCorrupt, StoreUnavailable
+from cotrain_store.errors import RequestNotFound, RunNotFound, SpoolCorrupt
 from cotrain_store.messages import RequestId, Result, ResultKind, run_of
 from cotrain_store.records import Records
 
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 SWEEP_S = 5.0
 #: A gap younger than this is a client that is still sending.
 GAP_NOTICE_S = 120.0
-_RESUBSCRIBE_S = 0.2
+#: How soon to ask a Redis again that went away.
+_RETRY_S = 0.2
+#: Places in a run's order have at most this many digits; longer ones name nothing.
+_PLACE_DIGITS = 19
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -95,16 +98,26 @@ class Futures:
             RequestNotFound: unknown, expired, or another tenant's.
         """
         deadline = time.monotonic() + timeout_s
-        try:
-            run = await self._owned_run(tenant, request)
-            packed = await self._held(request, timeout_s)
-            if packed is None:
-                return await self._pending(run, request)
-            return await asyncio.to_thread(self._unspool, Result.unpack(packed))
-        except CONNECTION_LOST:
-            if not self._released:
-                await asyncio.sleep(max(0.0, deadline - time.monotonic()))
-            return Pending("paused_capacity", "the server's store is restarting")
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                return await self._outcome(tenant, request, left_s)
+            except CONNECTION_LOST:
+                if self._released or left_s == 0.0:
+                    return Pending("paused_capacity", "the server's store is restarting")
+                await asyncio.sleep(min(_RETRY_S, left_s))
+
+    async def _outcome(
+        self, tenant: TenantId, request: RequestId, timeout_s: float
+    ) -> Result | Pending:
+        run = await self._owned_run(tenant, request)
+        packed = await self._held(request, timeout_s)
+        if packed is None:
+            return await self._pending(run, request)
+        result = Result.unpack(packed)
+        if result.kind is ResultKind.SPOOLED_PASS:
+            return await asyncio.to_thread(self._unspool, result)
+        return result
 
     async def _owned_run(self, tenant: TenantId, request: RequestId) -> RunRecord:
         try:
@@ -134,7 +147,8 @@ class Futures:
             self._redis.zscore(keys.gaps(run.pool), run.id),
         )
         place = request.rpartition(":")[2]
-        if log[0] is None or not place.isdecimal() or int(place) > int(log[2]):
+        is_place = place.isdecimal() and len(place) <= _PLACE_DIGITS
+        if log[0] is None or not is_place or int(place) > int(log[2]):
             raise RequestNotFound
         if int(place) <= int(log[1]) and await self._redis.get(keys.result(request)) is None:
             raise RequestNotFound("The result has expired.")
@@ -143,8 +157,6 @@ class Futures:
         return Pending()
 
     def _unspool(self, result: Result) -> Result:
-        if result.kind is not ResultKind.SPOOLED_PASS:
-            return result
         try:
             return Result(ResultKind.PASS, self._spool.read(result.payload.decode()))
         except SpoolCorrupt as gone:
@@ -160,8 +172,8 @@ class Futures:
                             await self._resolve(list(self._waiters))
                         else:
                             await self._resolve(message["data"].decode().split("\n"))
-            except (*CONNECTION_LOST, StoreUnavailable):
-                await asyncio.sleep(_RESUBSCRIBE_S)
+            except CONNECTION_LOST:
+                await asyncio.sleep(_RETRY_S)
 
     async def _sweep(self) -> None:
         while True:

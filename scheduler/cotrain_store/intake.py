@@ -82,7 +82,7 @@ class Intake:
 
         Raises:
             SeqConflict: the same run id with other settings.
-            RunQuotaReached, QueueFull, StoreUnavailable: try again later.
+            RunQuotaReached, QueueFull, DiskReserveReached, StoreUnavailable: try again later.
         """
         lora = encode(run.lora).encode()
         digest = hashlib.sha256(run.base_model.encode() + b"\0" + lora).hexdigest()
@@ -133,6 +133,8 @@ class Intake:
         digest: str,
         record: str,
     ) -> RequestId:
+        if self._free_disk().free < self._reserve:
+            raise DiskReserveReached  # small ones too: Redis needs disk, and so do recovery copies
         ref = "inline" if len(body) <= INLINE_LIMIT_BYTES else await self._spooled(body)
         segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
         now = time.time()
@@ -160,8 +162,6 @@ class Intake:
         return request_id(run.id, seq)
 
     async def _spooled(self, body: bytes) -> str:
-        if self._free_disk().free < self._reserve:
-            raise DiskReserveReached
         try:
             return await asyncio.wrap_future(self._spool.put(body))
         except OSError as full:

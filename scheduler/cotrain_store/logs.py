@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 if TYPE_CHECKING:
-    from structlog.typing import EventDict, WrappedLogger
+    from structlog.typing import WrappedLogger
 
 #: Anything that looks like an API key, wherever it got into an event.
 _KEY = re.compile(r"\b(?:tml|sk)-[A-Za-z0-9_.-]+")
@@ -24,8 +24,8 @@ def configure_logs(process: str, level: str = "info") -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
             structlog.processors.format_exc_info,
-            _without_keys,
             structlog.processors.JSONRenderer(),
+            _without_keys,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -34,8 +34,6 @@ def configure_logs(process: str, level: str = "info") -> None:
     structlog.contextvars.bind_contextvars(process=process)
 
 
-def _without_keys(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    return {
-        name: _KEY.sub("[key]", value) if isinstance(value, str) else value
-        for name, value in event.items()
-    }
+def _without_keys(_: WrappedLogger, __: str, line: Any) -> str:
+    """Mask keys in the finished line: a key may be in any field, at any depth."""
+    return _KEY.sub("[key]", line)

@@ -7,9 +7,12 @@ read by the next one (unknown fields are ignored), so that a rolling upgrade los
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, NewType
+from typing import TYPE_CHECKING, Any, Literal, NewType, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 TenantId = NewType("TenantId", str)
 SessionId = NewType("SessionId", str)
@@ -19,6 +22,7 @@ PoolId = NewType("PoolId", str)
 WorkerId = NewType("WorkerId", str)
 
 Category = Literal["user", "server", "unknown"]
+_Message = TypeVar("_Message")
 
 
 class OpKind(StrEnum):
@@ -168,8 +172,10 @@ class Step:
     def parse(cls, text: str | bytes) -> Step:
         """Read what `encode` wrote."""
         raw = json.loads(text)
-        ops = tuple(QueuedOp(**{**op, "kind": OpKind(op["kind"])}) for op in raw.pop("ops"))
-        return cls(ops=ops, **raw)
+        raw["ops"] = tuple(
+            decode(QueuedOp, {**op, "kind": OpKind(op["kind"])}) for op in raw["ops"]
+        )
+        return decode(cls, raw)
 
 
 class ResultKind(StrEnum):
@@ -236,3 +242,9 @@ def run_id(session: SessionId, model_seq_id: int) -> RunId:
 def encode(record: Any) -> str:
     """Write a dataclass of this module as compact JSON."""
     return json.dumps(asdict(record), separators=(",", ":"))
+
+
+def decode(message: type[_Message], raw: Mapping[str, Any]) -> _Message:
+    """Build a message of what `encode` wrote, in this version or the next: unknown fields are dropped."""
+    known = {field.name for field in fields(message)}  # type: ignore[arg-type]  # always a dataclass
+    return message(**{name: value for name, value in raw.items() if name in known})

@@ -6,6 +6,7 @@ A foreign id and an unknown id give the same error, so that nobody learns what e
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from dataclasses import replace
@@ -28,11 +29,15 @@ from cotrain_store.messages import (
     SessionId,
     SessionRecord,
     TenantId,
+    decode,
     encode,
 )
 
 if TYPE_CHECKING:
     from cotrain_store.connection import Connection
+
+#: Session ids, and run ids (`<session>:train:<n>`). Anything else a client sends names no record.
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}(:train:[0-9]{1,20})?")
 
 
 class Records:
@@ -68,8 +73,7 @@ class Records:
 
     async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
         """Find a session; raises SessionNotFound."""
-        name = SessionId(session_id)
-        row = await self._redis.hgetall(keys.session(name))
+        row = await self._row(keys.session(SessionId(session_id)), session_id)
         if not row:
             raise SessionNotFound
         session = _session(row)
@@ -95,7 +99,7 @@ class Records:
 
     async def run(self, tenant: TenantId, run_id: str) -> RunRecord:
         """Find a run; raises RunNotFound."""
-        row = await self._redis.hgetall(keys.run(RunId(run_id)))
+        row = await self._row(keys.run(RunId(run_id)), run_id)
         if not row:
             raise RunNotFound
         run = _run(row)
@@ -124,6 +128,13 @@ class Records:
         row = await self._redis.hget(keys.pools(), pool_id)
         return _pool(row) if row else None
 
+    async def _row(self, key: str, asked_for: str) -> dict[bytes, bytes]:
+        """Read a record that a client named; nothing for a name that none of ours has."""
+        if not _ID.fullmatch(asked_for):
+            return {}
+        row: dict[bytes, bytes] = await self._redis.hgetall(key)
+        return row
+
     async def _mark_alive(self, session_id: SessionId) -> None:
         now = repr(time.time())
         await self._redis.set(keys.session_beat(session_id), now, px=keys.SESSION_BEAT_TTL_MS)
@@ -132,17 +143,17 @@ class Records:
 def _session(row: dict[bytes, bytes]) -> SessionRecord:
     raw = json.loads(row[b"record"])
     raw["tags"] = tuple(raw["tags"])
-    session = SessionRecord(**raw)
+    session = decode(SessionRecord, raw)
     finished = row.get(b"finished_at")
     return replace(session, finished_at=float(finished)) if finished else session
 
 
 def _run(row: dict[bytes, bytes]) -> RunRecord:
     raw = json.loads(row[b"record"])
-    raw["lora"] = LoraSpec(**raw["lora"])
+    raw["lora"] = decode(LoraSpec, raw["lora"])
     raw["state"] = RunState(row.get(b"state", b"live").decode())
-    return RunRecord(**raw)
+    return decode(RunRecord, raw)
 
 
 def _pool(row: bytes) -> PoolRecord:
-    return PoolRecord(**json.loads(row))
+    return decode(PoolRecord, json.loads(row))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
 from cotrain_store.dispatch import WorkerBeat
-from cotrain_store.messages import PoolId, TenantId, WorkerId
+from cotrain_store.messages import PoolId, TenantId, WorkerId, decode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,7 +78,7 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
     ]
     return PoolStatus(
         pool=pool,
-        workers=tuple(WorkerBeat(**json.loads(beat)) for beat in beats if beat),
+        workers=tuple(decode(WorkerBeat, json.loads(beat)) for beat in beats if beat),
         workers_known=len(ids),
         open_cycles=sum(opened),
         last_cycle=int(cycle or 0),

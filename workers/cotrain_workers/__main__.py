@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from cotrain_store.connection import check_store_sync, open_sync_connection
-from cotrain_store.errors import Fenced, UnsafeRedis
+from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.execution import Execution
 from cotrain_store.logs import configure_logs
 from cotrain_store.messages import PoolRecord, WorkerId
@@ -120,6 +120,9 @@ def main() -> None:
     except UnsafeRedis as unsafe:
         log.error("redis_refused", reason=str(unsafe))  # noqa: TRY400
         sys.exit(2)
+    except StoreUnavailable:
+        log.error("redis_away")  # noqa: TRY400  # whoever started this process starts it again
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ training never waits for a disk.
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import structlog
@@ -113,8 +113,7 @@ class Keeper:
         for run, debt in sorted(self._debts.items(), key=lambda item: -item[1].compute_s):
             if debt.ops and time.time() < until:
                 self._copy_out(run, debt)
-        for _, writing in self._writing.values():
-            writing.exception(timeout=max(0.1, until - time.time()))
+        wait([writing for _, writing in self._writing.values()], max(0.0, until - time.time()))
         self._register_finished()
         self._writer.shutdown(wait=False, cancel_futures=True)
 
@@ -132,15 +131,19 @@ class Keeper:
         for run, (seq, writing) in list(self._writing.items()):
             if not writing.done():
                 continue
-            del self._writing[run]
             try:
                 snapshot = writing.result()
             except OSError as failed:
+                del self._writing[run]
                 log.error("snapshot_failed", run=run, reason=str(failed))  # noqa: TRY400
                 if run in self._debts:
                     self._debts[run].ops += 1  # still owed
                 continue
-            if self._execution.register_snapshot(run, seq, snapshot.file, snapshot.sha256):
+            registered = self._execution.register_snapshot(run, seq, snapshot.file, snapshot.sha256)
+            del self._writing[
+                run
+            ]  # only now: while Redis is away it stays finished and unregistered
+            if registered:
                 self._keep_two(run)
                 log.info("snapshot_registered", run=run, seq=seq, size=snapshot.size)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.execution import RUN_STOPPED
-from cotrain_store.messages import OpKind, Result, RunId
+from cotrain_store.messages import RunId
+from cotrain_workers.cycle_record import counted_cycle, cycle_record
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
 from cotrain_workers.requests import engine_op, result_of
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import QueuedOp, Step
+    from cotrain_store.messages import Step
     from cotrain_workers.engine import Engine
     from cotrain_workers.keeper import Keeper
     from cotrain_workers.ops import CycleOutput, Op, Output
@@ -45,7 +47,8 @@ _MEASURABLE_TOKENS = 512
 #: How long a drain may spend on recovery copies; what is left is replayed at the next start.
 DRAIN_S = 60.0
 
-_CRASHED = "Internal error: this request could not be run."
+#: The answer to a request that breaks the engine. It must never be run again, not even by a replay.
+_CRASHED = Failure("Internal error: this request could not be run.", "server")
 
 
 class WorkerLoop:
@@ -66,6 +69,7 @@ class WorkerLoop:
         self._device = device
         self._tokens_per_s = tokens_per_s
         self._replayed_ops = 0
+        self._uncounted: Counter[str] = Counter()
         self._stopping = threading.Event()
         self._fenced = False
 
@@ -85,9 +89,12 @@ class WorkerLoop:
                 self._stopping.wait(_RETRY_S)
         if self._fenced:
             raise Fenced
-        self._keeper.drain(DRAIN_S)
         heart.join()
-        self._execution.leave()
+        try:
+            self._keeper.drain(DRAIN_S)
+            self._execution.leave()
+        except CONNECTION_LOST:
+            log.warning("drain_cut_short")  # what was not copied out is replayed
 
     def _turn(self) -> None:
         steps = self._execution.open_steps()
@@ -103,13 +110,15 @@ class WorkerLoop:
         lost = self._restore_runs(step)
         # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
         step = replace(step, ops=tuple(op for op in step.ops if op.seq > self._keeper.done(op.run)))
-        outputs, cost = self._outputs(step, lost)
-        results = {
-            (op.run, op.seq): result_of(op, outputs[op.run, op.seq], step.cycle) for op in step.ops
-        }
-        finished = time.time()
-        record = _record(step, results, cost, started, finished)
-        self._execution.commit(step, results, record, _counted(step, outputs, cost, record))
+        try:
+            outputs, cost = self._outputs(step, lost)
+            finished = time.time()
+            record = self._commit(step, outputs, cost, started, finished)
+        except CONNECTION_LOST:
+            # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
+            for run in {op.run for op in step.ops}:
+                self._keeper.forget_state(run)
+            raise
         self._measure(cost)
         self._keeper.committed(step, finished - started)
         log.info(
@@ -117,18 +126,49 @@ class WorkerLoop:
             tokens=record["tokens"], forwards=record["forwards"], dur_ms=record["duration_ms"],
         )  # fmt: skip
 
+    def _commit(
+        self,
+        step: Step,
+        outputs: Mapping[tuple[str, int], Output],
+        cost: CycleOutput | None,
+        started: float,
+        finished: float,
+    ) -> dict[str, Any]:
+        """Commit a step and return its record. While Redis is away it waits: the work is done."""
+        results = {
+            (op.run, op.seq): result_of(op, outputs[op.run, op.seq], step.cycle) for op in step.ops
+        }
+        record = cycle_record(step, results, cost, started, finished)
+        counted = counted_cycle(step, outputs, cost, record) | self._uncounted
+        crashed = {at for at in results if outputs[at] is _CRASHED}
+        while True:
+            try:
+                self._execution.commit(step, results, record, counted, crashed)
+            except CONNECTION_LOST:
+                if self._stopping.wait(_RETRY_S):
+                    raise
+            else:
+                self._uncounted.clear()
+                return record
+
     def _restore_runs(self, step: Step) -> dict[RunId, Failure]:
         """Have every run of the step in memory; those that cannot be restored fail alone."""
         lost: dict[RunId, Failure] = {}
         for run in dict.fromkeys(op.run for op in step.ops):
             try:
-                self._replayed_ops += self._keeper.ensure(run)
+                self._restore(run)
             except (ReplayDiverged, SpoolCorrupt) as broken:
-                lost[run] = self._fail_run(run, step, str(broken))
+                lost[run] = self._fail_run(run, step, broken)
         return lost
 
-    def _fail_run(self, run: RunId, step: Step, reason: str) -> Failure:
-        log.error("run_failed", run=run, reason=reason)
+    def _restore(self, run: RunId) -> None:
+        replayed = self._keeper.ensure(run)
+        self._replayed_ops += replayed
+        self._uncounted["replayed_ops"] += replayed
+
+    def _fail_run(self, run: RunId, step: Step, broken: ReplayDiverged | SpoolCorrupt) -> Failure:
+        log.error("run_failed", run=run, reason=str(broken))
+        self._uncounted["diverged_runs"] += isinstance(broken, ReplayDiverged)
         self._execution.fail_run(run, step.tenant_by_run[run])
         self._keeper.forget_state(run)
         return Failure(RUN_STOPPED.json()["error"], "server")
@@ -141,7 +181,7 @@ class WorkerLoop:
         bodies = self._execution.bodies(step.ops)
         gone = {op.run for op, body in zip(step.ops, bodies, strict=True) if body is None}
         for run in gone - lost.keys():
-            lost[run] = self._fail_run(run, step, "a body is gone")
+            lost[run] = self._fail_run(run, step, SpoolCorrupt("A body is gone."))
         for op, body in zip(step.ops, bodies, strict=True):
             request = lost.get(op.run) or engine_op(op, body or b"")
             if isinstance(request, Failure):
@@ -154,23 +194,34 @@ class WorkerLoop:
             Exception
         ):  # the loop's one blanket catch: the guilty request is found and fails alone
             log.exception("cycle_failed", cycle=step.cycle)
-            return outputs | self._isolated(runnable), None
+            return outputs | self._isolated(runnable, step), None
         return outputs | dict(cost.outputs), cost
 
-    def _isolated(self, ops: Sequence[Op]) -> dict[tuple[str, int], Output]:
+    def _isolated(self, ops: Sequence[Op], step: Step) -> dict[tuple[str, int], Output]:
         """Run each run's ops by themselves, from their last committed state; blame what still fails."""
         outputs: dict[tuple[str, int], Output] = {}
-        for run in dict.fromkeys(op.run for op in ops):
+        for run in dict.fromkeys(RunId(op.run) for op in ops):
             mine = [op for op in ops if op.run == run]
-            for _ in range(len(mine)):
-                self._keeper.forget_state(RunId(run))
-                self._keeper.ensure(RunId(run))
-                guilty = self._run_one_by_one(mine, outputs)
-                if guilty is None:
-                    break
-                outputs[guilty.run, guilty.seq] = Failure(_CRASHED, "server")
-                mine = [op for op in mine if op is not guilty]
+            try:
+                outputs |= self._run_alone(run, mine)
+            except (ReplayDiverged, SpoolCorrupt) as broken:
+                failure = self._fail_run(run, step, broken)
+                outputs |= dict.fromkeys(((op.run, op.seq) for op in mine), failure)
         return outputs
+
+    def _run_alone(self, run: RunId, ops: Sequence[Op]) -> dict[tuple[str, int], Output]:
+        """Run one run's ops again and again, each time without one more that breaks the engine."""
+        crashed: dict[tuple[str, int], Output] = {}
+        while True:
+            self._keeper.forget_state(run)
+            self._restore(run)
+            outputs: dict[tuple[str, int], Output] = {}
+            guilty = self._run_one_by_one(
+                [op for op in ops if (op.run, op.seq) not in crashed], outputs
+            )
+            if guilty is None:
+                return outputs | crashed
+            crashed[guilty.run, guilty.seq] = _CRASHED
 
     def _run_one_by_one(
         self, ops: Sequence[Op], outputs: dict[tuple[str, int], Output]
@@ -213,62 +264,6 @@ class WorkerLoop:
             seen_at=time.time(),
             restored_ops=self._replayed_ops,
         )
-
-
-def _record(
-    step: Step,
-    results: Mapping[tuple[RunId, int], Result],
-    cost: CycleOutput | None,
-    started: float,
-    finished: float,
-) -> dict[str, Any]:
-    """Sum a cycle up for its history: who was in it, how much, how long each wave took."""
-    runs: dict[RunId, dict[str, Any]] = {}
-    for op in step.ops:
-        row = runs.setdefault(op.run, {"run": op.run, "tenant": step.tenant_by_run[op.run],
-                                       "tokens": 0, "ops": {}, "failed": 0})  # fmt: skip
-        row["tokens"] += op.tokens
-        row["ops"][op.kind.value] = row["ops"].get(op.kind.value, 0) + 1
-        row["failed"] += results[op.run, op.seq].kind.name == "FAILURE"
-    return {
-        "cycle": step.cycle,
-        "worker": step.worker,
-        "planned_at": step.planned_at,
-        "started_at": started,
-        "duration_ms": round((finished - started) * 1000, 3),
-        "wave_ms": round(cost.wave_s * 1000, 3) if cost else None,
-        "optim_ms": round(cost.optim_s * 1000, 3) if cost else None,
-        "tokens": sum(op.tokens for op in step.ops),
-        "padded_tokens": cost.padded_tokens if cost else None,
-        "forwards": cost.forwards if cost else None,
-        "outcome": "ok" if cost else "isolated",
-        "runs": list(runs.values()),
-    }
-
-
-def _counted(
-    step: Step,
-    outputs: Mapping[tuple[str, int], Output],
-    cost: CycleOutput | None,
-    record: Mapping[str, Any],
-) -> dict[str, float]:
-    """Count what this cycle adds to the pool's totals (`metrics.POOL_COUNTERS`)."""
-    failed = [output for output in outputs.values() if isinstance(output, Failure)]
-    return {
-        "cycles": 1,
-        "cycle_seconds": record["duration_ms"] / 1000,
-        "tokens": record["tokens"],
-        "padding_tokens": cost.padded_tokens - cost.tokens if cost else 0,
-        "forwards": cost.forwards if cost else 0,
-        "optim_steps": _count(step.ops, OpKind.OPTIM_STEP),
-        "resolved_ops": len(step.ops),
-        "failed_ops": len(failed),
-        "nonfinite": sum("not finite" in failure.message for failure in failed),
-    }
-
-
-def _count(ops: Sequence[QueuedOp], kind: OpKind) -> int:
-    return sum(op.kind is kind for op in ops)
 
 
 def _resident_bytes() -> int:

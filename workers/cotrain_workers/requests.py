@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.bodies import decode_pass, encode_pass_output, parse_pass
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind
+from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind, decode
 from cotrain_workers.ops import (
     Create,
     CreateOutput,
@@ -32,7 +32,7 @@ def engine_op(op: QueuedOp, body: bytes) -> Op | Failure:
     """Decode one op; a Failure when it was rejected at the door or cannot be read."""
     match op.kind:
         case OpKind.CREATE:
-            lora = LoraSpec(**json.loads(body))
+            lora = decode(LoraSpec, json.loads(body))
             return Create(
                 op.run,
                 op.seq,

@@ -5,7 +5,8 @@ local epoch_key, open, cycles, refs = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local notify, wake, counters = KEYS[5], KEYS[6], KEYS[7]
 local epoch, prefix, cycle, record, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local counted = ARGV[6]
-local FIRST = 7 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, segment to release
+local FIRST = 7 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, what to release
+                -- ('inline', a segment or ''), and what to keep of its envelope instead ('' for all)
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
@@ -13,8 +14,9 @@ end
 if redis.call('HEXISTS', open, cycle) == 0 then
   return 'DONE'
 end
+local totals = cjson.decode(counted) -- before anything is written: a script that fails undoes nothing
 local done = {}
-for i = FIRST, #ARGV, 8 do
+for i = FIRST, #ARGV, 9 do
   local run, seq = ARGV[i], tonumber(ARGV[i + 1])
   done[run] = done[run] or tonumber(redis.call('HGET', prefix .. 'log:' .. run, 'done'))
   if seq > done[run] + 1 then
@@ -24,7 +26,7 @@ for i = FIRST, #ARGV, 8 do
 end
 
 local resolved = {}
-for i = FIRST, #ARGV, 8 do
+for i = FIRST, #ARGV, 9 do
   local run, seq, tenant = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2]
   local log = prefix .. 'log:' .. run
   if seq == tonumber(redis.call('HGET', log, 'done')) + 1 then
@@ -41,11 +43,14 @@ for i = FIRST, #ARGV, 8 do
     elseif ARGV[i + 7] ~= '' and redis.call('HINCRBY', refs, ARGV[i + 7], -1) <= 0 then
       redis.call('HDEL', refs, ARGV[i + 7])
     end
+    if ARGV[i + 8] ~= '' then
+      redis.call('HSET', prefix .. 'ops:' .. run, seq, ARGV[i + 8])
+    end
     resolved[#resolved + 1] = request
   end
 end
 redis.call('HDEL', open, cycle)
-for name, value in pairs(cjson.decode(counted)) do
+for name, value in pairs(totals) do
   redis.call('HINCRBYFLOAT', counters, name, value)
 end
 redis.call('LPUSH', cycles, record)
