@@ -1,0 +1,169 @@
+"""The edges of HTTP: too large, wrong type, a store that is away, metrics, and what logs may say."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+import structlog
+import zstandard
+
+from cotrain.codec import PROTOBUF
+from cotrain_store.logs import configure_logs
+from tests.support.http_api import ALICE, pass_body, running_api
+from tests.support.redis_server import EmbeddedRedis
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CANARY_TOKEN = 31337
+CANARY_TEXT = "canary-prompt"
+
+
+@pytest.fixture(scope="module")
+def own_redis() -> Iterator[EmbeddedRedis]:
+    """A Redis that may be killed."""
+    with EmbeddedRedis() as server:
+        yield server
+
+
+async def test_a_body_over_the_limit_is_refused_in_every_form(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, max_body_bytes=2048) as api:
+        bomb = zstandard.compress(bytes(1 << 20))
+        for content, headers in (
+            (bytes(4096), {"content-type": PROTOBUF}),
+            (bomb, {"content-type": PROTOBUF, "content-encoding": "zstd"}),
+            (b"[" * 4096, {"content-type": "application/json"}),
+        ):
+            answer = await api.post("forward_backward", content=content, headers=headers)
+            assert answer.status_code == 413
+            assert answer.json()["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "code"),
+    [
+        (b"x", {"content-type": "text/plain"}, 415),
+        (b"x", {"content-type": "application/json"}, 400),
+        (b"\xff\xff", {"content-type": PROTOBUF}, 400),
+        (b"", {"content-type": PROTOBUF}, 400),
+        (b"x", {"content-type": PROTOBUF, "content-encoding": "zstd"}, 400),
+        (b"x", {"content-type": PROTOBUF, "content-encoding": "gzip"}, 415),
+        (b'{"a":' * 99, {"content-type": "application/json"}, 400),
+        (b'{"model_id":"x","seq_id":1}', {"content-type": "application/json"}, 404),
+    ],
+)
+async def test_what_cannot_be_read_is_the_callers_error(
+    empty_redis: EmbeddedRedis, content: bytes, headers: dict[str, str], code: int
+) -> None:
+    async with running_api(empty_redis.url) as api:
+        answer = await api.post("forward_backward", content=content, headers=headers)
+        assert answer.status_code == code
+        assert set(answer.json()) == {"detail", "code", "request_id"}
+        assert answer.headers["x-request-id"] == answer.json()["request_id"]
+
+
+async def test_while_redis_is_away_submits_say_when_to_come_back_and_polls_are_held(
+    own_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(own_redis.url) as api:
+        run = await api.new_run()
+        own_redis.kill()
+        submit = await api.post("forward_backward", pass_body(run, 1))
+        assert submit.status_code == 503
+        assert submit.headers["retry-after"] == "1"
+        poll = await api.post("retrieve_future", {"request_id": f"{run}:0"})
+        assert poll.status_code == 408
+        assert poll.json()["queue_state"] == "paused_capacity"
+        readiness = await api.http.get("/readyz")
+        assert readiness.json()["reasons"][0] == "Redis does not answer."
+        assert "cotrain_redis_up 0.0" in (await api.http.get("/metrics")).text
+        assert (await api.http.get("/healthz")).status_code == 200
+        own_redis.restart()
+        answer = await api.post("forward_backward", pass_body(run, 1))
+        assert answer.json()["request_id"] == f"{run}:1"
+
+
+async def test_a_poll_by_a_key_not_seen_lately_is_held_as_well(own_redis: EmbeddedRedis) -> None:
+    async with running_api(own_redis.url) as api:
+        own_redis.kill()
+        poll = await api.post("retrieve_future", {"request_id": "x"})
+        assert poll.status_code == 408
+        own_redis.restart()
+
+
+async def test_readyz_names_what_is_missing(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, base_models="tiny/model,other") as api:
+        answer = await api.http.get("/readyz")
+        assert answer.status_code == 503
+        assert answer.json()["reasons"] == [
+            "No scheduler is running.",
+            "No worker for tiny/model is running.",
+            "No worker for other is running.",
+        ]
+
+
+async def test_one_scrape_tells_of_this_process_and_of_the_pool(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url) as api:
+        run = await api.new_run()
+        await api.post("forward_backward", pass_body(run, 1))
+        lines = (await api.http.get("/metrics")).text.splitlines()
+        assert 'cotrain_queue_tokens{pool="tiny/model",tenant="t-1994bb2433c006e8"} 3.0' in lines
+        assert 'cotrain_cycles_total{pool="tiny/model"} 0.0' in lines
+        assert "cotrain_redis_up 1.0" in lines
+        route = 'cotrain_http_requests_total{code="200",route="/api/v1/forward_backward"}'
+        assert any(line.startswith(route) for line in lines)
+        assert not any(run in line for line in lines)
+
+
+async def test_a_crash_is_answered_with_a_reference_and_nothing_of_what_happened(
+    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_api(empty_redis.url) as api:
+
+        async def crash(*_: object) -> None:
+            raise RuntimeError(CANARY_TEXT)
+
+        monkeypatch.setattr(api.services.records, "run", crash)
+        answer = await api.post("get_info", {"model_id": "x"})
+        assert answer.status_code == 500
+        assert answer.json()["detail"] == f"Internal error (ref {answer.json()['request_id']})."
+        assert CANARY_TEXT not in answer.text
+
+
+async def test_no_key_token_or_text_of_a_tenant_gets_into_the_log(
+    empty_redis: EmbeddedRedis,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs("api", "debug")
+    # A cached logger would go on writing to the stream of this test after it has ended.
+    structlog.configure(cache_logger_on_first_use=False)
+    try:
+        async with running_api(empty_redis.url) as api:
+            run = await api.new_run()
+            await api.post("forward_backward", pass_body(run, 1, [CANARY_TOKEN]))
+            await api.post("forward_backward", pass_body(run, 2, loss_fn=CANARY_TEXT))
+            await api.post("forward_backward", pass_body(run, 2, loss_fn="other"))
+            await api.post("create_model", {"session_id": CANARY_TEXT, "base_model": CANARY_TEXT})
+            await api.post("create_session", {"user_metadata": {CANARY_TEXT: CANARY_TEXT}})
+            await api.post("telemetry", {"events": [{"traceback": CANARY_TEXT}]})
+            await api.post("client/config", {}, key=f"{ALICE}-wrong")
+            await api.post("forward_backward", content=CANARY_TEXT.encode())
+
+            async def crash(*_: object) -> None:
+                raise RuntimeError(CANARY_TEXT)
+
+            monkeypatch.setattr(api.services.records, "run", crash)
+            await api.post("get_info", {"model_id": run})
+    finally:
+        structlog.reset_defaults()
+    written = "".join(capfd.readouterr())
+    events = [json.loads(line)["event"] for line in written.splitlines() if line.startswith("{")]
+    assert "request_crashed" in events
+    assert "request_refused" in events
+    for secret in (str(CANARY_TOKEN), CANARY_TEXT, "secret-of-alice"):
+        assert secret not in written
+    assert logging.getLogger("uvicorn.access").handlers == []
