@@ -1,0 +1,254 @@
+"""The worker's side of the log: what a commit does, and what it can never do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.errors import PlanOutdated, RunFailed, SpoolCorrupt
+from cotrain_store.execution import RUN_STOPPED
+from cotrain_store.messages import (
+    OpKind,
+    Result,
+    ResultKind,
+    RunState,
+    Step,
+    encode,
+    request_id,
+)
+from cotrain_store.spool import INLINE_LIMIT_BYTES
+from tests.support.log import WORKER
+from tests.support.stack import POOL
+
+if TYPE_CHECKING:
+    from cotrain_store.messages import RunRecord
+    from tests.support.log import Log
+
+LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
+
+
+def reopen(log: Log, step: Step) -> None:
+    """Put a step back, as a store that went back in time would."""
+    log.redis.hset(keys.open_steps(POOL, WORKER), step.cycle, encode(step))
+
+
+def done(log: Log, run: RunRecord) -> int:
+    position = log.execution.position(run.id)
+    assert position
+    return position.done
+
+
+async def test_a_commit_shows_results_moves_done_and_ends_its_cycle_at_once(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    step = await log.plan()
+    assert log.queued() == (2, 7, len(b"body") + step.ops[0].size)
+    log.commit(step)
+    assert log.result(run, 0) == log.result(run, 1) == Result.of_json({"said": "done"})
+    assert (done(log, run), log.queued(), log.execution.open_steps()) == (1, (0, 0, 0), [])
+
+
+async def test_what_is_done_is_skipped_by_a_step_that_comes_again(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    first = await log.plan()
+    log.commit(first)
+    await log.submit(run, 2)
+    second = await log.plan()
+    both = replace(second, ops=first.ops + second.ops)
+    reopen(log, both)
+
+    log.commit(both, said="again")
+    assert log.result(run, 1) == Result.of_json({"said": "done"})
+    assert log.result(run, 2) == Result.of_json({"said": "again"})
+    assert (done(log, run), log.queued()) == (2, (0, 0, 0))
+
+
+async def test_a_second_commit_of_a_cycle_changes_nothing(log: Log) -> None:
+    await log.new_run()
+    step = await log.plan()
+    log.commit(step)
+    before = log.everything()
+    log.commit(step, said="again")
+    assert log.everything() == before
+
+
+async def test_a_commit_out_of_order_is_refused_and_writes_nothing(log: Log) -> None:
+    ahead, neighbour = await log.new_run("a"), await log.new_run("b")
+    await log.submit(ahead, 1)
+    step = await log.plan()
+    ops = tuple(op for op in step.ops if (op.run, op.seq) != (ahead.id, 0))
+    assert {op.run for op in ops} == {ahead.id, neighbour.id}
+    before = log.everything()
+    for order in (ops, ops[::-1]):
+        with pytest.raises(AssertionError, match="not committed"):
+            log.commit(replace(step, ops=order))
+        assert log.everything() == before
+
+
+async def test_a_forwards_body_goes_when_it_is_committed_and_others_stay_for_a_replay(
+    log: Log,
+) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1, OpKind.FORWARD)
+    await log.submit(run, 2, OpKind.FORWARD, body=LARGE)
+    await log.submit(run, 3, body=LARGE)
+    assert sum(log.references().values()) == 2
+    step = await log.plan()
+    log.commit(step)
+    create, forward, _, backward = log.execution.bodies(step.ops)
+    assert (create is None, forward, backward) == (False, None, LARGE)
+    assert sum(log.references().values()) == 1
+
+
+async def test_a_request_that_crashed_keeps_its_place_and_nothing_to_run_again(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1, body=LARGE)
+    await log.submit(run, 2)
+    log.commit(await log.plan(), crashed={(run.id, 1), (run.id, 2)})
+    kinds = [op.kind for op in log.execution.logged_ops(run.id, 0, 2)]
+    assert kinds == [OpKind.CREATE, OpKind.REJECTED, OpKind.REJECTED]
+    assert log.references() == {}
+    assert log.execution.register_snapshot(run.id, 2, "file", "sha")  # releases nothing twice
+    assert (log.references(), log.queued()) == ({}, (0, 0, 0))
+
+
+async def test_a_snapshot_cuts_the_log_and_releases_each_body_once(log: Log) -> None:
+    run = await log.new_run()
+    for seq, kind in enumerate([OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.FORWARD], 1):
+        await log.submit(run, seq, kind, body=LARGE)
+    await log.run_all()
+    await log.submit(run, 4, body=LARGE)
+    assert sum(log.references().values()) == 2
+    assert log.execution.register_snapshot(run.id, 3, "file", "sha")
+    assert sum(log.references().values()) == 1
+    with pytest.raises(SpoolCorrupt, match="has no seq 3"):
+        log.execution.logged_ops(run.id, 3, 4)
+    assert [op.seq for op in log.execution.logged_ops(run.id, 4, 4)] == [4]
+
+
+@pytest.mark.parametrize("seq", [-1, 0, 2])
+async def test_a_snapshot_of_the_future_or_the_past_is_not_registered(log: Log, seq: int) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    log.commit(await log.plan(most=1))
+    assert log.execution.register_snapshot(run.id, 0, "file", "sha")
+    before = log.everything()
+    assert not log.execution.register_snapshot(run.id, seq, "other", "sha")
+    assert log.everything() == before
+
+
+async def test_a_plan_is_all_or_nothing(log: Log) -> None:
+    first, second = await log.new_run("a"), await log.new_run("b")
+    queues = {queue.run: queue for queue in await log.dispatch.ready(POOL)}
+    invented = replace(queues[second.id].ops[0], seq=1)
+    ops = (*queues[first.id].ops, *queues[second.id].ops, invented)
+    before = log.everything()
+    tenants = {run.id: run.tenant for run in (first, second)}
+    with pytest.raises(PlanOutdated):
+        await log.dispatch.plan(POOL, Step(1, WORKER, ops, 0.0, tenants))
+    assert log.everything() == before
+
+
+async def test_a_worker_has_one_open_step_at_a_time(log: Log) -> None:
+    run = await log.new_run()
+    await log.plan()
+    await log.submit(run, 1)
+    with pytest.raises(PlanOutdated):
+        await log.plan()
+
+
+async def test_a_closed_run_is_forgotten_once_its_planned_ops_are_committed(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1, body=LARGE)
+    step = await log.plan()
+    await log.submit(run, 2, body=LARGE)
+    await log.intake.close_run(run)
+    assert log.execution.runs_to_drop() == [run.id]
+    assert not log.execution.forget(run.id)
+    log.commit(step)
+    assert log.execution.forget(run.id)
+    assert log.execution.forget(run.id)  # twice is harmless
+    assert (log.references(), log.queued(), log.execution.runs_to_drop()) == ({}, (0, 0, 0), [])
+    assert not log.redis.exists(keys.ops(POOL, run.id), keys.bodies(POOL, run.id))
+
+
+async def test_a_failed_run_stops_alone(log: Log) -> None:
+    broken, neighbour = await log.new_run("a"), await log.new_run("b")
+    await log.submit(broken, 1)
+    step = await log.plan()
+    await log.submit(broken, 2, body=LARGE)
+    await log.submit(broken, 4)
+    log.execution.fail_run(broken.id, broken.tenant)
+    assert log.result(broken, 2) == log.result(broken, 4) == RUN_STOPPED
+    log.commit(step)
+    assert (log.references(), log.queued("a")) == ({}, (0, 0, 0))
+    with pytest.raises(RunFailed):
+        await log.submit(broken, 5)
+    await log.submit(neighbour, 1)
+    assert {op.run for op in (await log.plan()).ops} == {neighbour.id}
+    assert log.redis.smembers(keys.tenant_runs(broken.tenant)) == set()  # no longer counted
+
+
+async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Log) -> None:
+    run = await log.new_run()
+    log.commit(await log.plan())
+    await log.submit(run, 1, body=LARGE)
+    log.commit(await log.plan())
+    log.execution.fail_run(run.id, run.tenant)
+    await log.intake.close_run(run)
+    position = log.execution.position(run.id)
+    assert position is not None
+    assert position.state is RunState.CLOSED
+    assert log.execution.runs_to_drop() == [run.id]
+    assert log.execution.forget(run.id)
+    assert log.references() == {}
+
+
+async def test_a_large_result_goes_to_disk_and_lives_shorter(log: Log) -> None:
+    small, large = Result(ResultKind.PASS, b"small"), Result(ResultKind.PASS, LARGE)
+    assert log.execution.pack(small) == (small.pack(), keys.SMALL_RESULT_TTL_MS)
+    packed, ttl_ms = log.execution.pack(large)
+    reference = Result.unpack(packed)
+    assert (reference.kind, ttl_ms) == (ResultKind.SPOOLED_PASS, keys.LARGE_RESULT_TTL_MS)
+    assert log.results.read(reference.payload.decode()) == LARGE
+
+
+async def test_a_body_that_is_gone_or_changed_is_none(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    await log.submit(run, 2, body=LARGE)
+    step = await log.plan()
+    log.redis.hdel(keys.bodies(POOL, run.id), 1)
+    for segment in log.references():
+        (log.spool.folder / segment).write_bytes(b"")
+    create, *others = log.execution.bodies(step.ops)
+    assert create is not None
+    assert others == [None, None]
+
+
+async def test_cycle_records_and_totals_are_kept(log: Log) -> None:
+    run = await log.new_run()
+    await log.run_all()
+    await log.submit(run, 1)
+    await log.run_all()
+    rows = [json.loads(row) for row in log.redis.lrange(keys.cycles(POOL), 0, -1)]
+    assert [row["cycle"] for row in rows] == [2, 1]
+    assert log.redis.hget(keys.counters(POOL), "cycles") == b"2"
+
+
+async def test_a_commit_wakes_those_who_wait(log: Log) -> None:
+    run = await log.new_run()
+    with log.redis.pubsub(ignore_subscribe_messages=True) as heard:
+        heard.subscribe(keys.notify_results())
+        while heard.get_message(timeout=1) is not None:
+            pass
+        log.commit(await log.plan())
+        message = None
+        while message is None:
+            message = heard.get_message(timeout=5)
+    assert message["data"].decode() == request_id(run.id, 0)

@@ -1,0 +1,301 @@
+"""What is accepted, once and in order; and what is refused, leaving nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.errors import (
+    DiskReserveReached,
+    QueueFull,
+    RunClosed,
+    RunNotFound,
+    RunQuotaReached,
+    SeqConflict,
+    SeqTooFar,
+    StoreUnavailable,
+)
+from cotrain_store.intake import MAX_AHEAD, TenantLimits
+from cotrain_store.messages import LoraSpec, OpKind, Result
+from cotrain_store.spool import INLINE_LIMIT_BYTES
+from tests.support.log import open_log, record_of
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages import RunRecord
+    from tests.support.log import Log
+
+LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
+
+
+async def seqs_ready(log: Log) -> list[int]:
+    return [op.seq for queue in await log.dispatch.ready(POOL) for op in queue.ops]
+
+
+async def test_a_repeat_gets_the_same_request_and_is_one_op(log: Log) -> None:
+    run = await log.new_run()
+    once = await log.submit(run, 1)
+    before = log.everything()
+    assert await log.submit(run, 1) == once == f"{run.id}:1"
+    assert log.everything() == before
+
+
+async def test_repeats_that_meet_are_one_op(log: Log) -> None:
+    run = await log.new_run()
+    requests = await asyncio.gather(*(log.submit(run, 1, body=LARGE) for _ in range(40)))
+    assert set(requests) == {f"{run.id}:1"}
+    assert log.queued()[0] == 2
+    assert sum(log.references().values()) == 1
+
+
+async def test_a_repeat_long_after_its_commit_gets_the_same_request(log: Log) -> None:
+    run = await log.new_run()
+    once = await log.submit(run, 1)
+    await log.run_all()
+    log.execution.register_snapshot(run.id, 1, "file", "sha")
+    before = log.everything()
+    assert await log.submit(run, 1) == once
+    assert log.everything() == before
+
+
+async def test_a_seq_used_with_other_content_is_a_conflict(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    before = log.everything()
+    with pytest.raises(SeqConflict, match="seq_id 1 was already used with different content"):
+        await log.submit(run, 1, body=b"other")
+    assert log.everything() == before
+
+
+async def test_a_run_is_made_once(log: Log) -> None:
+    run = record_of("a")
+    assert await log.intake.create_run(run) == f"{run.id}:0"
+    before = log.everything()
+    assert await log.intake.create_run(replace(run, created_at=run.created_at + 1)) == f"{run.id}:0"
+    with pytest.raises(SeqConflict):
+        await log.intake.create_run(replace(run, lora=LoraSpec(rank=2, seed=0)))
+    assert log.everything() == before
+
+
+async def test_ops_that_come_out_of_order_run_in_order(log: Log) -> None:
+    run = await log.new_run()
+    await log.run_all()
+    for seq in (3, 2, 5):
+        await log.submit(run, seq)
+    assert await seqs_ready(log) == []
+    await log.submit(run, 1)
+    assert await seqs_ready(log) == [1, 2, 3]
+    log.commit(await log.plan())
+    assert await seqs_ready(log) == []
+    await log.submit(run, 4)
+    assert await seqs_ready(log) == [4, 5]
+
+
+async def test_a_run_ends_once_and_what_waited_fails(log: Log) -> None:
+    run = await log.new_run()
+    step = await log.plan()
+    await log.submit(run, 1, body=LARGE)
+    await log.submit(run, 3)
+    request = await log.intake.close_run(run)
+    for seq in (1, 3):
+        failure = log.result(run, seq)
+        assert failure is not None
+        assert failure.json()["category"] == "user"
+    assert (log.references(), log.queued()[0]) == ({}, 1)
+    assert await log.intake.close_run(run) == request == f"{run.id}:unload"
+    log.commit(step)
+    assert log.result(run, 0) == Result.of_json({"said": "done"})
+    assert log.queued() == (0, 0, 0)
+    with pytest.raises(RunClosed):
+        await log.submit(run, 4)
+
+
+async def test_a_failure_that_was_told_stays_when_its_run_ends(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 2)
+    await log.dispatch.expire_gap(POOL, run.id, run.tenant)
+    told = log.result(run, 2)
+    assert told is None  # seq 0 is there: nothing is missing before it
+    await log.run_all()
+    await log.dispatch.expire_gap(POOL, run.id, run.tenant)
+    told = log.result(run, 2)
+    await log.intake.close_run(run)
+    assert told is not None
+    assert log.result(run, 2) == told
+    assert log.queued() == (0, 0, 0)
+
+
+async def test_nothing_can_be_sent_to_a_run_that_is_not_there(log: Log) -> None:
+    before = log.everything()
+    stranger = record_of("a")
+    with pytest.raises(RunNotFound):
+        await log.submit(stranger, 1)
+    with pytest.raises(RunNotFound):
+        await log.intake.close_run(stranger)
+    assert log.everything() == before
+
+
+async def test_a_seq_far_ahead_is_refused_and_leaves_nothing(log: Log) -> None:
+    run = await log.new_run()
+    before = log.everything()
+    with pytest.raises(SeqTooFar, match="too far ahead"):
+        await log.submit(run, MAX_AHEAD)
+    assert log.everything() == before
+    await log.submit(run, MAX_AHEAD - 1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "body"),
+    [
+        (TenantLimits(ops=2), b"x"),
+        (TenantLimits(tokens=13), b"x"),
+        (TenantLimits(bytes=200), b"x" * 200),
+        (TenantLimits(bytes=200), LARGE),
+    ],
+)
+async def test_a_full_queue_refuses_and_leaves_nothing_but_takes_repeats(
+    empty_redis: EmbeddedRedis, tmp_path: Path, limits: TenantLimits, body: bytes
+) -> None:
+    async with open_log(empty_redis.url, tmp_path, limits) as log:
+        run = await log.new_run()
+        first = await log.submit(run, 1, body=b"y")
+        before = log.everything()
+        with pytest.raises(QueueFull):
+            await log.submit(run, 2, body=body)
+        assert log.everything() == before
+        assert await log.submit(run, 1, body=b"y") == first
+
+        other = await log.new_run("b")  # one tenant's queue is not another's
+        assert await log.submit(other, 1, body=b"y")
+        await log.run_all()
+        if body is not LARGE:
+            assert await log.submit(run, 2, body=body)
+
+
+async def test_a_tenant_has_so_many_live_runs(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
+    async with open_log(empty_redis.url, tmp_path, TenantLimits(runs=1)) as log:
+        first = await log.new_run("a", "s1")
+        before = log.everything()
+        with pytest.raises(RunQuotaReached):
+            await log.new_run("a", "s2")
+        assert log.everything() == before
+        assert await log.intake.create_run(first) == f"{first.id}:0"
+        assert await log.new_run("b")
+        await log.intake.close_run(first)
+        assert await log.new_run("a", "s2")
+
+
+async def test_a_large_body_goes_to_disk_and_a_small_one_to_redis(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1, body=b"small")
+    await log.submit(run, 2, body=LARGE)
+    step = await log.plan()
+    assert [op.ref == "inline" for op in step.ops] == [True, True, False]
+    assert log.execution.bodies(step.ops)[1:] == [b"small", LARGE]
+    assert not log.redis.hexists(keys.bodies(POOL, run.id), 2)
+
+
+@pytest.mark.parametrize("body", [b"small", LARGE])
+async def test_below_the_disk_reserve_nothing_new_is_taken(
+    empty_redis: EmbeddedRedis, tmp_path: Path, body: bytes
+) -> None:
+    async with open_log(empty_redis.url, tmp_path) as log:
+        run = await log.new_run()
+        before = log.everything()
+        async with open_log(empty_redis.url, tmp_path, disk_reserve_bytes=1 << 60) as full:
+            before = log.everything()
+            with pytest.raises(DiskReserveReached):
+                await full.submit(run, 1, body=body)
+            with pytest.raises(DiskReserveReached):
+                await full.new_run("b")
+            assert log.everything() == before
+
+
+async def test_a_full_disk_refuses_and_leaves_nothing(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = await log.new_run()
+    before = log.everything()
+    with monkeypatch.context() as full:
+        full.setattr("cotrain_store.spool.os.fdatasync", no_space)
+        with pytest.raises(DiskReserveReached):
+            await log.submit(run, 1, body=LARGE)
+    assert log.everything() == before
+    assert await log.submit(run, 1, body=LARGE)
+
+
+async def test_a_client_that_gives_up_on_a_large_body_does_not_stop_the_others(log: Log) -> None:
+    run = await log.new_run()
+    submits = [asyncio.create_task(log.submit(run, seq, body=LARGE)) for seq in range(1, 21)]
+    await asyncio.sleep(0)
+    for submit in submits[::2]:
+        submit.cancel()
+    await asyncio.gather(*submits, return_exceptions=True)
+    for seq in range(1, 21):
+        assert await log.submit(run, seq, body=LARGE)
+    assert await seqs_ready(log) == list(range(21))
+    assert sum(log.references().values()) == 20
+
+
+async def test_without_redis_nothing_is_accepted_and_afterwards_everything_is(
+    tmp_path: Path,
+) -> None:
+    with EmbeddedRedis() as server:
+        async with open_log(server.url, tmp_path) as log:
+            run = await log.new_run()
+            server.kill()
+            with pytest.raises(StoreUnavailable):
+                await log.submit(run, 1)
+            with pytest.raises(StoreUnavailable):
+                await log.intake.close_run(run)
+            server.restart()
+            assert await log.submit(run, 1)
+            assert await seqs_ready(log) == [0, 1]
+
+
+async def test_what_was_accepted_is_there_after_a_kill_of_redis(tmp_path: Path) -> None:
+    with EmbeddedRedis() as server:
+        async with open_log(server.url, tmp_path) as log:
+            run = await log.new_run()
+            for seq in range(1, 20):
+                await log.submit(run, seq, body=LARGE if seq % 3 == 0 else b"small")
+            before = log.everything()
+            server.kill()
+            server.restart()
+            assert log.everything() == before
+
+
+async def accepted(log: Log, run: RunRecord, seq: int) -> str:
+    while True:
+        try:
+            return await log.submit(run, seq, OpKind.FORWARD, body=b"%d" % seq)
+        except StoreUnavailable:
+            await asyncio.sleep(0.02)
+
+
+async def test_submits_across_kills_of_redis_are_accepted_once_each(tmp_path: Path) -> None:
+    with EmbeddedRedis() as server:
+        async with open_log(server.url, tmp_path) as log:
+            runs = [await log.new_run(f"t{number}") for number in range(4)]
+            submits = [
+                asyncio.create_task(accepted(log, run, seq)) for seq in range(1, 60) for run in runs
+            ]
+            for _ in range(3):
+                await asyncio.sleep(0.02)
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(server.restart)
+            assert len(set(await asyncio.gather(*submits))) == 4 * 59
+            for queue in await log.dispatch.ready(POOL):
+                assert [op.seq for op in queue.ops] == list(range(60))
+            assert all(log.queued(run.tenant)[0] == 60 for run in runs)

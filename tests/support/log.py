@@ -1,0 +1,163 @@
+"""The log of one pool on a real Redis, driven by hand: no clock, no engine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cotrain_scheduler.planner import runnable_prefix
+from cotrain_store import keys
+from cotrain_store.connection import open_connection, open_sync_connection
+from cotrain_store.dispatch import Dispatch
+from cotrain_store.execution import Execution
+from cotrain_store.futures import Futures
+from cotrain_store.intake import Intake, TenantLimits
+from cotrain_store.messages import (
+    LoraSpec,
+    OpKind,
+    RequestId,
+    Result,
+    RunRecord,
+    SessionId,
+    Step,
+    TenantId,
+    WorkerId,
+    run_id,
+)
+from cotrain_store.spool import RESULTS, Spool, new_writer
+from tests.support.stack import MODEL, POOL, pool_record_for_tests
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Collection
+    from pathlib import Path
+
+WORKER = WorkerId("w0")
+
+
+def record_of(tenant: str, session: str = "", lora: LoraSpec | None = None) -> RunRecord:
+    """Describe a run; its session is named after its tenant unless told otherwise."""
+    opened = SessionId(session or f"session-of-{tenant}")
+    lora = lora or LoraSpec(rank=1, seed=0)
+    return RunRecord(run_id(opened, 0), TenantId(tenant), opened, POOL, MODEL, lora, time.time())
+
+
+@dataclass
+class Log:
+    """Every role of the store, and what a test looks at behind their backs."""
+
+    redis: Any
+    connection: Any
+    spool: Spool
+    results: Spool
+    intake: Intake
+    dispatch: Dispatch
+    execution: Execution
+
+    async def new_run(self, tenant: str = "a", session: str = "") -> RunRecord:
+        """Accept a run."""
+        run = record_of(tenant, session)
+        await self.intake.create_run(run)
+        return run
+
+    async def submit(
+        self,
+        run: RunRecord,
+        seq: int,
+        kind: OpKind = OpKind.FORWARD_BACKWARD,
+        *,
+        body: bytes = b"body",
+        tokens: int = 7,
+    ) -> RequestId:
+        """Accept one op; its digest is of its body."""
+        takes_tokens = kind in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
+        return await self.intake.submit(
+            run, seq, kind, body, tokens if takes_tokens else 0, digest=str(hash(body))
+        )
+
+    async def plan(self, most: int = 64) -> Step:
+        """Plan all that may run, at most that many ops of each run."""
+        queues = await self.dispatch.ready(POOL)
+        ops = tuple(op for queue in queues for op in runnable_prefix(queue.ops)[:most])
+        cycle = await self.dispatch.last_cycle(POOL) + 1
+        tenants = {queue.run: queue.tenant for queue in queues}
+        step = Step(cycle, WORKER, ops, time.time(), tenants)
+        await self.dispatch.plan(POOL, step)
+        return step
+
+    def commit(self, step: Step, *, said: str = "done", crashed: Collection[Any] = ()) -> None:
+        """Commit a step with one and the same result for each op."""
+        results = {(op.run, op.seq): Result.of_json({"said": said}) for op in step.ops}
+        self.execution.commit(step, results, {"cycle": step.cycle}, {"cycles": 1}, crashed)
+
+    async def run_all(self) -> None:
+        """Plan and commit until nothing is ready."""
+        while await self.dispatch.ready(POOL):
+            self.commit(await self.plan())
+
+    def new_worker(self) -> Execution:
+        """Take the worker's place, as a second process would."""
+        execution = Execution(self.redis, self.spool, self.results, POOL, WORKER)
+        execution.enter(pool_record_for_tests())
+        return execution
+
+    def futures(self) -> Futures:
+        """Make another API process's waiting room."""
+        return Futures(self.connection, self.spool)
+
+    def result(self, run: RunRecord, seq: int) -> Result | None:
+        """Read what a request resolved to."""
+        packed = self.redis.get(keys.result(RequestId(f"{run.id}:{seq}")))
+        return Result.unpack(packed) if packed else None
+
+    def queued(self, tenant: str = "a") -> tuple[int, int, int]:
+        """Read a tenant's (ops, tokens, bytes) in the queue."""
+        row = self.redis.hmget(keys.queue(POOL, TenantId(tenant)), ["ops", "tokens", "bytes"])
+        ops, tokens, size = (int(value or 0) for value in row)
+        return ops, tokens, size
+
+    def references(self) -> dict[str, int]:
+        """Read how many ops refer to each spool segment."""
+        rows = self.redis.hgetall(keys.spool_segment_refs())
+        return {segment.decode(): int(count) for segment, count in rows.items()}
+
+    def everything(self) -> dict[bytes, Any]:
+        """Read every key with its value, to prove that a refusal wrote nothing."""
+        read = {
+            b"string": self.redis.get,
+            b"hash": self.redis.hgetall,
+            b"set": self.redis.smembers,
+            b"zset": lambda key: self.redis.zrange(key, 0, -1, withscores=True),
+            b"list": lambda key: self.redis.lrange(key, 0, -1),
+        }
+        return {key: read[self.redis.type(key)](key) for key in self.redis.scan_iter()}
+
+
+@contextlib.asynccontextmanager
+async def open_log(
+    redis_url: str, data_dir: Path, limits: TenantLimits | None = None, disk_reserve_bytes: int = 0
+) -> AsyncIterator[Log]:
+    """Open every role of the store on one Redis, led and entered."""
+    connection, redis = open_connection(redis_url), open_sync_connection(redis_url)
+    writer = new_writer("test")
+    spool = Spool(data_dir / "spool", writer)
+    results = Spool(data_dir / "spool", RESULTS + writer)
+    log = Log(
+        redis=redis,
+        connection=connection,
+        spool=spool,
+        results=results,
+        intake=Intake(connection, spool, limits or TenantLimits(), disk_reserve_bytes),
+        dispatch=Dispatch(connection, "scheduler"),
+        execution=Execution(redis, spool, results, POOL, WORKER),
+    )
+    log.execution.enter(pool_record_for_tests())
+    await log.dispatch.lead()
+    try:
+        yield log
+    finally:
+        spool.close()
+        results.close()
+        redis.close()
+        await connection.aclose()
