@@ -57,6 +57,7 @@ async def test_a_replaced_scheduler_can_write_nothing(log: Log) -> None:
     assert not await old.lead()
     await old.resign()
     assert log.everything() == before
+    assert log.redis.get(keys.scheduler_lease()) == b"successor"
 
 
 async def test_the_next_worker_finds_the_step_its_predecessor_left(log: Log) -> None:

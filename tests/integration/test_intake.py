@@ -188,9 +188,9 @@ async def test_a_tenant_has_so_many_live_runs(empty_redis: EmbeddedRedis, tmp_pa
             await log.new_run("a", "s2")
         assert log.everything() == before
         assert await log.intake.create_run(first) == f"{first.id}:0"
-        assert await log.new_run("b")
+        await log.new_run("b")
         await log.intake.close_run(first)
-        assert await log.new_run("a", "s2")
+        await log.new_run("a", "s2")
 
 
 async def test_a_large_body_goes_to_disk_and_a_small_one_to_redis(log: Log) -> None:
