@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from cotrain_workers.losses import LOSSES
 from cotrain_workers.ops import Create, Datum, OptimStep, Pass
+from cotrain_workers.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from cotrain_workers.bank import AdapterState
     from cotrain_workers.ops import Op
-    from cotrain_workers.spec import AdapterSpec, Layout
+    from cotrain_workers.spec import Layout
 
 MODULES = {
     "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -80,22 +81,37 @@ class Tenant:
         return [*ops, step]
 
 
+# Ranks, targets, losses, alphas and lengths that differ in every way; lengths 1 and 2 among them.
+MIX = (
+    Tenant("all-8", AdapterSpec(8, seed=1), "cross_entropy", (17, 1, 40, 2)),
+    Tenant("attn-1", AdapterSpec(1, 2, train_mlp=False, train_unembed=False), "ppo", (33, 33)),
+    Tenant("mlp-4", AdapterSpec(4, 3, train_attn=False, alpha=4.0), "gspo", (5, 12, 2)),
+    Tenant("head-16", AdapterSpec(16, 4, train_attn=False, train_mlp=False), "cispo", (9, 1)),
+    Tenant("all-5", AdapterSpec(5, 5), "importance_sampling", (2, 64)),
+    Tenant("soft-8", AdapterSpec(8, 6, train_unembed=False), "cross_entropy", (7, 30), columns=3),
+    Tenant("all-1", AdapterSpec(1, 7), "dro", (1,)),
+)
+
+
 class PeftOracle:
     """Plain PEFT and `torch.optim.AdamW` on one adapter, one sequence at a time."""
 
-    def __init__(self, folder: Path, spec: AdapterSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, spec: AdapterSpec, dtype: torch.dtype, device: str = "cpu"
+    ) -> None:
         modules = [name for flag, names in MODULES.items() if getattr(spec, flag) for name in names]
         config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=modules)
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
-            self.model = get_peft_model(base, config, autocast_adapter_dtype=False)
+            self.model = get_peft_model(base.to(device), config, autocast_adapter_dtype=False)
         self._parameters = {
             name.removeprefix("base_model.model."): parameter
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
         self.dtype = dtype
+        self.device = device
 
     def load(self, layout: Layout, arena: torch.Tensor) -> None:
         """Copy a weight arena into PEFT's parameters."""
@@ -119,8 +135,9 @@ class PeftOracle:
 
     def logprobs(self, datum: Datum) -> torch.Tensor:
         """Return the log-probabilities of a datum's targets, in their shape."""
-        logits = self.model(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0]
-        targets = torch.from_numpy(datum.inputs["target_tokens"])
+        tokens = torch.from_numpy(datum.tokens).to(self.device)
+        logits = self.model(input_ids=tokens[None]).logits[0]
+        targets = torch.from_numpy(datum.inputs["target_tokens"]).to(self.device)
         columns = targets.reshape(len(targets), -1)
         return torch.log_softmax(logits, -1).gather(1, columns).reshape(targets.shape)
 
@@ -130,7 +147,8 @@ class PeftOracle:
         loss = LOSSES[op.loss_fn]
         for datum in op.datums:
             inputs = {
-                name: torch.from_numpy(datum.inputs[name]).to(self.dtype) for name in loss.inputs
+                name: torch.from_numpy(datum.inputs[name]).to(self.device, self.dtype)
+                for name in loss.inputs
             }
             value = loss.compute(
                 self.logprobs(datum), inputs, {**loss.defaults, **op.loss_config}

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from cotrain_workers.ops import Create, Failure, Pass, PassOutput
-from cotrain_workers.spec import AdapterSpec
-from tests.support.training import Tenant, same_bits
+from tests.support.training import MIX, Tenant, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,15 +20,6 @@ if TYPE_CHECKING:
 
     NewEngine = Callable[..., Engine]
 
-TENANTS = (
-    Tenant("all-8", AdapterSpec(8, seed=1), "cross_entropy", (17, 1, 40, 2)),
-    Tenant("attn-1", AdapterSpec(1, 2, train_mlp=False, train_unembed=False), "ppo", (33, 33)),
-    Tenant("mlp-4", AdapterSpec(4, 3, train_attn=False), "gspo", (5, 12, 2)),
-    Tenant("head-16", AdapterSpec(16, 4, train_attn=False, train_mlp=False), "cispo", (9, 1)),
-    Tenant("all-4", AdapterSpec(4, 5), "importance_sampling", (2, 64)),
-    Tenant("soft-8", AdapterSpec(8, 6, train_unembed=False), "cross_entropy", (7, 30), columns=3),
-    Tenant("all-1", AdapterSpec(1, 7), "dro", (1,)),
-)
 CYCLES = 3
 
 
@@ -67,12 +57,12 @@ def test_a_run_beside_others_equals_the_run_alone_to_the_bit(
     alone = new_engine(family, micro_batch_tokens=micro_batch_tokens)
 
     for cycle in range(CYCLES):
-        present = [tenant for tenant in TENANTS if cycle == 0 or rng.random() < 0.8]
+        present = [tenant for tenant in MIX if cycle == 0 or rng.random() < 0.8]
         mixed = together.run(interleaved(present, cycle, rng))
         for tenant in present:
             assert_same_answers(tenant.run, mixed, alone.run(tenant.ops(cycle)))
 
-    for tenant in TENANTS:
+    for tenant in MIX:
         assert together.state(tenant.run).step > 0
         assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
 
@@ -83,10 +73,10 @@ def test_two_threads_keep_the_promise(new_engine: NewEngine) -> None:
         rng = np.random.default_rng(3)
         together, alone = new_engine(), new_engine()
         for cycle in range(2):
-            mixed = together.run(interleaved(TENANTS, cycle, rng))
-            for tenant in TENANTS:
+            mixed = together.run(interleaved(MIX, cycle, rng))
+            for tenant in MIX:
                 assert_same_answers(tenant.run, mixed, alone.run(tenant.ops(cycle)))
-        for tenant in TENANTS:
+        for tenant in MIX:
             assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
     finally:
         torch.set_num_threads(1)
@@ -96,7 +86,7 @@ def test_how_ops_fall_into_cycles_changes_no_bit(new_engine: NewEngine) -> None:
     one_cycle, op_by_op = new_engine(), new_engine()
 
     for cycle in range(2):
-        ops = TENANTS[0].ops(cycle)
+        ops = MIX[0].ops(cycle)
         one_cycle.run(ops)
         for op in ops:
             op_by_op.run([op])
@@ -109,9 +99,9 @@ def test_the_same_ops_twice_give_the_same_bits(new_engine: NewEngine) -> None:
 
     for cycle in range(2):
         for engine in (first, second):
-            engine.run(interleaved(TENANTS, cycle, np.random.default_rng(cycle)))
+            engine.run(interleaved(MIX, cycle, np.random.default_rng(cycle)))
 
-    for tenant in TENANTS:
+    for tenant in MIX:
         assert same_bits(first.state(tenant.run), second.state(tenant.run))
 
 
@@ -126,7 +116,7 @@ def poisoned(op: Op) -> Op:
 
 
 def test_a_neighbour_with_nan_inputs_changes_no_bit(new_engine: NewEngine) -> None:
-    victim, neighbour = TENANTS[4], TENANTS[0]
+    victim, neighbour = MIX[4], MIX[0]
     beside, alone = new_engine(), new_engine()
     bad = [poisoned(op) if isinstance(op, Pass) else op for op in neighbour.ops(0)]
 
@@ -141,7 +131,7 @@ def test_a_neighbour_with_nan_inputs_changes_no_bit(new_engine: NewEngine) -> No
 
 
 def test_a_neighbour_with_nan_weights_changes_no_bit(new_engine: NewEngine) -> None:
-    victim, neighbour = TENANTS[4], TENANTS[0]
+    victim, neighbour = MIX[4], MIX[0]
     beside, alone = new_engine(), new_engine()
     beside.run([Create(neighbour.run, 0, neighbour.spec)])
     ruined = beside.state(neighbour.run)
@@ -155,7 +145,7 @@ def test_a_neighbour_with_nan_weights_changes_no_bit(new_engine: NewEngine) -> N
 
 
 def test_a_failed_op_keeps_the_gradient_of_earlier_ops(new_engine: NewEngine) -> None:
-    tenant = TENANTS[0]
+    tenant = MIX[0]
     _, good, _, also_good, step = tenant.ops(0)
     engine, expected = new_engine(), new_engine()
 

@@ -1,0 +1,78 @@
+"""The promises of the engine on CUDA; `bench/engine_check.py` prints the same figures and the speed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.engine import Engine
+from tests.support.engine_checks import (
+    bf16_gradient_cosine,
+    mixed_against_alone,
+    parity_with_peft,
+)
+from tests.support.tiny_models import FAMILIES, build_tiny
+from tests.support.training import MIX, same_bits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return build_tiny(request.param, tmp_path)
+
+
+def test_a_mixed_cycle_equals_plain_peft(folder: Path) -> None:
+    parity = parity_with_peft(folder, "cuda", torch.float32)
+
+    assert parity.gradient_error < 1e-5
+    assert parity.logprob_error < 2e-5
+
+
+def test_a_run_beside_others_equals_the_run_alone(folder: Path) -> None:
+    # Not to the bit: cuBLAS chooses kernels by shape. Two AdamW steps multiply a rounding error where a
+    # gradient is near zero.
+    assert mixed_against_alone(folder, "cuda", torch.float32).weight_error < 1e-4
+
+
+def test_gradients_on_a_bf16_base_point_where_those_on_fp32_do(folder: Path) -> None:
+    assert bf16_gradient_cosine(folder, "cuda") > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_cycles_twice_give_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = build_tiny("qwen3", tmp_path)
+    first, second = (Engine.load(str(model), device="cuda", dtype=dtype) for _ in range(2))
+
+    for cycle in range(2):
+        for engine in (first, second):
+            engine.run([op for tenant in MIX for op in tenant.ops(cycle)])
+
+    for tenant in MIX:
+        assert same_bits(first.state(tenant.run), second.state(tenant.run))
+
+
+def test_a_neighbour_full_of_nan_changes_no_bit(tmp_path: Path) -> None:
+    model = build_tiny("qwen3", tmp_path)
+    clean, poisoned = (Engine.load(str(model), device="cuda") for _ in range(2))
+    neighbour, *victims = MIX
+    for engine in (clean, poisoned):
+        engine.run([tenant.ops(0)[0] for tenant in MIX])
+    state = poisoned.state(neighbour.run)
+    state.weights.fill_(np.nan)
+    poisoned.restore(neighbour.run, state)
+
+    for engine in (clean, poisoned):
+        engine.run([op for tenant in MIX for op in tenant.ops(0)[1:]])
+
+    for tenant in victims:
+        assert same_bits(clean.state(tenant.run), poisoned.state(tenant.run))

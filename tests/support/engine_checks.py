@@ -1,0 +1,104 @@
+"""What the engine promises, as measurements on any device: CPU in the unit tests, CUDA when there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cotrain_workers.engine import Engine
+from cotrain_workers.ops import Pass, PassOutput
+from tests.support.training import MIX, PeftOracle, Tenant, relative_error, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from cotrain_workers.ops import Op
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The mixed cycle against plain PEFT: the worst of all tenants."""
+
+    logprob_error: float  # absolute
+    gradient_error: float  # over the largest gradient
+    loss_error: float  # over the sum, where that is above 1
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Two mixed cycles against each tenant alone: the worst of all tenants."""
+
+    is_bit_equal: bool
+    weight_error: float  # over the largest weight
+
+
+def warmed_up(folder: Path, device: str, dtype: torch.dtype | None) -> Engine:
+    """Return an engine whose tenants have taken one step, so that no B is zero."""
+    engine = Engine.load(str(folder), device=device, dtype=dtype)
+    engine.run([op for tenant in MIX for op in tenant.ops(0)])
+    return engine
+
+
+def gradient_passes(tenants: Sequence[Tenant] = MIX) -> list[Op]:
+    """Return the passes of the second cycle, without its steps."""
+    return [op for tenant in tenants for op in tenant.ops(1) if isinstance(op, Pass)]
+
+
+def parity_with_peft(folder: Path, device: str, dtype: torch.dtype) -> Parity:
+    """Run one mixed cycle, then the same passes in PEFT, one tenant and one sequence at a time."""
+    engine = warmed_up(folder, device, dtype)
+    before = {tenant.run: engine.state(tenant.run).weights for tenant in MIX}
+    mixed = engine.run(gradient_passes()).outputs
+    logprob_errors, gradient_errors, loss_errors = [], [], []
+    for tenant in MIX:
+        oracle = PeftOracle(folder, tenant.spec, dtype, device)
+        layout = engine.layout(tenant.run)
+        oracle.load(layout, before[tenant.run])
+        for op in (op for op in gradient_passes([tenant]) if isinstance(op, Pass)):
+            output = mixed[op.run, op.seq]
+            assert isinstance(output, PassOutput), output
+            for datum, ours in zip(op.datums, output.logprobs, strict=True):
+                theirs = oracle.logprobs(datum).detach().float().cpu()
+                logprob_errors.append(float((torch.from_numpy(ours) - theirs).abs().max()))
+            if op.needs_grad:
+                loss = oracle.backward(op)
+                loss_errors.append(abs(output.loss_sum - loss) / max(1.0, abs(loss)))
+        expected = oracle.arena(layout, grads=True)
+        gradient_errors.append(relative_error(engine.state(tenant.run).grads, expected))
+    return Parity(max(logprob_errors), max(gradient_errors), max(loss_errors))
+
+
+def mixed_against_alone(folder: Path, device: str, dtype: torch.dtype | None) -> Alone:
+    """Run two cycles of all tenants together, and of each alone in an engine of the same kind."""
+    together = Engine.load(str(folder), device=device, dtype=dtype)
+    alone = Engine.load(str(folder), device=device, dtype=dtype)
+    for cycle in range(2):
+        together.run([op for tenant in MIX for op in tenant.ops(cycle)])
+        for tenant in MIX:
+            alone.run(tenant.ops(cycle))
+    pairs = [(together.state(tenant.run), alone.state(tenant.run)) for tenant in MIX]
+    return Alone(
+        is_bit_equal=all(same_bits(ours, theirs) for ours, theirs in pairs),
+        weight_error=max(relative_error(ours.weights, theirs.weights) for ours, theirs in pairs),
+    )
+
+
+def bf16_gradient_cosine(folder: Path, device: str) -> float:
+    """Return the worst cosine between a tenant's gradient on a bf16 base and on an fp32 base."""
+    wide = warmed_up(folder, device, torch.float32)
+    narrow = Engine.load(str(folder), device=device, dtype=torch.bfloat16)
+    for tenant in MIX:
+        narrow.restore(tenant.run, wide.state(tenant.run))
+    for engine in (wide, narrow):
+        engine.run(gradient_passes())
+    return min(
+        float(
+            torch.cosine_similarity(
+                narrow.state(tenant.run).grads, wide.state(tenant.run).grads, dim=0
+            )
+        )
+        for tenant in MIX
+    )

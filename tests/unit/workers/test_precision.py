@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from cotrain_workers.ops import PassOutput
+from tests.support.engine_checks import bf16_gradient_cosine, warmed_up
+from tests.support.training import MIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    ModelFolder = Callable[..., Path]
+
+
+def test_gradients_on_a_bf16_base_point_where_those_on_fp32_do(model_folder: ModelFolder) -> None:
+    assert bf16_gradient_cosine(model_folder("qwen3"), "cpu") > 0.999
+
+
+def test_a_bf16_base_keeps_fp32_adapters_and_answers(model_folder: ModelFolder) -> None:
+    engine = warmed_up(model_folder("qwen3"), "cpu", torch.bfloat16)
+
+    for tenant in MIX:
+        state = engine.state(tenant.run)
+        assert {t.dtype for t in (state.weights, state.grads, state.m, state.v)} == {torch.float32}
+    output = engine.run(MIX[0].ops(1)).outputs[MIX[0].run, 6]
+    assert isinstance(output, PassOutput)
+    assert {lp.dtype for lp in output.logprobs} == {np.dtype(np.float32)}
