@@ -1,0 +1,168 @@
+"""The compose file as an operator runs it: built, used through the official SDK, killed, restarted.
+
+Needs a container engine; run by `make test-compose`. One server for the whole file: the tests come
+in the order of a server's life.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import pytest
+
+from tests.support.containers import Containers
+from tests.support.tiny_models import build_tiny_qwen3
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+
+TRAINER = Path(__file__).with_name("trainer.py")
+ALICE = "tml-alice_a-key-that-the-operator-chose"
+STEPS = 10
+
+#: Loss and gradient norm of one step.
+Numbers = tuple[float, float]
+
+
+class Trainer:
+    """A run that the official SDK trains, in a process of its own (trainer.py)."""
+
+    def __init__(self, containers: Containers, key: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, TRAINER, containers.url, key],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def begin(self, index: int) -> None:
+        """Send both requests of a step, without waiting for what comes back."""
+        assert self._ask(f"begin {index}") == "sent"
+
+    def finish(self) -> Numbers:
+        """Wait for the oldest step under way."""
+        loss, grad_norm = json.loads(self._ask("finish"))
+        return loss, grad_norm
+
+    def step(self, index: int) -> Numbers:
+        self.begin(index)
+        return self.finish()
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+
+def train(containers: Containers, key: str) -> list[Numbers]:
+    """Train a fresh run, undisturbed, on the data every run here is given."""
+    with Trainer(containers, key) as run:
+        return [run.step(index) for index in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
+    models = tmp_path_factory.mktemp("models")
+    build_tiny_qwen3(models / "tiny")
+    # The container reads it as another user; pytest's folders and safetensors' files are private.
+    for path in (models, *models.parents[:2], *models.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    variables = {
+        "MODEL_DIR": str(models),
+        "COTRAIN_BASE_MODEL": "tiny=/models/tiny",
+        "COTRAIN_API_KEYS": ALICE,
+        "COTRAIN_TORCH_THREADS": "1",
+    }
+    server = Containers(variables)
+    try:
+        server.compose("build")
+        server.compose("up", "--detach")
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.compose("down", "--volumes")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(containers: Containers) -> list[Numbers]:
+    """What the training gives where nothing goes wrong."""
+    return train(containers, ALICE)
+
+
+def test_training_learns(undisturbed: list[Numbers]) -> None:
+    assert undisturbed[-1][0] < undisturbed[0][0]
+
+
+def test_a_run_outlives_every_container_and_its_numbers_do_not_change(
+    containers: Containers, undisturbed: list[Numbers]
+) -> None:
+    steps = iter(range(STEPS))
+    with Trainer(containers, ALICE) as run:
+        seen = [run.step(next(steps))]
+        for service in ("worker", "redis", "scheduler", "api"):
+            run.begin(next(steps))
+            containers.kill(service)
+            run.begin(next(steps))  # while it is gone
+            containers.start(service)
+            seen += [run.finish(), run.finish()]
+        containers.compose("restart", "api", "redis")
+        seen += [run.step(index) for index in steps]
+    assert seen == undisturbed
+
+
+def test_a_key_made_in_the_container_opens_a_tenant_of_its_own(
+    containers: Containers, undisturbed: list[Numbers]
+) -> None:
+    printed = containers.run("api", "cotrain", "keys", "create", "bob")
+    (key,) = re.findall(r"tml-\S+", printed)
+    assert train(containers, key) == undisturbed
+
+
+def test_the_server_image_has_no_torch(containers: Containers) -> None:
+    search = "import importlib.util as u; print(u.find_spec('torch'))"
+    assert containers.run("api", "python", "-c", search).strip() == "None"
+
+
+@pytest.mark.parametrize("service", ["api", "scheduler", "worker"])
+def test_a_process_is_not_root_and_writes_only_where_it_may(
+    containers: Containers, service: str
+) -> None:
+    attempt = (
+        "import os, pathlib; print(os.getuid(), os.access('/opt/cotrain', os.W_OK), "
+        "os.access('/data', os.W_OK)); pathlib.Path('/opt/cotrain/x').write_text('')"
+    )
+    told = containers.run(service, "sh", "-c", f'python -c "{attempt}" 2>&1 || true')
+    assert told.startswith("10001 False True")
+    assert "Read-only file system" in told
+
+
+@pytest.mark.parametrize("service", ["api", "scheduler", "worker", "redis"])
+def test_a_container_that_serves_is_not_called_unhealthy(
+    containers: Containers, service: str
+) -> None:
+    state = containers.inspect(service)["State"]
+    assert state["Running"]
+    assert state.get("Health", {}).get("Status") != "unhealthy"
+
+
+def test_a_stop_drains_and_every_process_ends_by_itself(containers: Containers) -> None:
+    containers.compose("stop")
+    ends = {
+        service: containers.inspect(service)["State"]["ExitCode"]
+        for service in ("api", "scheduler", "worker", "redis")
+    }
+    assert ends == dict.fromkeys(ends, 0)

@@ -1,0 +1,101 @@
+"""Bring the compose file up for real, under a project name of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT = Path(__file__).parents[2]
+READY_S = 180.0
+
+#: One more compose file, for what a site needs to build or run (a build network, a mirror …).
+OVERRIDE = "COTRAIN_COMPOSE_OVERRIDE"
+
+
+class Containers:
+    """The four services, through the same compose commands an operator types."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        override = os.environ.get(OVERRIDE)
+        files = ["--file", "docker-compose.yml", *(["--file", override] if override else [])]
+        self._command = [
+            *compose_command(),
+            "--project-name",
+            f"cotrain-test-{os.getpid()}",
+            *files,
+        ]
+        # Ours alone: what this shell has set for a server is not what is tested here.
+        inherited = {n: v for n, v in os.environ.items() if not n.startswith("COTRAIN_")}
+        publish = {"PUBLISH": f"127.0.0.1:{self._port}"}
+        self._environment = inherited | publish | dict(variables)
+
+    def compose(self, *arguments: str) -> str:
+        """Run one compose command; its output, with the error output in a failure's message."""
+        done = subprocess.run(
+            [*self._command, *arguments],
+            cwd=ROOT, env=self._environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{arguments}: {done.stderr[-4000:]}"
+        return done.stdout
+
+    def run(self, service: str, *command: str) -> str:
+        """Run a command inside a running container."""
+        return self.compose("exec", "-T", service, *command)
+
+    def kill(self, service: str) -> None:
+        """SIGKILL to the container's process: nothing is drained, flushed or said."""
+        self.compose("kill", "--signal", "SIGKILL", service)
+
+    def start(self, service: str) -> None:
+        """Start a stopped or killed container again, on what it left behind."""
+        self.compose("start", service)
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        """What the engine knows of a service's container."""
+        container = self.compose("ps", "--quiet", "--all", service).strip()
+        told = subprocess.run(
+            ["docker", "inspect", container], capture_output=True, text=True, check=True
+        )
+        facts: dict[str, Any] = json.loads(told.stdout)[0]
+        return facts
+
+    def wait_until_ready(self) -> None:
+        """Return once `/readyz` says yes; fails with its reasons and the logs."""
+        deadline, reasons = time.monotonic() + READY_S, "nothing answered"
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"{self.url}/readyz", timeout=5) as response:
+                    if response.status == 200:
+                        return
+            except urllib.error.HTTPError as not_ready:
+                reasons = not_ready.read().decode()
+            except OSError as unreachable:
+                reasons = str(unreachable)
+            time.sleep(0.2)
+        raise AssertionError(f"not ready: {reasons}\n{self.compose('logs', '--tail', '50')}")
+
+
+def compose_command() -> list[str]:
+    """`docker compose` where the engine has it, else docker-compose 1.29."""
+    asked = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    return ["docker-compose"] if asked.returncode else ["docker", "compose"]
+
+
+def free_port() -> int:
+    """Find a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
