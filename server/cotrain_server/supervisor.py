@@ -36,7 +36,7 @@ SCHEDULER_GRACE_S = 5.0
 WORKER_GRACE_S = 60.0
 REDIS_GRACE_S = 30.0
 #: Processes of a server that was just killed need a moment to be gone.
-LOCK_PATIENCE_S = 10.0
+LOCK_PATIENCE_S = 5.0
 BACKLOG = 4096
 POLL_S = 0.05
 READY_POLL_S = 0.2

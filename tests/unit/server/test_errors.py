@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cotrain_server import errors
@@ -44,7 +46,7 @@ def test_a_code_is_the_errors_name_in_lower_case() -> None:
 
 
 def test_a_schema_error_names_the_field_and_how_many_more_there_are() -> None:
-    found = [
+    found: list[dict[str, Any]] = [
         {"loc": ("body", "data", 3, "tokens"), "msg": "Input should be a list", "input": "secret"},
         {"loc": ("body", "x"), "msg": "Field required"},
     ]

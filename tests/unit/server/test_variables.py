@@ -31,7 +31,9 @@ def test_a_process_gets_its_own_variables_and_no_others() -> None:
 
 
 def test_a_flag_wins_over_the_environment_but_not_where_it_does_not_belong() -> None:
-    made = variables.environment(variables.API, {"PORT": "1", "DEVICE": "cpu"}, {"COTRAIN_PORT": "2"})
+    made = variables.environment(
+        variables.API, {"PORT": "1", "DEVICE": "cpu"}, {"COTRAIN_PORT": "2"}
+    )
     assert made == {"COTRAIN_PORT": "1"}
 
 

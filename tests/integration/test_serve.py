@@ -1,0 +1,154 @@
+"""`cotrain serve` as an operator meets it: keys, deaths of every process, an orderly and a hard end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain import AdamParams, Datum, ModelInput, ServiceClient
+from cotrain_server.folder import DataFolder
+from tests.support.serving import COMMAND, Serving
+from tests.support.tiny_models import build_tiny_qwen3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain import TrainingClient
+
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def pids(serving: Serving) -> dict[str, int]:
+    """Find each process as it was last started."""
+    return {name: int(pid) for name, pid in re.findall(r"(\S+) started \(pid (\d+)\)", serving.log)}
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        status = Path(f"/proc/{pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def train(run: TrainingClient) -> float:
+    """Take one step; its loss."""
+    datum = Datum(
+        model_input=ModelInput.from_ints([1, 2, 3]),
+        loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
+    )
+    loss = run.forward_backward([datum], "cross_entropy")
+    step = run.optim_step(AdamParams(learning_rate=1e-2))
+    step.result(PATIENCE_S)
+    return loss.result(PATIENCE_S).metrics["loss:sum"]
+
+
+def test_a_new_server_makes_a_key_survives_every_death_and_ends_in_order(
+    tmp_path: Path, base_model: str
+) -> None:
+    with Serving(tmp_path, [base_model], []) as serving:
+        key = re.findall(r"API key, shown only now: (\S+)", serving.log)[0]
+        assert find_in_files(tmp_path, key.partition("_")[2]) == []
+        with ServiceClient(base_url=serving.address, api_key=key) as service:
+            run = service.create_lora_training_client(base_model, rank=4)
+            losses = [train(run)]
+            for name in ("worker-w0", "scheduler", "api", "redis"):
+                os.kill(pids(serving)[name], signal.SIGKILL)
+                losses.append(train(run))
+            assert losses == sorted(losses, reverse=True)
+        assert serving.stop() == 0
+        assert serving.log.rstrip().endswith("stopped")
+        assert not any(is_alive(pid) for pid in pids(serving).values())
+        os.close(DataFolder(tmp_path).lock())
+
+
+def test_a_supervisor_that_is_killed_takes_everything_with_it_and_can_start_again(
+    tmp_path: Path, base_model: str
+) -> None:
+    key = "tml-given"
+    with Serving(tmp_path, [base_model], [key]) as serving:
+        refused = subprocess.run(
+            [COMMAND, "keys", "revoke", "nobody", f"--data-dir={tmp_path}"],
+            capture_output=True,
+            check=False,
+            text=True,
+        )
+        assert "There is no key nobody." in refused.stderr
+        started = pids(serving)
+        serving._process.kill()
+        wait_until(lambda: not any(is_alive(pid) for pid in started.values()))
+    with Serving(tmp_path, [base_model], [key]) as serving:
+        readiness = json.load(urllib.request.urlopen(f"{serving.address}/readyz"))
+        assert readiness == {"ready": True, "reasons": []}
+        with ServiceClient(base_url=serving.address, api_key=key) as service:
+            train(service.create_lora_training_client(base_model, rank=4))
+
+
+def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    lock = DataFolder(tmp_path).lock()
+    answer = serve("--base-model=any/model", f"--data-dir={tmp_path}", "--port=0")
+    os.close(lock)
+    assert answer.returncode == os.EX_USAGE
+    assert "Another server uses" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        (["--base-model=./not-there"], {}, "There is no folder ./not-there."),
+        (["--base-model=a/b"], {"COTRAIN_CLOK_MODE": "x"}, "Unknown settings: COTRAIN_CLOK_MODE."),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(
+    tmp_path: Path, options: list[str], settings: dict[str, str], message: str
+) -> None:
+    answer = serve(*options, f"--data-dir={tmp_path}", "--port=0", **settings)
+    assert answer.returncode == os.EX_USAGE
+    assert answer.stderr.strip() == message
+
+
+def test_every_option_names_its_variable() -> None:
+    text = serve("--help", COLUMNS="200", TERM="dumb").stdout
+    options = set(re.findall(r"--([a-z][a-z-]+)", text)) - {"help"}
+    variables = set(re.findall(r"COTRAIN_[A-Z_]+", text))
+    for option in options:
+        stem = option.removeprefix("no-").replace("-", "_").upper()
+        assert {f"COTRAIN_{stem}", f"COTRAIN_{stem}S"} & variables, option
+
+
+def serve(*options: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, "serve", *options],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, **settings},
+    )
+
+
+def find_in_files(folder: Path, secret: str) -> list[Path]:
+    """List the files under a folder that hold a secret."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return [path for path in files if secret.encode() in path.read_bytes()]
