@@ -55,8 +55,10 @@ CMD ["python", "-m", "cotrain_server"]
 # ── engine ───────────────────────────────────────────────────────────────────────────────────────
 FROM build AS worker-packages
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
-RUN pip install --find-links /wheels ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} \
-    --constraint constraints.txt --only-deps ".[workers]"
+# torch first and alone: only torch may come from that index, and its layer outlives other changes.
+RUN pip install --find-links /wheels ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} \
+    --constraint constraints.txt --no-deps torch
+RUN pip install --find-links /wheels --constraint constraints.txt --only-deps ".[workers]"
 
 FROM worker-packages AS worker-installed
 COPY --from=wheel /dist /dist
