@@ -126,7 +126,7 @@ class Chunk:
         self._hidden = task.hidden[rows]
         self._targets = task.targets[rows]
         self._hidden_grad = None if task.hidden_grad is None else task.hidden_grad[rows]
-        self._low: torch.Tensor | None = None  # hidden @ A^T, [c, rank]
+        self._low: torch.Tensor | None = None  # A @ hidden^T, [rank, c]
         self._capped: torch.Tensor | None = None  # tanh(logits / softcap), [c, V]
         logits = self._logits()
         peak = logits.amax(dim=-1, keepdim=True)
@@ -143,10 +143,10 @@ class Chunk:
         if self._part is not None:
             assert self._low is not None
             assert self._part.grads is not None
-            low_grad = torch.mm(grad, self._part.weights.b)  # [c, rank]
-            hidden_grad.addmm_(low_grad, self._part.weights.a, alpha=self._part.scale)
-            add_product(self._part.grads.b, grad.t(), self._low, self._part.scale)
-            add_product(self._part.grads.a, low_grad.t(), self._hidden, self._part.scale)
+            low_grad = torch.mm(self._part.weights.b.t(), grad.t())  # [rank, c]
+            hidden_grad.addmm_(low_grad.t(), self._part.weights.a, alpha=self._part.scale)
+            add_product(self._part.grads.b, grad.t(), self._low.t(), self._part.scale)
+            add_product(self._part.grads.a, low_grad, self._hidden, self._part.scale)
         assert self._hidden_grad is not None
         self._hidden_grad.copy_(hidden_grad)
 
@@ -155,8 +155,8 @@ class Chunk:
         product = wide_product if narrow else torch.mm
         logits = product(self._hidden, self._weight.t())  # [c, V]
         if self._part is not None:
-            self._low = torch.mm(self._hidden, self._part.weights.a.t())
-            add_product(logits, self._low, self._part.weights.b.t(), self._part.scale)
+            self._low = torch.mm(self._part.weights.a, self._hidden.t())
+            add_product(logits, self._low.t(), self._part.weights.b.t(), self._part.scale)
         if self._softcap is not None:
             logits.div_(self._softcap).tanh_()
             self._capped = logits.clone() if self._hidden_grad is not None else None
