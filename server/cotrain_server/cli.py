@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cotrain_server.folder import DataFolder, FolderInUse, UnsafeFolder
@@ -18,6 +19,7 @@ from cotrain_server.supervisor import Announcement, Plan, Supervisor
 from cotrain_server.variables import unknown_variables
 from cotrain_store.connection import CONNECTION_LOST, open_connection
 from cotrain_store.embedded import NoRedisFound
+from cotrain_store.errors import InvalidKey, UnsafeRedis
 from cotrain_store.messages import TenantId
 from cotrain_store.tenants import Tenants
 
@@ -92,17 +94,16 @@ def serve(
         "CLOCK_PERIOD_S": str(clock_period_s),
         "DEVICE": device,
         "TORCH_THREADS": str(torch_threads),
-        "ACCEPT_DATA_LOSS": str(accept_data_loss).lower(),
         "LOG_LEVEL": log_level,
     }
-    if api_key:
-        given["API_KEYS"] = ",".join(api_key)
     plan = Plan(
-        base_models=tuple(_base_model(name) for name in base_model),
+        base_models=tuple(_base_model(name) for names in base_model for name in names.split(",")),
         host=host,
         port=port,
         data_dir=data_dir.absolute(),
         redis_url=redis_url,
+        api_keys=tuple(key for keys in api_key or () for key in keys.split(",") if key),
+        accept_data_loss=accept_data_loss,
         given=given,
     )
     _run(plan)
@@ -156,8 +157,10 @@ def revoke(
 def _run(plan: Plan) -> None:
     try:
         asyncio.run(Supervisor(plan, _say, _announce).run())
-    except (FolderInUse, UnsafeFolder, NoRedisFound) as error:
+    except (FolderInUse, UnsafeFolder, NoRedisFound, UnsafeRedis) as error:
         _give_up(str(error))
+    except InvalidKey as error:
+        _give_up(f"--api-key: {error} A key is `tml-` and letters, digits, `_`, `.` or `-`.")
     except OSError as error:
         _give_up(f"Cannot listen on {plan.host}:{plan.port}: {error.strerror}.")
 
@@ -174,7 +177,7 @@ def _base_model(name: str) -> str:
 
 
 def _say(line: str) -> None:
-    console.print(f"[dim]{datetime.now():%H:%M:%S}[/dim] {line}")  # for a terminal
+    console.print(f"[dim]{datetime.now():%H:%M:%S}[/dim] {escape(line)}")  # for a terminal
 
 
 def _announce(announcement: Announcement) -> None:
@@ -214,5 +217,5 @@ def _with_tenants(
 
 
 def _give_up(message: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(escape(message))
     sys.exit(os.EX_USAGE)

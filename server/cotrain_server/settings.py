@@ -52,6 +52,12 @@ class ServerSettings(StoreSettings):
     def _split(cls, value: object) -> object:
         return value.replace(",", " ").split() if isinstance(value, str) else value
 
+    @field_validator("admin_key", mode="before")
+    @classmethod
+    def _unset_if_empty(cls, value: object) -> object:
+        # A container passes an unset variable on as an empty one; no empty key may open anything.
+        return value or None
+
     @property
     def tenant_limits(self) -> TenantLimits:
         """What one tenant may have waiting."""

@@ -22,8 +22,9 @@ from cotrain_server.children import Child, Program
 from cotrain_server.folder import DataFolder, FolderInUse
 from cotrain_server.probe import probe
 from cotrain_server.readiness import write_troubles
-from cotrain_store.connection import CONNECTION_LOST, open_connection
+from cotrain_store.connection import CONNECTION_LOST, check_store, open_connection
 from cotrain_store.embedded import find_redis_binary, redis_command
+from cotrain_store.errors import StoreUnavailable
 from cotrain_store.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class Plan:
     data_dir: Path
     redis_url: str | None
     """None: start our own Redis."""
+    api_keys: tuple[str, ...]
+    """None given and none known: one is made."""
+    accept_data_loss: bool
     given: Mapping[str, str]
     """Settings given by flag, by variable name without its prefix."""
 
@@ -84,6 +88,7 @@ class Supervisor:
 
         Raises:
             FolderInUse, UnsafeFolder, NoRedisFound, OSError: the server cannot start at all.
+            UnsafeRedis, InvalidKey: it must not.
         """
         for signum in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
@@ -110,8 +115,7 @@ class Supervisor:
         programs = Programs(self.plan, folder, redis_url, lock, listener.fileno())
         if self.plan.redis_url is None:
             self._add(folder, [programs.redis()])
-        await _answering(redis_url)
-        new_key = None if "API_KEYS" in self.plan.given else await _first_key(redis_url)
+        new_key = await _prepare_store(redis_url, self.plan)
         self._add(folder, programs.workers())
         self._add(folder, [programs.scheduler()])
         self._add(folder, [programs.api()])
@@ -207,7 +211,13 @@ class Programs:
     def _ours(
         self, name: str, module: str, known: frozenset[str], grace_s: float, **own: str
     ) -> Program:
-        shared = {"REDIS_URL": self.redis_url, "DATA_DIR": str(self.folder.path)}
+        shared = {
+            "REDIS_URL": self.redis_url,
+            "DATA_DIR": str(self.folder.path),
+            "ACCEPT_DATA_LOSS": str(self.plan.accept_data_loss).lower(),
+            # Registered by us already, and no other process needs to hold them.
+            "API_KEYS": "",
+        }
         # -P: a file of the folder we were started in must not be taken for a module.
         command = [sys.executable, "-P", "-m", module]
         given = {**self.plan.given, **shared, **own}
@@ -232,26 +242,26 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
-async def _answering(redis_url: str) -> None:
+async def _prepare_store(redis_url: str, plan: Plan) -> str | None:
+    """Wait for Redis, refuse an unsafe one, and see to it that there is an API key.
+
+    Returns a key made just now, because there was none.
+    """
     connection = open_connection(redis_url)
     try:
         while True:
-            with suppress(*CONNECTION_LOST):
-                await connection.ping()
-                return
+            with suppress(StoreUnavailable, *CONNECTION_LOST):
+                await check_store(connection, accept_data_loss=plan.accept_data_loss)
+                return await _prepare_keys(Tenants(connection), plan.api_keys)
             await asyncio.sleep(POLL_S)
     finally:
         await connection.aclose()
 
 
-async def _first_key(redis_url: str) -> str | None:
-    """Make an API key where there is none at all, so that a new server can be used."""
-    connection = open_connection(redis_url)
-    try:
-        tenants = Tenants(connection)
-        return None if await tenants.list_keys() else await tenants.issue("first tenant")
-    finally:
-        await connection.aclose()
+async def _prepare_keys(tenants: Tenants, given: Sequence[str]) -> str | None:
+    for key in given:
+        await tenants.register(key, "operator's key")
+    return None if await tenants.list_keys() else await tenants.issue("first tenant")
 
 
 async def _ready(url: str) -> None:

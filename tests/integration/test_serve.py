@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import redis
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient
 from cotrain_server.folder import DataFolder
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import COMMAND, Serving
 from tests.support.tiny_models import build_tiny_qwen3
 
@@ -88,12 +90,7 @@ def test_a_supervisor_that_is_killed_takes_everything_with_it_and_can_start_agai
 ) -> None:
     key = "tml-given"
     with Serving(tmp_path, [base_model], [key]) as serving:
-        refused = subprocess.run(
-            [COMMAND, "keys", "revoke", "nobody", f"--data-dir={tmp_path}"],
-            capture_output=True,
-            check=False,
-            text=True,
-        )
+        refused = run_cotrain("keys", "revoke", "nobody", f"--data-dir={tmp_path}")
         assert "There is no key nobody." in refused.stderr
         started = pids(serving)
         serving._process.kill()
@@ -128,6 +125,49 @@ def test_a_mistake_on_the_command_line_is_one_sentence(
     assert answer.stderr.strip() == message
 
 
+def test_a_key_that_no_sdk_would_send_is_refused_at_once(
+    tmp_path: Path, empty_redis: EmbeddedRedis
+) -> None:
+    answer = serve(
+        "--base-model=a/b",
+        "--api-key=secret",
+        f"--data-dir={tmp_path}",
+        f"--redis-url={empty_redis.url}",
+        "--port=0",
+    )
+    assert answer.returncode == os.EX_USAGE
+    assert answer.stderr.startswith("--api-key: Invalid API key.")
+
+
+def test_a_redis_that_could_lose_writes_is_refused(tmp_path: Path) -> None:
+    with EmbeddedRedis() as unsafe:
+        with redis.Redis.from_url(unsafe.url) as connection:
+            connection.config_set("appendfsync", "everysec")
+        answer = serve(
+            "--base-model=a/b", f"--data-dir={tmp_path}", f"--redis-url={unsafe.url}", "--port=0"
+        )
+    assert answer.returncode == os.EX_USAGE
+    assert "could lose acknowledged writes: appendfsync is 'everysec'" in answer.stderr
+
+
+def test_keys_are_made_listed_and_revoked(tmp_path: Path, empty_redis: EmbeddedRedis) -> None:
+    at = [f"--data-dir={tmp_path}", f"--redis-url={empty_redis.url}"]
+    key = run_cotrain("keys", "create", "alice", *at).stdout.strip()
+    key_id, _, secret = key.removeprefix("tml-").partition("_")
+    listed = run_cotrain("keys", "list", *at).stdout
+    assert key_id in listed
+    assert "alice" in listed
+    assert secret not in listed
+    assert run_cotrain("keys", "revoke", key_id, *at).returncode == 0
+    assert key_id not in run_cotrain("keys", "list", *at).stdout
+
+
+def test_keys_of_a_server_that_does_not_run_are_out_of_reach(tmp_path: Path) -> None:
+    answer = run_cotrain("keys", "list", f"--data-dir={tmp_path}")
+    assert answer.returncode == os.EX_USAGE
+    assert "Is `cotrain serve` running" in answer.stderr
+
+
 def test_every_option_names_its_variable() -> None:
     text = serve("--help", COLUMNS="200", TERM="dumb").stdout
     options = set(re.findall(r"--([a-z][a-z-]+)", text)) - {"help"}
@@ -138,8 +178,12 @@ def test_every_option_names_its_variable() -> None:
 
 
 def serve(*options: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return run_cotrain("serve", *options, **settings)
+
+
+def run_cotrain(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [COMMAND, "serve", *options],
+        [COMMAND, *arguments],
         capture_output=True,
         check=False,
         text=True,

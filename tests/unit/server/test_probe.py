@@ -1,0 +1,51 @@
+"""The health probe, against real answers and none."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING
+
+import pytest
+from typing_extensions import override
+
+from cotrain_server.probe import main, probe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/healthz" else 503)
+        self.end_headers()
+        self.wfile.write(b"because")
+
+    @override
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_healthy_server_exits_zero(address: str) -> None:
+    assert main([f"{address}/healthz"]) == 0
+
+
+def test_an_unready_server_exits_one_and_says_why(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"{address}/readyz"]) == 1
+    assert capsys.readouterr().err == "503 because\n"
+
+
+def test_where_nothing_listens_the_status_is_zero() -> None:
+    assert probe("http://127.0.0.1:1/healthz") == (0, b"")

@@ -1,0 +1,49 @@
+"""The API's settings, as they come from variables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("COTRAIN_REDIS_URL", "unix:///nowhere")
+    monkeypatch.setenv("COTRAIN_DATA_DIR", str(tmp_path))
+    return monkeypatch
+
+
+def test_a_list_is_separated_by_commas_or_spaces(variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("COTRAIN_API_KEYS", "tml-a,tml-b tml-c")
+    keys = ServerSettings().api_keys
+    assert [key.get_secret_value() for key in keys] == ["tml-a", "tml-b", "tml-c"]
+
+
+def test_no_key_is_ever_printed(variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("COTRAIN_API_KEYS", "tml-secret")
+    variables.setenv("COTRAIN_ADMIN_KEY", "admin-secret")
+    assert "secret" not in repr(ServerSettings())
+
+
+def test_an_empty_admin_key_is_none_and_opens_nothing(variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("COTRAIN_ADMIN_KEY", "")
+    variables.setenv("COTRAIN_API_KEYS", "")
+    assert ServerSettings().admin_key is None
+    assert ServerSettings().api_keys == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PORT", "70000"), ("LONG_POLL_S", "60"), ("QUOTA_OPS", "0")]
+)
+def test_a_bad_value_stops_the_process(
+    variables: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    variables.setenv(f"COTRAIN_{name}", value)
+    with pytest.raises(ValueError, match=name.lower()):
+        ServerSettings()
