@@ -1,5 +1,5 @@
 # `make demo` and `make test` are all a newcomer types; each target makes what it needs.
-# PYTHON picks the interpreter for .venv (3.11 to 3.13), ARGS goes to pytest.
+# PYTHON picks the interpreter for .venv (3.11 to 3.13), ARGS goes to pytest or the benchmark.
 
 PYTHON ?= python3
 VENV := .venv
@@ -51,7 +51,7 @@ proto: ## Generate the wire messages from wire.proto
 	PYTHON=$(PYTHON) client/cotrain/proto/generate.sh
 
 bench: $(INSTALLED) ## Measure the server against one tenant alone and against PEFT
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench.through_http $(ARGS)
 
 up: ## Build and start the containers (GPU=1 for a GPU)
 	$(COMPOSE) $(COMPOSE_FILES) up --build --detach

@@ -1,0 +1,49 @@
+"""The make targets run things that are there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+def commands(target: str) -> str:
+    """What make would run, were nothing made yet."""
+    done = subprocess.run(
+        ["make", "--dry-run", "--always-make", "--no-print-directory", target],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_a_newcomer_finds_the_two_commands() -> None:
+    listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {"demo", "test"} <= {line.split()[0] for line in listed.splitlines() if line}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_script_and_module_a_target_runs_is_there(target: str) -> None:
+    ran = commands(target)
+    for script in re.findall(r"(?<=\s)[\w/]+\.(?:py|sh)\b", ran):
+        assert (ROOT / script).is_file()
+    for module in re.findall(r"python -m ([\w.]+)", ran):
+        assert find_spec(module) is not None
+    for folder in re.findall(r"(?<=\s)tests/\w+(?=\s)", ran):
+        assert (ROOT / folder).is_dir()
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "test-compose", "test-gpu", "lint", "bench"])
+def test_a_target_first_makes_what_it_needs(target: str) -> None:
+    assert 'install --quiet --constraint constraints.txt --editable ".[all]"' in commands(target)
+
+
+def test_continuous_integration_runs_what_a_developer_types() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    assert script.read_text().splitlines()[-1] == "make lint test"
