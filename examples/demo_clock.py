@@ -1,0 +1,100 @@
+"""How many clock cycles a training step takes, by how its loop is written.
+
+Run against a server in metronome mode, whose cycles start on a beat, as those of hosted services do.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from demo_tenants import TENANTS, datum
+
+from cotrain import AdamParams, ServiceClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from demo_tenants import Corpus
+
+    from cotrain import Datum, Future, TrainingClient
+    from cotrain.types import ForwardBackwardOutput, OptimStepResponse
+
+    Sent = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
+    TrainLoop = Callable[[TrainingClient, list[Datum], int], list[float]]
+
+STEPS = 5
+ADAM = AdamParams(learning_rate=1e-3)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one step of a loop costs."""
+
+    cycles: float
+    seconds: float
+
+
+def measure_loops(address: str, base_model: str, corpus: Corpus) -> dict[str, Cost]:
+    """Train `STEPS` steps with each of `LOOPS`."""
+    tenant = TENANTS[0]
+    with ServiceClient(address, tenant.key) as service:
+        run = service.create_lora_training_client(base_model, rank=8, seed=1)
+        rows = corpus.batch(tenant.kind, step=0)[:2]
+        data = [datum(row, weights=[1.0] * (len(row) - 1)) for row in rows]
+        return {name: _cost(loop, run, data) for name, loop in LOOPS.items()}
+
+
+def naive(run: TrainingClient, data: list[Datum], steps: int) -> list[float]:
+    """Wait for each result before sending the next request."""
+    cycles = []
+    for _ in range(steps):
+        output = run.forward_backward(data, "cross_entropy").result()
+        run.optim_step(ADAM).result()
+        cycles.append(_cycle(output))
+    return cycles
+
+
+def submit_both(run: TrainingClient, data: list[Datum], steps: int) -> list[float]:
+    """Send both requests of a step, then wait for both."""
+    return [_cycle(_wait(_send(run, data))) for _ in range(steps)]
+
+
+def pipelined(run: TrainingClient, data: list[Datum], steps: int) -> list[float]:
+    """Send the next step before waiting for this one."""
+    cycles, sent = [], _send(run, data)
+    for _ in range(steps - 1):
+        following = _send(run, data)
+        cycles.append(_cycle(_wait(sent)))
+        sent = following
+    return [*cycles, _cycle(_wait(sent))]
+
+
+LOOPS: Mapping[str, TrainLoop] = {
+    "naive": naive,
+    "submit both": submit_both,
+    "pipelined": pipelined,
+}
+
+
+def _cost(loop: TrainLoop, run: TrainingClient, data: list[Datum]) -> Cost:
+    _wait(_send(run, data))  # from here on we move with the beat
+    started_at = time.monotonic()
+    cycles = loop(run, data, STEPS)
+    elapsed_s = time.monotonic() - started_at
+    return Cost((cycles[-1] - cycles[0]) / (STEPS - 1), elapsed_s / STEPS)
+
+
+def _send(run: TrainingClient, data: list[Datum]) -> Sent:
+    return run.forward_backward(data, "cross_entropy"), run.optim_step(ADAM)
+
+
+def _wait(sent: Sent) -> ForwardBackwardOutput:
+    output, step = sent
+    step.result()
+    return output.result()
+
+
+def _cycle(output: ForwardBackwardOutput) -> float:
+    return output.metrics["clock_cycle:unique"]

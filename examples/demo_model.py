@@ -1,0 +1,159 @@
+"""The demo's base model: Qwen3 in small, with a tokenizer of its own, trained here for a minute.
+
+There is no hub in this demo, so what a hub would have given is made: a byte-level BPE tokenizer with
+a chat template, and weights under which text looks like text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from demo_texts import KINDS, text_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+transformers.utils.logging.disable_progress_bar()  # ours says more
+
+VOCAB = 1024
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+STEPS, ROWS, LENGTH = 600, 8, 128
+LEARNING_RATE, MUON_LEARNING_RATE = 4e-3, 0.02
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DONE = "demo.json"
+
+
+def cached_model(folder: Path, on_step: Callable[[int, int, float], None]) -> Path:
+    """Return the folder of the base model; makes it where this recipe has not been made there.
+
+    `on_step(step, steps, loss)` hears how the training goes.
+    """
+    recipe = _recipe()
+    done = folder / DONE
+    if done.is_file() and json.loads(done.read_text()) == recipe:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    tokenizer = _train_tokenizer()
+    tokenizer.save_pretrained(folder)
+    _train_model(tokenizer, on_step).save_pretrained(folder)
+    done.write_text(json.dumps(recipe))
+    return folder
+
+
+def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
+    """Return what turns text into the token ids of a model."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    return lambda text: list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def write_on(folder: Path, prompt: str, num_tokens: int) -> str:
+    """Let the base model continue a prompt, to see what it makes of text."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = tokenizer(prompt, return_tensors="pt").input_ids
+    torch.manual_seed(0)
+    written = model.generate(
+        tokens, max_new_tokens=num_tokens, do_sample=True, temperature=0.7, pad_token_id=0
+    )
+    return str(tokenizer.decode(written[0]))
+
+
+def _recipe() -> dict[str, str | int]:
+    """Whatever changes the model: its shape, its training, its text."""
+    text = hashlib.sha256("".join(piece for kind in KINDS for piece in text_of(kind).base).encode())
+    recipe = f"{VOCAB} {SHAPE} {STEPS} {ROWS} {LENGTH} {LEARNING_RATE} {CHAT_TEMPLATE}"
+    return {"recipe": recipe, "text": text.hexdigest()}
+
+
+def _train_tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator((p for kind in KINDS for p in text_of(kind).base), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=SPECIAL_TOKENS[2],
+        pad_token=SPECIAL_TOKENS[0],
+        additional_special_tokens=[SPECIAL_TOKENS[1]],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _train_model(
+    tokenizer: PreTrainedTokenizerFast, on_step: Callable[[int, int, float], None]
+) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, bos_token_id=None, eos_token_id=2, pad_token_id=0, **SHAPE
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    # Muon learns from about half as much text as AdamW alone, and text is time here.
+    optimizers = [
+        torch.optim.Muon(matrices, MUON_LEARNING_RATE, weight_decay=0.01),
+        torch.optim.AdamW(others, LEARNING_RATE, betas=(0.9, 0.95)),
+    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, _share_of_rate) for o in optimizers]
+    for step, rows in enumerate(_batches(tokenizer), start=1):
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        for each in (*optimizers, *schedules):
+            each.step()
+        model.zero_grad()
+        on_step(step, STEPS, loss.item())
+    return model
+
+
+def _share_of_rate(step: int) -> float:
+    """Warm up over the first steps, hold, then fall to nothing."""
+    return min((step + 1) / 10, 1.0, 2.0 * (STEPS - step) / STEPS)
+
+
+def _batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[torch.Tensor]:
+    """Yield `STEPS` batches [rows, tokens], each of all kinds of text in equal parts."""
+    streams = [torch.tensor(_tokens(tokenizer, text_of(kind).base)) for kind in KINDS]
+    places = random.Random(0)
+    for _ in range(STEPS):
+        rows = []
+        for row in range(ROWS):
+            stream = streams[row % len(streams)]
+            start = places.randrange(len(stream) - LENGTH)
+            rows.append(stream[start : start + LENGTH])
+        yield torch.stack(rows)
+
+
+def _tokens(tokenizer: PreTrainedTokenizerFast, pieces: tuple[str, ...]) -> list[int]:
+    encoded = tokenizer(list(pieces), add_special_tokens=False).input_ids
+    return [token for piece in encoded for token in (*piece, 0)]

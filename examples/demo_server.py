@@ -1,0 +1,60 @@
+"""`cotrain serve` as a process of the demo's own, stopped in good order whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+READY = "cotrain ready at "
+COTRAIN = Path(sys.executable).with_name("cotrain")
+
+
+@contextmanager
+def serving(base_model: Path, api_keys: Sequence[str], *options: str) -> Iterator[str]:
+    """Run a server and give its address. What it stores is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="cotrain-demo-") as data_dir:
+        command = [
+            str(COTRAIN),
+            "serve",
+            f"--base-model={base_model}",
+            f"--data-dir={data_dir}",
+            "--port=0",
+            *(f"--api-key={key}" for key in api_keys),
+            *options,
+        ]
+        # A session of its own: Ctrl-C reaches the demo, and the demo tells the server, once.
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        ) as process:
+            try:
+                yield _address(process)
+            finally:
+                process.send_signal(signal.SIGINT)
+                process.wait()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if READY in line:
+            # Somebody must go on reading, or a talkative server would stop in mid-sentence.
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            return line.partition(READY)[2].strip()
+    raise SystemExit("the server did not start:\n" + "".join(printed))
