@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 # A row of a GEMM is the same, bit for bit, in every matrix of 32 rows or more (measured on CPU fp32);
-# below, other kernels are used. Fine steps for small cycles, coarse ones keep the number of shapes low.
-FINE_STEP, FINE_LIMIT, COARSE_STEP = 32, 512, 256
+# below, other kernels are used. Steps of 32 waste at most 6 % from 512 tokens on; larger steps for larger
+# rows keep the number of shapes low, for which a GPU library may choose different kernels.
+FINE_STEP, FINE_LIMIT, COARSE_STEP = 32, 2048, 128
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cotrain_workers import attn, wave
 from cotrain_workers.ops import Create, Datum, Pass, PassOutput
+from cotrain_workers.route import SequenceTable
 from cotrain_workers.spec import AdapterSpec
 from tests.support.tiny_models import FAMILIES
 from tests.support.training import random_datum
@@ -95,6 +98,113 @@ def test_the_model_does_not_run_without_a_segment_table(new_engine: NewEngine) -
 
     with pytest.raises(RuntimeError, match="no segment table"):
         engine._base.backbone(input_ids=ids, use_cache=False)
+
+
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    offsets: torch.Tensor,
+    back: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attend sequence by sequence, with the scores written out; `[T, heads, d]`."""
+    assert query.shape[1] == key.shape[1]
+    outs = []
+    for start, stop in itertools.pairwise(offsets.tolist()):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+        at = torch.arange(stop - start)
+        seen = (at[:, None] >= at) & (at[:, None] - at <= back)
+        scores = (scale * q @ k.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+        outs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def kernel_of_torch_2_10(  # the signatures that varlen_attn has had
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    assert is_causal
+    return plain_attention(query, key, value, cu_seq_q, max_q, query.shape[-1] ** -0.5)
+
+
+def kernel_of_torch_2_11(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    assert scale is not None
+    assert window_size[1] == 0
+    back = window_size[0] if window_size[0] >= 0 else max_q
+    return plain_attention(query, key, value, cu_seq_q, back, scale)
+
+
+def kernel_of_torch_2_13(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    assert enable_gqa
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    return kernel_of_torch_2_11(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        scale=scale,
+        window_size=window_size,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize(
+    "kernel", [kernel_of_torch_2_10, kernel_of_torch_2_11, kernel_of_torch_2_13]
+)
+def test_every_signature_of_the_ragged_kernel_means_the_same(
+    kernel: Callable[..., torch.Tensor], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attn, "varlen_kernel", lambda: kernel)
+    known = frozenset(inspect.signature(kernel).parameters)
+    monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
+    table = SequenceTable(LENGTHS, torch.device("cpu"))
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(LENGTHS), heads, 8, generator=g) for heads in (4, 2, 2))
+    rule = attn.Rule(scaling=0.2, window=window, softcap=None)
+    if kernel is kernel_of_torch_2_10 and window:
+        with pytest.raises(NotImplementedError, match="Sliding windows"):
+            attn.varlen_attention(q, k, v, table, rule)
+        return
+
+    ragged = attn.varlen_attention(q, k, v, table, rule)
+
+    sizes = [s.sequences * s.length for s in table.stretches]
+    rows = zip(table.stretches, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
+    outs = [attn.attend(stretch, q, k, v, table, rule) for stretch, q, k, v in rows]
+    torch.testing.assert_close(ragged, torch.cat(outs), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
