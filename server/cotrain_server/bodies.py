@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import numpy as np
 import zstandard
 
-from cotrain_server.errors import BodyTooLarge, Unreadable, UnsupportedMediaType
+from cotrain_server.errors import BodyTooLarge, BodyTooSlow, Unreadable, UnsupportedMediaType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +24,8 @@ Answer = TypeVar("Answer")
 
 #: Above this, work on a body leaves the event loop: other tenants' polls wait for it otherwise.
 THREAD_ABOVE_BYTES = 256 * 1024
+#: An SDK gives up after 60 s; who sends a byte a second only wants to hold the connection.
+RECEIVE_TIMEOUT_S = 60.0
 MAX_JSON_DEPTH = 32
 #: A frame may ask the decoder for this much memory. The SDK's level 3 needs 2 MiB.
 MAX_WINDOW_BYTES = 8 * 1024 * 1024
@@ -40,10 +42,15 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 
     Raises:
         BodyTooLarge: it exceeds `limit_bytes` as sent or once decompressed.
+        BodyTooSlow: it takes longer than RECEIVE_TIMEOUT_S to arrive.
         Unreadable: truncated or broken compression, or JSON nested too deep.
         UnsupportedMediaType: a content encoding other than zstd.
     """
-    body = await _receive(request, limit_bytes)
+    try:
+        async with asyncio.timeout(RECEIVE_TIMEOUT_S):
+            body = await _receive(request, limit_bytes)
+    except TimeoutError as late:
+        raise BodyTooSlow from late
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "zstd":
         body = await away_from_the_loop(len(body), decompress, body, limit_bytes)

@@ -55,16 +55,14 @@ class Child:
         """Run the program until `stop`."""
         name = self.program.name
         while not self._stopping.is_set():
-            self._process = await self._start()
-            self.say(f"{name} started (pid {self._process.pid})")
-            status = await self._outlived(self._process)
+            ended = await self._run_once()
             if self._stopping.is_set():
                 return
             self.deaths = self.deaths.plus(time.monotonic())
-            self.say(f"{name} {_died(status)}; starting it again in {self.deaths.delay_s:g} s")
+            self.say(f"{name} {ended}; starting it again in {self.deaths.delay_s:g} s")
             if self.deaths.is_crash_loop:
                 times = f"{len(self.deaths.times)} times in the last minute"
-                self.report_trouble(name, f"{_died(status)}, {times}; its log says why.")
+                self.report_trouble(name, f"{ended}, {times}; its log says why.")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), self.deaths.delay_s)
 
@@ -88,6 +86,15 @@ class Child:
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _run_once(self) -> str:
+        """Run the program until it ends, and say how it did."""
+        try:
+            self._process = await self._start()
+        except OSError as error:  # no memory, no process left, no disk for its log
+            return f"could not be started ({error.strerror})"
+        self.say(f"{self.program.name} started (pid {self._process.pid})")
+        return _ended(await self._outlived(self._process))
 
     async def _start(self) -> asyncio.subprocess.Process:
         program = self.program
@@ -120,7 +127,7 @@ class Child:
         return await process.wait()
 
 
-def _died(status: int) -> str:
+def _ended(status: int) -> str:
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"exited with status {status}"

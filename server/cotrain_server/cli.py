@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from cotrain_server.folder import DataFolder, FolderInUse, UnsafeFolder
-from cotrain_server.supervisor import Announcement, Plan, Supervisor
+from cotrain_server.programs import Plan
+from cotrain_server.supervisor import Announcement, Supervisor
 from cotrain_server.variables import unknown_variables
 from cotrain_store.connection import CONNECTION_LOST, open_connection
 from cotrain_store.embedded import NoRedisFound

@@ -7,8 +7,10 @@ RequestError
 ├── Unreadable              (not the JSON, protobuf or zstd it says it is)
 ├── Invalid                 (read, but not what this endpoint takes)
 ├── BodyTooLarge
+├── BodyTooSlow
 ├── UnsupportedMediaType
 ├── TooManyFailures         (wrong API keys from one address)
+├── TooManyPolls            (held open by one tenant)
 └── OperatorsOnly           (answered as if the endpoint did not exist)
 """
 
@@ -53,6 +55,10 @@ class BodyTooLarge(RequestError):
     """Request body exceeds the limit."""
 
 
+class BodyTooSlow(RequestError):
+    """The request body did not arrive in time."""
+
+
 class UnsupportedMediaType(RequestError):
     """The request body has a type that this endpoint does not take."""
 
@@ -61,6 +67,12 @@ class TooManyFailures(RequestError):
     """Too many failed attempts from this address; wait a minute."""
 
     retry_after_s = 60.0
+
+
+class TooManyPolls(RequestError):
+    """Too many requests of this tenant are waiting for results."""
+
+    retry_after_s = 1.0
 
 
 class OperatorsOnly(RequestError):
@@ -72,8 +84,10 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (Unreadable, 400),
     (Invalid, 400),
     (BodyTooLarge, 413),
+    (BodyTooSlow, 408),
     (UnsupportedMediaType, 415),
     (TooManyFailures, 429),
+    (TooManyPolls, 429),
     (OperatorsOnly, 404),
     (store.BaseModelNotServed, 400),
     (store.NotFound, 404),

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from fastapi import Response
 
     from cotrain_server.services import Services
+    from cotrain_server.settings import ServerSettings
 
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
+SMALL_BODY_BYTES = 1024**2
 #: A poll that cannot be served is held this long: its client asks again the moment it is answered.
 HOLD_S = 1.0
 
@@ -47,7 +49,10 @@ class CheckedRequest(Request):
 
 
 class TenantRoute(APIRoute):
-    """A route that knows its tenant (`request.state.tenant`) before it reads the body."""
+    """A route that knows its tenant (`request.state.tenant`) before it reads the body.
+
+    The body is small: what such routes store goes into Redis.
+    """
 
     @override
     def get_route_handler(self) -> Handler:
@@ -58,10 +63,23 @@ class TenantRoute(APIRoute):
             services: Services = request.app.state.services
             tenant = await authenticate(request, services.tenants, services.failures)
             request.state.tenant = tenant
-            body = await read_body(request, services.settings.max_body_bytes)
+            body = await read_body(request, self.body_limit(services.settings))
             return await handle(CheckedRequest(request, body))
 
         return pass_gate
+
+    def body_limit(self, settings: ServerSettings) -> int:
+        """Say how many bytes a body may have."""
+        return min(SMALL_BODY_BYTES, settings.max_body_bytes)
+
+
+class TrainingRoute(TenantRoute):
+    """A route whose body holds a batch of data."""
+
+    @override
+    def body_limit(self, settings: ServerSettings) -> int:
+        """Say how many bytes a body may have."""
+        return settings.max_body_bytes
 
 
 class PollRoute(TenantRoute):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from collections import Counter
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cotrain_server.auth import FailureCounter
+from cotrain_server.errors import TooManyPolls
 from cotrain_store.connection import Connection, check_store, open_connection
 from cotrain_store.futures import Futures
 from cotrain_store.intake import Intake
@@ -16,9 +18,10 @@ from cotrain_store.spool import Spool, new_writer
 from cotrain_store.tenants import Tenants
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from cotrain_server.settings import ServerSettings
+    from cotrain_store.messages import TenantId
 
 
 @dataclass
@@ -32,7 +35,19 @@ class Services:
     intake: Intake
     futures: Futures
     failures: FailureCounter = field(default_factory=FailureCounter)
+    polls_by_tenant: Counter[TenantId] = field(default_factory=Counter)
     draining: bool = False
+
+    @contextmanager
+    def held_poll(self, tenant: TenantId) -> Iterator[None]:
+        """Count a poll of a tenant while it is held; raises TooManyPolls."""
+        if self.polls_by_tenant[tenant] >= self.settings.quota_polls:
+            raise TooManyPolls
+        self.polls_by_tenant[tenant] += 1
+        try:
+            yield
+        finally:
+            self.polls_by_tenant[tenant] -= 1
 
     def drain(self) -> None:
         """Say so in `/readyz`, and answer every held poll now: its client asks the next process."""

@@ -40,6 +40,8 @@ class ServerSettings(StoreSettings):
     quota_tokens: Annotated[int, Field(ge=1)] = 8_000_000
     quota_bytes: Annotated[int, Field(ge=1)] = 1_000_000_000
     quota_runs: Annotated[int, Field(ge=1)] = 1_000
+    quota_polls: Annotated[int, Field(ge=1)] = 2_000
+    """Polls one tenant may hold open in one API process."""
 
     chunk_datums: Annotated[int, Field(ge=1)] = 1024
     """SDKs cut larger forward_backward calls into requests of this many datums."""

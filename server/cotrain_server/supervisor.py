@@ -7,59 +7,39 @@ one another, ended in the reverse: first whoever takes new work, last what keeps
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import signal
 import socket
-import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cotrain_server import variables
-from cotrain_server.children import Child, Program
+from cotrain_server.children import Child
 from cotrain_server.folder import DataFolder, FolderInUse
 from cotrain_server.probe import probe
+from cotrain_server.programs import Programs
 from cotrain_server.readiness import write_troubles
 from cotrain_store.connection import CONNECTION_LOST, check_store, open_connection
-from cotrain_store.embedded import find_redis_binary, redis_command
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.tenants import Tenants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
-API_GRACE_S = 10.0
-SCHEDULER_GRACE_S = 5.0
-#: A worker ends its cycle and writes recovery copies; what it does not manage is replayed.
-WORKER_GRACE_S = 60.0
-REDIS_GRACE_S = 30.0
+    from cotrain_server.children import Program
+    from cotrain_server.programs import Plan
+
 #: Processes of a server that was just killed need a moment to be gone.
 LOCK_PATIENCE_S = 5.0
 BACKLOG = 4096
 POLL_S = 0.05
 READY_POLL_S = 0.2
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to serve, decided from the command line."""
-
-    base_models: tuple[str, ...]
-    """Hub ids, folders, or NAME=FOLDER."""
-    host: str
-    port: int
-    """0 takes a free one."""
-    data_dir: Path
-    redis_url: str | None
-    """None: start our own Redis."""
-    api_keys: tuple[str, ...]
-    """None given and none known: one is made."""
-    accept_data_loss: bool
-    given: Mapping[str, str]
-    """Settings given by flag, by variable name without its prefix."""
+#: A start takes this long without anything to worry about.
+SILENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +82,8 @@ class Supervisor:
                 await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if starting.done():
                     starting.result()
-                await stopping
+                # Keeping a process ends only when all shall end, or by a fault of our own.
+                await asyncio.wait({stopping, *self._kept}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 starting.cancel()
                 stopping.cancel()
@@ -115,12 +96,12 @@ class Supervisor:
         programs = Programs(self.plan, folder, redis_url, lock, listener.fileno())
         if self.plan.redis_url is None:
             self._add(folder, [programs.redis()])
-        new_key = await _prepare_store(redis_url, self.plan)
+        new_key = await _prepare_store(redis_url, self.plan, self.say)
         self._add(folder, programs.workers())
         self._add(folder, [programs.scheduler()])
         self._add(folder, [programs.api()])
         port = listener.getsockname()[1]
-        await _ready(_url(_reachable(self.plan.host), port))
+        await _ready(_url(_reachable(self.plan.host), port), self.say)
         self.announce(Announcement(_url(self.plan.host, port), new_key))
 
     def _add(self, folder: DataFolder, programs: Sequence[Program]) -> None:
@@ -153,79 +134,6 @@ class Supervisor:
         write_troubles(folder.path, self._troubles)
 
 
-@dataclass(frozen=True)
-class Programs:
-    """How each process is started."""
-
-    plan: Plan
-    folder: DataFolder
-    redis_url: str
-    lock: int
-    listener: int
-
-    def redis(self) -> Program:
-        """Make the embedded Redis; without its supervisor it ends by itself, in good order."""
-        command = redis_command(find_redis_binary(), self.folder.redis, self.folder.socket())
-        return Program(
-            "redis",
-            command,
-            variables.environment(frozenset(), {}),
-            REDIS_GRACE_S,
-            death_signal=signal.SIGTERM,
-            pass_fds=(self.lock,),
-        )
-
-    def workers(self) -> list[Program]:
-        """Make one worker per base model."""
-        return [
-            self._ours(
-                f"worker-w{number}",
-                "cotrain_workers",
-                variables.WORKER,
-                WORKER_GRACE_S,
-                BASE_MODEL=base_model,
-                WORKER_ID=f"w{number}",
-            )
-            for number, base_model in enumerate(self.plan.base_models)
-        ]
-
-    def scheduler(self) -> Program:
-        """Make the scheduler."""
-        return self._ours("scheduler", "cotrain_scheduler", variables.SCHEDULER, SCHEDULER_GRACE_S)
-
-    def api(self) -> Program:
-        """Make the API. It listens on our socket, so that a restart of it refuses no connection."""
-        names = ",".join(base_model.partition("=")[0] for base_model in self.plan.base_models)
-        api = self._ours(
-            "api",
-            "cotrain_server",
-            variables.API,
-            API_GRACE_S,
-            BASE_MODELS=names,
-            HOST=self.plan.host,
-            PORT=str(self.plan.port),
-            LISTEN_FD=str(self.listener),
-        )
-        return replace(api, pass_fds=(self.lock, self.listener))
-
-    def _ours(
-        self, name: str, module: str, known: frozenset[str], grace_s: float, **own: str
-    ) -> Program:
-        shared = {
-            "REDIS_URL": self.redis_url,
-            "DATA_DIR": str(self.folder.path),
-            "ACCEPT_DATA_LOSS": str(self.plan.accept_data_loss).lower(),
-            # Registered by us already, and no other process needs to hold them.
-            "API_KEYS": "",
-        }
-        # -P: a file of the folder we were started in must not be taken for a module.
-        command = [sys.executable, "-P", "-m", module]
-        given = {**self.plan.given, **shared, **own}
-        return Program(
-            name, command, variables.environment(known, given), grace_s, pass_fds=(self.lock,)
-        )
-
-
 async def _locked(folder: DataFolder) -> int:
     deadline = time.monotonic() + LOCK_PATIENCE_S
     while True:
@@ -242,17 +150,21 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
-async def _prepare_store(redis_url: str, plan: Plan) -> str | None:
+async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None]) -> str | None:
     """Wait for Redis, refuse an unsafe one, and see to it that there is an API key.
 
     Returns a key made just now, because there was none.
     """
     connection = open_connection(redis_url)
+    patient_until = time.monotonic() + SILENCE_S
     try:
         while True:
             with suppress(StoreUnavailable, *CONNECTION_LOST):
                 await check_store(connection, accept_data_loss=plan.accept_data_loss)
                 return await _prepare_keys(Tenants(connection), plan.api_keys)
+            if time.monotonic() > patient_until:
+                say("waiting for Redis")
+                patient_until = math.inf
             await asyncio.sleep(POLL_S)
     finally:
         await connection.aclose()
@@ -264,11 +176,17 @@ async def _prepare_keys(tenants: Tenants, given: Sequence[str]) -> str | None:
     return None if await tenants.list_keys() else await tenants.issue("first tenant")
 
 
-async def _ready(url: str) -> None:
+async def _ready(url: str, say: Callable[[str], None]) -> None:
+    """Wait until the server would train; after a while, say what it waits for."""
+    patient_until, said = time.monotonic() + SILENCE_S, ""
     while True:
-        status, _ = await asyncio.to_thread(probe, f"{url}/readyz")
+        status, body = await asyncio.to_thread(probe, f"{url}/readyz")
         if status == 200:
             return
+        reasons = " ".join(json.loads(body)["reasons"]) if status == 503 else "No API answers."
+        if reasons != said and time.monotonic() > patient_until:
+            say(f"not ready yet: {reasons}")
+            said = reasons
         await asyncio.sleep(READY_POLL_S)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from typing import TYPE_CHECKING
@@ -11,12 +12,13 @@ import structlog
 import zstandard
 
 from cotrain.codec import PROTOBUF
+from cotrain_server import bodies
 from cotrain_store.logs import configure_logs
-from tests.support.http_api import ALICE, pass_body, running_api
+from tests.support.http_api import ALICE, BOB, pass_body, running_api
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
 CANARY_TOKEN = 31337
 CANARY_TEXT = "canary-prompt"
@@ -63,6 +65,42 @@ async def test_what_cannot_be_read_is_the_callers_error(
         assert answer.status_code == code
         assert set(answer.json()) == {"detail", "code", "request_id"}
         assert answer.headers["x-request-id"] == answer.json()["request_id"]
+
+
+async def test_only_training_takes_large_bodies(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url) as api:
+        metadata = {"user_metadata": {"x": "y" * (1 << 20)}}
+        assert (await api.post("create_session", metadata)).status_code == 413
+
+
+async def test_a_body_that_does_not_arrive_is_given_up(
+    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "RECEIVE_TIMEOUT_S", 0.01)
+
+    async def trickle() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with running_api(empty_redis.url) as api:
+        answer = await api.post("create_session", content=trickle())
+        assert (answer.status_code, answer.json()["code"]) == (408, "body_too_slow")
+
+
+async def test_one_tenant_cannot_hold_every_connection(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, long_poll_s=30, quota_polls=1) as api:
+        alices, bobs = await api.new_run(), await api.new_run(BOB)
+        held = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{alices}:0"}))
+        await api.until_held(held)
+        second = await api.post("retrieve_future", {"request_id": f"{alices}:0"})
+        assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+        other = asyncio.create_task(
+            api.post("retrieve_future", {"request_id": f"{bobs}:0"}, key=BOB)
+        )
+        await api.until_held(held, other)
+        api.services.drain()
+        assert (await held).status_code == (await other).status_code == 408
+        assert not api.services.polls_by_tenant.total()
 
 
 async def test_while_redis_is_away_submits_say_when_to_come_back_and_polls_are_held(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -36,13 +36,6 @@ async def finish(api: Api, request_id: str, result: Result) -> None:
     redis = api.services.connection
     await redis.set(keys.result(RequestId(request_id)), result.pack())
     await redis.publish(keys.notify_results(), request_id)
-
-
-async def until_held(api: Api, poll: asyncio.Task[Any]) -> None:
-    """Wait until a poll is waiting for its result."""
-    while not api.services.futures.waiters:
-        assert not poll.done(), poll.result()
-        await asyncio.sleep(0)
 
 
 async def kinds(api: Api, run: RunId) -> dict[int, str]:
@@ -130,7 +123,7 @@ async def test_a_held_poll_is_answered_as_soon_as_its_result_is_there(
     async with running_api(empty_redis.url, long_poll_s=30) as api:
         run = await api.new_run()
         poll = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{run}:0"}))
-        await until_held(api, poll)
+        await api.until_held(poll)
         await finish(api, f"{run}:0", Result.of_json({"model_id": run}))
         answer = await poll
         assert answer.json() == {"model_id": run}
@@ -194,7 +187,7 @@ async def test_a_client_that_hangs_up_frees_its_waiter(empty_redis: EmbeddedRedi
             "client": ("127.0.0.1", 1),
         }
         poll = asyncio.create_task(api.app(scope, receive, send))
-        await until_held(api, poll)
+        await api.until_held(poll)
         hung_up.set()
         await poll
         assert api.services.futures.waiters == 0
@@ -206,7 +199,7 @@ async def test_draining_answers_every_held_poll_and_readyz_says_so(
     async with running_api(empty_redis.url, long_poll_s=30) as api:
         run = await api.new_run()
         poll = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{run}:0"}))
-        await until_held(api, poll)
+        await api.until_held(poll)
         api.services.drain()
         assert (await poll).status_code == 408
         readiness = await api.http.get("/readyz")

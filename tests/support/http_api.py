@@ -55,6 +55,14 @@ class Api:
         headers = {"X-API-Key": key, **kwargs.pop("headers", {})}
         return await self.http.post(f"/api/v1/{path}", json=json, headers=headers, **kwargs)
 
+    async def until_held(self, *polls: asyncio.Task[Any]) -> None:
+        """Wait until these polls are waiting for their results."""
+        while True:
+            if self.services.futures.waiters == len(polls):
+                return
+            assert not any(poll.done() for poll in polls)
+            await asyncio.sleep(0)
+
     async def new_run(self, key: str = ALICE, **lora: Any) -> RunId:
         """Open a session and a run of rank 4; the run's id."""
         session = (await self.post("create_session", {}, key)).json()["session_id"]

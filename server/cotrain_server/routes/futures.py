@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
@@ -13,6 +14,10 @@ from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.gate import PollRoute, try_again
 from cotrain_store.futures import Pending
 from cotrain_store.messages import RequestId, Result, ResultKind
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_store.messages import Tenant
 
 router = APIRouter(
     prefix="/api/v1", tags=["futures"], route_class=PollRoute, dependencies=[api_key]
@@ -34,22 +39,30 @@ async def retrieve_future(
     poll: FutureRetrieveRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Response:
     """Answer with the result, or after a while with 408. A result can be fetched more than once."""
+    with services.held_poll(tenant.id):
+        outcome = await _outcome(poll, request, services, tenant)
+    if outcome is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    if isinstance(outcome, Pending):
+        return try_again(poll.request_id, outcome.queue_state, outcome.reason)
+    return await _answer(outcome, accept=request.headers.get("accept", ""))
+
+
+async def _outcome(
+    poll: FutureRetrieveRequest, request: Request, services: Services, tenant: Tenant
+) -> Result | Pending | None:
+    """Wait for a result as long as its client does; None when that has gone."""
     waiting = asyncio.ensure_future(
         services.futures.wait(tenant.id, RequestId(poll.request_id), services.settings.long_poll_s)
     )
     hung_up = asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({waiting, hung_up}, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        outcome = waiting.result()
+        return waiting.result() if waiting.done() else None
     finally:
         waiting.cancel()
         hung_up.cancel()
         await asyncio.wait({waiting, hung_up})
-    if isinstance(outcome, Pending):
-        return try_again(poll.request_id, outcome.queue_state, outcome.reason)
-    return await _answer(outcome, accept=request.headers.get("accept", ""))
 
 
 async def _hung_up(request: Request) -> None:

@@ -20,7 +20,7 @@ from cotrain.types import (
 from cotrain_server.bodies import away_from_the_loop, is_json, is_protobuf
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import UnsupportedMediaType
-from cotrain_server.gate import TenantRoute
+from cotrain_server.gate import TrainingRoute
 from cotrain_server.reading import (
     pass_op,
     read_binary_pass,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from cotrain_store.messages import RunRecord, Tenant
 
 router = APIRouter(
-    prefix="/api/v1", tags=["training"], route_class=TenantRoute, dependencies=[api_key]
+    prefix="/api/v1", tags=["training"], route_class=TrainingRoute, dependencies=[api_key]
 )
 
 
