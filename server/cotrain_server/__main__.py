@@ -50,9 +50,10 @@ def main() -> None:
     configure_logs("api", settings.log_level)
     app = create_app(settings)
     server = DrainingServer(_config(app, settings), app)
-    # uvicorn raises the signal once more when it has ended; by then there is nothing left to do.
+    # uvicorn raises the signal once more when it has ended. It must not kill us then, nor be lost
+    # when it comes before uvicorn listens for it.
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: None)
+        signal.signal(signum, server.handle_exit)
     log.info("api_started", host=settings.host, port=settings.port)
     inherited = None if settings.listen_fd is None else [socket.socket(fileno=settings.listen_fd)]
     server.run(inherited)
@@ -65,6 +66,7 @@ def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
+        lifespan="on",
         access_log=False,
         log_level="warning",
         timeout_keep_alive=KEEP_ALIVE_S,

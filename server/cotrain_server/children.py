@@ -93,6 +93,8 @@ class Child:
             self._process = await self._start()
         except OSError as error:  # no memory, no process left, no disk for its log
             return f"could not be started ({error.strerror})"
+        if self._stopping.is_set():  # told to while it was being started
+            self.kill()
         self.say(f"{self.program.name} started (pid {self._process.pid})")
         return _ended(await self._outlived(self._process))
 

@@ -12,8 +12,9 @@ import traceback
 from typing import TYPE_CHECKING
 
 import structlog
+from starlette.requests import ClientDisconnect
 
-from cotrain_server.errors import internal_error
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST, internal_error
 from cotrain_store import metrics
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Edge:
 
         try:
             await self.app(scope, receive, send_noted)
+        except ClientDisconnect:
+            statuses.append(CLIENT_CLOSED_REQUEST)
         except Exception as error:  # noqa: BLE001  # the HTTP edge answers whatever happened
             _log_crash(error, request_id)
             if not statuses:

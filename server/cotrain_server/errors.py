@@ -102,6 +102,9 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (store.StoreUnavailable, 503),
 )
 
+#: For our own counts only: nobody is left to read it.
+CLIENT_CLOSED_REQUEST = 499
+
 #: How long a client should leave a Redis alone that is just restarting.
 UNAVAILABLE_RETRY_S = 1.0
 

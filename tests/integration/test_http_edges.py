@@ -20,6 +20,8 @@ from tests.support.redis_server import EmbeddedRedis
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from starlette.types import Message
+
 CANARY_TOKEN = 31337
 CANARY_TEXT = "canary-prompt"
 
@@ -85,6 +87,30 @@ async def test_a_body_that_does_not_arrive_is_given_up(
     async with running_api(empty_redis.url) as api:
         answer = await api.post("create_session", content=trickle())
         assert (answer.status_code, answer.json()["code"]) == (408, "body_too_slow")
+
+
+async def test_a_client_that_hangs_up_while_sending_is_no_crash(
+    empty_redis: EmbeddedRedis, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with running_api(empty_redis.url) as api:
+        messages = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+        async def receive() -> Message:
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            raise AssertionError(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/api/v1/forward",
+            "query_string": b"",
+            "headers": [(b"x-api-key", ALICE.encode())],
+            "client": ("127.0.0.1", 1),
+        }
+        await api.app(scope, receive, send)
+    assert "request_crashed" not in "".join(capfd.readouterr())
 
 
 async def test_one_tenant_cannot_hold_every_connection(empty_redis: EmbeddedRedis) -> None:

@@ -11,6 +11,7 @@ from cotrain.codec import PROTOBUF, pass_output_to_json
 from cotrain.types import FutureRetrieveRequest, TryAgainResponse
 from cotrain_server.bodies import away_from_the_loop
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.gate import PollRoute, try_again
 from cotrain_store.futures import Pending
 from cotrain_store.messages import RequestId, Result, ResultKind
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 router = APIRouter(
     prefix="/api/v1", tags=["futures"], route_class=PollRoute, dependencies=[api_key]
 )
-
-#: Nobody reads it: the client is gone.
-CLIENT_CLOSED_REQUEST = 499
 
 
 @router.post(

@@ -74,6 +74,15 @@ async def test_a_stopped_process_is_not_started_again(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+async def test_a_process_told_to_stop_while_it_is_being_started_does_not_stay(
+    tmp_path: Path,
+) -> None:
+    watched = Watched(tmp_path, SLEEPER)
+    await asyncio.sleep(0)  # far enough to be starting, not far enough to be known
+    await watched.child.stop()
+    await asyncio.wait_for(watched.kept, 10)
+
+
 async def test_a_process_that_ignores_sigterm_is_killed_with_all_it_started(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     watched = Watched(tmp_path, replace(STUBBORN, pass_fds=(write_end,)))
