@@ -13,7 +13,7 @@ import structlog
 
 from cotrain_scheduler import beat, planner
 from cotrain_scheduler.settings import ClockMode
-from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.messages import Step
 
@@ -77,8 +77,7 @@ class Clock:
                     sleep_until = time.time() + _RETRY_S
                 await self._sleep(sleep_until)
         finally:
-            listener.cancel()
-            await asyncio.gather(listener, return_exceptions=True)
+            await stop_tasks([listener])
             with contextlib.suppress(*CONNECTION_LOST):
                 await self._dispatch.resign()
 

@@ -6,6 +6,7 @@ execution, futures, records, tenants, status); all of them get their connection 
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,7 +22,7 @@ from cotrain_store import keys
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 CONNECTION_LOST = (RedisConnectionError, RedisTimeoutError)
 
@@ -40,6 +41,7 @@ Script: TypeAlias = Any
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 _RETRIES = 3
+_RECANCEL_S = 0.05
 
 
 def open_connection(url: str) -> Connection:
@@ -81,6 +83,20 @@ def async_script(connection: Connection, name: str) -> Script:
 def sync_script(connection: SyncConnection, name: str) -> Script:
     """Load one of our scripts, for a synchronous connection."""
     return connection.register_script((_SCRIPTS / f"{name}.lua").read_text())
+
+
+async def stop_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks that talk to Redis, and return when they have ended.
+
+    One cancellation may not do: up to Python 3.11 `asyncio.wait_for`, which redis-py calls for every
+    command, swallows one that comes as the command ends (python/cpython#86296).
+    """
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        ended, running = await asyncio.wait(running, timeout=_RECANCEL_S)
+        await asyncio.gather(*ended, return_exceptions=True)
 
 
 async def check_store(connection: Connection, *, accept_data_loss: bool) -> None:

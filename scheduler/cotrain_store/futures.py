@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 from cotrain_store import keys
-from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.errors import RequestNotFound, RunNotFound, SpoolCorrupt
 from cotrain_store.messages import RequestId, Result, ResultKind, run_of
 from cotrain_store.records import Records
@@ -70,9 +70,7 @@ class Futures:
     ) -> None:
         """Stop listening; whoever still waits gets Pending."""
         self.release_all()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop_tasks(self._tasks)
 
     @property
     def waiters(self) -> int:

@@ -49,11 +49,11 @@ class Tenants:
 
     async def authenticate(self, api_key: str) -> Tenant:
         """Find the tenant of a key; raises InvalidKey or ExpiredKey."""
-        digest = _digest(api_key)
+        key_id, digest = _key_id(api_key), _digest(api_key)  # in this order: it must be of our form
         cached = self._known.get(digest)
         if cached and time.monotonic() - cached[0] < CACHE_S:
             return cached[1]
-        row = await self._row(_key_id(api_key))
+        row = await self._row(key_id)
         # The same comparison for an unknown id, so that time tells nothing.
         if not hmac.compare_digest(row.get("digest", _NO_DIGEST), digest):
             raise InvalidKey

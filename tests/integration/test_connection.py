@@ -1,0 +1,122 @@
+"""A Redis that is refused, and one that goes away and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.connection import (
+    CONNECTION_LOST,
+    DURABLE,
+    check_store,
+    check_store_sync,
+    open_connection,
+    open_sync_connection,
+    stop_tasks,
+)
+from cotrain_store.errors import StoreUnavailable, UnsafeRedis
+from tests.support.log import open_log
+from tests.support.redis_server import EmbeddedRedis
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.log import Log
+
+UNSAFE = {"appendonly": "no", "appendfsync": "everysec", "maxmemory-policy": "allkeys-lru"}
+
+
+async def test_our_own_redis_is_accepted(log: Log) -> None:
+    await check_store(log.connection, accept_data_loss=False)
+    check_store_sync(log.redis, accept_data_loss=False)
+
+
+@pytest.mark.parametrize("setting", UNSAFE)
+async def test_a_redis_that_could_lose_writes_is_refused_unless_told_so(
+    log: Log, setting: str
+) -> None:
+    log.redis.config_set(setting, UNSAFE[setting])
+    try:
+        with pytest.raises(UnsafeRedis, match=f"{setting} is '{UNSAFE[setting]}'"):
+            await check_store(log.connection, accept_data_loss=False)
+        with pytest.raises(UnsafeRedis, match="COTRAIN_ACCEPT_DATA_LOSS"):
+            check_store_sync(log.redis, accept_data_loss=False)
+        await check_store(log.connection, accept_data_loss=True)
+        check_store_sync(log.redis, accept_data_loss=True)
+    finally:
+        log.redis.config_set(setting, DURABLE[setting])
+
+
+async def test_a_store_of_another_schema_is_refused_whatever_was_accepted(log: Log) -> None:
+    log.redis.set(keys.schema(), "0")
+    with pytest.raises(UnsafeRedis, match="schema version"):
+        await check_store(log.connection, accept_data_loss=True)
+    with pytest.raises(UnsafeRedis, match="schema version"):
+        check_store_sync(log.redis, accept_data_loss=True)
+    assert log.redis.get(keys.schema()) == b"0"
+
+
+async def test_a_redis_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
+    url = f"unix://{tmp_path}/nobody.sock"
+    connection, redis = open_connection(url), open_sync_connection(url)
+    with pytest.raises(StoreUnavailable):
+        await check_store(connection, accept_data_loss=False)
+    with pytest.raises(StoreUnavailable):
+        check_store_sync(redis, accept_data_loss=False)
+    await connection.aclose()
+    redis.close()
+
+
+async def test_hundreds_of_calls_at_once_queue_for_a_connection(log: Log) -> None:
+    assert await asyncio.gather(*(log.connection.ping() for _ in range(500))) == [True] * 500
+
+
+async def test_a_worker_that_was_asleep_when_redis_died_still_wakes(tmp_path: Path) -> None:
+    with EmbeddedRedis() as server:
+        async with open_log(server.url, tmp_path) as log:
+            await asyncio.to_thread(log.execution.wait, 0.01)
+            server.kill()
+            with pytest.raises(CONNECTION_LOST):
+                log.execution.wait(5)
+            server.restart()
+            await asyncio.to_thread(log.execution.wait, 0.01)
+            await heard_by_a_sleeper(log)
+
+
+async def test_a_worker_that_first_sleeps_while_redis_is_away_still_wakes(tmp_path: Path) -> None:
+    with EmbeddedRedis() as server:
+        async with open_log(server.url, tmp_path) as log:
+            log.redis.close()
+            server.kill()
+            with pytest.raises(CONNECTION_LOST):
+                log.execution.wait(5)
+            server.restart()
+            await asyncio.to_thread(log.execution.wait, 0.01)
+            await heard_by_a_sleeper(log)
+
+
+async def heard_by_a_sleeper(log: Log) -> None:
+    """A plan ends a sleep that would otherwise outlast the test."""
+    await log.dispatch.lead()
+    sleeping = asyncio.create_task(asyncio.to_thread(log.execution.wait, 600))
+    await log.new_run()
+    await log.plan()
+    await asyncio.wait_for(sleeping, 20)
+    log.execution.leave()
+
+
+async def test_a_task_that_swallows_a_cancellation_is_cancelled_again() -> None:
+    async def stubborn() -> None:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            await asyncio.sleep(600)
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        await stop_tasks([task])
+    assert task.cancelled()

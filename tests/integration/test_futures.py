@@ -1,0 +1,235 @@
+"""Waiting for results: nobody is forgotten, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.errors import RequestNotFound
+from cotrain_store.futures import GAP_NOTICE_S, Pending
+from cotrain_store.messages import RequestId, Result, ResultKind, TenantId, request_id
+from cotrain_store.spool import INLINE_LIMIT_BYTES
+from tests.support.log import open_log
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.futures import Futures
+    from tests.support.log import Log
+
+A, B = TenantId("a"), TenantId("b")
+#: Longer than any wait here lasts: running into it is a failure.
+PATIENCE_S = 30.0
+NEVER_S = 1e6
+
+
+async def everybody_waits(futures: Futures, count: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while futures.waiters < count:  # noqa: ASYNC110  # nothing tells when a waiter has come
+            await asyncio.sleep(0.01)
+
+
+async def test_many_waiters_share_one_subscription(log: Log) -> None:
+    run = await log.new_run()
+    for seq in range(1, 100):
+        await log.submit(run, seq)
+    async with log.futures() as futures:
+        requests = [request_id(run.id, seq) for seq in range(100) for _ in range(3)]
+        waits = [asyncio.create_task(futures.wait(A, r, PATIENCE_S)) for r in requests]
+        await everybody_waits(futures, 300)
+        channel = keys.notify_results()
+        assert log.redis.pubsub_numsub(channel) == [(channel.encode(), 1)]
+        await log.run_all()
+        assert set(await asyncio.gather(*waits)) == {Result.of_json({"said": "done"})}
+        assert futures.waiters == 0
+
+
+async def test_a_result_that_is_there_is_answered_at_once_and_again(log: Log) -> None:
+    run = await log.new_run()
+    await log.run_all()
+    async with log.futures() as futures:
+        for _ in range(2):
+            answer = await futures.wait(A, request_id(run.id, 0), 0)
+            assert answer == Result.of_json({"said": "done"})
+
+
+async def test_a_poll_that_runs_out_of_time_is_pending(log: Log) -> None:
+    run = await log.new_run()
+    async with log.futures() as futures:
+        assert await futures.wait(A, request_id(run.id, 0), 0.01) == Pending()
+        assert futures.waiters == 0
+
+
+async def test_the_sweep_finds_what_no_message_told(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.futures.SWEEP_S", 0.02)
+    run = await log.new_run()
+    async with log.futures() as futures:
+        wait = asyncio.create_task(futures.wait(A, request_id(run.id, 0), PATIENCE_S))
+        await everybody_waits(futures, 1)
+        log.redis.set(keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).pack())
+        assert await wait == Result.of_json({"x": 1})
+
+
+async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.futures.SWEEP_S", NEVER_S)
+    run = await log.new_run()
+    async with log.futures() as futures:
+        wait = asyncio.create_task(futures.wait(A, request_id(run.id, 0), PATIENCE_S))
+        await everybody_waits(futures, 1)
+        with log.redis.pipeline(transaction=True) as at_once:
+            at_once.execute_command("CLIENT KILL TYPE pubsub")
+            at_once.set(keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).pack())
+            at_once.execute()
+        assert await wait == Result.of_json({"x": 1})
+
+
+async def test_waiters_survive_a_kill_of_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.futures.SWEEP_S", NEVER_S)
+    with EmbeddedRedis() as server:
+        async with open_log(server.url, tmp_path) as log, log.futures() as futures:
+            run = await log.new_run()
+            for seq in range(1, 50):
+                await log.submit(run, seq)
+            requests = [request_id(run.id, seq) for seq in range(50)]
+            waits = [asyncio.create_task(futures.wait(A, r, PATIENCE_S)) for r in requests]
+            await everybody_waits(futures, 50)
+            await asyncio.to_thread(server.kill)
+            late = asyncio.create_task(futures.wait(A, requests[7], PATIENCE_S))
+            await asyncio.sleep(0.5)  # longer than the connection's own retries last
+            assert not late.done()
+            await asyncio.to_thread(server.restart)
+            await log.dispatch.lead()
+            await log.run_all()
+            answers = await asyncio.gather(*waits, late)
+            assert set(answers) == {Result.of_json({"said": "done"})}
+
+
+async def test_a_redis_that_stays_away_is_a_pause_and_not_an_error(tmp_path: Path) -> None:
+    with EmbeddedRedis() as server:
+        async with open_log(server.url, tmp_path) as log, log.futures() as futures:
+            run = await log.new_run()
+            await asyncio.to_thread(server.kill)
+            answer = await futures.wait(A, request_id(run.id, 0), 0.3)
+            assert isinstance(answer, Pending)
+            assert answer.queue_state == "paused_capacity"
+            assert answer.reason is not None
+            assert "restarting" in answer.reason
+
+
+async def test_draining_answers_everybody_now_and_from_now_on(log: Log) -> None:
+    run = await log.new_run()
+    async with log.futures() as futures:
+        request = request_id(run.id, 0)
+        waits = [asyncio.create_task(futures.wait(A, request, NEVER_S)) for _ in range(5)]
+        await everybody_waits(futures, 5)
+        futures.release_all()
+        assert await asyncio.gather(*waits) == [Pending()] * 5
+        assert await futures.wait(A, request, NEVER_S) == Pending()
+        await log.run_all()
+        assert isinstance(await futures.wait(A, request, NEVER_S), Result)
+
+
+async def test_draining_does_not_wait_for_a_redis_that_is_away(tmp_path: Path) -> None:
+    with EmbeddedRedis() as server:
+        async with open_log(server.url, tmp_path) as log, log.futures() as futures:
+            run = await log.new_run()
+            await asyncio.to_thread(server.kill)
+            wait = asyncio.create_task(futures.wait(A, request_id(run.id, 0), NEVER_S))
+            await asyncio.sleep(0)
+            futures.release_all()
+            answer = await asyncio.wait_for(wait, PATIENCE_S)
+            assert isinstance(answer, Pending)
+
+
+@pytest.mark.parametrize("turns", range(0, 24, 2))
+async def test_leaving_while_the_subscription_is_being_made_ends(log: Log, turns: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        async with log.futures():
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["1", "99", "-1", "", "x", "unload", "0x0", "9" * 5_000, "\u0663", " 0", "0 ", "1:0", "*"],
+)
+async def test_a_request_that_never_was_is_not_found(log: Log, place: str) -> None:
+    run = await log.new_run()
+    async with log.futures() as futures:
+        with pytest.raises(RequestNotFound):
+            await futures.wait(A, RequestId(f"{run.id}:{place}"), 0.01)
+
+
+@pytest.mark.parametrize("request_name", ["", ":", "0", "nobody:train:0:0", "\ud800:train:0:0"])
+async def test_a_request_of_no_run_is_not_found(log: Log, request_name: str) -> None:
+    async with log.futures() as futures:
+        with pytest.raises(RequestNotFound):
+            await futures.wait(A, RequestId(request_name), 0.01)
+
+
+async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(log: Log) -> None:
+    run = await log.new_run("a")
+    await log.run_all()
+    async with log.futures() as futures:
+        with pytest.raises(RequestNotFound) as foreign:
+            await futures.wait(B, request_id(run.id, 0), 0.01)
+        with pytest.raises(RequestNotFound) as unknown:
+            await futures.wait(B, RequestId("nobody:train:0:0"), 0.01)
+        assert str(foreign.value) == str(unknown.value)
+
+
+async def test_an_expired_result_is_not_found_and_says_so(log: Log) -> None:
+    run = await log.new_run()
+    await log.run_all()
+    log.redis.delete(keys.result(request_id(run.id, 0)))
+    async with log.futures() as futures:
+        with pytest.raises(RequestNotFound, match="expired"):
+            await futures.wait(A, request_id(run.id, 0), 0.01)
+
+
+async def test_results_live_a_day_and_large_ones_two_hours(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    step = await log.plan()
+    large = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
+    results = {(run.id, 0): Result.of_json({}), (run.id, 1): large}
+    log.execution.commit(step, results, {}, {})
+    lives_ms = [log.redis.pttl(keys.result(request_id(run.id, seq))) for seq in (0, 1)]
+    assert lives_ms[0] == pytest.approx(24 * 3600e3, abs=60e3)
+    assert lives_ms[1] == pytest.approx(2 * 3600e3, abs=60e3)
+
+
+async def test_a_large_result_comes_from_disk_and_expires_with_its_file(log: Log) -> None:
+    run = await log.new_run()
+    step = await log.plan()
+    large = Result(ResultKind.PASS, b"x" * 1_000_000)
+    log.execution.commit(step, {(run.id, 0): large}, {}, {})
+    async with log.futures() as futures:
+        assert await futures.wait(A, request_id(run.id, 0), 0.01) == large
+        for path in log.results.folder.glob("results-*"):
+            path.unlink()
+        with pytest.raises(RequestNotFound, match="expired"):
+            await futures.wait(A, request_id(run.id, 0), 0.01)
+
+
+async def test_a_gap_is_named_once_it_is_more_than_a_client_still_sending(log: Log) -> None:
+    run = await log.new_run()
+    await log.run_all()
+    await log.submit(run, 4)
+    async with log.futures() as futures:
+        assert await futures.wait(A, request_id(run.id, 4), 0.01) == Pending()
+        log.redis.zadd(keys.gaps(POOL), {run.id: (time.time() - GAP_NOTICE_S - 1) * 1000})
+        answer = await futures.wait(A, request_id(run.id, 4), 0.01)
+        assert answer == Pending("paused_capacity", "waiting for seq_id 1, which never came")

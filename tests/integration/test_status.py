@@ -1,0 +1,100 @@
+"""What operators see."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from cotrain_store import keys
+from cotrain_store.dispatch import WorkerBeat
+from cotrain_store.messages import WorkerId
+from cotrain_store.status import (
+    QueueStatus,
+    cycle_records,
+    pool_status,
+    redis_status,
+    scheduler_alive,
+    scheduler_epoch,
+)
+from tests.support.log import WORKER
+from tests.support.stack import POOL
+
+if TYPE_CHECKING:
+    from tests.support.log import Log
+
+
+async def test_an_empty_pool_has_a_status(log: Log) -> None:
+    status = await pool_status(log.connection, POOL)
+    assert (status.workers, status.workers_known) == ((), 1)
+    assert (status.open_cycles, status.last_cycle, status.queues) == (0, 0, ())
+    assert (status.oldest_ready_s, status.oldest_gap_s, status.counters) == (0.0, 0.0, {})
+
+
+async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
+    first, second = await log.new_run("a"), await log.new_run("b")
+    await log.run_all()
+    await log.submit(first, 1, tokens=5, body=b"12345")
+    await log.plan()
+    await log.submit(first, 2, tokens=6, body=b"123456")
+    await log.submit(second, 3)
+    log.redis.zadd(keys.ready(POOL), {first.id: (time.time() - 50) * 1000})
+    log.redis.zadd(keys.gaps(POOL), {second.id: (time.time() - 70) * 1000})
+    beat = WorkerBeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 2, 10, time.time())
+    log.execution.beat(beat)
+
+    status = await pool_status(log.connection, POOL)
+    assert status.workers == (beat,)
+    assert (status.open_cycles, status.last_cycle) == (1, 2)
+    assert status.queues == (
+        QueueStatus(first.tenant, 2, 11, 11),
+        QueueStatus(second.tenant, 1, 7, 4),
+    )
+    assert 50 <= status.oldest_ready_s < 60
+    assert 70 <= status.oldest_gap_s < 80
+    assert status.counters == {"cycles": 1.0}
+
+
+async def test_a_worker_that_says_nothing_any_more_is_known_and_not_alive(log: Log) -> None:
+    log.execution.beat(WorkerBeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0))
+    assert [beat.id for beat in await log.dispatch.beats(POOL)] == [WORKER]
+    assert 0 < log.redis.pttl(keys.worker(POOL, WORKER)) <= keys.WORKER_BEAT_TTL_MS
+    log.execution.leave()
+    status = await pool_status(log.connection, POOL)
+    assert (status.workers, status.workers_known) == ((), 1)
+    assert await log.dispatch.beats(POOL) == []
+
+
+async def test_a_beat_of_another_version_is_read(log: Log) -> None:
+    log.redis.set(
+        keys.worker(POOL, WORKER),
+        '{"id":"w0","epoch":1,"state":"serving","device":"cpu","tokens_per_s":1.0,"runs":0,'
+        '"memory_bytes":0,"seen_at":0.0,"a_field_of_tomorrow":[]}',
+    )
+    assert [beat.id for beat in await log.dispatch.beats(POOL)] == [WorkerId("w0")]
+    assert (await pool_status(log.connection, POOL)).workers[0].epoch == 1
+
+
+async def test_the_last_cycles_are_told_newest_first(log: Log) -> None:
+    run = await log.new_run()
+    for seq in range(1, 5):
+        await log.run_all()
+        await log.submit(run, seq)
+    assert [row["cycle"] for row in await cycle_records(log.connection, POOL, 3)] == [4, 3, 2]
+
+
+async def test_redis_tells_how_it_is(log: Log) -> None:
+    status = await redis_status(log.connection)
+    assert (status.appendonly, status.appendfsync, status.aof_last_write_ok) == (
+        True,
+        "always",
+        True,
+    )
+    assert status.memory_bytes > 0
+    assert status.version
+
+
+async def test_the_scheduler_is_alive_while_it_holds_the_lease(log: Log) -> None:
+    assert await scheduler_alive(log.connection)
+    assert await scheduler_epoch(log.connection) == log.dispatch.epoch
+    await log.dispatch.resign()
+    assert not await scheduler_alive(log.connection)
