@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from cotrain.types import TryAgainResponse
 from cotrain_server.auth import authenticate
-from cotrain_server.bodies import read_body
+from cotrain_server.bodies import is_json, read_body
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.errors import StoreUnavailable
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 SMALL_BODY_BYTES = 1024**2
+#: A number of JSON takes two bytes, and forty once it is a Python object.
+JSON_BODY_BYTES = 32 * 1024**2
 #: A poll that cannot be served is held this long: its client asks again the moment it is answered.
 HOLD_S = 1.0
 
@@ -63,12 +65,12 @@ class TenantRoute(APIRoute):
             services: Services = request.app.state.services
             tenant = await authenticate(request, services.tenants, services.failures)
             request.state.tenant = tenant
-            body = await read_body(request, self.body_limit(services.settings))
+            body = await read_body(request, self.body_limit(request, services.settings))
             return await handle(CheckedRequest(request, body))
 
         return pass_gate
 
-    def body_limit(self, settings: ServerSettings) -> int:
+    def body_limit(self, request: Request, settings: ServerSettings) -> int:
         """Say how many bytes a body may have."""
         return min(SMALL_BODY_BYTES, settings.max_body_bytes)
 
@@ -77,9 +79,10 @@ class TrainingRoute(TenantRoute):
     """A route whose body holds a batch of data."""
 
     @override
-    def body_limit(self, settings: ServerSettings) -> int:
+    def body_limit(self, request: Request, settings: ServerSettings) -> int:
         """Say how many bytes a body may have."""
-        return settings.max_body_bytes
+        limit = settings.max_body_bytes
+        return min(JSON_BODY_BYTES, limit) if is_json(request) else limit
 
 
 class PollRoute(TenantRoute):

@@ -8,6 +8,7 @@ import pytest
 import zstandard
 from starlette.requests import Request
 
+from cotrain_server import bodies
 from cotrain_server.bodies import decompress, read_body, refuse_deep_json
 from cotrain_server.errors import BodyTooLarge, Unreadable, UnsupportedMediaType
 
@@ -78,6 +79,15 @@ def test_bytes_that_are_no_frame_are_unreadable() -> None:
 def test_json_nested_too_deep_is_unreadable(body: bytes) -> None:
     with pytest.raises(Unreadable, match="deeper than 32"):
         refuse_deep_json(body)
+
+
+def test_depth_is_counted_across_the_pieces_a_body_is_looked_at_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "_DEPTH_STEP", 7)
+    refuse_deep_json(b"[1,{" * 16 + b"}]" * 16)
+    with pytest.raises(Unreadable):
+        refuse_deep_json(b"[1,{" * 17)
 
 
 @pytest.mark.parametrize(
