@@ -38,6 +38,8 @@ PROMPTS = ("def ", "The ", "Permission is ")
 KEYS = [tenant.key for tenant in TENANTS]
 
 console = Console()
+if not console.is_terminal:
+    console = Console(width=110)  # a log has no width of its own
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from demo_texts import KINDS, text_of
+from demo_texts import BASE_KINDS, base_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
@@ -37,7 +37,7 @@ SHAPE = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-STEPS, ROWS, LENGTH = 600, 8, 128
+STEPS, ROWS, LENGTH = 500, 8, 128
 LEARNING_RATE, MUON_LEARNING_RATE = 4e-3, 0.02
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -84,7 +84,9 @@ def write_on(folder: Path, prompt: str, num_tokens: int) -> str:
 
 def _recipe() -> dict[str, str | int]:
     """Whatever changes the model: its shape, its training, its text."""
-    text = hashlib.sha256("".join(piece for kind in KINDS for piece in text_of(kind).base).encode())
+    text = hashlib.sha256(
+        "".join(piece for kind in BASE_KINDS for piece in base_text(kind)).encode()
+    )
     recipe = f"{VOCAB} {SHAPE} {STEPS} {ROWS} {LENGTH} {LEARNING_RATE} {CHAT_TEMPLATE}"
     return {"recipe": recipe, "text": text.hexdigest()}
 
@@ -99,7 +101,7 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    bpe.train_from_iterator((p for kind in KINDS for p in text_of(kind).base), trainer)
+    bpe.train_from_iterator((p for kind in BASE_KINDS for p in base_text(kind)), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=SPECIAL_TOKENS[2],
@@ -143,7 +145,7 @@ def _share_of_rate(step: int) -> float:
 
 def _batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[torch.Tensor]:
     """Yield `STEPS` batches [rows, tokens], each of all kinds of text in equal parts."""
-    streams = [torch.tensor(_tokens(tokenizer, text_of(kind).base)) for kind in KINDS]
+    streams = [torch.tensor(_tokens(tokenizer, base_text(kind))) for kind in BASE_KINDS]
     places = random.Random(0)
     for _ in range(STEPS):
         rows = []

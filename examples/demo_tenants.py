@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from demo_texts import KINDS, text_of
+from demo_texts import TENANT_KINDS, tenant_text
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LENGTH = 128
 ROWS = 8
-STEPS = 40
+STEPS = 32
 HELD_OUT_ROWS = 24
 
 
@@ -49,12 +49,17 @@ def targets(*parts: str) -> dict[str, bool]:
 
 
 TENANTS = (
-    Tenant("Ada", "Python code", "tml-ada_demo-key", 8, "cross_entropy", targets("attn", "mlp")),
-    Tenant("Ben", "reference prose", "tml-ben_demo-key", 32, "importance_sampling", targets("mlp")),
+    Tenant("Ada", "algebra code", "tml-ada_demo-key", 8, "cross_entropy", targets("attn", "mlp")),
+    Tenant("Ben", "package READMEs", "tml-ben_demo-key", 32, "importance_sampling", targets("mlp")),
     Tenant(
-        "Cleo", "C++ headers", "tml-cleo_demo-key", 16, "ppo", targets("attn", "mlp", "unembed")
+        "Cleo",
+        "operator headers",
+        "tml-cleo_demo-key",
+        16,
+        "ppo",
+        targets("attn", "mlp", "unembed"),
     ),
-    Tenant("Dan", "licences", "tml-dan_demo-key", 4, "cispo", targets("attn", "unembed")),
+    Tenant("Dan", "character tables", "tml-dan_demo-key", 4, "cispo", targets("attn", "unembed")),
 )
 
 
@@ -86,8 +91,8 @@ class Corpus:
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         self._rows = {
-            (kind, part): self._cut(encode, getattr(text_of(kind), part))
-            for kind in KINDS
+            (kind, part): self._cut(encode, getattr(tenant_text(kind), part))
+            for kind in TENANT_KINDS
             for part in ("train", "held_out")
         }
 
@@ -160,7 +165,7 @@ def _held_out_losses(run: TrainingClient, corpus: Corpus) -> dict[str, float]:
         kind: run.forward(
             [datum(row, weights=[1.0] * LENGTH) for row in corpus.held_out(kind)], "cross_entropy"
         )
-        for kind in KINDS
+        for kind in TENANT_KINDS
     }
     return {kind: _mean_loss(future.result().loss_fn_outputs) for kind, future in futures.items()}
 

@@ -1,7 +1,6 @@
-"""Four kinds of real text, found in the Python installation that runs this.
+"""Real text of several kinds, all found in the Python installation that runs this.
 
-Every document goes to one of three parts for good: what the base model is made of, what a tenant
-trains on, and what nobody sees before the last table.
+The base model is made of some kinds; the tenants bring others, which it has never seen.
 """
 
 from __future__ import annotations
@@ -19,69 +18,82 @@ if TYPE_CHECKING:
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
-MAX_BYTES = 1_500_000
+TORCH = PACKAGES / "torch" / "include"
+MAX_CHARACTERS = 1_200_000
 """Of one kind."""
 PIECE_LINES = 40
-SHARES = {"base": 0.7, "train": 0.2, "held_out": 0.1}
+MIN_CHARACTERS = 200
+TRAIN_SHARE = 0.85
 
 
 @dataclass(frozen=True)
-class Text:
-    """Pieces of one kind of text, by what they are for."""
+class TenantText:
+    """Pieces of one kind of text: to train on, and never to be seen before the last table."""
 
-    base: tuple[str, ...]
     train: tuple[str, ...]
     held_out: tuple[str, ...]
 
 
 @cache
-def text_of(kind: str) -> Text:
-    """Read one kind of text and deal its pieces out, the same way each time."""
-    pieces = list(dict.fromkeys(_pieces(KINDS[kind]())))
-    random.Random(kind).shuffle(pieces)
-    base, train = int(0.7 * len(pieces)), int(0.9 * len(pieces))
-    return Text(tuple(pieces[:base]), tuple(pieces[base:train]), tuple(pieces[train:]))
+def base_text(kind: str) -> tuple[str, ...]:
+    """Read one kind of text that the base model is made of."""
+    return _pieces(BASE_KINDS[kind](), kind)
 
 
-def _pieces(documents: Iterable[str]) -> Iterable[str]:
-    """Cut documents into pieces of some lines, up to `MAX_BYTES` in all.
+@cache
+def tenant_text(kind: str) -> TenantText:
+    """Read one kind of text that a tenant trains on, and part it, the same way each time."""
+    pieces = _pieces(TENANT_KINDS[kind](), kind)
+    num_train = int(TRAIN_SHARE * len(pieces))
+    return TenantText(pieces[:num_train], pieces[num_train:])
 
-    Licences, above all, repeat one another; a piece that is there already is dropped by the caller.
-    """
-    left = MAX_BYTES
+
+def _pieces(documents: Iterable[str], seed: str) -> tuple[str, ...]:
+    """Cut documents into pieces of some lines, without repeats, in no order."""
+    pieces: dict[str, None] = {}
+    characters = 0
+    for piece in _of_some_lines(documents):
+        pieces[piece] = None
+        characters += len(piece)
+        if characters > MAX_CHARACTERS:
+            break
+    shuffled = list(pieces)
+    random.Random(seed).shuffle(shuffled)
+    return tuple(shuffled)
+
+
+def _of_some_lines(documents: Iterable[str]) -> Iterable[str]:
     for document in documents:
         lines = document.splitlines()
         for start in range(0, len(lines), PIECE_LINES):
             piece = "\n".join(lines[start : start + PIECE_LINES]).strip()
-            if left > 0 and len(piece) > 400:
-                left -= len(piece)
+            if len(piece) > MIN_CHARACTERS:
                 yield piece
 
 
-def _code() -> Iterable[str]:
-    return (_read(path) for path in sorted(STDLIB.glob("*.py")))
+def _files(folder: Path, pattern: str) -> Iterable[str]:
+    paths = (path for path in sorted(folder.glob(pattern)) if path.is_file())
+    return (path.read_text(encoding="utf-8", errors="ignore") for path in paths)
 
 
-def _prose() -> Iterable[str]:
+def _reference() -> Iterable[str]:
     return (topics[name] for name in sorted(topics))
 
 
-def _headers() -> Iterable[str]:
-    return (_read(path) for path in sorted((PACKAGES / "torch" / "include" / "c10").rglob("*.h")))
+def _readmes() -> Iterable[str]:
+    # A package's description stands below its headers.
+    return (text.partition("\n\n")[2] for text in _files(PACKAGES, "*.dist-info/METADATA"))
 
 
-def _licences() -> Iterable[str]:
-    files = (path for path in sorted(PACKAGES.glob("*.dist-info/**/*")) if path.is_file())
-    return (_read(path) for path in files if path.name.upper().startswith(("LICEN", "COPYING")))
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="ignore")
-
-
-KINDS: Mapping[str, Callable[[], Iterable[str]]] = {
-    "Python code": _code,
-    "reference prose": _prose,
-    "C++ headers": _headers,
-    "licences": _licences,
+BASE_KINDS: Mapping[str, Callable[[], Iterable[str]]] = {
+    "standard library": lambda: _files(STDLIB, "*.py"),
+    "language reference": _reference,
+    "C++ core headers": lambda: _files(TORCH, "c10/**/*.h"),
+    "licences": lambda: _files(PACKAGES, "*.dist-info/**/LICEN*"),
+}
+TENANT_KINDS: Mapping[str, Callable[[], Iterable[str]]] = {
+    "algebra code": lambda: _files(PACKAGES, "sympy/[a-g]*/*.py"),
+    "package READMEs": _readmes,
+    "operator headers": lambda: _files(TORCH, "ATen/native/**/*.h"),
+    "character tables": lambda: _files(STDLIB, "encodings/*.py"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from demo_tenants import STEPS, TENANTS
-from demo_texts import KINDS
+from demo_texts import TENANT_KINDS
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -41,12 +41,14 @@ def matrix_table(progress: Sequence[Progress]) -> Table:
     """Show every adapter on every held-out text; green is the best adapter for a text."""
     table = Table(title="Loss on text that nobody trained on, in nats per token")
     table.add_column("adapter")
-    for kind in KINDS:
+    for kind in TENANT_KINDS:
         table.add_column(kind, justify="right")
-    table.add_row("none: the base model", *(f"{progress[0].before[kind]:.3f}" for kind in KINDS))
+    table.add_row(
+        "none: the base model", *(f"{progress[0].before[kind]:.3f}" for kind in TENANT_KINDS)
+    )
     table.add_section()
     for tenant, its in zip(TENANTS, progress, strict=True):
-        cells = (_cell(its, kind, progress) for kind in KINDS)
+        cells = (_cell(its, kind, progress) for kind in TENANT_KINDS)
         table.add_row(f"{tenant.name}'s, of {tenant.kind}", *cells)
     return table
 
