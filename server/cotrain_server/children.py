@@ -59,7 +59,8 @@ class Child:
             if self._stopping.is_set():
                 return
             self.deaths = self.deaths.plus(time.monotonic())
-            self.say(f"{name} {ended}; starting it again in {self.deaths.delay_s:g} s")
+            again = f"starting it again in {self.deaths.delay_s:g} s"
+            self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}")
             if self.deaths.is_crash_loop:
                 times = f"{len(self.deaths.times)} times in the last minute"
                 self.report_trouble(name, f"{ended}, {times}; its log says why.")

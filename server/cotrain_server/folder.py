@@ -62,9 +62,13 @@ class DataFolder:
         name = f"cotrain-{sha256(str(self.path).encode()).hexdigest()[:16]}"
         return _private(Path(tempfile.gettempdir()) / name) / SOCKET_NAME
 
+    def log_of(self, process: str) -> Path:
+        """Name a process's log."""
+        return self.logs / f"{process}.log"
+
     def open_log(self, process: str) -> int:
         """Open a process's log for appending; the caller closes the descriptor."""
-        path = self.logs / f"{process}.log"
+        path = self.log_of(process)
         if path.exists() and path.stat().st_size > LOG_BYTES:
             path.replace(path.with_suffix(".log.1"))
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

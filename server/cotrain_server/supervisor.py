@@ -75,6 +75,7 @@ class Supervisor:
         folder = DataFolder(self.plan.data_dir)
         lock = await _locked(folder)
         write_troubles(folder.path, {})
+        self.say(f"everything is kept in {folder.path}, logs in {folder.logs}")
         with _listen(self.plan.host, self.plan.port) as listener:
             starting = asyncio.create_task(self._start(folder, lock, listener))
             stopping = asyncio.create_task(self._stop.wait())
