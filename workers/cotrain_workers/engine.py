@@ -31,7 +31,7 @@ from cotrain_workers.ops import (
     Pass,
     StepOutput,
 )
-from cotrain_workers.wave import Job, Wave
+from cotrain_workers.wave import OpenPass, Wave
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -105,11 +105,11 @@ class Engine:
             if isinstance(op, Create):
                 outputs[op.run, op.seq] = self._create(op)
         began = time.perf_counter()
-        jobs = self._admit([op for op in ops if isinstance(op, Pass)], outputs)
-        cost = self._wave.run(jobs)
-        for job in jobs:
-            assert job.output is not None
-            outputs[job.op.run, job.op.seq] = job.output
+        passes = self._admit([op for op in ops if isinstance(op, Pass)], outputs)
+        cost = self._wave.run(passes)
+        for done in passes:
+            assert done.output is not None
+            outputs[done.op.run, done.op.seq] = done.output
         middle = time.perf_counter()
         for op in ops:
             if isinstance(op, OptimStep):
@@ -155,10 +155,10 @@ class Engine:
         adapter = self._bank.create(op.run, spec)
         return CreateOutput(adapter.layout.trainable_parameters)
 
-    def _admit(self, passes: Sequence[Pass], outputs: dict[tuple[str, int], Output]) -> list[Job]:
-        """Return the passes that can run as jobs; write why the others cannot."""
-        jobs = []
-        for op in passes:
+    def _admit(self, ops: Sequence[Pass], outputs: dict[tuple[str, int], Output]) -> list[OpenPass]:
+        """Open the passes that can run; write why the others cannot."""
+        admitted = []
+        for op in ops:
             if op.run not in self._bank:
                 outputs[op.run, op.seq] = unknown_run()
                 continue
@@ -168,8 +168,8 @@ class Engine:
             if reason:
                 outputs[op.run, op.seq] = Failure(reason, "user")
             else:
-                jobs.append(Job(op, self._bank[op.run]))
-        return jobs
+                admitted.append(OpenPass(op, self._bank[op.run]))
+        return admitted
 
     def _step(self, op: OptimStep) -> Output:
         if op.run not in self._bank:

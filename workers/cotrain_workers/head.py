@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HeadTask:
+class HeadInput:
     """One piece as the head sees it: `n` rows, `K` targets per row."""
 
     hidden: torch.Tensor  # [n, d]
@@ -52,64 +52,64 @@ class Head:
         self._chunk_rows = chunk_rows
 
     @torch.no_grad()
-    def run(self, task: HeadTask) -> HeadResult:
+    def run(self, given: HeadInput) -> HeadResult:
         """Evaluate the loss of a piece; if it needs a gradient, fill `hidden_grad` and add the LoRA's."""
-        if task.hidden_grad is None:
-            return self._forward(task)
-        if task.loss.per_token:
-            return self._one_pass(task)
-        return self._two_passes(task)
+        if given.hidden_grad is None:
+            return self._forward(given)
+        if given.loss.per_token:
+            return self._one_pass(given)
+        return self._two_passes(given)
 
-    def _forward(self, task: HeadTask) -> HeadResult:
-        logprobs = torch.cat([self._visit(task, rows).logprobs for rows in self._chunks(task)])
+    def _forward(self, given: HeadInput) -> HeadResult:
+        logprobs = torch.cat([self._visit(given, rows).logprobs for rows in self._chunks(given)])
         totals = [
-            value(task.loss, logprobs[rows], task_inputs(task, rows), task.config)
-            for rows in (self._chunks(task) if task.loss.per_token else datum_rows(task))
+            value(given.loss, logprobs[rows], loss_inputs(given, rows), given.config)
+            for rows in (self._chunks(given) if given.loss.per_token else datum_rows(given))
         ]
         return HeadResult(logprobs, torch.stack(totals).sum())
 
-    def _one_pass(self, task: HeadTask) -> HeadResult:
+    def _one_pass(self, given: HeadInput) -> HeadResult:
         found, totals = [], []
-        for rows in self._chunks(task):
-            chunk = self._visit(task, rows)
-            inputs = task_inputs(task, rows)
-            total, slope = value_and_slope(task.loss, chunk.logprobs, inputs, task.config)
+        for rows in self._chunks(given):
+            chunk = self._visit(given, rows)
+            inputs = loss_inputs(given, rows)
+            total, slope = value_and_slope(given.loss, chunk.logprobs, inputs, given.config)
             chunk.backward(slope)
             found.append(chunk.logprobs)
             totals.append(total)
         return HeadResult(torch.cat(found), torch.stack(totals).sum())
 
-    def _two_passes(self, task: HeadTask) -> HeadResult:
+    def _two_passes(self, given: HeadInput) -> HeadResult:
         """Compute all log-probabilities, then the loss of each datum, then visit the chunks again."""
-        logprobs = torch.cat([self._visit(task, rows).logprobs for rows in self._chunks(task)])
+        logprobs = torch.cat([self._visit(given, rows).logprobs for rows in self._chunks(given)])
         both = [
-            value_and_slope(task.loss, logprobs[rows], task_inputs(task, rows), task.config)
-            for rows in datum_rows(task)
+            value_and_slope(given.loss, logprobs[rows], loss_inputs(given, rows), given.config)
+            for rows in datum_rows(given)
         ]
         slope = torch.cat([each for _, each in both])
-        for rows in self._chunks(task):
-            self._visit(task, rows).backward(slope[rows])
+        for rows in self._chunks(given):
+            self._visit(given, rows).backward(slope[rows])
         return HeadResult(logprobs, torch.stack([total for total, _ in both]).sum())
 
-    def _chunks(self, task: HeadTask) -> Iterator[slice]:
-        for start in range(0, len(task.targets), self._chunk_rows):
+    def _chunks(self, given: HeadInput) -> Iterator[slice]:
+        for start in range(0, len(given.targets), self._chunk_rows):
             yield slice(start, start + self._chunk_rows)
 
-    def _visit(self, task: HeadTask, rows: slice) -> Chunk:
-        return Chunk(self._weight, self._softcap, task, rows)
+    def _visit(self, given: HeadInput, rows: slice) -> Chunk:
+        return Chunk(self._weight, self._softcap, given, rows)
 
 
-def datum_rows(task: HeadTask) -> Iterator[slice]:
+def datum_rows(given: HeadInput) -> Iterator[slice]:
     """Yield the rows of each datum."""
     start = 0
-    for length in task.datum_lengths:
+    for length in given.datum_lengths:
         yield slice(start, start + length)
         start += length
 
 
-def task_inputs(task: HeadTask, rows: slice) -> dict[str, torch.Tensor]:
+def loss_inputs(given: HeadInput, rows: slice) -> dict[str, torch.Tensor]:
     """Return the loss inputs of some rows."""
-    return {name: values[rows] for name, values in task.inputs.items()}
+    return {name: values[rows] for name, values in given.inputs.items()}
 
 
 class Chunk:
@@ -118,14 +118,14 @@ class Chunk:
     logprobs: torch.Tensor  # of the targets, [c, K], fp32 (fp64 under an fp64 base)
 
     def __init__(
-        self, weight: torch.Tensor, softcap: float | None, task: HeadTask, rows: slice
+        self, weight: torch.Tensor, softcap: float | None, given: HeadInput, rows: slice
     ) -> None:
         self._weight = weight
         self._softcap = softcap
-        self._part = task.part
-        self._hidden = task.hidden[rows]
-        self._targets = task.targets[rows]
-        self._hidden_grad = None if task.hidden_grad is None else task.hidden_grad[rows]
+        self._part = given.part
+        self._hidden = given.hidden[rows]
+        self._targets = given.targets[rows]
+        self._hidden_grad = None if given.hidden_grad is None else given.hidden_grad[rows]
         self._low: torch.Tensor | None = None  # A @ hidden^T, [rank, c]
         self._capped: torch.Tensor | None = None  # tanh(logits / softcap), [c, V]
         logits = self._logits()

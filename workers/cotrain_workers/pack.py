@@ -21,7 +21,7 @@ FINE_STEP, FINE_LIMIT, COARSE_STEP = 32, 2048, 128
 class Piece:
     """A range of one op's datums; it becomes one segment of the packed row and is never cut again."""
 
-    job: int  # place of its op in the wave
+    owner: int  # place of its pass in the wave
     first: int  # datum
     last: int  # one past
     tokens: int
@@ -57,7 +57,7 @@ def bucket(tokens: int) -> int:
 
 
 def cut(
-    job: int, lengths: Sequence[int], columns: Sequence[int], limit: int, *, needs_grad: bool
+    owner: int, lengths: Sequence[int], columns: Sequence[int], limit: int, *, needs_grad: bool
 ) -> Iterator[Piece]:
     """Cut an op at datum boundaries into pieces of at most `limit` tokens and one column count.
 
@@ -66,11 +66,11 @@ def cut(
     first, tokens = 0, 0
     for at, length in enumerate(lengths):
         if at > first and (tokens + length > limit or columns[at] != columns[first]):
-            yield Piece(job, first, at, tokens, needs_grad)
+            yield Piece(owner, first, at, tokens, needs_grad)
             first, tokens = at, 0
         tokens += length
     if tokens:
-        yield Piece(job, first, len(lengths), tokens, needs_grad)
+        yield Piece(owner, first, len(lengths), tokens, needs_grad)
 
 
 def fill(pieces: Sequence[Piece], limit: int) -> list[MicroBatch]:

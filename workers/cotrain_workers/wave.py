@@ -11,7 +11,7 @@ import torch
 
 from cotrain_workers.admission import TARGETS
 from cotrain_workers.base_model import UNEMBED
-from cotrain_workers.head import Head, HeadResult, HeadTask
+from cotrain_workers.head import Head, HeadInput, HeadResult
 from cotrain_workers.losses import LOSSES
 from cotrain_workers.ops import Failure, PassOutput
 from cotrain_workers.pack import MicroBatch, Piece, cut, fill
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Job:
+class OpenPass:
     """A pass in progress."""
 
     op: Pass
@@ -36,6 +36,10 @@ class Job:
     logprobs: list[np.ndarray] = field(default_factory=list)  # per datum
     loss_sum: float = 0.0
     output: PassOutput | Failure | None = None
+
+    def datums(self, piece: Piece) -> Sequence[Datum]:
+        """Return the datums of one of this pass's pieces."""
+        return self.op.datums[piece.first : piece.last]
 
 
 @dataclass
@@ -58,18 +62,18 @@ class Wave:
         wide = base.head_weight.dtype == torch.float64
         self._loss_dtype = torch.float64 if wide else torch.float32
 
-    def run(self, jobs: Sequence[Job]) -> WaveCost:
-        """Run all jobs and set each one's output. Of one run, earlier jobs come first."""
+    def run(self, passes: Sequence[OpenPass]) -> WaveCost:
+        """Run all passes and set each one's output. Of one run, earlier passes come first."""
         pieces: list[Piece] = []
-        for at, job in enumerate(jobs):
-            cuts = list(self._cut(at, job.op))
-            job.pieces_left = len(cuts)
+        for at, open_pass in enumerate(passes):
+            cuts = list(self._cut(at, open_pass.op))
+            open_pass.pieces_left = len(cuts)
             pieces += cuts
             if not cuts:
-                job.output = PassOutput([], 0.0)
+                open_pass.output = PassOutput([], 0.0)
         cost = WaveCost()
         for batch in fill(pieces, self._micro_batch_tokens):
-            self._run_micro_batch(batch, jobs)
+            self._run_micro_batch(batch, passes)
             cost.forwards += 1
             cost.tokens += batch.tokens
             cost.padded_tokens += batch.padded_tokens
@@ -81,10 +85,10 @@ class Wave:
         limit = self._micro_batch_tokens
         return list(cut(at, lengths, columns, limit, needs_grad=op.needs_grad))
 
-    def _run_micro_batch(self, batch: MicroBatch, jobs: Sequence[Job]) -> None:
-        datums = [d for p in batch.pieces for d in jobs[p.job].op.datums[p.first : p.last]]
+    def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> None:
+        datums = [datum for p in batch.pieces for datum in passes[p.owner].datums(p)]
         ids, positions, lengths = pack_row(datums, batch.padded_tokens)
-        route = Route(self._segments(batch, jobs), SequenceTable(lengths, self._device))
+        route = Route(self._segments(batch, passes), SequenceTable(lengths, self._device))
         with self._base.router.use(route):
             with torch.set_grad_enabled(batch.needs_grad):
                 hidden = self._base.backbone(
@@ -92,35 +96,35 @@ class Wave:
                     position_ids=torch.from_numpy(positions)[None].to(self._device),
                     use_cache=False,  # with a cache transformers would not see the packing
                 ).last_hidden_state
-            results, hidden_grad = self._run_head(batch, jobs, route, hidden.detach()[0])
+            results, hidden_grad = self._run_head(batch, passes, route, hidden.detach()[0])
             if hidden.requires_grad:
                 hidden.backward(hidden_grad[None])
-        self._collect(batch, jobs, results)
+        self._collect(batch, passes, results)
 
-    def _segments(self, batch: MicroBatch, jobs: Sequence[Job]) -> list[Segment]:
+    def _segments(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> list[Segment]:
         segments, start = [], 0
         for piece in batch.pieces:
-            job = jobs[piece.job]
-            if piece.needs_grad and job.gradient is None:
-                job.gradient = claim_gradient(job.adapter)
-            grads = job.gradient.views if job.gradient else None
-            adapter = job.adapter
+            open_pass = passes[piece.owner]
+            if piece.needs_grad and open_pass.gradient is None:
+                open_pass.gradient = claim_gradient(open_pass.adapter)
+            grads = open_pass.gradient.views if open_pass.gradient else None
+            adapter = open_pass.adapter
             stop = start + piece.tokens
             segments.append(Segment(start, stop, adapter.compute, adapter.spec.scale, grads))
             start = stop
         return segments
 
     def _run_head(
-        self, batch: MicroBatch, jobs: Sequence[Job], route: Route, hidden: torch.Tensor
+        self, batch: MicroBatch, passes: Sequence[OpenPass], route: Route, hidden: torch.Tensor
     ) -> tuple[list[HeadResult], torch.Tensor]:
         hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
         part_by_start = {part.start: part for part in route.parts(UNEMBED)}
         results = []
         for piece, segment in zip(batch.pieces, route.segments, strict=True):
             rows = slice(segment.start, segment.stop)
-            op = jobs[piece.job].op
-            datums, loss = op.datums[piece.first : piece.last], LOSSES[op.loss_fn]
-            task = HeadTask(
+            op, datums = passes[piece.owner].op, passes[piece.owner].datums(piece)
+            loss = LOSSES[op.loss_fn]
+            given = HeadInput(
                 hidden=hidden[rows],
                 targets=self._column(datums, TARGETS, torch.int64),
                 inputs={name: self._column(datums, name, self._loss_dtype) for name in loss.inputs},
@@ -130,7 +134,7 @@ class Wave:
                 part=part_by_start.get(segment.start),
                 hidden_grad=hidden_grad[rows] if piece.needs_grad else None,
             )
-            results.append(self._head.run(task))
+            results.append(self._head.run(given))
         return results, hidden_grad
 
     def _column(self, datums: Sequence[Datum], name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -139,24 +143,24 @@ class Wave:
         return torch.from_numpy(np.concatenate(arrays)).to(self._device, dtype)
 
     def _collect(
-        self, batch: MicroBatch, jobs: Sequence[Job], results: Sequence[HeadResult]
+        self, batch: MicroBatch, passes: Sequence[OpenPass], results: Sequence[HeadResult]
     ) -> None:
-        """Copy log-probabilities and losses to the host, and settle the jobs that are complete."""
+        """Copy log-probabilities and losses to the host, and settle the passes that are complete."""
         flat = torch.cat([result.logprobs.flatten() for result in results]).float().cpu().numpy()
         losses = torch.stack([result.loss for result in results]).tolist()
         start = 0
         for piece, loss in zip(batch.pieces, losses, strict=True):
-            job = jobs[piece.job]
-            for datum in job.op.datums[piece.first : piece.last]:
+            open_pass = passes[piece.owner]
+            for datum in open_pass.datums(piece):
                 shape = datum.inputs[TARGETS].shape
                 size = int(np.prod(shape))
-                job.logprobs.append(flat[start : start + size].reshape(shape))
+                open_pass.logprobs.append(flat[start : start + size].reshape(shape))
                 start += size
-            job.loss_sum += loss
-            job.pieces_left -= 1
-        for at in dict.fromkeys(piece.job for piece in batch.pieces):
-            if jobs[at].pieces_left == 0:
-                settle(jobs[at])
+            open_pass.loss_sum += loss
+            open_pass.pieces_left -= 1
+        for at in dict.fromkeys(piece.owner for piece in batch.pieces):
+            if passes[at].pieces_left == 0:
+                settle(passes[at])
 
 
 def pack_row(
@@ -185,14 +189,14 @@ def claim_gradient(adapter: Adapter) -> Gradient:
     return adapter.gradient
 
 
-def settle(job: Job) -> None:
-    """Accept a complete job and keep its gradient, or fail it and leave no trace of it."""
-    is_finite = math.isfinite(job.loss_sum) and all(np.isfinite(lp).all() for lp in job.logprobs)
-    if job.gradient is not None:
-        is_finite = is_finite and is_all_finite(job.gradient.flat)
-        settle_gradient(job.adapter, job.gradient, keep=is_finite)
-        job.gradient = None
-    job.output = PassOutput(job.logprobs, job.loss_sum) if is_finite else not_finite(job.op)
+def settle(done: OpenPass) -> None:
+    """Accept a complete pass and keep its gradient, or fail it and leave no trace of it."""
+    is_finite = math.isfinite(done.loss_sum) and all(np.isfinite(lp).all() for lp in done.logprobs)
+    if done.gradient is not None:
+        is_finite = is_finite and is_all_finite(done.gradient.flat)
+        settle_gradient(done.adapter, done.gradient, keep=is_finite)
+        done.gradient = None
+    done.output = PassOutput(done.logprobs, done.loss_sum) if is_finite else not_finite(done.op)
 
 
 def settle_gradient(adapter: Adapter, gradient: Gradient, *, keep: bool) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cotrain_workers.head import Head, HeadTask
+from cotrain_workers.head import Head, HeadInput
 from cotrain_workers.losses import LOSSES, LossSpec, value_and_slope
 from cotrain_workers.route import Part
 from cotrain_workers.spec import Pair
@@ -75,7 +75,7 @@ def test_the_chunked_head_equals_the_dense_one(
 ) -> None:
     s, loss = setting(columns), LOSSES[name]
     grads = Pair(torch.zeros_like(s.lora.a), torch.zeros_like(s.lora.b))
-    task = HeadTask(
+    given = HeadInput(
         hidden=s.hidden,
         targets=s.targets,
         inputs=s.inputs,
@@ -87,17 +87,17 @@ def test_the_chunked_head_equals_the_dense_one(
     )
     head = Head(s.weight, softcap, chunk_rows)
 
-    result = head.run(task)
+    result = head.run(given)
 
     logprobs, total, (hidden_grad, a_grad, b_grad) = dense(s, loss, softcap)
     assert_close(result.logprobs, logprobs.detach())
     assert_close(result.loss, total)
-    assert task.hidden_grad is not None
-    assert_close(task.hidden_grad, hidden_grad)
+    assert given.hidden_grad is not None
+    assert_close(given.hidden_grad, hidden_grad)
     assert_close(grads.a, a_grad)
     assert_close(grads.b, b_grad)
 
-    forward_only = head.run(replace(task, hidden_grad=None))
+    forward_only = head.run(replace(given, hidden_grad=None))
     assert torch.equal(forward_only.logprobs, result.logprobs)
     assert torch.equal(forward_only.loss, result.loss)
 
@@ -105,7 +105,7 @@ def test_the_chunked_head_equals_the_dense_one(
 def test_no_tensor_of_all_rows_times_the_vocabulary_exists() -> None:
     rows, vocab, chunk_rows = 512, 2048, 32
     weight, hidden = torch.randn(vocab, 8), torch.randn(rows, 8)
-    task = HeadTask(
+    given = HeadInput(
         hidden=hidden,
         targets=torch.zeros(rows, 1, dtype=torch.int64),
         inputs={"weights": torch.ones(rows, 1)},
@@ -119,7 +119,7 @@ def test_no_tensor_of_all_rows_times_the_vocabulary_exists() -> None:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
-        Head(weight, None, chunk_rows).run(task)
+        Head(weight, None, chunk_rows).run(given)
 
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert largest <= 2 * chunk_rows * vocab * 4 < rows * vocab * 4

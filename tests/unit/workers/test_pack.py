@@ -31,8 +31,8 @@ def test_micro_batches_hold_every_piece_once_gradients_first(
 ) -> None:
     pieces = [
         piece
-        for job, (op, needs_grad) in enumerate(ops)
-        for piece in cut(job, op, [1] * len(op), limit, needs_grad=needs_grad)
+        for owner, (op, needs_grad) in enumerate(ops)
+        for piece in cut(owner, op, [1] * len(op), limit, needs_grad=needs_grad)
     ]
 
     batches = fill(pieces, limit)
@@ -53,7 +53,9 @@ def test_a_bucket_holds_its_tokens_with_little_filler(tokens: int) -> None:
 
 def test_what_fits_one_micro_batch_is_one_micro_batch() -> None:
     pieces = [
-        p for job in range(8) for p in cut(job, [16, 16], [1, 1], 256, needs_grad=job % 2 == 0)
+        p
+        for owner in range(8)
+        for p in cut(owner, [16, 16], [1, 1], 256, needs_grad=owner % 2 == 0)
     ]
 
     assert len(fill(pieces, 256)) == 1
