@@ -5,15 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import structlog
 
+from cotrain_store.connection import SyncConnection, open_sync_connection
 from tests.support.log import Log, open_log
+from tests.support.stack import Stack, stack
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plain_tracebacks() -> None:
+    """Log as usual, without drawing every local of every frame: that takes a second each."""
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[structlog.processors.add_log_level, renderer])
 
 
 @pytest.fixture
@@ -40,3 +50,22 @@ def engine(tiny_model: Path) -> Engine:
 
     torch.set_num_threads(1)
     return Engine.load(str(tiny_model))
+
+
+@pytest.fixture
+async def server(
+    empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Stack]:
+    """Intake, futures and a scheduler; workers are the test's own."""
+    # A worker looks whether it should stop when its sleep is over.
+    monkeypatch.setattr("cotrain_workers.loop.IDLE_S", 0.02)
+    async with stack(empty_redis.url, tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def redis(empty_redis: EmbeddedRedis) -> Iterator[SyncConnection]:
+    """A connection behind everybody's back."""
+    connection = open_sync_connection(empty_redis.url)
+    yield connection
+    connection.close()

@@ -1,0 +1,154 @@
+"""A request that breaks the engine fails alone, is never run again, and leaves no mark on anybody."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.errors import SpoolCorrupt
+from cotrain_store.execution import RUN_STOPPED
+from cotrain_store.messages import RunRecord, request_id
+from cotrain_store.status import cycle_records
+from cotrain_workers.engine import Engine
+from tests.support.program import LORA, results, submit, undisturbed
+from tests.support.stack import POOL, worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+    from pathlib import Path
+
+    from cotrain_workers.ops import CycleOutput, Op
+    from tests.support.redis_server import EmbeddedRedis
+    from tests.support.stack import Stack
+
+CRASHED = {"error": "Internal error: this request could not be run.", "category": "server"}
+
+
+@pytest.fixture
+def breaks_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the engine raise whenever it is given one of these ops: before it runs, or half way."""
+    run_as_before = Engine.run
+
+    def arm(poison: Collection[tuple[str, int]], *, half_way: bool = False) -> None:
+        def run(self: Engine, ops: Sequence[Op]) -> CycleOutput:
+            if any((op.run, op.seq) in poison for op in ops):
+                if half_way:
+                    run_as_before(self, ops)
+                raise RuntimeError("the device is on fire")
+            return run_as_before(self, ops)
+
+        monkeypatch.setattr(Engine, "run", run)
+
+    return arm
+
+
+async def two_runs(server: Stack, last: int) -> tuple[RunRecord, RunRecord]:
+    guilty, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
+    for run in (guilty, neighbour):
+        await submit(server, run, 1, last)
+    return guilty, neighbour
+
+
+@pytest.mark.parametrize("half_way", [False, True])
+@pytest.mark.parametrize("poison", [{1}, {3}, {4}, {1, 2}, {3, 4}, {1, 2, 3, 4}], ids=str)
+async def test_what_breaks_the_engine_fails_alone(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    breaks_at: Callable[..., None],
+    poison: set[int],
+    half_way: bool,
+) -> None:
+    """Afterwards its run stands where it would without these requests, in memory and in its log."""
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
+    harmless, _ = await two_runs(server, 0)
+    clean = await server.create("c", "c", LORA)
+    kept = [seq for seq in range(1, 5) if seq not in poison]
+
+    breaks_at({(harmless.id, seq) for seq in poison}, half_way=half_way)
+    with worker(url, tmp_path, engine) as loop:
+        requests = await submit(server, harmless, 1, 4)
+        neighbour = await submit(server, clean, 1, 4)
+        answers = await results(server, harmless, requests)
+        assert await results(server, clean, neighbour) == expected
+        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+    assert engine.state(clean.id).digest() == digest
+    assert [answers[seq - 1] == CRASHED for seq in range(1, 5)] == [
+        s in poison for s in range(1, 5)
+    ]
+    reference = await played_alone(server, url, tmp_path, engine, kept)
+    assert engine.state(harmless.id).digest() == reference
+
+    breaks_at(set())  # a replay would now find nothing wrong with them
+    engine.drop(harmless.id)
+    with worker(url, tmp_path, engine) as loop:
+        loop._keeper.ensure(harmless.id)
+    assert engine.state(harmless.id).digest() == reference
+
+
+async def played_alone(
+    server: Stack, url: str, folder: Path, engine: Engine, seqs: Sequence[int]
+) -> str:
+    """Play some requests of the program, in places of their own; return the digest of the state."""
+    run = await server.create("alone", "alone", LORA)
+    with worker(url, folder, engine):
+        for place, seq in enumerate(seqs, 1):
+            requests = await submit(server, run, seq, seq, place=place)
+            await results(server, run, requests)
+        await server.result(run, request_id(run.id, 0))
+    return engine.state(run.id).digest()
+
+
+async def test_a_cycle_that_broke_is_told_in_its_record(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    breaks_at: Callable[..., None],
+    redis: Any,
+) -> None:
+    guilty, neighbour = await two_runs(server, 4)
+    breaks_at({(guilty.id, 3)})
+    with worker(empty_redis.url, tmp_path, engine):
+        for run in (guilty, neighbour):
+            await server.result(run, request_id(run.id, 4))
+    rows = await cycle_records(server.futures._redis, POOL, 10)
+    broken = [row for row in rows if row["outcome"] == "isolated"]
+    assert len(broken) == 1
+    failed = {row["run"]: row["failed"] for row in broken[0]["runs"]}
+    assert failed == {guilty.id: 1, neighbour.id: 0}
+    assert redis.hget(keys.counters(POOL), "failed_ops") == b"1"
+
+
+async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    breaks_at: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
+    guilty, neighbour = await two_runs(server, 4)
+    with worker(url, tmp_path, engine) as loop:
+        breaks_at({(guilty.id, 1)})
+        ensure_as_before, calls = loop._keeper.ensure, 0
+
+        def ensure(run: Any) -> int:
+            nonlocal calls
+            calls += run == guilty.id
+            if run == guilty.id and calls > 1:
+                raise SpoolCorrupt("gone")
+            return ensure_as_before(run)
+
+        loop._keeper.ensure = ensure  # type: ignore[method-assign]
+        for seq in range(1, 5):
+            assert await server.result(guilty, request_id(guilty.id, seq)) == RUN_STOPPED
+        answers = [request_id(neighbour.id, seq) for seq in range(1, 5)]
+        assert await results(server, neighbour, answers) == expected
+    assert engine.state(neighbour.id).digest() == digest

@@ -1,0 +1,161 @@
+"""Whatever dies, and whenever: every run goes on with the same numbers, or stops alone."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.messages import OpKind, RunId, request_id
+from tests.support.bodies import pass_body, sequences
+from tests.support.deaths import Failpoint, dying_worker
+from tests.support.program import (
+    LORA,
+    PROGRAM,
+    killed_after,
+    results,
+    snapshot_files,
+    submit,
+    undisturbed,
+)
+from tests.support.stack import POOL, Stack, worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages import RequestId
+    from cotrain_workers.engine import Engine
+    from tests.support.redis_server import EmbeddedRedis
+
+FAILPOINTS = [
+    Failpoint("open_steps", 2),
+    Failpoint("bodies", 1),
+    Failpoint("bodies", 3),
+    Failpoint("commit", 1),
+    Failpoint("commit", 1, after=True),
+    Failpoint("commit", 3),
+    Failpoint("commit", 3, after=True),
+    Failpoint("register_snapshot", 1),
+    Failpoint("register_snapshot", 1, after=True),
+    Failpoint("register_snapshot", 2),
+]
+
+
+@pytest.mark.parametrize("failpoint", FAILPOINTS, ids=str)
+async def test_a_worker_killed_anywhere_leaves_no_trace_in_the_numbers(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, failpoint: Failpoint
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    run = await server.create("a", "a", LORA)
+    requests = await submit(server, run, 1, len(PROGRAM))
+    async with dying_worker(url, tmp_path, engine, failpoint, snapshot_debt_ops=2):
+        pass
+    with worker(url, tmp_path, engine, snapshot_debt_ops=2):
+        assert await results(server, run, requests) == expected
+    assert engine.state(run.id).digest() == digest
+
+
+@pytest.mark.parametrize("debt_ops", [1, 1000])
+@pytest.mark.parametrize("is_killed", [True, False])
+async def test_a_gradient_that_waits_for_its_step_survives(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    is_killed: bool,
+    debt_ops: int,
+) -> None:
+    """From its log after a kill, from its recovery copy after a drain or an early copy."""
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
+    run = await server.create("a", "a", LORA)
+    requests = await submit(server, run, 1, 3)
+    if is_killed:
+        after_commit = Failpoint("commit", 1, after=True)
+        async with dying_worker(url, tmp_path, engine, after_commit, snapshot_debt_ops=debt_ops):
+            pass
+    else:
+        with worker(url, tmp_path, engine, snapshot_debt_ops=debt_ops):
+            await results(server, run, requests)
+    engine.drop(run.id)
+    requests += await submit(server, run, 4, 4)
+    with worker(url, tmp_path, engine):
+        assert await results(server, run, requests) == expected
+    assert engine.state(run.id).digest() == digest
+
+
+async def test_a_drained_worker_leaves_nothing_to_replay(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url = empty_redis.url
+    _, digest = await undisturbed(server, url, tmp_path, engine)
+    run = RunId("undisturbed:train:0")
+    assert redis.hlen(keys.ops(POOL, run)) == 0
+    engine.drop(run)
+    with worker(url, tmp_path, engine) as loop:
+        assert loop._keeper.ensure(run) == 0
+    assert engine.state(run).digest() == digest
+
+
+async def test_the_older_copy_serves_where_the_log_still_reaches_it(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=8)
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine):
+        answers = await results(server, run, await submit(server, run, 1, 4))
+    with worker(url, tmp_path, engine):
+        answers += await results(server, run, await submit(server, run, 5, 6))
+        log = {
+            name: redis.hgetall(name)
+            for name in (keys.ops(POOL, run.id), keys.bodies(POOL, run.id))
+        }
+    for name, fields in log.items():
+        redis.hset(name, mapping=fields)  # as if the newer copy had not cut the log
+    newest, _ = snapshot_files(redis, run, tmp_path)
+    newest.write_bytes(newest.read_bytes()[:100])
+    with worker(url, tmp_path, engine):
+        answers += await results(server, run, await submit(server, run, 7, 8))
+    assert answers == expected
+    assert engine.state(run.id).digest() == digest
+
+
+async def test_a_replay_does_without_results_that_have_expired(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url = empty_redis.url
+    _, digest = await undisturbed(server, url, tmp_path, engine, last=4)
+    run, _ = await killed_after(server, url, tmp_path, engine, last=3)
+    for seq in range(4):
+        redis.delete(keys.result(request_id(run.id, seq)))
+    with worker(url, tmp_path, engine):
+        await results(server, run, await submit(server, run, 4, 4))
+    assert engine.state(run.id).digest() == digest
+    assert float(redis.hget(keys.counters(POOL), "replayed_ops")) > 0
+
+
+async def test_a_request_that_is_not_a_number_fails_again_in_a_replay_and_leaves_nothing(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    url = empty_redis.url
+    run, clean = [await server.create(name, name, LORA) for name in ("a", "b")]
+    poison = pass_body(run.id, 2, sequences(5, 1, 9), weight=math.nan)
+    last: list[RequestId] = []
+    with worker(url, tmp_path, engine) as loop:
+        await submit(server, run, 1, 1)
+        bad = await server.intake.submit(run, 2, OpKind.FORWARD_BACKWARD, poison, 9, "2")
+        await submit(server, clean, 1, 2)
+        failure = await server.result(run, bad)
+        assert failure.json()["category"] == "user"
+        await server.result(clean, request_id(clean.id, 2))
+        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+    with worker(url, tmp_path, engine):
+        for each in (run, clean):
+            last = await submit(server, each, 3, 4)
+            assert "metrics" in (await results(server, each, last))[1]
+    assert engine.state(run.id).digest() == engine.state(clean.id).digest()
+    assert await server.result(run, bad) == failure

@@ -1,0 +1,140 @@
+"""A run that cannot be brought back stops; its neighbours never notice."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain.proto import wire_pb2
+from cotrain_store import keys
+from cotrain_store.execution import RUN_STOPPED
+from cotrain_store.messages import Result, ResultKind, RunState, request_id
+from tests.support.program import (
+    LORA,
+    killed_after,
+    results,
+    snapshot_files,
+    submit,
+    undisturbed,
+)
+from tests.support.stack import POOL, Stack, worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages import RunRecord
+    from cotrain_workers.engine import Engine
+    from tests.support.redis_server import EmbeddedRedis
+
+
+async def two_runs(server: Stack, url: str, folder: Path, engine: Engine, last: int) -> Any:
+    """Train a run and its neighbour up to seq `last`, and leave both to their recovery copies."""
+    runs = [await server.create(name, name, LORA) for name in ("a", "b")]
+    with worker(url, folder, engine):
+        for run in runs:
+            await results(server, run, await submit(server, run, 1, last))
+    return runs
+
+
+async def assert_stopped_alone(
+    server: Stack,
+    url: str,
+    folder: Path,
+    engine: Engine,
+    broken: RunRecord,
+    neighbour: RunRecord,
+    first: int = 3,
+) -> None:
+    """Both submit two more requests; the broken run fails, its neighbour ends as if alone."""
+    requests = await submit(server, broken, first, first + 1)
+    others = await submit(server, neighbour, first, first + 1)
+    with worker(url, folder, engine):
+        for request in requests:
+            assert await server.result(broken, request) == RUN_STOPPED
+        answers = await results(server, neighbour, others)
+    record = await server.futures._records.run(broken.tenant, broken.id)
+    assert record.state is RunState.FAILED
+    expected, digest = await undisturbed(server, url, folder, engine, last=first + 1)
+    assert answers == expected[first - 1 :]
+    assert engine.state(neighbour.id).digest() == digest
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "another run's"])
+async def test_a_recovery_copy_that_cannot_be_read_stops_its_run_alone(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    damage: str,
+) -> None:
+    url = empty_redis.url
+    broken, neighbour = await two_runs(server, url, tmp_path, engine, last=2)
+    (path,) = snapshot_files(redis, broken, tmp_path)
+    content = path.read_bytes()
+    match damage:
+        case "cut":
+            path.write_bytes(content[:-1])
+        case "flipped":
+            path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        case "gone":
+            path.unlink()
+        case "another run's":
+            (other,) = snapshot_files(redis, neighbour, tmp_path)
+            redis.hset(
+                keys.log(POOL, broken.id),
+                "snapfile",
+                str(other.relative_to(tmp_path / "snapshots")),
+            )
+            redis.hset(
+                keys.log(POOL, broken.id),
+                "snapsha",
+                redis.hget(keys.log(POOL, neighbour.id), "snapsha"),
+            )
+    await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour)
+
+
+async def test_a_body_that_is_gone_stops_its_run_alone(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url = empty_redis.url
+    broken, neighbour = await two_runs(server, url, tmp_path, engine, last=2)
+    await submit(server, broken, 3, 3)
+    redis.hdel(keys.bodies(POOL, broken.id), 3)
+    await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour)
+
+
+def tampered(packed: bytes, how: str) -> bytes:
+    result = Result.unpack(packed)
+    if how == "a norm":
+        return Result.of_json({"metrics": {"grad_norm": 1.0}}).pack()
+    output = wire_pb2.ForwardBackwardOutput.FromString(result.payload)
+    field = output.loss_fn_outputs[0].fields["logprobs"]
+    match how:
+        case "a loss":
+            output.metrics["loss:sum"] = math.nextafter(output.metrics["loss:sum"], 1e9)
+        case "a log-prob":
+            field.data = field.data[:-1] + bytes([field.data[-1] ^ 1])
+        case "a length":
+            field.data = field.data[:-4]
+        case "a metric less":
+            del output.metrics["loss:sum"]
+        case "a failure":
+            return Result.failed("no", "user").pack()
+    return Result(ResultKind.PASS, output.SerializeToString()).pack()
+
+
+@pytest.mark.parametrize(
+    "how", ["a loss", "a log-prob", "a length", "a metric less", "a failure", "a norm"]
+)
+async def test_a_replay_that_gives_other_results_stops_its_run_alone(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, how: str
+) -> None:
+    url = empty_redis.url
+    broken, neighbour = await killed_after(server, url, tmp_path, engine, last=4)
+    name = keys.result(request_id(broken.id, 4 if how == "a norm" else 1))
+    redis.set(name, tampered(redis.get(name), how))
+    await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour, first=5)
+    assert redis.hget(keys.counters(POOL), "diverged_runs") == b"1"

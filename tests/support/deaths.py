@@ -1,0 +1,74 @@
+"""Workers that die: between two lines, as `kill -9` would have it, with nothing put in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.support.stack import make_worker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.loop import WorkerLoop
+
+
+class Killed(BaseException):
+    """The worker is no more."""
+
+
+@dataclass(frozen=True)
+class Failpoint:
+    """Die at the n-th call of a method of the worker's Execution, before or after its effect."""
+
+    method: str
+    call: int = 1
+    after: bool = False
+
+    def arm(self, execution: Any) -> None:
+        """Make that call deadly."""
+        original = getattr(execution, self.method)
+        calls = 0
+
+        def deadly(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls < self.call:
+                return original(*args, **kwargs)
+            if self.after:
+                original(*args, **kwargs)
+            raise Killed
+
+        setattr(execution, self.method, deadly)
+
+
+@contextlib.asynccontextmanager
+async def dying_worker(
+    redis_url: str, data_dir: Path, engine: Engine, failpoint: Failpoint, **settings: float
+) -> AsyncIterator[WorkerLoop]:
+    """Run a worker until it dies at `failpoint`; leaving the block waits for that."""
+    loop, spools = make_worker(redis_url, data_dir, engine, **settings)
+    failpoint.arm(loop._execution)
+
+    def live() -> bool:
+        try:
+            loop.run()
+        except Killed:
+            return False
+        finally:
+            loop.stop()  # its beat ends with it
+            for spool in spools:
+                spool.close()
+        return True
+
+    life = asyncio.create_task(asyncio.to_thread(live))
+    try:
+        yield loop
+        assert not await asyncio.wait_for(asyncio.shield(life), 60), "it was not killed"
+    finally:
+        loop.stop()
+        await life

@@ -1,0 +1,92 @@
+"""A short training program, and how it ends when nothing disturbs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cotrain.proto import wire_pb2
+from cotrain_store import keys
+from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind, request_id
+from cotrain_workers.requests import CYCLE_METRIC
+from tests.support.bodies import sequences
+from tests.support.stack import POOL, Stack, worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages import RequestId, RunRecord
+    from cotrain_workers.engine import Engine
+
+LORA = LoraSpec(rank=4, seed=7)
+STEPS = 3
+#: Ops of one step: two gradients that add up, an evaluation in between, an optimizer step.
+STEP = (
+    OpKind.FORWARD_BACKWARD,
+    OpKind.FORWARD,
+    OpKind.FORWARD_BACKWARD,
+    OpKind.OPTIM_STEP,
+)
+#: The whole of a run after its creation; it ends with a gradient that waits.
+PROGRAM = (*STEP * STEPS, OpKind.FORWARD_BACKWARD)
+
+
+async def submit(
+    server: Stack, run: RunRecord, first: int, last: int, *, place: int | None = None
+) -> list[RequestId]:
+    """Send the requests first…last of the program, at their own places or from `place` on."""
+    requests = []
+    for number in range(first, last + 1):
+        seq = number if place is None else place + number - first
+        kind = PROGRAM[number - 1]
+        if kind is OpKind.OPTIM_STEP:
+            requests.append(await server.optim_step(run, seq))
+        else:
+            requests.append(await server.forward_backward(run, seq, sequences(number, 2, 9), kind))
+    return requests
+
+
+async def results(server: Stack, run: RunRecord, requests: list[RequestId]) -> list[Any]:
+    """Wait for results, without what legitimately differs: the cycle they ran in."""
+    return [without_cycle(await server.result(run, request)) for request in requests]
+
+
+def without_cycle(result: Result) -> Any:
+    """Decode a result, less its cycle and the name of its run."""
+    if result.kind is ResultKind.PASS:
+        output = wire_pb2.ForwardBackwardOutput.FromString(result.payload)
+        del output.metrics[CYCLE_METRIC]
+        return output.SerializeToString(deterministic=True)
+    decoded = result.json()
+    decoded.get("metrics", {}).pop(CYCLE_METRIC, None)
+    decoded.pop("model_id", None)
+    return decoded
+
+
+async def undisturbed(
+    server: Stack, url: str, folder: Path, engine: Engine, last: int = len(PROGRAM)
+) -> tuple[list[Any], str]:
+    """Play the program to a run of its own; return its results and the digest of its state."""
+    with worker(url, folder, engine):
+        run = await server.create("undisturbed", "undisturbed", LORA)
+        answers = await results(server, run, await submit(server, run, 1, last))
+    return answers, engine.state(run.id).digest()
+
+
+def snapshot_files(redis: Any, run: RunRecord, folder: Path) -> list[Path]:
+    """Name a run's registered recovery copies, newest first."""
+    files = redis.hmget(keys.log(POOL, run.id), ["snapfile", "oldfile"])
+    return [folder / "snapshots" / file.decode() for file in files if file]
+
+
+async def killed_after(
+    server: Stack, url: str, folder: Path, engine: Engine, last: int
+) -> tuple[RunRecord, RunRecord]:
+    """Train a run and its neighbour in one cycle up to seq `last`, and leave only their logs."""
+    broken, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
+    for run in (broken, neighbour):
+        await submit(server, run, 1, last)
+    with worker(url, folder, engine) as loop:
+        for run in (broken, neighbour):
+            await server.result(run, request_id(run.id, last))
+        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+    return broken, neighbour
