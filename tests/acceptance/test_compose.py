@@ -132,6 +132,12 @@ def test_a_key_made_in_the_container_opens_a_tenant_of_its_own(
     assert train(containers, key) == undisturbed
 
 
+def test_compose_accepts_the_gpu_file_on_top(containers: Containers) -> None:
+    told = containers.compose("--file", "docker-compose.gpu.yml", "config")
+    assert "cotrain-worker-cuda" in told
+    assert "nvidia" in told
+
+
 def test_the_server_image_has_no_torch(containers: Containers) -> None:
     search = "import importlib.util as u; print(u.find_spec('torch'))"
     assert containers.run("api", "python", "-c", search).strip() == "None"
