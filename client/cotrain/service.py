@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any, Self
 
@@ -108,6 +109,12 @@ class ServiceClient:
 
     def __exit__(self, error_class: type[BaseException] | None, *_: object) -> None:
         self.close("success" if error_class is None else "errored")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, error_class: type[BaseException] | None, *_: object) -> None:
+        await asyncio.to_thread(self.close, "success" if error_class is None else "errored")
 
     async def _create_run(
         self, base_model: str, lora: LoraConfig, user_metadata: dict[str, Any] | None

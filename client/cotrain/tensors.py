@@ -46,7 +46,7 @@ class TensorData(BaseModel):
         is_array = hasattr(values, "tolist")
         nested = values.tolist() if is_array else values
         shape = list(values.shape) if is_array else _shape_of(nested)
-        flat = list(_flatten(nested, shape))
+        flat = nested if _is_flat(nested, shape) else list(_flatten(nested, shape))
         dtype = dtype or ("int64" if _are_whole(flat, values) else "float32")
         return cls(data=flat, dtype=dtype, shape=shape)
 
@@ -128,6 +128,11 @@ def _shape_of(nested: Any) -> list[int]:
     if not isinstance(nested, list | tuple):
         return []
     return [len(nested), *(_shape_of(nested[0]) if nested else [])]
+
+
+def _is_flat(nested: Any, shape: Sequence[int]) -> bool:
+    # Nearly every array here is; to walk it element by element would cost more than to send it.
+    return len(shape) == 1 and not any(isinstance(value, list | tuple) for value in nested)
 
 
 def _flatten(nested: Any, shape: Sequence[int]) -> Iterator[float]:

@@ -1,8 +1,9 @@
 """One HTTP call: the key, the time limits, what is tried again and what is not.
 
 Everything a client POSTs may be sent twice: the server knows a repeated request by its place in
-its run's order. So a lost answer, a busy server (429), a restarting one (5xx) and a slow one (408)
-are tried again; every other refusal is the caller's to read.
+its run's order, and a session opened twice is one that nobody keeps alive. So a lost answer, a busy
+server (429), a restarting one (5xx) and a slow one (408) are tried again; every other refusal is the
+caller's to read.
 """
 
 from __future__ import annotations

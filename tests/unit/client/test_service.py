@@ -69,6 +69,15 @@ def test_leaving_finishes_the_session(api: FakeApi) -> None:
     assert api.bodies("sessions/s1/finish") == [{"reason": {"type": "success"}}]
 
 
+def test_it_is_an_asynchronous_context_too(api: FakeApi) -> None:
+    async def work() -> None:
+        async with ServiceClient("http://server", "tml-key", network=api.network) as service:
+            await service.create_lora_training_client_async("m")
+
+    asyncio.run(work())
+    assert api.bodies("sessions/s1/finish") == [{"reason": {"type": "success"}}]
+
+
 def test_leaving_by_an_error_says_so(api: FakeApi) -> None:
     def fail() -> None:
         with ServiceClient("http://server", "tml-key", network=api.network) as service:
