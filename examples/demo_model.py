@@ -10,6 +10,8 @@ import hashlib
 import json
 import random
 import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +22,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from transformers import PreTrainedModel
 
@@ -56,11 +57,17 @@ def cached_model(folder: Path, on_step: Callable[[int, int, float], None]) -> Pa
     done = folder / DONE
     if done.is_file() and json.loads(done.read_text()) == recipe:
         return folder
-    shutil.rmtree(folder, ignore_errors=True)
     tokenizer = _train_tokenizer()
-    tokenizer.save_pretrained(folder)
-    _train_model(tokenizer, on_step).save_pretrained(folder)
-    done.write_text(json.dumps(recipe))
+    model = _train_model(tokenizer, on_step)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Made aside and moved in whole: a demo that is stopped, or runs twice, leaves no half a model.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
+        made = Path(aside) / "model"
+        tokenizer.save_pretrained(made)
+        model.save_pretrained(made)
+        (made / DONE).write_text(json.dumps(recipe))
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
     return folder
 
 
