@@ -12,7 +12,7 @@ from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.messages import RunRecord, request_id
 from cotrain_store.status import cycle_records
 from cotrain_workers.engine import Engine
-from tests.support.program import LORA, results, submit, undisturbed
+from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.stack import POOL, worker
 
 if TYPE_CHECKING:
@@ -84,10 +84,7 @@ async def test_what_breaks_the_engine_fails_alone(
     assert engine.state(harmless.id).digest() == reference
 
     breaks_at(set())  # a replay would now find nothing wrong with them
-    engine.drop(harmless.id)
-    with worker(url, tmp_path, engine) as loop:
-        loop._keeper.ensure(harmless.id)
-    assert engine.state(harmless.id).digest() == reference
+    assert restored_digest(url, tmp_path, engine, harmless.id) == reference
 
 
 async def played_alone(

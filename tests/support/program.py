@@ -9,12 +9,12 @@ from cotrain_store import keys
 from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind, request_id
 from cotrain_workers.requests import CYCLE_METRIC
 from tests.support.bodies import sequences
-from tests.support.stack import POOL, Stack, worker
+from tests.support.stack import POOL, Stack, make_worker, worker
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RequestId, RunRecord
+    from cotrain_store.messages import RequestId, RunId, RunRecord
     from cotrain_workers.engine import Engine
 
 LORA = LoraSpec(rank=4, seed=7)
@@ -90,3 +90,13 @@ async def killed_after(
             await server.result(run, request_id(run.id, last))
         loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
     return broken, neighbour
+
+
+def restored_digest(url: str, folder: Path, engine: Engine, run: RunId) -> str:
+    """Bring a run back from what is stored, as a new worker would, and digest its state."""
+    engine.drop(run)
+    loop, spools = make_worker(url, folder, engine)
+    loop._keeper.ensure(run)
+    for spool in spools:
+        spool.close()
+    return engine.state(run).digest()

@@ -1,0 +1,155 @@
+"""What a worker keeps in memory and on disk, and what it lets go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store import keys
+from cotrain_store.spool import INLINE_LIMIT_BYTES, ORPHAN_AGE_S
+from cotrain_workers.snapshots import write_snapshot
+from tests.support.bodies import sequences
+from tests.support.program import (
+    LORA,
+    PROGRAM,
+    restored_digest,
+    results,
+    snapshot_files,
+    submit,
+    undisturbed,
+)
+from tests.support.stack import POOL, worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+    from cotrain_workers.engine import Engine
+    from tests.support.redis_server import EmbeddedRedis
+    from tests.support.stack import Stack
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Wait for what another thread does between its cycles."""
+    async with asyncio.timeout(60):
+        while not happened():  # noqa: ASYNC110  # another thread's doing
+            await asyncio.sleep(0.01)
+
+
+async def test_a_run_that_rests_leaves_memory_and_comes_back_the_same(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    run = await server.create("a", "a", LORA)
+    answers = []
+    with worker(url, tmp_path, engine, snapshot_idle_s=1e-6, evict_idle_s=1e-6) as loop:
+        for seq in range(1, len(PROGRAM) + 1):
+            answers += await results(server, run, await submit(server, run, seq, seq))
+            if seq % 4 == 1:
+                await until(lambda: loop._keeper.runs == 0)
+                assert not engine.has(run.id)
+    assert answers == expected
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
+
+
+async def test_a_long_log_is_cut_and_two_copies_are_kept(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    with worker(empty_redis.url, tmp_path, engine, snapshot_debt_ops=2):
+        run = await server.create("a", "a", LORA)
+        for seq in range(1, len(PROGRAM) + 1):
+            await results(server, run, await submit(server, run, seq, seq))
+    assert redis.hlen(keys.ops(POOL, run.id)) == 0
+    assert redis.hlen(keys.bodies(POOL, run.id)) == 0
+    kept = snapshot_files(redis, run, tmp_path)
+    assert len(kept) == 2
+    assert sorted(kept[0].parent.iterdir()) == sorted(kept)
+
+
+async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    with worker(empty_redis.url, tmp_path, engine, snapshot_debt_ops=1) as loop:
+        run = await server.create("a", "a", LORA)
+        await results(server, run, await submit(server, run, 1, 4))
+        large = sequences(0, 4, 1500)
+        await server.result(run, await server.forward_backward(run, 5, large))
+        assert int(redis.hvals(keys.spool_segment_refs())[0]) == 1
+        await server.intake.close_run(run)
+        await until(lambda: not redis.exists(keys.ops(POOL, run.id)) and loop._keeper.runs == 0)
+        await until(lambda: not list((tmp_path / "snapshots").rglob("*.safetensors")))
+    assert not engine.has(run.id)
+    assert redis.hlen(keys.spool_segment_refs()) == 0
+    assert redis.smembers(keys.drops(POOL, loop._execution.worker)) == set()
+
+
+async def test_an_old_segment_that_nothing_needs_is_removed(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    run = await server.create("a", "a", LORA)
+    long = sequences(0, 4, 1500)
+    assert INLINE_LIMIT_BYTES < 4 * 1500 * 4
+    request = await server.forward_backward(run, 1, long)
+    (needed,) = (tmp_path / "spool").iterdir()
+    orphan = tmp_path / "spool" / "api-orphan"
+    orphan.write_bytes(b"x")
+    for path in (needed, orphan):
+        os.utime(path, (time.time() - 2 * ORPHAN_AGE_S,) * 2)
+    with worker(empty_redis.url, tmp_path, engine):
+        await server.result(run, request)
+        await until(lambda: not orphan.exists())
+    assert needed.exists()
+
+
+async def test_a_copy_that_cannot_be_written_is_tried_again(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    with worker(empty_redis.url, tmp_path, engine, snapshot_debt_ops=1):
+        with monkeypatch.context() as broken:
+            broken.setattr("cotrain_workers.keeper.write_snapshot", full)
+            run = await server.create("a", "a", LORA)
+            await results(server, run, await submit(server, run, 1, 2))
+        await results(server, run, await submit(server, run, 3, 3))
+        await until(lambda: redis.hget(keys.log(POOL, run.id), "snap") == b"3")
+
+
+async def test_a_drain_gives_up_at_its_deadline_and_the_rest_is_replayed(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = empty_redis.url
+    expected, _ = await undisturbed(server, url, tmp_path, engine, last=4)
+    released = threading.Event()
+
+    def slow(*args: Any) -> Any:
+        released.wait(60)
+        return write_snapshot(*args)
+
+    monkeypatch.setattr("cotrain_workers.keeper.write_snapshot", slow)
+    monkeypatch.setattr("cotrain_workers.loop.DRAIN_S", 0.05)
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine):
+        answers = await results(server, run, await submit(server, run, 1, 3))
+    assert redis.hget(keys.log(POOL, run.id), "snap") == b"-1"
+    released.set()
+    with worker(url, tmp_path, engine):
+        answers += await results(server, run, await submit(server, run, 4, 4))
+    assert answers == expected

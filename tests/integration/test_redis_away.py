@@ -1,0 +1,150 @@
+"""Redis goes away around a commit: what a worker holds in memory is never taken for the truth."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from cotrain_store import keys
+from tests.support.deaths import Failpoint, dying_worker
+from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, make_worker, stack, worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain_workers.engine import Engine
+    from tests.support.stack import Stack
+
+
+def unreliable(
+    execution: Any, method: str, *, losses: float, then_does: bool, lost: Callable[[], None]
+) -> None:
+    """Lose the connection in the first calls of a method: before its effect, or after it."""
+    original = getattr(execution, method)
+    calls = 0
+
+    def unsure(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > losses:
+            return original(*args, **kwargs)
+        if then_does:
+            original(*args, **kwargs)
+        lost()
+        raise RedisConnectionError("lost")
+
+    setattr(execution, method, unsure)
+
+
+@pytest.mark.parametrize("then_does", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("method", ["commit", "bodies", "position", "register_snapshot"])
+async def test_a_lost_connection_applies_nothing_twice(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    method: str,
+    then_does: bool,
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine, snapshot_debt_ops=2) as loop:
+        lossy = {"losses": 2, "then_does": then_does, "lost": lambda: None}
+        unreliable(loop._execution, method, **lossy)  # type: ignore[arg-type]
+        assert await results(server, run, await submit(server, run, 1, len(PROGRAM))) == expected
+    assert engine.state(run.id).digest() == digest
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
+
+
+@pytest.mark.parametrize("then_does", [False, True], ids=["before", "after"])
+async def test_a_worker_that_stops_while_redis_is_away_copies_out_nothing_ahead_of_the_log(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, then_does: bool
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
+    run = await server.create("a", "a", LORA)
+    loop, spools = make_worker(url, tmp_path, engine)
+    life = asyncio.create_task(asyncio.to_thread(loop.run))
+    answers = await results(server, run, await submit(server, run, 1, 3))
+    unreliable(loop._execution, "commit", losses=float("inf"), then_does=then_does, lost=loop.stop)
+    requests = await submit(server, run, 4, 4)
+    await life
+    for spool in spools:
+        spool.close()
+    with worker(url, tmp_path, engine):
+        assert answers + await results(server, run, requests) == expected
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
+
+
+async def test_a_worker_leaves_in_order_without_redis(tmp_path: Path, engine: Engine) -> None:
+    with EmbeddedRedis() as redis_server:
+        async with stack(redis_server.url, tmp_path) as server:
+            run = await server.create("a", "a", LORA)
+            loop, spools = make_worker(redis_server.url, tmp_path, engine)
+            life = asyncio.create_task(asyncio.to_thread(loop.run))
+            await results(server, run, await submit(server, run, 1, 1))
+            await asyncio.to_thread(redis_server.kill)
+            loop.stop()
+            await asyncio.wait_for(life, 60)
+            for spool in spools:
+                spool.close()
+            redis_server.restart()
+
+
+async def test_training_goes_on_with_the_same_numbers_across_kills_of_redis(
+    tmp_path: Path, engine: Engine
+) -> None:
+    with EmbeddedRedis() as redis_server:
+        url = redis_server.url
+        async with stack(url, tmp_path) as server:
+            expected, digest = await undisturbed(server, url, tmp_path, engine)
+            run = await server.create("a", "a", LORA)
+            with worker(url, tmp_path, engine, snapshot_debt_ops=3):
+                answers = []
+                for seq in range(1, len(PROGRAM) + 1):
+                    (request,) = await submit(server, run, seq, seq)
+                    if seq % 5 == 0:
+                        await asyncio.to_thread(redis_server.kill)
+                        await asyncio.to_thread(redis_server.restart)
+                    answers += await results(server, run, [request])
+            assert answers == expected
+            assert engine.state(run.id).digest() == digest
+
+
+async def test_a_scheduler_and_a_worker_find_each_other_again_after_a_long_absence(
+    tmp_path: Path, engine: Engine
+) -> None:
+    with EmbeddedRedis() as redis_server:
+        url = redis_server.url
+        async with stack(url, tmp_path) as server:
+            with worker(url, tmp_path, engine):
+                run = await server.create("a", "a", LORA)
+                await results(server, run, await submit(server, run, 1, 1))
+                await asyncio.to_thread(redis_server.kill)
+                await asyncio.sleep(1.0)  # longer than every connection's own retries last
+                await asyncio.to_thread(redis_server.restart)
+                await results(server, run, await submit(server, run, 2, 4))
+
+
+async def test_a_replaced_worker_ends_and_leaves_the_step_to_its_successor(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    run = await server.create("a", "a", LORA)
+    requests = await submit(server, run, 1, len(PROGRAM))
+    async with dying_worker(url, tmp_path, engine, Failpoint("commit", 2)) as old:
+        pass
+    with worker(url, tmp_path, engine):
+        assert await results(server, run, requests) == expected
+        before = redis.hgetall(keys.log(POOL, run.id))
+        assert old._execution.epoch < int(redis.get(keys.worker_epoch(POOL, old._execution.worker)))
+    assert redis.hget(keys.log(POOL, run.id), "done") == before[b"done"]
+    assert engine.state(run.id).digest() == digest
