@@ -1,0 +1,266 @@
+"""The clock on a store in memory and a time of its own: nothing here sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_scheduler import clock as clock_module
+from cotrain_scheduler.clock import RENEW_S, SWEEP_S, Clock
+from cotrain_scheduler.settings import ClockMode, SchedulerSettings
+from cotrain_store.dispatch import WorkerBeat
+from cotrain_store.errors import Fenced, PlanOutdated
+from cotrain_store.messages import (
+    OpKind,
+    PoolId,
+    QueuedOp,
+    RunId,
+    RunQueue,
+    Step,
+    TenantId,
+    WorkerId,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+POOL, WORKER = PoolId("pool"), WorkerId("w0")
+NOW = 1_000_000.0
+
+
+class InMemory:
+    """What a clock sees of the store: queues of whole ops, one worker, and the steps it was given."""
+
+    def __init__(self) -> None:
+        self.leads = True
+        self.queued: defaultdict[str, list[QueuedOp]] = defaultdict(list)
+        self.steps: list[Step] = []
+        self.open: list[Step] = []
+        self.outdated = 0
+        self.gaps_of: list[tuple[RunId, TenantId]] = []
+        self.expired: list[RunId] = []
+        self.resigned = False
+        self.workers = [WORKER]
+        self.calls = 0
+
+    def submit(self, run: str, kind: OpKind = OpKind.FORWARD_BACKWARD) -> None:
+        seq = sum(op.run == run for step in self.steps for op in step.ops) + len(self.queued[run])
+        self.queued[run].append(QueuedOp(RunId(run), seq, kind, 10, "inline", 1, NOW))
+
+    def finish(self) -> None:
+        self.open.clear()
+
+    async def lead(self) -> bool:
+        return self.leads
+
+    async def resign(self) -> None:
+        self.resigned = True
+
+    async def pools(self) -> list[PoolId]:
+        return [POOL]
+
+    async def beats(self, _: PoolId) -> list[WorkerBeat]:
+        return [WorkerBeat(w, 1, "serving", "cpu", 1e4, 0, 0, NOW) for w in self.workers]
+
+    async def open_steps(self, _: PoolId, worker: WorkerId) -> int:
+        return sum(step.worker == worker for step in self.open)
+
+    async def ready(self, _: PoolId) -> list[RunQueue]:
+        self.calls += 1
+        return [
+            RunQueue(RunId(run), TenantId(run[0]), None, tuple(ops))
+            for run, ops in self.queued.items()
+            if ops
+        ]
+
+    async def last_cycle(self, _: PoolId) -> int:
+        return len(self.steps)
+
+    async def plan(self, _: PoolId, step: Step) -> None:
+        if self.outdated:
+            self.outdated -= 1
+            raise PlanOutdated
+        for op in step.ops:
+            self.queued[op.run].remove(op)
+        self.steps.append(step)
+        self.open.append(step)
+
+    async def old_gaps(self, _: PoolId, __: float) -> list[tuple[RunId, TenantId]]:
+        return self.gaps_of
+
+    async def expire_gap(self, _: PoolId, run: RunId, __: TenantId) -> None:
+        self.expired.append(run)
+
+    async def wakes(self) -> AsyncIterator[None]:
+        await asyncio.Event().wait()
+        yield
+
+
+@pytest.fixture
+def store() -> InMemory:
+    return InMemory()
+
+
+def clock_on(store: Any, **settings: Any) -> Clock:
+    given = {"redis_url": "redis://", "data_dir": Path("/nowhere"), **settings}
+    return Clock(store, SchedulerSettings.model_validate(given))
+
+
+async def test_a_single_tenant_never_waits_for_the_gather_window(store: InMemory) -> None:
+    clock = clock_on(store, gather_ms=1000)
+    now = NOW
+    for _ in range(5):
+        store.submit("alone")
+        await clock._tick(now)
+        assert len(store.open) == 1  # planned in the very tick that saw it
+        now += 5.0
+        store.finish()
+        assert await clock._tick(now) == now + SWEEP_S
+    assert [step.planned_at for step in store.steps] == [NOW + 5.0 * n for n in range(5)]
+
+
+async def test_those_just_answered_are_waited_for_and_then_no_longer(store: InMemory) -> None:
+    clock = clock_on(store, gather_ms=20)
+    for run in ("a", "b"):
+        store.submit(run)
+    await clock._tick(NOW)
+    store.finish()
+    store.submit("a")
+    again = await clock._tick(NOW + 0.1)
+    assert again == pytest.approx(NOW + 0.1 + 0.02)
+    assert store.open == []
+    store.submit("b")
+    await clock._tick(NOW + 0.11)
+    assert {op.run for op in store.steps[-1].ops} == {"a", "b"}
+    store.finish()
+    store.submit("a")
+    await clock._tick(NOW + 0.2)
+    await clock._tick(NOW + 0.2 + 0.03)
+    assert {op.run for op in store.steps[-1].ops} == {"a"}
+
+
+async def test_a_busy_worker_is_left_alone(store: InMemory) -> None:
+    clock = clock_on(store)
+    store.submit("a")
+    await clock._tick(NOW)
+    store.submit("b")
+    assert await clock._tick(NOW + 100) == NOW + 100 + SWEEP_S
+    assert len(store.steps) == 1
+
+
+async def test_new_runs_go_to_the_emptiest_worker_and_each_gets_its_own_step(
+    store: InMemory,
+) -> None:
+    store.workers = [WORKER, WorkerId("w1")]
+    for run in ("a", "b", "c", "d"):
+        store.submit(run)
+    clock = clock_on(store)
+    await clock._tick(NOW)
+    assert [step.cycle for step in store.steps] == [1, 2]
+    runs = [{op.run for op in step.ops} for step in store.steps]
+    assert len(runs[0]) == len(runs[1]) == 2
+    assert runs[0] | runs[1] == {"a", "b", "c", "d"}
+
+
+async def test_a_metronome_plans_on_the_beat_and_only_then(store: InMemory) -> None:
+    clock = clock_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
+    clock._beat = int(NOW // 10)
+    store.submit("a")
+    assert await clock._tick(NOW + 1) == NOW + 1 + RENEW_S
+    assert await clock._tick(NOW + 9.5) == NOW + 10
+    assert store.steps == []
+    await clock._tick(NOW + 10.01)
+    assert [step.planned_at for step in store.steps] == [NOW + 10.01]
+
+
+@pytest.mark.parametrize(("submits_whole_steps", "cycles"), [(False, 2), (True, 1)])
+async def test_a_metronome_takes_one_cycle_for_a_whole_step_and_two_for_a_naive_one(
+    store: InMemory, submits_whole_steps: bool, cycles: int
+) -> None:
+    clock = clock_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
+    clock._beat = int(NOW // 10)
+    steps, now = 3, NOW
+    todo = [OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP] * steps
+    while todo:
+        for _ in range(2 if submits_whole_steps else 1):
+            store.submit("a", todo.pop(0))
+        now += 10
+        await clock._tick(now + 0.01)
+        assert store.queued["a"] == []
+        store.finish()
+    assert len(store.steps) == steps * cycles
+
+
+async def test_a_queue_that_changed_is_read_again_soon_within_the_same_beat(
+    store: InMemory,
+) -> None:
+    clock = clock_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
+    clock._beat = int(NOW // 10)
+    store.submit("a")
+    store.outdated = 1
+    again = await clock._tick(NOW + 10.01)
+    assert NOW + 10.01 < again < NOW + 10.1
+    await clock._tick(again)
+    assert len(store.steps) == 1
+
+
+async def test_a_queue_that_never_settles_is_not_spun_on(store: InMemory) -> None:
+    clock = clock_on(store)
+    store.submit("a")
+    store.outdated = 10**9
+    assert await clock._tick(NOW) > NOW
+
+
+async def test_a_scheduler_that_does_not_lead_touches_nothing(store: InMemory) -> None:
+    store.leads = False
+    store.submit("a")
+    clock = clock_on(store)
+    assert await clock._tick(NOW) == NOW + RENEW_S
+    assert (store.steps, store.calls) == ([], 0)
+    store.leads = True
+    await clock._tick(NOW + 0.01)  # it asks again at every wake
+    assert len(store.steps) == 1
+
+
+async def test_old_gaps_are_given_up(store: InMemory) -> None:
+    store.gaps_of = [(RunId("a"), TenantId("t"))]
+    clock = clock_on(store)
+    await clock._tick(NOW)
+    await clock._tick(NOW + clock_module.GAPS_S / 2)
+    assert store.expired == ["a"]
+    await clock._tick(NOW + clock_module.GAPS_S + 1)
+    assert store.expired == ["a", "a"]
+
+
+async def test_a_wake_during_a_tick_is_not_lost(store: InMemory) -> None:
+    clock = clock_on(store)
+    await clock._tick(NOW)
+    clock._woken.set()
+    async with asyncio.timeout(20):
+        await clock._sleep(time.time() + 600)
+
+
+async def test_a_clock_that_stops_gives_its_lease_back(store: InMemory) -> None:
+    clock = clock_on(store)
+    running = asyncio.create_task(clock.run())
+    await asyncio.sleep(0)
+    clock.stop()
+    async with asyncio.timeout(20):
+        await running
+    assert store.resigned
+
+
+async def test_a_replaced_clock_ends(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fenced(*_: object) -> None:
+        raise Fenced
+
+    monkeypatch.setattr(store, "plan", fenced)
+    store.submit("a")
+    with pytest.raises(Fenced):
+        await clock_on(store).run()
+    assert store.resigned
