@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional
-from typing_extensions import override  # in typing from Python 3.12; torch brings this one
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +24,8 @@ class MultiLoraLinear(nn.Module):
         self.name = name
         self.router = router
 
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    # typing.override begins with Python 3.12
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[explicit-override]
         """Map `x` `[1, T, in]` to `[1, T, out]`."""
         parts = self.router.route.parts(self.name)
         if not parts:
@@ -46,8 +45,7 @@ class SegmentedLora(torch.autograd.Function):
     """
 
     @staticmethod
-    @override
-    def forward(
+    def forward(  # type: ignore[explicit-override]
         ctx: Any,
         x: torch.Tensor,
         anchor: torch.Tensor,
@@ -69,8 +67,7 @@ class SegmentedLora(torch.autograd.Function):
         return y
 
     @staticmethod
-    @override
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
         """Return the gradient of `x`; add those of the LoRA matrices to their arenas."""
         x, weight, *lows = ctx.saved_tensors
         gy, rows = grads[0][0], x[0]

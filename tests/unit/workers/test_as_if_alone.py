@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine import Engine
 from cotrain_workers.ops import Create, Failure, Pass, PassOutput
+from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX, Tenant, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-    from cotrain_workers.engine import Engine
     from cotrain_workers.ops import CycleOutput, Op
 
     NewEngine = Callable[..., Engine]
@@ -64,6 +66,18 @@ def test_a_run_beside_others_equals_the_run_alone_to_the_bit(
 
     for tenant in MIX:
         assert together.state(tenant.run).step > 0
+        assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
+
+
+def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path) -> None:
+    """Segments then start anywhere in memory, and a GEMM may care how its operands are aligned."""
+    folder = build_tiny("qwen3", tmp_path, hidden=72, vocab=131)
+    together, alone = Engine.load(str(folder)), Engine.load(str(folder))
+
+    together.run(interleaved(MIX, 0, np.random.default_rng(5)))
+
+    for tenant in MIX:
+        alone.run(tenant.ops(0))
         assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
 
 
