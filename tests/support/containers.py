@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 READY_S = 180.0
 
 #: One more compose file, for what a site needs to build or run (a build network, a mirror …).
-OVERRIDE = "COTRAIN_COMPOSE_OVERRIDE"
+OVERRIDE = "COMPOSE_OVERRIDE_FILE"
 
 
 class Containers:
