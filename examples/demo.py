@@ -87,6 +87,7 @@ def train_everybody(model: Path, corpus: Corpus) -> list[Progress]:
             watch(progress, work)
         finally:
             leaving.set()
+    console.print()
     console.print(matrix_table(progress))
     return progress
 
@@ -130,4 +131,7 @@ def broken_claims_of_loops(costs: Mapping[str, Cost]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
