@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_store.messages import (
+    LoraSpec,
+    OpKind,
+    QueuedOp,
+    RequestId,
+    Result,
+    ResultKind,
+    RunId,
+    SessionId,
+    Step,
+    TenantId,
+    WorkerId,
+    decode,
+    encode,
+    request_id,
+    run_id,
+    run_of,
+)
+
+names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
+refs = st.one_of(
+    st.just("inline"), st.from_regex(r"spool:[a-z0-9.-]+:\d+:\d+:[0-9a-f]{32}", fullmatch=True)
+)
+ops = st.builds(
+    QueuedOp,
+    run=names.map(RunId),
+    seq=st.integers(0, 2**31),
+    kind=st.sampled_from(OpKind),
+    tokens=st.integers(0, 2**40),
+    ref=refs,
+    size=st.integers(0, 2**40),
+    accepted_at=st.floats(0, 1e12),
+)
+steps = st.builds(
+    Step,
+    cycle=st.integers(1, 2**53),
+    worker=names.map(WorkerId),
+    ops=st.lists(ops, max_size=4).map(tuple),
+    planned_at=st.floats(0, 1e12),
+    tenant_by_run=st.dictionaries(names.map(RunId), names.map(TenantId)),
+)
+
+
+@given(ops)
+def test_an_op_is_read_back_from_its_envelope(op: QueuedOp) -> None:
+    assert QueuedOp.parse(op.run, op.seq, op.envelope()) == op
+
+
+@given(steps)
+def test_a_step_is_read_back_to_the_last_bit(step: Step) -> None:
+    assert Step.parse(encode(step)) == step
+    assert Step.parse(encode(step).encode()) == step
+
+
+@given(steps)
+def test_fields_of_another_version_are_ignored(step: Step) -> None:
+    raw = json.loads(encode(step))
+    raw["a_field_of_tomorrow"] = {}
+    for op in raw["ops"]:
+        op["another"] = [1]
+    assert Step.parse(json.dumps(raw)) == step
+
+
+def test_a_field_that_is_not_there_yet_takes_its_default() -> None:
+    assert decode(LoraSpec, {"rank": 2, "seed": 3, "new": 1}) == LoraSpec(rank=2, seed=3)
+    with pytest.raises(TypeError):
+        decode(LoraSpec, {"rank": 2})
+
+
+@given(st.builds(Result, st.sampled_from(ResultKind), st.binary(max_size=50)))
+def test_a_result_is_read_back(result: Result) -> None:
+    assert Result.unpack(result.pack()) == result
+
+
+def test_a_failure_says_who_can_act_on_it() -> None:
+    failure = Result.failed("The rank is ü.", "user")
+    assert failure.json() == {"error": "The rank is ü.", "category": "user"}
+    assert failure.kind is ResultKind.FAILURE
+
+
+@given(names, st.integers(0, 2**31), st.integers(0, 100))
+def test_a_request_names_its_run_and_its_place(session: str, seq: int, model_seq: int) -> None:
+    run = run_id(SessionId(session), model_seq)
+    assert run_of(request_id(run, seq)) == run
+    assert request_id(run, seq) == f"{session}:train:{model_seq}:{seq}"
+
+
+def test_what_is_not_a_request_names_no_run() -> None:
+    assert run_of(RequestId("nonsense")) == ""
