@@ -49,6 +49,11 @@ class MicroBatch:
         """Return whether anything is to be differentiated."""
         return self.pieces[0].needs_grad
 
+    def halves(self) -> tuple[MicroBatch, MicroBatch]:
+        """Return the two halves, in order; there are at least two pieces."""
+        middle = len(self.pieces) // 2
+        return MicroBatch(self.pieces[:middle]), MicroBatch(self.pieces[middle:])
+
 
 def bucket(tokens: int) -> int:
     """Return the padded length for `tokens` rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -72,12 +73,38 @@ class Wave:
             if not cuts:
                 open_pass.output = PassOutput([], 0.0)
         cost = WaveCost()
-        for batch in fill(pieces, self._micro_batch_tokens):
-            self._run_micro_batch(batch, passes)
+        waiting = deque(fill(pieces, self._micro_batch_tokens))
+        while waiting:
+            batch = waiting.popleft()
             cost.forwards += 1
-            cost.tokens += batch.tokens
-            cost.padded_tokens += batch.padded_tokens
+            if self._fits(batch, passes):
+                cost.tokens += batch.tokens
+                cost.padded_tokens += batch.padded_tokens
+            else:
+                waiting.extendleft(reversed(batch.halves()))
         return cost
+
+    def _fits(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> bool:
+        """Run a micro-batch; if memory runs out, undo it and return False (raise, if it is one piece).
+
+        Pieces stay as they are, so that the retry in halves adds up what this one would have.
+        """
+        owners = [passes[at] for at in dict.fromkeys(piece.owner for piece in batch.pieces)]
+        of_earlier_pieces = [(p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient]
+        try:
+            self._run_micro_batch(batch, passes)
+        except torch.OutOfMemoryError:
+            if len(batch.pieces) == 1:
+                raise
+        else:
+            return True
+        # Here the exception is gone, and with it the tensors that its frames held.
+        for owner in owners:
+            if owner.gradient is not None:
+                owner.gradient.flat.zero_()
+        for gradient, before in of_earlier_pieces:
+            gradient.flat.copy_(before)
+        return False
 
     def _cut(self, at: int, op: Pass) -> list[Piece]:
         lengths = [len(datum.tokens) for datum in op.datums]

@@ -1,0 +1,115 @@
+"""What happens when memory runs out in the middle of a micro-batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers import lora
+from cotrain_workers.ops import Create, OptimStep, Pass
+from cotrain_workers.spec import AdapterSpec
+from tests.support.training import MIX, random_datum, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.ops import Op
+
+    NewEngine = Callable[..., Engine]
+
+
+def passes(cycle: int) -> list[Op]:
+    return [op for tenant in MIX for op in tenant.ops(cycle) if not isinstance(op, OptimStep)]
+
+
+def limit_rows(engine: Engine, most: int) -> None:
+    """Let the base model run out of memory on rows of more than `most` tokens."""
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] > most:
+            raise torch.OutOfMemoryError
+
+    engine._base.backbone.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+def assert_same_states(ours: Engine, theirs: Engine) -> None:
+    for tenant in MIX:
+        assert same_bits(ours.state(tenant.run), theirs.state(tenant.run)), tenant.run
+
+
+def test_a_micro_batch_too_large_for_memory_is_halved(new_engine: NewEngine) -> None:
+    small, large = new_engine(), new_engine()
+    limit_rows(small, 128)
+
+    out = small.run(passes(0))
+    expected = large.run(passes(0))
+
+    assert out.forwards > expected.forwards == 1
+    assert out.tokens == expected.tokens
+    assert_same_states(small, large)
+
+
+def run_out_in_backward(monkeypatch: pytest.MonkeyPatch, failing_call: int) -> list[int]:
+    """Let one gradient product of the base model's modules run out of memory; return a call counter."""
+    calls, add_product = [0], lora.add_product
+
+    def once(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == failing_call:
+            raise torch.OutOfMemoryError
+        add_product(*args)
+
+    monkeypatch.setattr(lora, "add_product", once)
+    return calls
+
+
+@pytest.mark.parametrize("failing_call", [1, 20, 150])
+def test_memory_that_runs_out_in_backward_leaves_no_half_sums(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, failing_call: int
+) -> None:
+    troubled, untroubled = new_engine(), new_engine()
+    untroubled.run(passes(0))
+
+    calls = run_out_in_backward(monkeypatch, failing_call)
+    out = troubled.run(passes(0))
+
+    assert calls[0] > failing_call
+    assert out.outputs.keys() == {(op.run, op.seq) for op in passes(0)}
+    assert_same_states(troubled, untroubled)
+
+
+def test_an_op_keeps_the_pieces_of_earlier_micro_batches(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    troubled, untroubled = (new_engine(micro_batch_tokens=64) for _ in range(2))
+    rng = np.random.default_rng(0)
+    large, small = (
+        [random_datum(rng, "cross_entropy", length) for length in lengths]
+        for lengths in ((50, 50, 10), (3,))
+    )
+    ops: list[Op] = []  # micro-batches of 50 and of 60 + 3 tokens
+    for run, datums in (("large", large), ("small", small)):
+        ops.append(Create(run, 0, AdapterSpec(4, seed=0)))
+        ops.append(Pass(run, 1, datums, "cross_entropy", {}, needs_grad=True))
+    assert untroubled.run(ops).forwards == 2
+
+    products_of_first = 2 * 14  # A and B of each module but the head
+    calls = run_out_in_backward(monkeypatch, products_of_first + 5)
+    out = troubled.run(ops)
+
+    assert out.forwards == 4
+    assert calls[0] == 5 + 3 * products_of_first
+    for run in ("large", "small"):
+        assert same_bits(troubled.state(run), untroubled.state(run))
+
+
+def test_one_piece_too_large_for_memory_is_an_exception(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    limit_rows(engine, 0)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.run(MIX[0].ops(0)[:2])
