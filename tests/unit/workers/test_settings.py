@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from cotrain_workers.settings import WorkerSettings, pool_of
+
+
+def settings(**given: object) -> WorkerSettings:
+    required = {"redis_url": "unix:///x", "data_dir": Path("/data"), "base_model": "tiny"}
+    return WorkerSettings.model_validate(required | given)
+
+
+@pytest.mark.parametrize(
+    ("base_model", "name", "source"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("/models/tiny", "/models/tiny", "/models/tiny"),
+        ("tiny=/models/a=b", "tiny", "/models/a=b"),
+    ],
+)
+def test_a_base_model_may_be_served_under_another_name(
+    base_model: str, name: str, source: str
+) -> None:
+    made = settings(base_model=base_model)
+    assert (made.model_name, made.model_source) == (name, source)
+
+
+def test_a_pools_name_is_readable_unique_and_fit_for_a_key() -> None:
+    names = ["Qwen/Qwen3-8B", "Qwen-Qwen3-8B", "{x}:*", "ü", "a" * 500]
+    pools = [pool_of(name) for name in names]
+    assert len(set(pools)) == len(names)
+    assert pools[0].startswith("Qwen-Qwen3-8B-")
+    assert all(len(pool) <= 49 and not set(pool) & set("{}:* /") for pool in pools)
+    assert pool_of("tiny") == pool_of("tiny")
+
+
+@pytest.mark.parametrize("worker_id", ["", "a:b", "a b", "{x}", "../w", "-w", "w" * 65])
+def test_a_worker_id_is_fit_for_a_key_and_a_file_name(worker_id: str) -> None:
+    with pytest.raises(ValidationError, match="worker_id"):
+        settings(worker_id=worker_id)
+
+
+@pytest.mark.parametrize("worker_id", ["w0", "gpu-1.example.com", "0", "A_b"])
+def test_a_worker_may_be_named_like_a_host(worker_id: str) -> None:
+    assert settings(worker_id=worker_id).worker_id == worker_id
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device": "tpu"},
+        {"dtype": "float16"},
+        {"micro_batch_tokens": 255},
+        {"max_rank": 0},
+        {"snapshot_debt_ops": 0},
+        {"snapshot_debt_s": 0},
+        {"evict_idle_s": 0},
+        {"torch_threads": -1},
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_by_name(wrong: dict[str, object]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValidationError, match=name):
+        settings(**wrong)
