@@ -18,6 +18,7 @@ StoreError
 ├── Busy                            (nothing is wrong; try again later)
 │   ├── QueueFull
 │   ├── RunQuotaReached
+│   ├── StoreFull
 │   └── DiskReserveReached
 ├── Fenced                          (this process was replaced by a newer one and must exit)
 ├── PlanOutdated
@@ -107,6 +108,12 @@ class QueueFull(Busy):
 
 class RunQuotaReached(Busy):
     """Run quota reached."""
+
+    retry_after_s = 30.0
+
+
+class StoreFull(Busy):
+    """The server holds as many waiting requests and unread results as its memory allows."""
 
     retry_after_s = 30.0
 

@@ -25,6 +25,7 @@ from cotrain_store.errors import (
     RunQuotaReached,
     SeqConflict,
     SeqTooFar,
+    StoreFull,
     StoreUnavailable,
 )
 from cotrain_store.messages import (
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
 
 #: A seq further ahead of the last committed one than this is a client's mistake.
 MAX_AHEAD = 1_024
+#: Above this share of Redis' memory nothing new is taken: without memory a commit fails too, and
+#: then nothing that was accepted could ever finish.
+MEMORY_SHARE = 0.8
+_ASK_MEMORY_EVERY_S = 1.0
 _UNLOADED = Result.failed("The training run was unloaded before this request ran.", "user")
 
 
@@ -70,8 +75,11 @@ class Intake:
         limits: TenantLimits,
         disk_reserve_bytes: int = 0,
     ) -> None:
+        self._redis = connection
         self._spool = spool
         self._limits = limits
+        self._memory_asked_at = 0.0
+        self._is_memory_short = False
         self._free_disk = partial(shutil.disk_usage, spool.folder)
         self._reserve = disk_reserve_bytes
         self._submit = async_script(connection, "submit")
@@ -82,7 +90,7 @@ class Intake:
 
         Raises:
             SeqConflict: the same run id with other settings.
-            RunQuotaReached, QueueFull, DiskReserveReached, StoreUnavailable: try again later.
+            RunQuotaReached, QueueFull, StoreFull, DiskReserveReached, StoreUnavailable: later.
         """
         lora = encode(run.lora).encode()
         digest = hashlib.sha256(run.base_model.encode() + b"\0" + lora).hexdigest()
@@ -97,7 +105,7 @@ class Intake:
             SeqConflict: this seq was used with other content.
             SeqTooFar: more than MAX_AHEAD ops before it are missing.
             RunClosed, RunFailed, RunNotFound: the run takes no more ops.
-            QueueFull, DiskReserveReached, StoreUnavailable: nothing is wrong; try again later.
+            QueueFull, StoreFull, DiskReserveReached, StoreUnavailable: nothing is wrong; later.
         """
         return await self._accept(run, seq, kind, body, tokens, digest, record="")
 
@@ -153,6 +161,7 @@ class Intake:
             limits.runs, record,
         ]  # fmt: skip
         try:
+            await self._refuse_when_full()
             answer = await self._submit(script_keys, args)
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
@@ -160,6 +169,16 @@ class Intake:
         if refusal:
             raise refusal(seq)
         return request_id(run.id, seq)
+
+    async def _refuse_when_full(self) -> None:
+        now = time.monotonic()
+        if now - self._memory_asked_at > _ASK_MEMORY_EVERY_S:
+            memory = await self._redis.info("memory")
+            limit = MEMORY_SHARE * memory["maxmemory"]
+            self._is_memory_short = 0 < limit < memory["used_memory"]
+            self._memory_asked_at = now
+        if self._is_memory_short:
+            raise StoreFull
 
     async def _spooled(self, body: bytes) -> str:
         try:

@@ -18,6 +18,7 @@ from cotrain_store.errors import (
     RunQuotaReached,
     SeqConflict,
     SeqTooFar,
+    StoreFull,
     StoreUnavailable,
 )
 from cotrain_store.intake import MAX_AHEAD, TenantLimits
@@ -246,6 +247,28 @@ async def test_a_client_that_gives_up_on_a_large_body_does_not_stop_the_others(l
         assert await log.submit(run, seq, body=LARGE)
     assert await seqs_ready(log) == list(range(21))
     assert sum(log.references().values()) == 20
+
+
+async def test_a_redis_that_is_almost_full_takes_nothing_new_and_finishes_what_it_has(
+    empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    async with open_log(empty_redis.url, tmp_path) as log:
+        run = await log.new_run()
+        await log.submit(run, 1)
+        limit = log.redis.config_get("maxmemory")["maxmemory"]
+        log.redis.set("ballast", b"x" * 8_000_000)
+        used = log.redis.info("memory")["used_memory"]
+        log.redis.config_set("maxmemory", int(used / 0.85))
+        try:
+            async with open_log(empty_redis.url, tmp_path) as full:
+                before = log.everything()
+                with pytest.raises(StoreFull):
+                    await full.submit(run, 2)
+                assert log.everything() == before
+                await full.run_all()
+                assert full.result(run, 1)
+        finally:
+            log.redis.config_set("maxmemory", limit)
 
 
 async def test_without_redis_nothing_is_accepted_and_afterwards_everything_is(
