@@ -250,25 +250,22 @@ async def test_a_client_that_gives_up_on_a_large_body_does_not_stop_the_others(l
 
 
 async def test_a_redis_that_is_almost_full_takes_nothing_new_and_finishes_what_it_has(
-    empty_redis: EmbeddedRedis, tmp_path: Path
+    empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_log(empty_redis.url, tmp_path) as log:
         run = await log.new_run()
         await log.submit(run, 1)
-        limit = log.redis.config_get("maxmemory")["maxmemory"]
-        log.redis.set("ballast", b"x" * 8_000_000)
-        used = log.redis.info("memory")["used_memory"]
-        log.redis.config_set("maxmemory", int(used / 0.85))
-        try:
-            async with open_log(empty_redis.url, tmp_path) as full:
-                before = log.everything()
-                with pytest.raises(StoreFull):
-                    await full.submit(run, 2)
-                assert log.everything() == before
-                await full.run_all()
-                assert full.result(run, 1)
-        finally:
-            log.redis.config_set("maxmemory", limit)
+        monkeypatch.setattr("cotrain_store.intake.MEMORY_SHARE", 1e-6)
+        async with open_log(empty_redis.url, tmp_path) as full:
+            before = log.everything()
+            with pytest.raises(StoreFull):
+                await full.submit(run, 2)
+            assert log.everything() == before
+            await full.run_all()
+            assert full.result(run, 1) is not None
+        monkeypatch.setattr("cotrain_store.intake.MEMORY_SHARE", 1.0)
+        async with open_log(empty_redis.url, tmp_path) as emptied:
+            await emptied.submit(run, 2)
 
 
 async def test_without_redis_nothing_is_accepted_and_afterwards_everything_is(
