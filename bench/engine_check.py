@@ -207,7 +207,7 @@ def build(folder: Path, size: str, dtype: torch.dtype, device: str) -> Path:
 
 
 def flops_per_token(size: str, length: int) -> float:
-    """Count forward and input gradient, as docs/performance.md explains: 4 P + 4 d V + attention + LoRA."""
+    """Count forward and input gradient of a frozen base: 4 P + 4 d V + attention + 6 P of the LoRA."""
     layers, hidden, mlp, heads, kv_heads, head, vocab = SIZES[size]
     shapes = [(hidden, heads * head), (hidden, kv_heads * head), (hidden, kv_heads * head)]
     shapes += [(heads * head, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden)]
