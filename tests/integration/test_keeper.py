@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
+from cotrain_store.messages import OpKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES, ORPHAN_AGE_S
 from cotrain_workers.snapshots import write_snapshot
 from tests.support.bodies import sequences
@@ -70,6 +71,24 @@ async def test_a_long_log_is_cut_and_two_copies_are_kept(
     kept = snapshot_files(redis, run, tmp_path)
     assert len(kept) == 2
     assert sorted(kept[0].parent.iterdir()) == sorted(kept)
+
+
+async def test_a_run_that_only_evaluates_does_not_keep_a_line_for_every_forward(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cotrain_workers.debt.LOG_ENTRIES", 4)
+    with worker(empty_redis.url, tmp_path, engine):
+        run = await server.create("a", "a", LORA)
+        for seq in range(1, 20):
+            data = sequences(seq, 1, 5)
+            await server.result(run, await server.forward_backward(run, seq, data, OpKind.FORWARD))
+            assert redis.hlen(keys.ops(POOL, run.id)) <= 8
+        await until(lambda: int(redis.hget(keys.log(POOL, run.id), "snap")) > 10)
 
 
 async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(

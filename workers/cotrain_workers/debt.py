@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cotrain_workers.settings import WorkerSettings
 
+#: A log longer than this is cut however cheap its replay: a run that only evaluates would otherwise
+#: keep a line for every forward it ever asked for.
+LOG_ENTRIES = 4_096
+
 
 @dataclass
 class Debt:
@@ -19,17 +23,26 @@ class Debt:
     bytes: int = 0
     compute_s: float = 0.0
     used_at: float = 0.0
+    entries: int = 0
+    """Places in the log since the last copy, those included that changed nothing."""
 
     def add(self, seq: int, size: int, compute_s: float, now: float) -> None:
         """Count one committed op."""
-        self.seq, self.used_at = seq, now
+        self.pass_by(seq, now)
         self.ops += 1
         self.bytes += size
         self.compute_s += compute_s
 
+    def pass_by(self, seq: int, now: float) -> None:
+        """Count one committed op that changed nothing."""
+        self.seq, self.used_at = seq, now
+        self.entries += 1
+
 
 def needs_snapshot(debt: Debt, settings: WorkerSettings, now: float) -> bool:
     """Tell whether replaying would take too long, too much room, or the run is at rest."""
+    if debt.entries >= LOG_ENTRIES:
+        return True
     if not debt.ops:
         return False
     return (

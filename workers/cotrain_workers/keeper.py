@@ -62,8 +62,8 @@ class Keeper:
         folder = self._settings.snapshots_dir
         replayed = restore(self._engine, self._execution, folder, run, exact=self._exact)
         position = self._execution.position(run)
-        done = position.done if position else -1
-        self._debts[run] = Debt(seq=done, ops=replayed, used_at=time.time())
+        done, snap = (position.done, position.snap) if position else (-1, -1)
+        self._debts[run] = Debt(done, ops=replayed, used_at=time.time(), entries=done - snap)
         return replayed
 
     def done(self, run: RunId) -> int:
@@ -81,11 +81,13 @@ class Keeper:
         now = time.time()
         tokens = sum(op.tokens for op in step.ops) or 1
         for op in step.ops:
-            if op.run in self._debts and op.kind not in (OpKind.FORWARD, OpKind.REJECTED):
-                self._debts[op.run].add(op.seq, op.size, compute_s * op.tokens / tokens, now)
-            elif op.run in self._debts:
-                self._debts[op.run].seq = op.seq
-                self._debts[op.run].used_at = now
+            debt = self._debts.get(op.run)
+            if debt is None:
+                continue
+            if op.kind in (OpKind.FORWARD, OpKind.REJECTED):
+                debt.pass_by(op.seq, now)
+            else:
+                debt.add(op.seq, op.size, compute_s * op.tokens / tokens, now)
         self.tend()
 
     def tend(self) -> None:

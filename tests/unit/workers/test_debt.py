@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_workers.debt import Debt, may_leave, needs_snapshot
+from cotrain_workers.debt import LOG_ENTRIES, Debt, may_leave, needs_snapshot
 from cotrain_workers.settings import WorkerSettings
 
 NOW = 1_000.0
@@ -24,7 +24,8 @@ def test_committed_ops_add_up() -> None:
     debt = Debt(seq=3)
     debt.add(4, size=100, compute_s=1.5, now=NOW)
     debt.add(5, size=50, compute_s=0.5, now=NOW + 1)
-    assert debt == Debt(seq=5, ops=2, bytes=150, compute_s=2.0, used_at=NOW + 1)
+    debt.pass_by(6, now=NOW + 2)
+    assert debt == Debt(6, ops=2, bytes=150, compute_s=2.0, used_at=NOW + 2, entries=3)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,8 @@ def test_committed_ops_add_up() -> None:
         (Debt(5, ops=1, compute_s=30.0, used_at=NOW), True),
         (Debt(5, ops=1, used_at=NOW - 60), True),
         (Debt(5, ops=0, used_at=NOW - 9_999), False),
+        (Debt(5, ops=0, entries=LOG_ENTRIES - 1, used_at=NOW), False),
+        (Debt(5, ops=0, entries=LOG_ENTRIES, used_at=NOW), True),
     ],
 )
 def test_a_copy_is_due_when_a_replay_would_cost_too_much_or_the_run_rests(
