@@ -57,6 +57,9 @@ class LogPosition:
     older_file: str
     older_sha256: str
     older_snap: int
+    numerics_id: str
+    """Of the workers that wrote the log since the snapshot (`mixed` for several, empty for none);
+    a replay by another one may differ in the last bits."""
 
 
 class Execution:
@@ -80,10 +83,12 @@ class Execution:
         self._forget = sync_script(connection, "forget")
         self._close = sync_script(connection, "close")
         self.epoch = 0
+        self._numerics_id = ""
         self._wakes: Any = None  # redis-py leaves its PubSub untyped
 
     def enter(self, record: PoolRecord) -> int:
         """Take this worker's place with a new epoch, and publish what the pool can do."""
+        self._numerics_id = record.numerics_id
         self.epoch = int(self._redis.incr(keys.worker_epoch(self.pool, self.worker)))
         self._redis.sadd(keys.workers(self.pool), self.worker)
         self._redis.hset(keys.pools(), self.pool, encode(record))
@@ -156,7 +161,7 @@ class Execution:
         ]  # fmt: skip
         args: list[str | int | bytes] = [
             self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,
-            json.dumps(counted),
+            json.dumps(counted), self._numerics_id,
         ]  # fmt: skip
         for op in step.ops:
             packed, ttl_ms = self.pack(results[op.run, op.seq])
@@ -189,6 +194,7 @@ class Execution:
             older_file=row.get("oldfile", ""),
             older_sha256=row.get("oldsha", ""),
             older_snap=int(row.get("oldsnap", -1)),
+            numerics_id=row.get("numerics", ""),
         )
 
     def logged_ops(self, run: RunId, first: int, last: int) -> list[QueuedOp]:

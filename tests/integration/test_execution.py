@@ -22,7 +22,7 @@ from cotrain_store.messages import (
 )
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import WORKER
-from tests.support.stack import POOL
+from tests.support.stack import POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
     from cotrain_store.messages import RunRecord
@@ -252,3 +252,23 @@ async def test_a_commit_wakes_those_who_wait(log: Log) -> None:
         while message is None:
             message = heard.get_message(timeout=5)
     assert message["data"].decode() == request_id(run.id, 0)
+
+
+async def test_a_log_says_whose_numbers_it_holds(log: Log) -> None:
+    run = await log.new_run()
+
+    async def committed_by(numerics_id: str, seq: int) -> str:
+        log.execution.enter(replace(pool_record_for_tests(), numerics_id=numerics_id))
+        await log.submit(run, seq)
+        await log.run_all()
+        position = log.execution.position(run.id)
+        assert position is not None
+        return position.numerics_id
+
+    assert await committed_by("x", 1) == "x"
+    assert await committed_by("x", 2) == "x"
+    assert await committed_by("y", 3) == "mixed"
+    assert log.execution.register_snapshot(run.id, 2, "file", "sha")
+    assert await committed_by("y", 4) == "mixed"
+    assert log.execution.register_snapshot(run.id, 4, "file", "sha")
+    assert await committed_by("y", 5) == "y"

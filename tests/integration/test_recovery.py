@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_store import keys
-from cotrain_store.messages import OpKind, RunId, request_id
+from cotrain_store.messages import OpKind, Result, RunId, request_id
 from tests.support.bodies import pass_body, sequences
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import (
@@ -122,6 +122,23 @@ async def test_the_older_copy_serves_where_the_log_still_reaches_it(
         answers += await results(server, run, await submit(server, run, 7, 8))
     assert answers == expected
     assert engine.state(run.id).digest() == digest
+
+
+async def test_a_log_that_other_numerics_wrote_is_replayed_within_a_tolerance_and_copied_out(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    """Another CPU or another torch moves the last bits; that is no reason to stop a run."""
+    url = empty_redis.url
+    run, _ = await killed_after(server, url, tmp_path, engine, last=4)
+    redis.hset(keys.log(POOL, run.id), "numerics", "another-machine")
+    name = keys.result(request_id(run.id, 4))
+    stored = Result.unpack(redis.get(name)).json()
+    stored["metrics"]["grad_norm"] *= 1 + 1e-6
+    redis.set(name, Result.of_json(stored).pack())
+    with worker(url, tmp_path, engine):
+        answers = await results(server, run, await submit(server, run, 5, 5))
+        assert isinstance(answers[0], bytes)
+    assert redis.hmget(keys.log(POOL, run.id), ["snap", "numerics"]) == [b"5", None]
 
 
 async def test_a_replay_does_without_results_that_have_expired(

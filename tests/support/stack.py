@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cotrain_scheduler.clock import Clock
@@ -142,7 +142,7 @@ def make_worker(
     writer = new_writer("w0")
     spool, results = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
     execution = Execution(connection, spool, results, POOL, WorkerId("w0"))
-    execution.enter(pool_record_for_tests())
+    execution.enter(replace(pool_record_for_tests(), numerics_id=engine.facts.numerics_id))
     keeper = Keeper(engine, execution, settings, exact=True)
     loop = WorkerLoop(engine, execution, keeper, device="cpu", tokens_per_s=1e5)
     return loop, (spool, results)

@@ -6,6 +6,7 @@ training never waits for a disk.
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import structlog
 from cotrain_store.messages import OpKind, RunId
 from cotrain_store.spool import unreferenced_segments
 from cotrain_workers.debt import Debt, may_leave, needs_snapshot
-from cotrain_workers.recovery import restore
+from cotrain_workers.recovery import has_other_numerics, restore
 from cotrain_workers.snapshots import Snapshot, remove_snapshots, write_snapshot
 
 if TYPE_CHECKING:
@@ -62,8 +63,12 @@ class Keeper:
         folder = self._settings.snapshots_dir
         replayed = restore(self._engine, self._execution, folder, run, exact=self._exact)
         position = self._execution.position(run)
-        done, snap = (position.done, position.snap) if position else (-1, -1)
-        self._debts[run] = Debt(done, ops=replayed, used_at=time.time(), entries=done - snap)
+        assert position is not None  # or it could not have been restored
+        debt = Debt(position.done, ops=replayed, used_at=time.time())
+        debt.entries = position.done - position.snap
+        if has_other_numerics(self._engine, position):
+            debt.compute_s = math.inf  # copy it out at once: a log mixes no numerics
+        self._debts[run] = debt
         return replayed
 
     def done(self, run: RunId) -> int:

@@ -44,7 +44,8 @@ def restore(
     """Load a run into the engine as of its committed `done`; return how many ops were replayed.
 
     With `exact` a replayed result must equal the stored one to the bit: true on a CPU, where a run's
-    numbers do not depend on its neighbours.
+    numbers do not depend on its neighbours. It is not asked of a log that other numerics wrote (another
+    CPU, another torch): there a replay is as good as it gets.
 
     Raises:
         ReplayDiverged: the run must not go on; its log says why.
@@ -54,6 +55,7 @@ def restore(
     if position is None or position.state is RunState.FAILED:
         raise SpoolCorrupt(f"Run {run} has no log to restore from.")
     engine.drop(run)
+    exact = exact and not has_other_numerics(engine, position)
     base = _load_base(engine, snapshots, run, position)
     ops = [
         op for op in execution.logged_ops(run, base + 1, position.done) if op.kind not in _STATELESS
@@ -63,6 +65,11 @@ def restore(
     if ops or base >= 0:
         log.info("run_restored", run=run, snapshot=base, replayed=len(ops), done=position.done)
     return len(ops)
+
+
+def has_other_numerics(engine: Engine, position: LogPosition) -> bool:
+    """Tell whether this engine may give other bits than those that wrote this log."""
+    return position.numerics_id not in ("", engine.facts.numerics_id)
 
 
 def _load_base(engine: Engine, snapshots: Path, run: RunId, position: LogPosition) -> int:

@@ -4,8 +4,8 @@
 local epoch_key, open, cycles, refs = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local notify, wake, counters = KEYS[5], KEYS[6], KEYS[7]
 local epoch, prefix, cycle, record, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local counted = ARGV[6]
-local FIRST = 7 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, what to release
+local counted, numerics = ARGV[6], ARGV[7]
+local FIRST = 8 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, what to release
                 -- ('inline', a segment or ''), and what to keep of its envelope instead ('' for all)
 
 if redis.call('GET', epoch_key) ~= epoch then
@@ -29,10 +29,11 @@ local resolved = {}
 for i = FIRST, #ARGV, 9 do
   local run, seq, tenant = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2]
   local log = prefix .. 'log:' .. run
-  if seq == tonumber(redis.call('HGET', log, 'done')) + 1 then
+  local row = redis.call('HMGET', log, 'done', 'numerics')
+  if seq == tonumber(row[1]) + 1 then
     local request = run .. ':' .. ARGV[i + 1]
     redis.call('SET', 'cotrain:result:' .. request, ARGV[i + 6], 'NX', 'PX', ARGV[i + 5])
-    redis.call('HSET', log, 'done', seq)
+    redis.call('HSET', log, 'done', seq, 'numerics', (row[2] or numerics) == numerics and numerics or 'mixed')
     local queue = prefix .. 'queue:' .. tenant
     redis.call('HINCRBY', queue, 'ops', -1)
     redis.call('HINCRBY', queue, 'tokens', 0 - tonumber(ARGV[i + 3]))

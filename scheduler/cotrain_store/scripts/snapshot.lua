@@ -26,4 +26,7 @@ for cut = snap + 1, seq do
 end
 redis.call('HSET', log, 'snap', seq, 'snapfile', file, 'snapsha', sha,
   'oldsnap', snap, 'oldfile', row[3] or '', 'oldsha', row[4] or '')
+if seq == done then
+  redis.call('HDEL', log, 'numerics') -- nothing is left to replay: the next commit says whose it is
+end
 return 'OK'
