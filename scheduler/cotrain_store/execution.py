@@ -18,6 +18,7 @@ from cotrain_store.messages import (
     PoolId,
     PoolRecord,
     QueuedOp,
+    RequestId,
     Result,
     ResultKind,
     RunId,
@@ -84,6 +85,7 @@ class Execution:
         self._close = sync_script(connection, "close")
         self.epoch = 0
         self._numerics_id = ""
+        self._left_open: frozenset[int] = frozenset()
         self._wakes: Any = None  # redis-py leaves its PubSub untyped
 
     def enter(self, record: PoolRecord) -> int:
@@ -92,6 +94,7 @@ class Execution:
         self.epoch = int(self._redis.incr(keys.worker_epoch(self.pool, self.worker)))
         self._redis.sadd(keys.workers(self.pool), self.worker)
         self._redis.hset(keys.pools(), self.pool, encode(record))
+        self._left_open = frozenset(step.cycle for step in self.open_steps())
         return self.epoch
 
     def beat(self, beat: WorkerBeat) -> None:
@@ -113,6 +116,28 @@ class Execution:
         """Read the planned and not yet committed steps, oldest first."""
         rows = self._redis.hvals(keys.open_steps(self.pool, self.worker))
         return sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
+
+    def starts(self, step: Step) -> int:
+        """Count this start of a step that a predecessor left open; 0 for one planned since then.
+
+        A request that kills its process would otherwise kill every successor.
+        """
+        if step.cycle not in self._left_open:
+            return 0
+        return int(self._redis.hincrby(keys.starts(self.pool, self.worker), str(step.cycle), 1))
+
+    def deaths(self) -> dict[RequestId, int]:
+        """Tell over which ops, running alone, processes died, and how often."""
+        rows = self._redis.hgetall(keys.deaths(self.pool, self.worker))
+        return {RequestId(request.decode()): int(count) for request, count in rows.items()}
+
+    def risk(self, request: RequestId) -> None:
+        """Count a death in advance: `survived` takes it back, if there is anybody left to call it."""
+        self._redis.hincrby(keys.deaths(self.pool, self.worker), request, 1)
+
+    def survived(self, request: RequestId) -> None:
+        """Take back what `risk` noted."""
+        self._redis.hdel(keys.deaths(self.pool, self.worker), request)
 
     def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
         """Read the bodies of ops; None where one is gone or does not match its digest."""
@@ -158,6 +183,7 @@ class Execution:
             keys.worker_epoch(self.pool, self.worker), keys.open_steps(self.pool, self.worker),
             keys.cycles(self.pool), keys.spool_segment_refs(), keys.notify_results(),
             keys.notify_scheduler(), keys.counters(self.pool),
+            keys.starts(self.pool, self.worker), keys.deaths(self.pool, self.worker),
         ]  # fmt: skip
         args: list[str | int | bytes] = [
             self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,

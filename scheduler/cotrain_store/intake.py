@@ -173,10 +173,10 @@ class Intake:
     async def _refuse_when_full(self) -> None:
         now = time.monotonic()
         if now - self._memory_asked_at > _ASK_MEMORY_EVERY_S:
+            self._memory_asked_at = now
             memory = await self._redis.info("memory")
             limit = MEMORY_SHARE * memory["maxmemory"]
             self._is_memory_short = 0 < limit < memory["used_memory"]
-            self._memory_asked_at = now
         if self._is_memory_short:
             raise StoreFull
 

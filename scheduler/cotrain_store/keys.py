@@ -159,6 +159,16 @@ def open_steps(pool: PoolId, worker: WorkerId) -> str:
     return f"{prefix(pool)}open:{worker}"
 
 
+def starts(pool: PoolId, worker: WorkerId) -> str:
+    """Name the hash cycle → how many processes died over it; a field goes with its step."""
+    return f"{prefix(pool)}starts:{worker}"
+
+
+def deaths(pool: PoolId, worker: WorkerId) -> str:
+    """Name the hash request → how many processes died over it alone; goes with its step."""
+    return f"{prefix(pool)}deaths:{worker}"
+
+
 def drops(pool: PoolId, worker: WorkerId) -> str:
     """Name the set of runs a worker shall drop from memory; emptied by the worker."""
     return f"{prefix(pool)}drops:{worker}"

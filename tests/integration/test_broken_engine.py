@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,8 +13,11 @@ from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.messages import RunRecord, request_id
 from cotrain_store.status import cycle_records
 from cotrain_workers.engine import Engine
+from cotrain_workers.loop import MAX_DEATHS, MAX_STARTS
+from tests.support.deaths import Failpoint, Killed, dying_worker, live
+from tests.support.log import WORKER
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
-from tests.support.stack import POOL, worker
+from tests.support.stack import POOL, make_worker, worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -31,12 +35,14 @@ def breaks_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make the engine raise whenever it is given one of these ops: before it runs, or half way."""
     run_as_before = Engine.run
 
-    def arm(poison: Collection[tuple[str, int]], *, half_way: bool = False) -> None:
+    def arm(
+        poison: Collection[tuple[str, int]], *, half_way: bool = False, deadly: bool = False
+    ) -> None:
         def run(self: Engine, ops: Sequence[Op]) -> CycleOutput:
             if any((op.run, op.seq) in poison for op in ops):
                 if half_way:
                     run_as_before(self, ops)
-                raise RuntimeError("the device is on fire")
+                raise Killed if deadly else RuntimeError("the device is on fire")
             return run_as_before(self, ops)
 
         monkeypatch.setattr(Engine, "run", run)
@@ -149,3 +155,53 @@ async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
         answers = [request_id(neighbour.id, seq) for seq in range(1, 5)]
         assert await results(server, neighbour, answers) == expected
     assert engine.state(neighbour.id).digest() == digest
+
+
+async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    breaks_at: Callable[..., None],
+    redis: Any,
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
+    guilty, neighbour = await two_runs(server, 4)
+    breaks_at({(guilty.id, 2), (neighbour.id, 99)}, deadly=True)
+    answers = asyncio.gather(
+        *(
+            results(server, run, [request_id(run.id, seq) for seq in range(1, 5)])
+            for run in (guilty, neighbour)
+        )
+    )
+    deaths = 0
+    while not answers.done():
+        loop, spools = make_worker(url, tmp_path, engine)
+        life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
+        while not (life.done() or answers.done()):  # noqa: ASYNC110  # whichever comes first
+            await asyncio.sleep(0.01)
+        loop.stop()
+        deaths += not await life
+    mine, others = await answers
+    assert [answer == CRASHED for answer in mine] == [False, True, False, False]
+    assert others == expected
+    assert engine.state(neighbour.id).digest() == digest
+    assert deaths <= 1 + MAX_STARTS + MAX_DEATHS
+    assert restored_digest(url, tmp_path, engine, guilty.id) == engine.state(guilty.id).digest()
+    assert not redis.exists(keys.starts(POOL, WORKER), keys.deaths(POOL, WORKER))
+
+
+async def test_kills_from_outside_are_not_blamed_on_a_request(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
+    run = await server.create("a", "a", LORA)
+    requests = await submit(server, run, 1, 4)
+    for failpoint in ("commit", "commit", "commit", "survived", "survived", "commit"):
+        async with dying_worker(url, tmp_path, engine, Failpoint(failpoint)):
+            pass
+    with worker(url, tmp_path, engine):
+        assert await results(server, run, requests) == expected
+    assert engine.state(run.id).digest() == digest

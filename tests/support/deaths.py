@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from tests.support.stack import make_worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
+    from cotrain_store.spool import Spool
     from cotrain_workers.engine import Engine
     from cotrain_workers.loop import WorkerLoop
 
@@ -46,6 +47,19 @@ class Failpoint:
         setattr(execution, self.method, deadly)
 
 
+def live(loop: WorkerLoop, spools: Sequence[Spool]) -> bool:
+    """Run a worker's whole life; False if it was killed."""
+    try:
+        loop.run()
+    except Killed:
+        return False
+    finally:
+        loop.stop()  # its beat ends with it
+        for spool in spools:
+            spool.close()
+    return True
+
+
 @contextlib.asynccontextmanager
 async def dying_worker(
     redis_url: str, data_dir: Path, engine: Engine, failpoint: Failpoint, **settings: float
@@ -53,19 +67,7 @@ async def dying_worker(
     """Run a worker until it dies at `failpoint`; leaving the block waits for that."""
     loop, spools = make_worker(redis_url, data_dir, engine, **settings)
     failpoint.arm(loop._execution)
-
-    def live() -> bool:
-        try:
-            loop.run()
-        except Killed:
-            return False
-        finally:
-            loop.stop()  # its beat ends with it
-            for spool in spools:
-                spool.close()
-        return True
-
-    life = asyncio.create_task(asyncio.to_thread(live))
+    life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
     try:
         yield loop
         assert not await asyncio.wait_for(asyncio.shield(life), 60), "it was not killed"

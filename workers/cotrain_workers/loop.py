@@ -19,7 +19,7 @@ from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.execution import RUN_STOPPED
-from cotrain_store.messages import RunId
+from cotrain_store.messages import RunId, request_id
 from cotrain_workers.cycle_record import counted_cycle, cycle_record
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
@@ -46,6 +46,10 @@ _SMOOTHING = 0.2
 _MEASURABLE_TOKENS = 512
 #: How long a drain may spend on recovery copies; what is left is replayed at the next start.
 DRAIN_S = 60.0
+#: A step that was left open this often is run op by op, to find a request that kills its process;
+#: one that so many processes died over, alone, is it. High enough for kills that come from outside.
+MAX_STARTS = 2
+MAX_DEATHS = 3
 
 #: The answer to a request that breaks the engine. It must never be run again, not even by a replay.
 _CRASHED = Failure("Internal error: this request could not be run.", "server")
@@ -188,6 +192,9 @@ class WorkerLoop:
                 outputs[op.run, op.seq] = request
             else:
                 runnable.append(request)
+        if self._execution.starts(step) > MAX_STARTS:
+            log.error("cycle_keeps_killing", cycle=step.cycle)
+            return outputs | self._isolated(runnable, step, is_deadly=True), None
         try:
             cost = self._engine.run(runnable)
         except (
@@ -197,41 +204,54 @@ class WorkerLoop:
             return outputs | self._isolated(runnable, step), None
         return outputs | dict(cost.outputs), cost
 
-    def _isolated(self, ops: Sequence[Op], step: Step) -> dict[tuple[str, int], Output]:
+    def _isolated(
+        self, ops: Sequence[Op], step: Step, *, is_deadly: bool = False
+    ) -> dict[tuple[str, int], Output]:
         """Run each run's ops by themselves, from their last committed state; blame what still fails."""
         outputs: dict[tuple[str, int], Output] = {}
         for run in dict.fromkeys(RunId(op.run) for op in ops):
             mine = [op for op in ops if op.run == run]
             try:
-                outputs |= self._run_alone(run, mine)
+                outputs |= self._run_alone(run, mine, is_deadly=is_deadly)
             except (ReplayDiverged, SpoolCorrupt) as broken:
                 failure = self._fail_run(run, step, broken)
                 outputs |= dict.fromkeys(((op.run, op.seq) for op in mine), failure)
         return outputs
 
-    def _run_alone(self, run: RunId, ops: Sequence[Op]) -> dict[tuple[str, int], Output]:
+    def _run_alone(
+        self, run: RunId, ops: Sequence[Op], *, is_deadly: bool
+    ) -> dict[tuple[str, int], Output]:
         """Run one run's ops again and again, each time without one more that breaks the engine."""
-        crashed: dict[tuple[str, int], Output] = {}
+        deaths = self._execution.deaths() if is_deadly else {}
+        crashed: dict[tuple[str, int], Output] = {
+            (op.run, op.seq): _CRASHED
+            for op in ops
+            if deaths.get(request_id(run, op.seq), 0) >= MAX_DEATHS
+        }
         while True:
             self._keeper.forget_state(run)
             self._restore(run)
             outputs: dict[tuple[str, int], Output] = {}
-            guilty = self._run_one_by_one(
-                [op for op in ops if (op.run, op.seq) not in crashed], outputs
-            )
+            left = [op for op in ops if (op.run, op.seq) not in crashed]
+            guilty = self._run_one_by_one(left, outputs, is_deadly=is_deadly)
             if guilty is None:
                 return outputs | crashed
             crashed[guilty.run, guilty.seq] = _CRASHED
 
     def _run_one_by_one(
-        self, ops: Sequence[Op], outputs: dict[tuple[str, int], Output]
+        self, ops: Sequence[Op], outputs: dict[tuple[str, int], Output], *, is_deadly: bool
     ) -> Op | None:
         for op in ops:
+            request = request_id(RunId(op.run), op.seq)
+            if is_deadly:
+                self._execution.risk(request)
             try:
                 outputs.update(self._engine.run([op]).outputs)
             except Exception:
                 log.exception("op_failed", run=op.run, seq=op.seq)
                 return op
+            if is_deadly:
+                self._execution.survived(request)
         return None
 
     def _measure(self, cost: CycleOutput | None) -> None:

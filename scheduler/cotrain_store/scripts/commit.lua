@@ -3,6 +3,7 @@
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis does not take for an integer.)
 local epoch_key, open, cycles, refs = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local notify, wake, counters = KEYS[5], KEYS[6], KEYS[7]
+local starts, deaths = KEYS[8], KEYS[9]
 local epoch, prefix, cycle, record, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local counted, numerics = ARGV[6], ARGV[7]
 local FIRST = 8 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, what to release
@@ -51,6 +52,8 @@ for i = FIRST, #ARGV, 9 do
   end
 end
 redis.call('HDEL', open, cycle)
+redis.call('HDEL', starts, cycle)
+redis.call('DEL', deaths)
 for name, value in pairs(totals) do
   redis.call('HINCRBYFLOAT', counters, name, value)
 end
