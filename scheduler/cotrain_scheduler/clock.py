@@ -55,6 +55,7 @@ class Clock:
         self._settings = settings
         self._clocks: defaultdict[tuple[PoolId, WorkerId], _WorkerClock] = defaultdict(_WorkerClock)
         self._woken = asyncio.Event()
+        self._has_free_worker = True
         self._stopping = False
         self._renewed_at = 0.0
         self._gaps_at = 0.0
@@ -95,7 +96,9 @@ class Clock:
                 await self._expire_gaps(pool)
         if self._settings.clock_mode is ClockMode.METRONOME:
             return await self._tick_metronome(pools, now)
-        return min([await self._tick_pool(pool, now) for pool in pools], default=now + SWEEP_S)
+        again = [await self._tick_pool(pool, now) for pool in pools]
+        self._has_free_worker = any(clock.planned_at is None for clock in self._clocks.values())
+        return min(again, default=now + SWEEP_S)
 
     async def _tick_metronome(self, pools: Sequence[PoolId], now: float) -> float:
         """Plan on a new beat only; what comes in between waits for the next one."""
@@ -186,7 +189,12 @@ class Clock:
     async def _listen(self) -> None:
         while True:
             try:
-                async for _ in self._dispatch.wakes():
-                    self._woken.set()
+                async for is_free in self._dispatch.wakes():
+                    # While every worker is busy, a new request changes nothing; nor does anything
+                    # between two beats.
+                    if self._settings.clock_mode is ClockMode.EAGER and (
+                        is_free or self._has_free_worker
+                    ):
+                        self._woken.set()
             except CONNECTION_LOST:
                 await asyncio.sleep(_RETRY_S)

@@ -170,12 +170,12 @@ class Dispatch:
         if await self._expire_gap(script_keys, args) == b"FENCED":
             raise Fenced
 
-    async def wakes(self) -> AsyncIterator[None]:
-        """Yield whenever something became ready or a worker became free."""
+    async def wakes(self) -> AsyncIterator[bool]:
+        """Yield True whenever a worker became free, False whenever an op became ready."""
         async with self._redis.pubsub(ignore_subscribe_messages=True) as subscription:
             await subscription.subscribe(keys.notify_scheduler())
-            async for _ in subscription.listen():
-                yield
+            async for message in subscription.listen():
+                yield message["data"] == b"free"
 
 
 def _run_queue(fields: list[str]) -> RunQueue:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.deliveries import Deliveries
 from cotrain_store.errors import RequestNotFound, RunNotFound, SpoolCorrupt
 from cotrain_store.messages import RequestId, Result, ResultKind, run_of
 from cotrain_store.records import Records
@@ -53,6 +54,7 @@ class Futures:
         self._redis = connection
         self._spool = spool
         self._records = Records(connection)
+        self._deliveries = Deliveries(connection)
         self._waiters: defaultdict[str, set[asyncio.Future[bytes | None]]] = defaultdict(set)
         self._tasks: list[asyncio.Task[None]] = []
         self._released = False
@@ -112,6 +114,7 @@ class Futures:
         packed = await self._held(request, timeout_s)
         if packed is None:
             return await self._pending(run, request)
+        self._deliveries.note(run, request, time.monotonic())
         result = Result.unpack(packed)
         if result.kind is ResultKind.SPOOLED_PASS:
             return await asyncio.to_thread(self._unspool, result)
@@ -178,6 +181,7 @@ class Futures:
             await asyncio.sleep(SWEEP_S)
             with contextlib.suppress(*CONNECTION_LOST):
                 await self._resolve(list(self._waiters))
+                await self._deliveries.expire_read(time.monotonic())
 
     async def _resolve(self, requests: Iterable[str]) -> None:
         waiting = [request for request in requests if request in self._waiters]

@@ -25,6 +25,8 @@ LEASE_TTL_MS = 3_000
 SMALL_RESULT_TTL_MS = 24 * 3600 * 1000
 #: Results above the inline limit sit on disk; two hours bound what an absent client can hold.
 LARGE_RESULT_TTL_MS = 2 * 3600 * 1000
+#: Once its client has certainly read it, a result is kept for no more than a curious second look.
+READ_RESULT_TTL_MS = 300_000
 #: Cycle records kept for the dashboard and for debugging.
 CYCLES_KEPT = 1_000
 
@@ -85,7 +87,7 @@ def scheduler_epoch() -> str:
 
 
 def result(request: RequestId) -> str:
-    """Name a result; expires (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS)."""
+    """Name a result; expires (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS, READ_RESULT_TTL_MS)."""
     return f"cotrain:result:{request}"
 
 

@@ -60,5 +60,5 @@ end
 redis.call('LPUSH', cycles, record)
 redis.call('LTRIM', cycles, 0, keep - 1)
 redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
-redis.call('PUBLISH', wake, cycle)
+redis.call('PUBLISH', wake, 'free')
 return 'OK'

@@ -61,7 +61,7 @@ end
 if seq == next_seq then
   redis.call('ZREM', gaps, run)
   redis.call('ZADD', ready, 'NX', now_ms, run)
-  redis.call('PUBLISH', wake, run)
+  redis.call('PUBLISH', wake, 'ready')
 elseif redis.call('HEXISTS', ops, next_seq) == 0 then
   redis.call('ZADD', gaps, 'NX', now_ms, run)
 end

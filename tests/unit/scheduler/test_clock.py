@@ -96,9 +96,9 @@ class InMemory:
     async def expire_gap(self, _: PoolId, run: RunId, __: TenantId) -> None:
         self.expired.append(run)
 
-    async def wakes(self) -> AsyncIterator[None]:
+    async def wakes(self) -> AsyncIterator[bool]:
         await asyncio.Event().wait()
-        yield
+        yield False
 
 
 @pytest.fixture
