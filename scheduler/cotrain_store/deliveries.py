@@ -1,0 +1,68 @@
+"""Results that were surely read: they need not lie in Redis for a day.
+
+A result that was sent is not one that was read: the answer may be lost, and a laptop may sleep for a
+night with its poll open. But a client that afterwards sends its run another request is awake, and it
+asks again within seconds for what it missed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain_store import keys
+
+if TYPE_CHECKING:
+    from cotrain_store.connection import Connection
+    from cotrain_store.messages import PoolId, RequestId, RunId, RunRecord
+
+#: How long a client may take to ask again for an answer that was lost.
+READ_AFTER_S = 600.0
+_FORGET_AFTER_S = keys.SMALL_RESULT_TTL_MS / 1000
+
+
+@dataclass
+class _Sent:
+    pool: PoolId
+    run: RunId
+    at: float
+    last_seq: int | None = None
+    """The run's newest request soon after the result was sent; None until it was looked up."""
+
+
+class Deliveries:
+    """What one API process has sent, until the client gave a sign of life. Losing it costs memory only."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+        self._sent: dict[RequestId, _Sent] = {}
+
+    def note(self, run: RunRecord, request: RequestId, now: float) -> None:
+        """Remember that a result was sent."""
+        self._sent[request] = _Sent(run.pool, run.id, now)
+
+    async def expire_read(self, now: float) -> None:
+        """Shorten the lives of results that were sent a while ago to clients that went on since."""
+        newest = await self._newest_seqs()
+        read = []
+        for request, sent in list(self._sent.items()):
+            last_seq = newest.get(sent.run)
+            if last_seq is None or now - sent.at > _FORGET_AFTER_S:
+                del self._sent[request]
+            elif sent.last_seq is None:
+                sent.last_seq = last_seq
+            elif last_seq > sent.last_seq and now - sent.at > READ_AFTER_S:
+                read.append(request)
+                del self._sent[request]
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for request in read:
+                pipeline.pexpire(keys.result(request), keys.READ_RESULT_TTL_MS)
+            await pipeline.execute()
+
+    async def _newest_seqs(self) -> dict[RunId, int | None]:
+        runs = {sent.run: sent.pool for sent in self._sent.values()}
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for run, pool in runs.items():
+                pipeline.hget(keys.log(pool, run), "last")
+            rows = await pipeline.execute()
+        return {run: None if row is None else int(row) for run, row in zip(runs, rows, strict=True)}
