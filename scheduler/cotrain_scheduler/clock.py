@@ -85,6 +85,7 @@ class Clock:
     async def _tick(self, now: float) -> float:
         """Plan whatever may start now; return when to look again at the latest."""
         self._woken.clear()
+        self._has_free_worker = True  # until this tick knows: what becomes ready meanwhile counts
         if now - self._renewed_at > RENEW_S:
             if not await self._dispatch.lead():
                 return now + RENEW_S

@@ -47,6 +47,7 @@ class InMemory:
         self.resigned = False
         self.workers = [WORKER]
         self.calls = 0
+        self.wake: asyncio.Queue[bool] = asyncio.Queue()
 
     def submit(self, run: str, kind: OpKind = OpKind.FORWARD_BACKWARD) -> None:
         seq = sum(op.run == run for step in self.steps for op in step.ops) + len(self.queued[run])
@@ -97,8 +98,8 @@ class InMemory:
         self.expired.append(run)
 
     async def wakes(self) -> AsyncIterator[bool]:
-        await asyncio.Event().wait()
-        yield False
+        while True:
+            yield await self.wake.get()
 
 
 @pytest.fixture
@@ -243,6 +244,46 @@ async def test_a_wake_during_a_tick_is_not_lost(store: InMemory) -> None:
     clock._woken.set()
     async with asyncio.timeout(20):
         await clock._sleep(time.time() + 600)
+
+
+async def heard(store: InMemory, is_free: bool) -> None:
+    """Have a listening clock hear a message."""
+    store.wake.put_nowait(is_free)
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_requests_that_nobody_can_run_yet_wake_nobody(store: InMemory) -> None:
+    clock = clock_on(store)
+    listening = asyncio.create_task(clock._listen())
+    store.submit("a")
+    await clock._tick(NOW)
+    await heard(store, is_free=False)
+    assert not clock._woken.is_set()
+    await heard(store, is_free=True)
+    assert clock._woken.is_set()
+    listening.cancel()
+
+
+async def test_a_request_that_comes_while_a_tick_reads_the_queue_is_not_lost(
+    store: InMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = clock_on(store)
+    listening = asyncio.create_task(clock._listen())
+    store.submit("a")
+    await clock._tick(NOW)
+    store.finish()
+
+    async def ready_just_before(pool: PoolId) -> list[RunQueue]:
+        found = await InMemory.ready(store, pool)
+        store.submit("a")
+        await heard(store, is_free=False)
+        return found
+
+    monkeypatch.setattr(store, "ready", ready_just_before)
+    await clock._tick(NOW + 1)
+    assert clock._woken.is_set()
+    listening.cancel()
 
 
 async def test_a_clock_that_stops_gives_its_lease_back(store: InMemory) -> None:
