@@ -197,9 +197,7 @@ class WorkerLoop:
             return outputs | self._isolated(runnable, step, is_deadly=True), None
         try:
             cost = self._engine.run(runnable)
-        except (
-            Exception
-        ):  # the loop's one blanket catch: the guilty request is found and fails alone
+        except Exception:  # the guilty request, whatever it did, is found and fails alone
             log.exception("cycle_failed", cycle=step.cycle)
             return outputs | self._isolated(runnable, step), None
         return outputs | dict(cost.outputs), cost
