@@ -64,7 +64,8 @@ def main() -> None:
     print(
         f"overhead p50 {overhead['p50_ms']:.1f} ms above engine time, p90 {overhead['p90_ms']:.1f}"
     )
-    report = {"command": sys.argv, "date": datetime.now(UTC).isoformat(), "machine": machine(args),
+    command = " ".join(["python -m bench.through_http", *sys.argv[1:]])
+    report = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": machine(args),
               "shape": vars(args), "rows": rows, "overhead": overhead}  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"through_http-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
