@@ -1,0 +1,162 @@
+"""Through HTTP: many sample requests over several adapters, alone and beside training.
+
+    python -m bench.sampling_through_http [--requests 200] [--adapters 8] [--room 16] [--out bench/results]
+
+Starts `cotrain serve` on a small random model with a KV cache that holds `--room` of the sequences, and
+sends all requests at once, each tenant from a client of its own. Then the same beside a tenant that
+trains without a pause:
+
+  latency     of a request, from its call to its result (s, p50 and p95)
+  training    tokens/s beside the requests over tokens/s without them; its promised share is 0.5
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bench.model import VOCAB, build
+from bench.through_http import ADAM, Load, drive, machine, serving, tenant
+from cotrain import ModelInput, SamplingParams
+
+if TYPE_CHECKING:
+    from cotrain import SamplingClient
+
+
+def main() -> None:
+    args = parse()
+    os.environ["COTRAIN_KV_CACHE_TOKENS"] = str(args.room * (args.prompt + args.generate))
+    with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
+        model = build(Path(scratch) / "model")
+        keys = [f"tml-bench{number}" for number in range(args.adapters + 1)]
+        url = stack.enter_context(serving(model, Path(scratch) / "data", keys, args.threads))
+        loads = [tenant(args, url, key, stack, args.batch, seed=i) for i, key in enumerate(keys)]
+        trainer, *others = loads
+        drive(loads, 2)
+        samplers = [load.run.save_weights_and_get_sampling_client() for load in others]
+        asyncio.run(sample(args, samplers, count=args.adapters))  # everything is loaded
+        alone = measure(args, samplers)
+        training_alone = args.batch * args.length / drive([trainer], args.steps)
+        with Training(args, trainer) as training:
+            beside = measure(args, samplers)
+        share = training.tokens_per_s / training_alone
+    print(f"training beside them: {share:.2f} of its speed alone ({training_alone:.0f} tokens/s)")
+    command = " ".join(["python -m bench.sampling_through_http", *sys.argv[1:]])
+    report = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": machine(args),
+              "shape": vars(args), "alone": alone, "beside_training": beside,
+              "training": {"alone_tokens_per_s": training_alone,
+                           "beside_tokens_per_s": training.tokens_per_s, "share": share}}  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"sampling_through_http-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    print(f"wrote {path}")
+
+
+class Training:
+    """One tenant training without a pause in a thread of its own, while the block runs."""
+
+    def __init__(self, args: argparse.Namespace, load: Load) -> None:
+        self.tokens_per_s = 0.0
+        self._tokens = args.batch * args.length
+        self._load = load
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+
+    def __enter__(self) -> Training:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaving.set()
+        self._thread.join()
+
+    def _train(self) -> None:
+        """Keep two steps in flight; count those that ended before the block did."""
+        flying: list[Any] = []
+        began, ended, steps = time.perf_counter(), 0.0, 0
+        while not self._leaving.is_set():
+            passed = self._load.run.forward_backward(self._load.data, "cross_entropy")
+            flying.append((passed, self._load.run.optim_step(ADAM)))
+            if len(flying) == 2:
+                for future in flying.pop(0):
+                    future.result()
+                steps, ended = steps + 1, time.perf_counter()
+        for pair in flying:
+            for future in pair:
+                future.result()
+        self.tokens_per_s = steps * self._tokens / (ended - began) if steps else 0.0
+
+
+def measure(args: argparse.Namespace, samplers: list[SamplingClient]) -> dict[str, float]:
+    """Send all requests at once; return latencies and throughput."""
+    began = time.perf_counter()
+    latencies = sorted(asyncio.run(sample(args, samplers, count=args.requests)))
+    elapsed = time.perf_counter() - began
+    row = {
+        "requests": len(latencies),
+        "p50_s": statistics.median(latencies),
+        "p95_s": latencies[int(0.95 * len(latencies))],
+        "tokens_per_s": args.requests * args.generate / elapsed,
+        "elapsed_s": elapsed,
+    }
+    print(
+        f"{row['requests']} requests done: p50 {row['p50_s']:.2f} s   p95 {row['p95_s']:.2f} s"
+        f"   {row['tokens_per_s']:.0f} generated tokens/s",
+        flush=True,
+    )
+    return row
+
+
+async def sample(
+    args: argparse.Namespace, samplers: list[SamplingClient], count: int
+) -> list[float]:
+    """Ask for `count` sequences at once, adapters in turn; return each one's latency (s)."""
+    rng = np.random.default_rng(count)
+    prompts = rng.integers(0, VOCAB, (count, args.prompt)).tolist()
+
+    async def one(number: int) -> float:
+        params = SamplingParams(max_tokens=args.generate, seed=number, stop=[])
+        began = time.perf_counter()
+        future = samplers[number % len(samplers)].sample(
+            ModelInput.from_ints(prompts[number]), num_samples=1, sampling_params=params
+        )
+        (sequence,) = (await future).sequences
+        assert len(sequence.tokens) == args.generate
+        return time.perf_counter() - began
+
+    return list(await asyncio.gather(*(one(number) for number in range(count))))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--room", type=int, default=16, help="sequences the KV cache can hold")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--generate", type=int, default=64, help="tokens generated for it")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
