@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 FAILURES_PER_MINUTE = 10
 _WINDOW_S = 60.0
 _ADDRESSES_KEPT = 10_000
-_SPEAKS_FOR_OTHERS = ("x-api-key", "forwarded", "x-forwarded-for", "x-real-ip", "via")
+_SPEAKS_FOR_OTHERS = (
+    "x-api-key",
+    "authorization",
+    "forwarded",
+    "x-forwarded-for",
+    "x-real-ip",
+    "via",
+)
 
 
 class FailureCounter:
@@ -46,14 +53,14 @@ class FailureCounter:
 
 
 async def authenticate(request: Request, tenants: Tenants, failures: FailureCounter) -> Tenant:
-    """Find the tenant of a request's `X-API-Key`.
+    """Find the tenant of a request's `X-API-Key`, or of its `Authorization: Bearer`.
 
     Raises:
         InvalidKey, ExpiredKey: no key, or not a good one.
         TooManyFailures: and this address has shown too many of those.
     """
     try:
-        return await tenants.authenticate(request.headers.get("x-api-key", ""))
+        return await tenants.authenticate(shown_key(request))
     except AuthenticationFailed:
         failures.note(request.client.host if request.client else "")
         raise
@@ -68,10 +75,16 @@ def is_operator(request: Request, settings: ServerSettings) -> bool:
     """
     if settings.admin_key is None:
         return is_local(request) and not any(name in request.headers for name in _SPEAKS_FOR_OTHERS)
-    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-    shown = request.headers.get("x-api-key") or bearer
     expected = settings.admin_key.get_secret_value()
-    return hmac.compare_digest(shown.encode(), expected.encode())
+    return hmac.compare_digest(shown_key(request).encode(), expected.encode())
+
+
+def shown_key(request: Request) -> str:
+    """Read the key a request shows; empty where it shows none."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (
+        bearer.strip() if scheme.lower() == "bearer" else ""
+    )
 
 
 def is_local(request: Request) -> bool:

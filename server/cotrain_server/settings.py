@@ -42,6 +42,10 @@ class ServerSettings(StoreSettings):
     quota_runs: Annotated[int, Field(ge=1)] = 1_000
     quota_polls: Annotated[int, Field(ge=1)] = 2_000
     """Polls one tenant may hold open in one API process."""
+    quota_samples: Annotated[int, Field(ge=1)] = 2_000
+    """Sample requests one tenant may have waiting or running; over it, clients slow down."""
+    batch_polling: bool = True
+    """Whether SDKs that can (0.38) wait for all results of a sampler with one poll."""
 
     chunk_datums: Annotated[int, Field(ge=1)] = 1024
     """SDKs cut larger forward_backward calls into requests of this many datums."""
