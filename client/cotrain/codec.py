@@ -5,7 +5,6 @@ Knows how arrays lie in bytes; does not know which inputs a loss needs, or which
 
 from __future__ import annotations
 
-import sys
 from array import array
 from itertools import pairwise
 from math import prod
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
+from cotrain.packed import pack, unpack
 from cotrain.proto import wire_pb2 as wire
 from cotrain.tensors import DType, TensorData
 from cotrain.types import Datum, EncodedTextChunk, ForwardBackwardOutput
@@ -107,7 +107,7 @@ def _set_config(message: wire.ForwardBackwardRequest, name: str, value: float | 
 def _encode_datum(datum: Datum, index: int) -> wire.Datum:
     message = wire.Datum()
     for chunk in datum.model_input.chunks:
-        message.model_input.add().encoded_text.tokens = _pack("i", _tokens_of(chunk, index))
+        message.model_input.add().encoded_text.tokens = pack("i", _tokens_of(chunk, index))
     for name, tensor in datum.loss_fn_inputs.items():
         _fill_tensor(message.loss_fn_inputs[name], tensor)
     return message
@@ -124,13 +124,13 @@ def _tokens_of(chunk: ModelInputChunk, index: int) -> Sequence[int]:
 def _fill_tensor(message: wire.Tensor, tensor: TensorData) -> None:
     message.dtype = _DTYPE_ON_WIRE[tensor.dtype]
     message.shape.extend(tensor.dense_shape)
-    values = _pack(_TYPECODE[tensor.dtype], tensor.data)
+    values = pack(_TYPECODE[tensor.dtype], tensor.data)
     if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
         message.dense = values
         return
     message.sparse_csr.values = values
-    message.sparse_csr.crow_indices = _pack("q", tensor.sparse_crow_indices)
-    message.sparse_csr.col_indices = _pack("q", tensor.sparse_col_indices)
+    message.sparse_csr.crow_indices = pack("q", tensor.sparse_crow_indices)
+    message.sparse_csr.col_indices = pack("q", tensor.sparse_col_indices)
 
 
 # ---- Results -------------------------------------------------------------------------------------
@@ -153,10 +153,10 @@ def _split_batch(name: str, batch: wire.BatchedTensor) -> Iterator[TensorData]:
     typecode, dtype = _ELEMENT[batch.dtype]
     trailing = list(batch.trailing_shape)
     row_bytes = array(typecode).itemsize * prod(trailing)
-    for start, end in pairwise(_unpack("q", batch.offsets)):
+    for start, end in pairwise(unpack("q", batch.offsets)):
         if not 0 <= start <= end <= len(batch.data) or row_bytes <= 0 or (end - start) % row_bytes:
             raise MalformedMessage(f"{name} is cut at {start}:{end}, which is not a whole array")
-        values = _unpack(typecode, batch.data[start:end])
+        values = unpack(typecode, batch.data[start:end])
         if batch.dtype == wire.DTYPE_BFLOAT16:
             values = _widen_bfloat16(values)
         shape = [(end - start) // row_bytes, *trailing]
@@ -165,10 +165,10 @@ def _split_batch(name: str, batch: wire.BatchedTensor) -> Iterator[TensorData]:
 
 def _widen_bfloat16(halves: Iterable[int]) -> array[Any]:
     # A bfloat16 is the upper half of the float32 of the same value.
-    return _unpack("f", _pack("I", [half << 16 for half in halves]))
+    return unpack("f", pack("I", [half << 16 for half in halves]))
 
 
-# ---- Bytes ---------------------------------------------------------------------------------------
+# ---- Elements ----------------------------------------------------------------------------------
 
 _DTYPE_ON_WIRE: dict[DType, wire.DType] = {
     "float32": wire.DTYPE_FLOAT32,
@@ -181,22 +181,3 @@ _ELEMENT: dict[int, tuple[str, DType]] = {
     wire.DTYPE_INT64: ("q", "int64"),
     wire.DTYPE_INT32: ("i", "int64"),
 }
-
-
-def _pack(typecode: str, values: Iterable[float]) -> bytes:
-    return _little_endian(array(typecode, values)).tobytes()
-
-
-def _unpack(typecode: str, packed: bytes) -> array[Any]:
-    values: array[Any] = array(typecode)
-    try:
-        values.frombytes(packed)
-    except ValueError as error:
-        raise MalformedMessage(f"{len(packed)} bytes are no whole number of elements") from error
-    return _little_endian(values)
-
-
-def _little_endian(values: array[Any]) -> array[Any]:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values

@@ -1,14 +1,15 @@
 """The JSON half of the wire contract: one model per shape, in the order a run meets them.
 
 Requests ignore fields they do not know, since SDKs of several ages send them. Shapes that carry
-tokens stand in `data` and `tensors` and are named here as well, so that `cotrain.types.Datum` works.
+tokens stand in `data` and `tensors`, those of sampling in `sampling_types`; they are named here as
+well, so that `cotrain.types.Datum` works.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from cotrain.data import (
     Datum,
@@ -20,16 +21,36 @@ from cotrain.data import (
     ModelInputChunk,
 )
 from cotrain.errors import Category
+from cotrain.sampling_types import (
+    CancelFutureRequest,
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    FutureCompletion,
+    GetSamplerResponse,
+    RetrieveFuturesRequest,
+    RetrieveFuturesResponse,
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+    SamplingParams,
+    SamplingSessionTarget,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+)
 from cotrain.tensors import TensorData
+from cotrain.wire_model import Name, SeqId, SequencedRequest, WireModel
 
 __all__ = [
     "AdamParams",
     "AuthTokenResponse",
+    "CancelFutureRequest",
     "ClientConfigRequest",
     "ClientConfigResponse",
     "ClientDynamicConfigResponse",
     "CreateModelRequest",
     "CreateModelResponse",
+    "CreateSamplingSessionRequest",
+    "CreateSamplingSessionResponse",
     "CreateSessionRequest",
     "CreateSessionResponse",
     "Datum",
@@ -40,9 +61,11 @@ __all__ = [
     "ForwardBackwardOutput",
     "ForwardBackwardRequest",
     "ForwardRequest",
+    "FutureCompletion",
     "FutureRetrieveRequest",
     "GetInfoRequest",
     "GetInfoResponse",
+    "GetSamplerResponse",
     "GetServerCapabilitiesResponse",
     "HealthResponse",
     "ImageAssetPointerChunk",
@@ -55,6 +78,16 @@ __all__ = [
     "OptimStepResponse",
     "OptimizerConfig",
     "RequestFailedResponse",
+    "RetrieveFuturesRequest",
+    "RetrieveFuturesResponse",
+    "SampleRequest",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingParams",
+    "SamplingSessionTarget",
+    "SaveWeightsForSamplerRequest",
+    "SaveWeightsForSamplerResponse",
+    "SeqId",
     "SequencedRequest",
     "SessionHeartbeatRequest",
     "SessionHeartbeatResponse",
@@ -67,18 +100,7 @@ __all__ = [
     "UntypedAPIFuture",
 ]
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-SeqId = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
-"""Place of a request in its run's order; the wire gives it 32 bits."""
 ModelSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-
-
-class WireModel(BaseModel):
-    """What every shape here has in common: the wire's own names, and no NaN where it matters."""
-
-    model_config = ConfigDict(
-        frozen=True, protected_namespaces=(), allow_inf_nan=False, ser_json_inf_nan="constants"
-    )
 
 
 # ---- Session -------------------------------------------------------------------------------------
@@ -99,6 +121,10 @@ class ClientConfigResponse(WireModel):
     fwdbwd_max_chunk_len: Annotated[int, Field(ge=1)] = 1024
     fwdbwd_max_chunk_bytes_count: Annotated[int, Field(ge=1)] = 5_000_000
     parallel_fwdbwd_chunks: bool = True
+    sample_use_retrieve_futures: bool = False
+    """Poll once for all samples of a sampler rather than once for each."""
+    sample_max_concurrent_requests: Annotated[int, Field(ge=1)] = 2000
+    """Samples of one client that may be on their way at once where it does not."""
     use_pyqwest_transport: bool = True
 
 
@@ -270,13 +296,6 @@ class UnloadModelResponse(WireModel):
 
 
 # ---- Training ------------------------------------------------------------------------------------
-
-
-class SequencedRequest(WireModel):
-    """The part of a training request that says whose it is and where it stands in the order."""
-
-    model_id: Name
-    seq_id: SeqId
 
 
 class ForwardBackwardInput(WireModel):
