@@ -168,7 +168,7 @@ class RetrieveFuturesRequest(WireModel):
     """What ended up to here has been read and may be forgotten."""
     timeout: Annotated[float, Field(ge=0)] | None = None
     """Seconds to wait where nothing has ended; None is as long as the server likes."""
-    retrieved_request_ids: Annotated[list[Name], Field(max_length=100_000)] = []
+    retrieved_request_ids: list[Name] = Field(default=[], max_length=100_000)
     """Their results have arrived and need not be kept."""
 
 

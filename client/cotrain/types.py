@@ -145,7 +145,7 @@ class AuthTokenResponse(WireModel):
 class CreateSessionRequest(WireModel):
     """POST create_session."""
 
-    tags: Annotated[list[str], Field(max_length=256)] = []
+    tags: list[str] = Field(default=[], max_length=256)
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
     project_id: Name | None = None
@@ -326,7 +326,7 @@ class ForwardBackwardOutput(WireModel):
 
     loss_fn_output_type: str
     loss_fn_outputs: list[dict[str, TensorData]]
-    metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] = {}
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] = Field(default={})
 
 
 class AdamParams(WireModel):
