@@ -29,6 +29,12 @@ WORKER = STORE | {
     "SNAPSHOT_DEBT_BYTES",
     "SNAPSHOT_IDLE_S",
     "EVICT_IDLE_S",
+    "SAMPLER",
+    "SAMPLING_SHARE",
+    "KV_CACHE_TOKENS",
+    "WEIGHTS_MEMORY_BYTES",
+    "VLLM_URL",
+    "VLLM_API_KEY",
 }
 #: Read by clients, which may share a shell with a server.
 CLIENT = frozenset({"API_KEY", "BASE_URL"})

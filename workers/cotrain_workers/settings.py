@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from hashlib import sha256
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, SecretStr, model_validator
 
 from cotrain_store.messages import PoolId
 from cotrain_store.settings import StoreSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class WorkerSettings(StoreSettings):
@@ -37,6 +40,32 @@ class WorkerSettings(StoreSettings):
     """Take a recovery copy of a run that changed and then rested this long."""
     evict_idle_s: float = Field(default=1800.0, gt=0)
     """Drop a run that rested this long from memory; its next request brings it back."""
+    sampler: Literal["engine", "vllm"] = "engine"
+    """What generates tokens: this process beside its training, or a vLLM server."""
+    sampling_share: float = Field(default=0.5, ge=0, le=0.9)
+    """The part of the processor that sampling may use while there is training to do."""
+    kv_cache_tokens: int = Field(default=0, ge=0)
+    """Tokens that all sequences being generated can hold in memory; 0 takes what there is room for."""
+    weights_memory_bytes: int = Field(default=2 * 1024**3, ge=0)
+    """Host memory for sampler weights that are on disk already; those that are not come on top."""
+    vllm_url: str = ""
+    vllm_api_key: SecretStr = SecretStr("")
+
+    @model_validator(mode="after")
+    def _names_its_vllm(self) -> Self:
+        if self.sampler == "vllm" and not self.vllm_url:
+            raise ValueError("sampler=vllm needs vllm_url.")
+        return self
+
+    @property
+    def weights_dir(self) -> Path:
+        """Sampler weights, in folders named after their content."""
+        return self.data_dir / "weights"
+
+    @property
+    def tokenizers_dir(self) -> Path:
+        """Each pool's tokenizer, for the API's chat endpoints."""
+        return self.data_dir / "tokenizers"
 
     @property
     def model_name(self) -> str:

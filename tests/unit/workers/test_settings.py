@@ -59,9 +59,24 @@ def test_a_worker_may_be_named_like_a_host(worker_id: str) -> None:
         {"snapshot_debt_s": 0},
         {"evict_idle_s": 0},
         {"torch_threads": -1},
+        {"sampler": "sglang"},
+        {"sampling_share": 1.0},
+        {"kv_cache_tokens": -1},
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(wrong: dict[str, object]) -> None:
     (name,) = wrong
     with pytest.raises(ValidationError, match=name):
         settings(**wrong)
+
+
+def test_a_vllm_sampler_must_say_where_it_is() -> None:
+    with pytest.raises(ValidationError, match="vllm_url"):
+        settings(sampler="vllm")
+    assert settings(sampler="vllm", vllm_url="http://gpu:8000").vllm_url == "http://gpu:8000"
+
+
+def test_a_password_is_not_shown() -> None:
+    made = settings(vllm_api_key="secret")
+    assert "secret" not in repr(made)
+    assert made.vllm_api_key.get_secret_value() == "secret"
