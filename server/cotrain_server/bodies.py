@@ -65,6 +65,13 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     return body
 
 
+async def json_body(request: Request) -> bytes:
+    """Give the checked body of a request that says it is JSON; raises UnsupportedMediaType."""
+    if not is_json(request):
+        raise UnsupportedMediaType("Send application/json.")
+    return await request.body()
+
+
 def is_json(request: Request) -> bool:
     """Tell whether a request says that its body is JSON."""
     return _media_type(request) == "application/json"
