@@ -65,6 +65,7 @@ class BaseModel:
     context_length: int
     hidden_size: int
     num_parameters: int
+    eos_token_ids: tuple[int, ...]
 
 
 def load_base_model(
@@ -93,7 +94,19 @@ def load_base_model(
         context_length=config.max_position_embeddings,
         hidden_size=config.hidden_size,
         num_parameters=num_parameters,
+        eos_token_ids=eos_token_ids(network),
     )
+
+
+def eos_token_ids(network: Any) -> tuple[int, ...]:
+    """Return the tokens that end a generation, as the model's generation settings name them."""
+    settings = getattr(network, "generation_config", None) or network.config
+    named = settings.eos_token_id
+    if named is None:
+        named = network.config.eos_token_id
+    if named is None:
+        return ()
+    return tuple(sorted({named} if isinstance(named, int) else set(named)))
 
 
 def refuse_unsupported(config: Any) -> None:

@@ -18,7 +18,7 @@ import transformers
 from cotrain_workers import attn, pack
 from cotrain_workers.adam import adamw_step, discard_gradient, gradient_norm, refuse_step
 from cotrain_workers.admission import refuse_pass
-from cotrain_workers.bank import AdapterBank, AdapterState
+from cotrain_workers.bank import AdapterBank, AdapterState, host_copy
 from cotrain_workers.base_model import load_base_model
 from cotrain_workers.heap import keep_freed_memory
 from cotrain_workers.ops import (
@@ -29,12 +29,15 @@ from cotrain_workers.ops import (
     OptimStep,
     Output,
     Pass,
+    Save,
+    SaveOutput,
     StepOutput,
 )
+from cotrain_workers.sample_ops import HostWeights
 from cotrain_workers.wave import OpenPass, Wave
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_workers.base_model import BaseModel
     from cotrain_workers.ops import Op
@@ -51,6 +54,7 @@ class ModelFacts:
     context_length: int
     num_parameters: int
     max_rank: int
+    eos_token_ids: tuple[int, ...]  # what ends a generation, ascending; may be empty
     modules_by_family: Mapping[Family, int]  # how many modules each train_* flag covers
     numerics_id: str  # equal ids: the same plan gives the same bits
 
@@ -94,10 +98,11 @@ class Engine:
         bank = AdapterBank(base.targets, place, dtype)
         return cls(model_facts(model, base, numerics_id(place, dtype, sizes)), base, wave, bank)
 
-    def run(self, ops: Sequence[Op]) -> CycleOutput:
-        """Run one cycle: per run, ascending `seq`, `Create? Pass* OptimStep?`.
+    def run(self, ops: Sequence[Op], between: Callable[[], None] | None = None) -> CycleOutput:
+        """Run one cycle: per run, ascending `seq`, `Create? Pass* OptimStep? Save*`.
 
         Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
+        `between` is called after each micro-batch; a decoder of this engine may step in it.
         An exception means a broken engine: its adapters must then be restored from their last states.
         """
         outputs: dict[tuple[str, int], Output] = {}
@@ -106,7 +111,7 @@ class Engine:
                 outputs[op.run, op.seq] = self._create(op)
         began = time.perf_counter()
         passes = self._admit([op for op in ops if isinstance(op, Pass)], outputs)
-        cost = self._wave.run(passes)
+        cost = self._wave.run(passes, between)
         for done in passes:
             assert done.output is not None
             outputs[done.op.run, done.op.seq] = done.output
@@ -114,6 +119,9 @@ class Engine:
         for op in ops:
             if isinstance(op, OptimStep):
                 outputs[op.run, op.seq] = self._step(op)
+        for op in ops:
+            if isinstance(op, Save):
+                outputs[op.run, op.seq] = self._save(op)
         self.base_forwards += cost.forwards
         return CycleOutput(
             outputs=outputs,
@@ -184,6 +192,12 @@ class Engine:
         adamw_step(adapter, op, norm)
         return StepOutput(norm)
 
+    def _save(self, op: Save) -> Output:
+        if op.run not in self._bank:
+            return unknown_run()
+        adapter = self._bank[op.run]
+        return SaveOutput(HostWeights(adapter.spec, host_copy(adapter.weights).float()))
+
 
 def unknown_run() -> Failure:
     """Return the answer to an op of a run whose adapter is not here."""
@@ -202,6 +216,7 @@ def model_facts(model: str, base: BaseModel, numerics: str) -> ModelFacts:
         context_length=base.context_length,
         num_parameters=base.num_parameters,
         max_rank=base.hidden_size,  # beyond it LoRA is of no lower rank than the weights
+        eos_token_ids=base.eos_token_ids,
         modules_by_family=modules,
         numerics_id=numerics,
     )

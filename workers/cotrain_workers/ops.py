@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from cotrain_workers.sample_ops import HostWeights
     from cotrain_workers.spec import AdapterSpec
 
 
@@ -59,7 +60,15 @@ class OptimStep:
     grad_clip_norm: float
 
 
-Op = Create | Pass | OptimStep
+@dataclass(frozen=True)
+class Save:
+    """Copy a run's weights to the host, as they are after its ops so far."""
+
+    run: str
+    seq: int
+
+
+Op = Create | Pass | OptimStep | Save
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,13 @@ class StepOutput:
 
 
 @dataclass(frozen=True)
+class SaveOutput:
+    """The copy; later ops of the run leave it as it is."""
+
+    weights: HostWeights
+
+
+@dataclass(frozen=True)
 class Failure:
     """The op changed nothing; `message` may be shown to the tenant."""
 
@@ -92,7 +108,7 @@ class Failure:
     category: Literal["user", "server"]
 
 
-Output = CreateOutput | PassOutput | StepOutput | Failure
+Output = CreateOutput | PassOutput | StepOutput | SaveOutput | Failure
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cotrain_workers.pack import MicroBatch, Piece, cut, fill
 from cotrain_workers.route import Route, Segment, SequenceTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cotrain_workers.bank import Adapter, Gradient
     from cotrain_workers.base_model import BaseModel
@@ -63,8 +63,11 @@ class Wave:
         wide = base.head_weight.dtype == torch.float64
         self._loss_dtype = torch.float64 if wide else torch.float32
 
-    def run(self, passes: Sequence[OpenPass]) -> WaveCost:
-        """Run all passes and set each one's output. Of one run, earlier passes come first."""
+    def run(self, passes: Sequence[OpenPass], between: Callable[[], None] | None) -> WaveCost:
+        """Run all passes and set each one's output. Of one run, earlier passes come first.
+
+        Calls `between` after each micro-batch, when the model is free for other work.
+        """
         pieces: list[Piece] = []
         for at, open_pass in enumerate(passes):
             cuts = list(self._cut(at, open_pass.op))
@@ -82,6 +85,8 @@ class Wave:
                 cost.padded_tokens += batch.padded_tokens
             else:
                 waiting.extendleft(reversed(batch.halves()))
+            if between is not None:
+                between()
         return cost
 
     def _fits(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> bool:
