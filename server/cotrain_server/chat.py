@@ -1,0 +1,166 @@
+"""Turn a chat into the text that a model was trained to continue, by the model's own template.
+
+A template is a program in Jinja that came with a model's files, so it runs in Jinja's sandbox and
+under a limit of size and time. Names and filters are those that `transformers` gives to templates:
+what is rendered here is what `apply_chat_template` renders (a test compares them).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing_extensions import override
+
+from cotrain_server.errors import Invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from jinja2.parser import Parser
+
+#: One message: `role` and `content`, and nothing that is not text.
+Message = dict[str, str]
+
+MAX_RENDERED_CHARACTERS = 32 * 1024**2
+MAX_RENDER_S = 5.0
+#: What a program in Jinja can raise; its author is the model's, its input a tenant's.
+_TEMPLATE_FAULTS = (
+    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError,
+)  # fmt: skip
+#: Stands behind the text that is to be continued while the template runs. Ends in a space, so that
+#: a template that trims its messages can be told from one that does not.
+_CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ChatTemplate:
+    """A model's chat template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._template = _environment().from_string(source)
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self | None:
+        """Read a tokenizer folder's template; None where its model is none for chats.
+
+        Raises:
+            TemplateSyntaxError: it is no template.
+        """
+        template = folder / "chat_template.jinja"
+        if not template.is_file():
+            return None
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return cls(template.read_text(encoding="utf-8"), _special_tokens(config))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any] | None = None,
+        *,
+        continue_final: bool = False,
+    ) -> str:
+        """Write a chat up to where the model goes on: in a new message, or within the last one.
+
+        `options` are the template's own (such as `enable_thinking`).
+
+        Raises:
+            Invalid: the template refuses the messages, or makes too much of them.
+        """
+        if continue_final:
+            *before, last = messages
+            messages = [*before, {**last, "content": last["content"] + _CONTINUE_HERE}]
+        context = {
+            **self._special_tokens,
+            **(options or {}),
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": not continue_final,
+        }
+        try:
+            rendered = self._run(context)
+        except _TEMPLATE_FAULTS as error:
+            reason = str(error) if isinstance(error, TemplateError) else "it failed"
+            raise Invalid(f"messages: the model's chat template refuses them: {reason}") from error
+        return _cut(rendered) if continue_final else rendered
+
+    def _run(self, context: Mapping[str, Any]) -> str:
+        parts, size, until = list[str](), 0, time.monotonic() + MAX_RENDER_S
+        for part in self._template.generate(context):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_RENDERED_CHARACTERS or time.monotonic() > until:
+                raise Invalid("messages: the model's chat template makes too much of them.")
+        return "".join(parts)
+
+
+def _cut(rendered: str) -> str:
+    """Drop what a template wrote behind the text to continue, and the space it trimmed before."""
+    before, found, after = rendered.rpartition(_CONTINUE_HERE.strip())
+    if not found:
+        raise Invalid("messages: this model's chat template cannot continue a last message.")
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Find `bos_token`, `eos_token`, … in a `tokenizer_config.json`; some are written as objects."""
+    tokens = {}
+    for name, value in config.items():
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
+    return tokens
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}`: marks what a model wrote, for training; here it only passes it on."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+    @override
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Take the statements between the tags as they are."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # the server's local time, as `transformers` has it
