@@ -1,8 +1,9 @@
 """Decide what the next cycle of one worker holds. Pure: the queue in, a plan out.
 
 Order: a run's ops are taken in seq order, as the longest prefix of the form
-`create? (forward | forward_backward)* optim_step?`, so that a step submitted whole trains in one
-cycle and weights never change under a forward. A barrier holds back its own run only.
+`create? (forward | forward_backward)* optim_step? save*`, so that a step submitted whole trains in one
+cycle, weights never change under a forward, and what is saved is what the step left. A barrier holds
+back its own run only.
 
 Fairness: deficit round robin by tokens between tenants (Shreedhar and Varghese, SIGCOMM 1995), op by
 op over the runs of one tenant. Among tenants that always have work, the tokens served since they all
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Tokens a tenant may take per visit. Small against a cycle, so that a cycle visits everybody.
 QUANTUM_TOKENS = 2_048
+#: After one of these, a cycle takes nothing of their run but saves.
+_LAST = (OpKind.OPTIM_STEP, OpKind.SAVE)
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,13 @@ def select(
 def runnable_prefix(ops: Iterable[QueuedOp]) -> list[QueuedOp]:
     """Take the ops of one run that one cycle may hold."""
     prefix: list[QueuedOp] = []
-    stepped = False
+    takes_only_saves = False
     for op in ops:
-        if stepped and op.kind is not OpKind.REJECTED:
-            break
+        if op.kind is not OpKind.REJECTED:
+            if takes_only_saves and op.kind is not OpKind.SAVE:
+                break
+            takes_only_saves = op.kind in _LAST
         prefix.append(op)
-        stepped = stepped or op.kind is OpKind.OPTIM_STEP
     return prefix
 
 

@@ -52,6 +52,9 @@ class WorkerBeat:
     memory_bytes: int
     seen_at: float
     restored_ops: int = 0
+    samples_running: int = 0
+    samples_waiting: int = 0
+    """Claimed, and not yet in the decoder's batch."""
 
 
 class Dispatch:

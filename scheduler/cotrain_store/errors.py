@@ -5,6 +5,9 @@ StoreError
 │   ├── SessionNotFound
 │   ├── RunNotFound
 │   ├── RequestNotFound
+│   │   └── SampleExpired
+│   ├── SamplerNotFound
+│   ├── CheckpointNotFound
 │   └── BaseModelNotServed
 ├── AuthenticationFailed
 │   ├── InvalidKey
@@ -14,10 +17,12 @@ StoreError
 │   ├── SeqTooFar
 │   ├── RunClosed
 │   ├── RunFailed
-│   └── SessionFinished
+│   ├── SessionFinished
+│   └── MalformedPath
 ├── Busy                            (nothing is wrong; try again later)
 │   ├── QueueFull
 │   ├── RunQuotaReached
+│   ├── SamplingBusy
 │   ├── StoreFull
 │   └── DiskReserveReached
 ├── Fenced                          (this process was replaced by a newer one and must exit)
@@ -52,6 +57,18 @@ class RunNotFound(NotFound):
 
 class RequestNotFound(NotFound):
     """Request not found."""
+
+
+class SampleExpired(RequestNotFound):
+    """The result of this sample request has expired; sample again."""
+
+
+class SamplerNotFound(NotFound):
+    """Sampler not found. One made by a save without a name goes after 6 hours without use: save under a name to keep the weights."""
+
+
+class CheckpointNotFound(NotFound):
+    """Checkpoint not found."""
 
 
 class BaseModelNotServed(NotFound):
@@ -94,6 +111,10 @@ class SessionFinished(Refused):
     """The session has finished."""
 
 
+class MalformedPath(Refused):
+    """Malformed checkpoint path."""
+
+
 class Busy(StoreError):
     """The server is busy; try again."""
 
@@ -110,6 +131,12 @@ class RunQuotaReached(Busy):
     """Run quota reached."""
 
     retry_after_s = 30.0
+
+
+class SamplingBusy(Busy):
+    """As many sample requests of this tenant are waiting as may wait."""
+
+    retry_after_s = 1.0
 
 
 class StoreFull(Busy):

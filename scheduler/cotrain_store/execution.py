@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.connection import SyncConnection
     from cotrain_store.dispatch import WorkerBeat
+    from cotrain_store.messages import SaveRecords
     from cotrain_store.spool import Spool
 
 #: Digests of this many ops before a snapshot are kept, for retries that come very late.
@@ -170,10 +171,11 @@ class Execution:
         record: Mapping[str, Any],
         counted: Mapping[str, float],
         crashed: Collection[tuple[RunId, int]] = (),
+        saves: Mapping[tuple[RunId, int], SaveRecords] | None = None,
     ) -> None:
         """Make a step's results visible and end its cycle. Twice is harmless.
 
-        `record` is what the cycle's history keeps; `counted` is added to the pool's totals. Ops in
+        `saves` are the records of the SAVE ops that succeeded. `record` is what the cycle's history keeps; `counted` is added to the pool's totals. Ops in
         `crashed` changed nothing and must never be run again: the log keeps their place only.
 
         Raises:

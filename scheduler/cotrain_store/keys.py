@@ -9,7 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import PoolId, RequestId, RunId, SessionId, TenantId, WorkerId
+    from cotrain_store.messages import (
+        PoolId,
+        RequestId,
+        RunId,
+        SamplerId,
+        SessionId,
+        TenantId,
+        WeightsRef,
+        WorkerId,
+    )
 
 #: Bumped when a key or a message changes; a process refuses a store of another version.
 SCHEMA_VERSION = "1"
@@ -27,6 +36,16 @@ SMALL_RESULT_TTL_MS = 24 * 3600 * 1000
 LARGE_RESULT_TTL_MS = 2 * 3600 * 1000
 #: Once its client has certainly read it, a result is kept for no more than a curious second look.
 READ_RESULT_TTL_MS = 300_000
+#: The record of a sample request outlives its result by this, to tell expired from never seen.
+SAMPLE_RECORD_EXTRA_MS = 3600 * 1000
+#: A sampler made by a save without a name goes after this long without a request…
+EPHEMERAL_SAMPLER_IDLE_MS = 6 * 3600 * 1000
+#: … and any other sampler after this long.
+SAMPLER_IDLE_MS = 30 * 24 * 3600 * 1000
+#: That a sample request has ended is told for this long, to a client that slept.
+COMPLETION_TTL_MS = 24 * 3600 * 1000
+#: The lane of sample requests that any worker of the pool may run; no worker has this id.
+ANY_LANE = "*"
 #: Cycle records kept for the dashboard and for debugging.
 CYCLES_KEPT = 1_000
 
@@ -204,6 +223,86 @@ def workers(pool: PoolId) -> str:
 def worker_epoch(pool: PoolId, worker_id: WorkerId) -> str:
     """Name a worker's fencing number; only grows."""
     return f"{prefix(pool)}epoch:{worker_id}"
+
+
+def sampler(sampler_id: SamplerId) -> str:
+    """Name a sampler's record; expires when unused (EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_IDLE_MS)."""
+    return f"cotrain:sampler:{sampler_id}"
+
+
+def session_samplers(session_id: SessionId) -> str:
+    """Name the set of a session's samplers; expires with the last of them."""
+    return f"cotrain:session:{session_id}:samplers"
+
+
+def checkpoint(run_id: RunId, kind: str, name: str) -> str:
+    """Name a checkpoint's record; expires when its tenant said so."""
+    return f"cotrain:checkpoint:{run_id}/{kind}/{name}"
+
+
+def weights(ref: WeightsRef) -> str:
+    """Name the hash of sampler weights (record, digest, size); a worker forgets unused ones."""
+    return f"cotrain:weights:{ref}"
+
+
+def weights_users(ref: WeightsRef) -> str:
+    """Name the set of samplers and checkpoints that refer to weights; goes with the weights."""
+    return f"cotrain:weights:{ref}:users"
+
+
+def pool_weights(pool: PoolId) -> str:
+    """Name the set of all sampler weights of a pool."""
+    return f"{prefix(pool)}weights"
+
+
+def content(pool: PoolId, digest: str) -> str:
+    """Name the set of sampler weights with one and the same content, hence one folder."""
+    return f"{prefix(pool)}content:{digest}"
+
+
+def unstored_weights(pool: PoolId, worker_id: WorkerId) -> str:
+    """Name the set of sampler weights that only one worker has, until it has stored them."""
+    return f"{prefix(pool)}unstored:{worker_id}"
+
+
+def sample(request: RequestId) -> str:
+    """Name a sample request's hash; once resolved, only what a repeat needs, until it expires."""
+    return f"cotrain:sample:{request}"
+
+
+def sample_ring(pool: PoolId) -> str:
+    """Name the list of tenants with waiting sample requests: whose turn is next stands first."""
+    return f"{prefix(pool)}sample_ring"
+
+
+def waiting_samples(pool: PoolId, lane: str, tenant: TenantId) -> str:
+    """Name the list of a tenant's waiting sample requests that one lane may run."""
+    return f"{prefix(pool)}waiting:{lane}:{tenant}"
+
+
+def sample_load(pool: PoolId, tenant: TenantId) -> str:
+    """Name a tenant's count of sample requests (waiting, running, bytes); all 0 at rest."""
+    return f"{prefix(pool)}samples:{tenant}"
+
+
+def claimed_samples(pool: PoolId, worker_id: WorkerId) -> str:
+    """Name the list of sample requests that a worker runs, in the order of its claims."""
+    return f"{prefix(pool)}claimed:{worker_id}"
+
+
+def cancelled_samples(pool: PoolId, worker_id: WorkerId) -> str:
+    """Name the set of claimed sample requests that a worker shall stop."""
+    return f"{prefix(pool)}cancelled:{worker_id}"
+
+
+def completions(sampler_id: SamplerId, clone: int) -> str:
+    """Name the sorted set of a client's ended sample requests (COMPLETION_TTL_MS)."""
+    return f"cotrain:completions:{sampler_id}:{clone}"
+
+
+def notify_tokens() -> str:
+    """Name the channel that carries the tokens of streaming sample requests."""
+    return "cotrain:notify:tokens"
 
 
 def of_close(pool: PoolId, run_id: RunId, tenant: TenantId) -> list[str]:

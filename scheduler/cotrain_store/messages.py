@@ -20,8 +20,12 @@ RunId = NewType("RunId", str)
 RequestId = NewType("RequestId", str)
 PoolId = NewType("PoolId", str)
 WorkerId = NewType("WorkerId", str)
+SamplerId = NewType("SamplerId", str)
+#: Sampler weights are named by the save that made them: `<run>:<seq>`, its request id.
+WeightsRef = NewType("WeightsRef", str)
 
 Category = Literal["user", "server", "unknown"]
+CheckpointKind = Literal["weights", "sampler_weights"]
 _Message = TypeVar("_Message")
 
 
@@ -36,6 +40,8 @@ class OpKind(StrEnum):
     FORWARD_BACKWARD = "forward_backward"
     #: AdamW on the accumulated gradient, then zero it. A barrier for its own run.
     OPTIM_STEP = "optim_step"
+    #: Copy the adapter out for sampling, as the ops before it left it.
+    SAVE = "save"
     #: A request that failed validation: it only takes its place in the order and fails.
     REJECTED = "rejected"
 
@@ -116,6 +122,90 @@ class PoolRecord:
     dtype: str
     numerics_id: str
     tokens_per_s: float
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: str = ""
+    """Its folder's name under `<data_dir>/tokenizers/`; empty where the base model has none."""
+    max_sequence_tokens: int = 0
+    """What a prompt and its continuation may have together; 0 where the pool does not sample."""
+    sampler: Literal["", "engine", "vllm"] = ""
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """The body of a SAVE op: keep the weights under a name, or make a sampler of them at once.
+
+    Exactly one of `name` and `sampler` is set.
+    """
+
+    name: str | None = None
+    sampler: SamplerId | None = None
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplerRecord:
+    """One tenant's sampling session. Immutable: it never sees later weights."""
+
+    id: SamplerId
+    tenant: TenantId
+    session: SessionId
+    pool: PoolId
+    base_model: str
+    model_path: str | None
+    """The path it was made from, as the client wrote it."""
+    weights: WeightsRef | None
+    """None: the base model alone."""
+    ephemeral: bool
+    """Made by a save without a name: nothing but this sampler refers to its weights."""
+    created_at: float
+
+
+@dataclass(frozen=True)
+class WeightsRecord:
+    """Sampler weights: an immutable copy of a run's adapter. Lives as long as something uses it."""
+
+    ref: WeightsRef
+    run: RunId
+    tenant: TenantId
+    pool: PoolId
+    worker: WorkerId
+    """Who made the copy, and alone has it until it is stored."""
+    base_model: str
+    lora: LoraSpec
+    created_at: float
+    digest: str = ""
+    """Names the folder that holds it; empty until that is durable."""
+    size: int = 0
+    """Bytes of that folder."""
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A name that a tenant gave to a copy of its run; naming again moves the name."""
+
+    run: RunId
+    tenant: TenantId
+    kind: CheckpointKind
+    name: str
+    weights: WeightsRef
+    base_model: str
+    created_at: float
+    expires_at: float | None = None
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """How its tenant asks for it."""
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True)
+class SaveRecords:
+    """What the commit of a save writes beside its result: the weights, and what refers to them."""
+
+    weights: WeightsRecord
+    user: CheckpointRecord | SamplerRecord
 
 
 @dataclass(frozen=True)
@@ -189,6 +279,10 @@ class ResultKind(StrEnum):
     FAILURE = "e"
     #: A large ForwardBackwardOutput message; the payload is its spool reference.
     SPOOLED_PASS = "r"  # noqa: S105
+    #: A serialized SampleResponse message.
+    SAMPLE = "s"
+    #: A large SampleResponse message; the payload is its spool reference.
+    SPOOLED_SAMPLE = "t"
 
 
 @dataclass(frozen=True)
@@ -237,6 +331,21 @@ def run_of(request: RequestId) -> RunId:
 def run_id(session: SessionId, model_seq_id: int) -> RunId:
     """Name a run the way SDK 0.38 hard-codes it for runs made by loading a checkpoint."""
     return RunId(f"{session}:train:{model_seq_id}")
+
+
+def sampler_id(session: SessionId, sampling_seq_id: int) -> SamplerId:
+    """Name the sampler that a client made as its n-th."""
+    return SamplerId(f"{session}:sample:{sampling_seq_id}")
+
+
+def sample_id(sampler: SamplerId, seq: int) -> RequestId:
+    """Name a sample request by its sampler and the number its client gave it (64 bits)."""
+    return RequestId(f"{sampler}:{seq}")
+
+
+def sampler_of(request: RequestId) -> SamplerId:
+    """Name the sampler of a sample request; the inverse of `sample_id`."""
+    return SamplerId(request.rpartition(":")[0])
 
 
 def encode(record: Any) -> str:

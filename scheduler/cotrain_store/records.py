@@ -20,15 +20,19 @@ from cotrain_store.errors import (
     SessionNotFound,
 )
 from cotrain_store.messages import (
+    CheckpointRecord,
     LoraSpec,
     PoolId,
     PoolRecord,
     RunId,
     RunRecord,
     RunState,
+    SamplerRecord,
     SessionId,
     SessionRecord,
     TenantId,
+    WeightsRecord,
+    WeightsRef,
     decode,
     encode,
 )
@@ -128,6 +132,37 @@ class Records:
         row = await self._redis.hget(keys.pools(), pool_id)
         return _pool(row) if row else None
 
+    async def sampler(self, tenant: TenantId, sampler: str) -> SamplerRecord:
+        """Find a sampler; raises SamplerNotFound."""
+        raise NotImplementedError
+
+    async def create_sampler(self, record: SamplerRecord) -> SamplerRecord:
+        """Make a sampler, or find the one that was made under this id with the same settings.
+
+        Raises:
+            SeqConflict: this id was used with other settings.
+            SessionFinished: its session has ended.
+            CheckpointNotFound: its weights are forgotten meanwhile.
+        """
+        raise NotImplementedError
+
+    async def samplers_of(self, session: SessionId) -> tuple[SamplerRecord, ...]:
+        """List the living samplers of a session that was found through its tenant, by age."""
+        raise NotImplementedError
+
+    async def checkpoint(self, tenant: TenantId, path: str) -> CheckpointRecord:
+        """Find a checkpoint by its `tinker://` path.
+
+        Raises:
+            MalformedPath: it is none.
+            CheckpointNotFound: unknown, expired, or another tenant's.
+        """
+        raise NotImplementedError
+
+    async def weights(self, ref: WeightsRef) -> WeightsRecord:
+        """Read what sampler weights are; raises CheckpointNotFound once they are forgotten."""
+        raise NotImplementedError
+
     async def _row(self, key: str, asked_for: str) -> dict[bytes, bytes]:
         """Read a record that a client named; nothing for a name that none of ours has."""
         if not _ID.fullmatch(asked_for):
@@ -156,4 +191,6 @@ def _run(row: dict[bytes, bytes]) -> RunRecord:
 
 
 def _pool(row: bytes) -> PoolRecord:
-    return decode(PoolRecord, json.loads(row))
+    raw = json.loads(row)
+    raw["eos_token_ids"] = tuple(raw.get("eos_token_ids", ()))
+    return decode(PoolRecord, raw)
