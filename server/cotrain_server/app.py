@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from cotrain.version import __version__
 from cotrain_server import errors
 from cotrain_server.edge import Edge
-from cotrain_server.routes import futures, runs, sessions, status, training
+from cotrain_server.routes import futures, runs, sessions, status, training, weights
 from cotrain_server.services import open_services
 from cotrain_store import metrics
 
@@ -38,6 +38,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
     metrics.BUILD_INFO.labels(__version__).set(1)
     app.add_middleware(Edge)
     errors.install(app)
-    for part in (sessions, runs, training, futures, status):
+    for part in (sessions, runs, training, weights, futures, status):
         app.include_router(part.router)
     return app

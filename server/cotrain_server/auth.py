@@ -81,10 +81,9 @@ def is_operator(request: Request, settings: ServerSettings) -> bool:
 
 def shown_key(request: Request) -> str:
     """Read the key a request shows; empty where it shows none."""
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    return request.headers.get("x-api-key") or (
-        bearer.strip() if scheme.lower() == "bearer" else ""
-    )
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return request.headers.get("x-api-key") or bearer
 
 
 def is_local(request: Request) -> bool:

@@ -75,8 +75,8 @@ class TenantRoute(APIRoute):
         return min(SMALL_BODY_BYTES, settings.max_body_bytes)
 
 
-class TrainingRoute(TenantRoute):
-    """A route whose body holds a batch of data."""
+class DataRoute(TenantRoute):
+    """A route whose body holds tokens, maybe very many."""
 
     @override
     def body_limit(self, request: Request, settings: ServerSettings) -> int:

@@ -21,17 +21,20 @@ from cotrain.types import (
     ForwardBackwardRequest,
     ForwardRequest,
     OptimStepRequest,
+    SaveWeightsForSamplerRequest,
     SequencedRequest,
 )
 from cotrain_server.errors import Invalid, Unreadable, sentence
-from cotrain_server.validation import check_adam, check_pass
+from cotrain_server.validation import check_adam, check_pass, check_save
 from cotrain_store.bodies import decode_pass, parse_pass
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import OpKind
+from cotrain_store.messages import OpKind, SaveRequest, encode, sampler_id
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cotrain.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
-    from cotrain_store.messages import PoolRecord
+    from cotrain_store.messages import PoolRecord, RunRecord
 
 #: Sparse tensors are small on the wire and full size here; this many elements is 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
@@ -67,8 +70,8 @@ class AddressedPass:
 
 
 @dataclass(frozen=True)
-class AddressedStep:
-    """An optim_step whose run and place are known; its numbers are not checked yet."""
+class AddressedFields:
+    """An optim_step or a save whose run and place are known; nothing else is checked yet."""
 
     model_id: str
     seq: int
@@ -113,11 +116,11 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
     return AddressedPass(address.model_id, address.seq_id, message, refusal, content)
 
 
-def read_step(body: bytes) -> AddressedStep:
-    """Read an optim_step. Raises Unreadable as `read_json_pass` does."""
+def read_fields(body: bytes) -> AddressedFields:
+    """Read an optim_step or a save. Raises Unreadable as `read_json_pass` does."""
     fields = _json_object(body)
     address = _address(fields)
-    return AddressedStep(address.model_id, address.seq_id, fields)
+    return AddressedFields(address.model_id, address.seq_id, fields)
 
 
 def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
@@ -134,18 +137,45 @@ def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
     return Op(kind, request.content, decoded.num_tokens, _digest(request.content))
 
 
-def step_op(request: AddressedStep) -> Op:
+def step_op(request: AddressedFields) -> Op:
     """Check an optim_step and make its op."""
+    return _op_of_fields(request, _step_op)
+
+
+def save_op(request: AddressedFields, run: RunRecord) -> Op:
+    """Check a save_weights_for_sampler and make its op."""
+    return _op_of_fields(request, lambda fields: _save_op(fields, run))
+
+
+def _op_of_fields(request: AddressedFields, make: Callable[[dict[str, Any]], Op]) -> Op:
     try:
-        params = OptimStepRequest.model_validate(request.fields).adam_params
-        check_adam(params)
+        return make(request.fields)
     except ValidationError as error:
-        message = sentence(error.errors(include_url=False, include_input=False))
-        return Op.rejected(message, _canonical_json(request.fields))
+        refusal = sentence(error.errors(include_url=False, include_input=False))
     except Invalid as error:
-        return Op.rejected(str(error), _canonical_json(request.fields))
+        refusal = str(error)
+    return Op.rejected(refusal, _canonical_json(request.fields))
+
+
+def _step_op(fields: dict[str, Any]) -> Op:
+    params = OptimStepRequest.model_validate(fields).adam_params
+    check_adam(params)
     body = params.model_dump_json().encode()
     return Op(OpKind.OPTIM_STEP, body, 0, _digest(body))
+
+
+def _save_op(fields: dict[str, Any], run: RunRecord) -> Op:
+    wanted = SaveWeightsForSamplerRequest.model_validate(fields)
+    check_save(wanted)
+    number = wanted.sampling_session_seq_id
+    save = SaveRequest(
+        name=wanted.path,
+        sampler=None if number is None else sampler_id(run.session, number),
+        ttl_seconds=wanted.ttl_seconds,
+        user_metadata=wanted.user_metadata or {},
+    )
+    body = encode(save).encode()
+    return Op(OpKind.SAVE, body, 0, _digest(body))
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

@@ -118,6 +118,4 @@ def _targets(tensor: TensorData | None) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _rows(cells: list[int], width: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(cells[start : start + width]) for start in range(0, len(cells), width)
-    )
+    return tuple(tuple(cells[start : start + width]) for start in range(0, len(cells), width))

@@ -75,7 +75,7 @@ def _check_distribution(body: SampleBody, pool: PoolRecord) -> None:
             "no limit."
         )
     if body.seed is not None:
-        _check_range("seed", body.seed, -(2**63), 2**63 - 1)
+        _check_range("seed", body.seed, -(2**63), 2**64 - 1)
 
 
 def _check_stop(stop: tuple[str, ...] | tuple[int, ...] | None, pool: PoolRecord) -> None:
@@ -113,9 +113,7 @@ def _check_logprobs(body: SampleBody, pool: PoolRecord) -> None:
         _check_targets(body.target_prompt_logprobs, positions, pool.vocab_size)
 
 
-def _check_targets(
-    targets: tuple[tuple[int, ...], ...], positions: int, vocab_size: int
-) -> None:
+def _check_targets(targets: tuple[tuple[int, ...], ...], positions: int, vocab_size: int) -> None:
     if len(targets) != positions:
         raise Invalid(
             f"target_prompt_logprobs has {len(targets)} rows; the prompt has {positions} tokens "

@@ -25,6 +25,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/api/v1/forward": {"seq_id": 1, "forward_input": {}},
     "/api/v1/forward_backward": {"seq_id": 1, "forward_backward_input": {}},
     "/api/v1/optim_step": {"seq_id": 1, "adam_params": {}},
+    "/api/v1/save_weights_for_sampler": {"seq_id": 1, "path": "a"},
     "/api/v1/sessions/{session_id}/finish": {"reason": {"type": "success"}},
 }
 #: Carries an id that names nothing here: it is not even read.
@@ -55,6 +56,7 @@ def test_the_matrix_covers_the_routes_there_are(tmp_path: Path) -> None:
         "/api/v1/get_info",
         "/api/v1/optim_step",
         "/api/v1/retrieve_future",
+        "/api/v1/save_weights_for_sampler",
         "/api/v1/session_heartbeat",
         "/api/v1/sessions/{session_id}/finish",
         "/api/v1/unload_model",

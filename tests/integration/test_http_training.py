@@ -105,6 +105,17 @@ async def test_a_body_that_breaks_the_schema_still_takes_its_place(api: Api) -> 
     assert {0, 1, 2, 3} == set(await kinds(api, run))
 
 
+async def test_a_save_takes_its_place_in_the_order_good_or_bad(api: Api) -> None:
+    run = await api.new_run()
+    good = {"model_id": run, "seq_id": 1, "path": "step-1", "kind": "snapshot"}
+    answer = await api.post("save_weights_for_sampler", good)
+    assert answer.json() == {"request_id": f"{run}:1", "model_id": run}
+    bad = {"model_id": run, "seq_id": 2, "path": "../step"}
+    assert (await api.post("save_weights_for_sampler", bad)).status_code == 200
+    found = await kinds(api, run)
+    assert [found[seq].partition("|")[0] for seq in (1, 2)] == ["save", "rejected"]
+
+
 async def test_a_pending_future_is_answered_408_so_that_sdks_ask_again(api: Api) -> None:
     run = await api.new_run()
     answer = await api.post("retrieve_future", {"request_id": f"{run}:0"})
@@ -309,7 +320,7 @@ async def test_base_models_and_their_context_are_listed(api: Api) -> None:
                 "model_name": "tiny/model",
                 "max_context_length": 64,
                 "trainable": True,
-                "sampleable": False,
+                "sampleable": True,
             }
         ]
     }

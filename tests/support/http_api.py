@@ -38,6 +38,10 @@ POOL = PoolRecord(
     dtype="float32",
     numerics_id="test",
     tokens_per_s=1000.0,
+    eos_token_ids=(0,),
+    tokenizer="p-tiny",
+    max_sequence_tokens=64,
+    sampler="engine",
 )
 
 
@@ -91,6 +95,21 @@ def pass_body(
     }
     content = {"data": [datum], "loss_fn": "cross_entropy", **changes}
     return {"model_id": run, "seq_id": seq, "forward_backward_input": content}
+
+
+def sample_body(sampler: str, seq: int, **changes: Any) -> dict[str, Any]:
+    """Make a valid asample as SDKs send it."""
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    whole = {
+        "sampling_session_id": sampler,
+        "seq_id": seq,
+        "num_samples": 1,
+        "prompt": prompt,
+        "sampling_params": {"max_tokens": 4},
+        "prompt_logprobs": False,
+        "type": "sample",
+    }
+    return {**whole, **changes}
 
 
 @asynccontextmanager

@@ -22,10 +22,14 @@ from cotrain.types import (
 from cotrain_server.auth import is_local
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.gate import TenantRoute
+from cotrain_server.sample_validation import is_sampleable
 
 router = APIRouter(
     prefix="/api/v1", tags=["sessions"], route_class=TenantRoute, dependencies=[api_key]
 )
+
+MAX_SAMPLES_AT_ONCE = 2_000
+"""Requests one sampling client has on their way, as the hosted service has it."""
 
 
 @router.post("/client/config")
@@ -39,6 +43,9 @@ async def client_config(
         fwdbwd_max_chunk_len=settings.chunk_datums,
         fwdbwd_max_chunk_bytes_count=settings.chunk_bytes,
         proto_compress_fwdbwd=not is_local(request) if compress is None else compress,
+        sample_use_retrieve_futures=settings.batch_polling,
+        # More at once than the quota holds would only be sent to be told to slow down.
+        sample_max_concurrent_requests=min(settings.quota_samples, MAX_SAMPLES_AT_ONCE),
         # The transport of 0.22 follows redirects that its checkpoint download must see.
         use_pyqwest_transport=not body.sdk_version.startswith("0.22."),
     )
@@ -47,7 +54,7 @@ async def client_config(
 @router.post("/client/dynamic_config")
 async def dynamic_config(body: ClientConfigRequest) -> ClientDynamicConfigResponse:
     """Tell a client what may change while it runs."""
-    return ClientDynamicConfigResponse()
+    return ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
 
 @router.post("/create_session")
@@ -96,7 +103,7 @@ async def get_server_capabilities(services: ServicesDep) -> GetServerCapabilitie
                 model_name=pool.base_model,
                 max_context_length=pool.context_length,
                 trainable=True,
-                sampleable=False,
+                sampleable=is_sampleable(pool),
             )
             for pool in pools
         ]

@@ -6,7 +6,7 @@ an answer that waited for an earlier chunk would wait for ever.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
@@ -17,15 +17,16 @@ from cotrain.types import (
     OptimStepRequest,
     UntypedAPIFuture,
 )
-from cotrain_server.bodies import away_from_the_loop, is_json, is_protobuf
+from cotrain_server.bodies import away_from_the_loop, is_json, is_protobuf, json_body
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import UnsupportedMediaType
-from cotrain_server.gate import TrainingRoute
+from cotrain_server.gate import DataRoute
+from cotrain_server.openapi import body_of
 from cotrain_server.reading import (
     pass_op,
     read_binary_pass,
+    read_fields,
     read_json_pass,
-    read_step,
     step_op,
 )
 from cotrain_store import metrics
@@ -34,29 +35,19 @@ from cotrain_store.errors import BaseModelNotServed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pydantic import BaseModel
-
     from cotrain_server.reading import AddressedPass, Op
     from cotrain_server.services import Services
     from cotrain_store.messages import RunRecord, Tenant
 
 router = APIRouter(
-    prefix="/api/v1", tags=["training"], route_class=TrainingRoute, dependencies=[api_key]
+    prefix="/api/v1", tags=["training"], route_class=DataRoute, dependencies=[api_key]
 )
-
-
-def _body(model: type[BaseModel], *, binary: bool) -> dict[str, Any]:
-    """Describe a body that the route reads itself, because a wrong one may still be accepted."""
-    content: dict[str, Any] = {"application/json": {"schema": model.model_json_schema()}}
-    if binary:
-        content[PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 @router.post(
     "/forward_backward",
     response_model_exclude_none=True,
-    openapi_extra=_body(ForwardBackwardRequest, binary=True),
+    openapi_extra=body_of(ForwardBackwardRequest, binary=True),
 )
 async def forward_backward(
     request: Request, services: ServicesDep, tenant: TenantDep
@@ -68,7 +59,7 @@ async def forward_backward(
 @router.post(
     "/forward",
     response_model_exclude_none=True,
-    openapi_extra=_body(ForwardRequest, binary=True),
+    openapi_extra=body_of(ForwardRequest, binary=True),
 )
 async def forward(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a pass that leaves no gradient."""
@@ -78,17 +69,15 @@ async def forward(request: Request, services: ServicesDep, tenant: TenantDep) ->
 @router.post(
     "/optim_step",
     response_model_exclude_none=True,
-    openapi_extra=_body(OptimStepRequest, binary=False),
+    openapi_extra=body_of(OptimStepRequest),
 )
 async def optim_step(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
     """Queue one AdamW step on the gradient gathered so far."""
-    if not is_json(request):
-        raise UnsupportedMediaType("Send application/json.")
-    step = read_step(await request.body())
+    step = read_fields(await json_body(request))
     run = await services.records.run(tenant.id, step.model_id)
-    return await _submit(services, run, step.seq, step_op(step))
+    return await submit(services, run, step.seq, step_op(step))
 
 
 async def _queue_pass(
@@ -103,7 +92,14 @@ async def _queue_pass(
     if pool is None:
         raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
     op = await away_from_the_loop(size, pass_op, addressed, pool)
-    return await _submit(services, run, addressed.seq, op)
+    return await submit(services, run, addressed.seq, op)
+
+
+async def submit(services: Services, run: RunRecord, seq: int, op: Op) -> UntypedAPIFuture:
+    """Put an op into its run's log and answer with the future of its result."""
+    request_id = await services.intake.submit(run, seq, op.kind, op.body, op.tokens, op.digest)
+    metrics.REQUESTS_ACCEPTED.labels(op.kind).inc()
+    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 
 def _reader(request: Request) -> Callable[..., AddressedPass]:
@@ -112,9 +108,3 @@ def _reader(request: Request) -> Callable[..., AddressedPass]:
     if is_json(request):
         return read_json_pass
     raise UnsupportedMediaType(f"Send application/json or {PROTOBUF}.")
-
-
-async def _submit(services: Services, run: RunRecord, seq: int, op: Op) -> UntypedAPIFuture:
-    request_id = await services.intake.submit(run, seq, op.kind, op.body, op.tokens, op.digest)
-    metrics.REQUESTS_ACCEPTED.labels(op.kind).inc()
-    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
