@@ -1,12 +1,14 @@
-"""cotrain: train LoRA adapters on a server that many people share.
+"""cotrain: train LoRA adapters, and sample from them, on a server that many people share.
 
-from cotrain import Datum, ModelInput, ServiceClient
+from cotrain import Datum, ModelInput, SamplingParams, ServiceClient
 
 with ServiceClient() as service:
     run = service.create_lora_training_client("Qwen/Qwen3-0.6B", rank=16)
     loss = run.forward_backward(data, "cross_entropy")
     step = run.optim_step()
     print(loss.result().metrics, step.result().metrics)
+    sampler = run.save_weights_and_get_sampling_client()
+    print(sampler.sample(prompt, 4, SamplingParams(max_tokens=32)).result().sequences)
 """
 
 from cotrain import types
@@ -25,13 +27,24 @@ from cotrain.errors import (
     RateLimitError,
     RequestFailed,
     SettingsMissing,
+    TokenizerMissing,
     UnprocessableEntityError,
     UnsupportedInput,
 )
 from cotrain.futures import Future
+from cotrain.sampling import SamplingClient
 from cotrain.service import ServiceClient
 from cotrain.training import TrainingClient
-from cotrain.types import AdamParams, Datum, LoraConfig, ModelInput, TensorData
+from cotrain.types import (
+    AdamParams,
+    Datum,
+    LoraConfig,
+    ModelInput,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+)
 from cotrain.version import __version__
 
 __all__ = [
@@ -53,9 +66,14 @@ __all__ = [
     "PermissionDeniedError",
     "RateLimitError",
     "RequestFailed",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingClient",
+    "SamplingParams",
     "ServiceClient",
     "SettingsMissing",
     "TensorData",
+    "TokenizerMissing",
     "TrainingClient",
     "UnprocessableEntityError",
     "UnsupportedInput",

@@ -4,6 +4,7 @@ CotrainError
 ├── SettingsMissing                 (the client was not told its server or its key)
 ├── ClientClosed
 ├── UnsupportedInput                (a datum this server cannot train on; also a ValueError)
+├── TokenizerMissing                (no transformers here, or no such tokenizer)
 ├── MalformedMessage                (bytes that are not the message they should be)
 ├── RequestFailed                   (accepted, then failed: category user, server or unknown)
 └── APIError
@@ -41,6 +42,10 @@ class ClientClosed(CotrainError):
 
 class UnsupportedInput(CotrainError, ValueError):
     """This server cannot train on such an input."""
+
+
+class TokenizerMissing(CotrainError):
+    """The tokenizer of a base model cannot be loaded here."""
 
 
 class MalformedMessage(CotrainError):

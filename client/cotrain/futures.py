@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Future(Generic[T]):
-    """The promise of one result. Nobody's waiting, or giving up, changes it for others."""
+    """The promise of one result. Nobody's waiting, or ceasing to wait, changes it for others."""
 
     def __init__(
         self,
@@ -29,20 +29,33 @@ class Future(Generic[T]):
     ) -> None:
         self._accepted = accepted
         self._outcome = outcome
+        self._given_up = False
 
     def done(self) -> bool:
         """Say whether the result, or the failure, is there."""
         return self._outcome.done()
 
+    def cancel(self) -> bool:
+        """Give up this result, for everybody who waits; False where it is there already.
+
+        A sample is cancelled on the server too. A training request has its place in the run's order
+        and is done all the same.
+        """
+        self._given_up = self._outcome.cancel() or self._given_up
+        return self._given_up
+
     def result(self, timeout: float | None = None) -> T:
         """Block this thread for the result.
 
         Raises RequestFailed if the server failed the request, APIError if it could not be asked,
-        and TimeoutError after `timeout` seconds; the request itself goes on.
+        TimeoutError after `timeout` seconds (the request itself goes on), and CancelledError after
+        `cancel`.
         """
         try:
             return self._outcome.result(timeout)
         except CancelledError:
+            if self._given_up:
+                raise
             raise ClientClosed("the client was closed before this result came") from None
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - public API

@@ -11,8 +11,14 @@ from pydantic import ValidationError
 
 from cotrain.codec import PROTOBUF, decode_pass_output
 from cotrain.errors import APIError, APIStatusError, MalformedMessage, RequestFailed
+from cotrain.sample_codec import decode_sample_response
 from cotrain.transport import JSON, Transport, is_transient
-from cotrain.types import ForwardBackwardOutput, FutureRetrieveRequest, RequestFailedResponse
+from cotrain.types import (
+    ForwardBackwardOutput,
+    FutureRetrieveRequest,
+    RequestFailedResponse,
+    SampleResponse,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -30,6 +36,14 @@ async def wait_for_pass(transport: Transport, request_id: str) -> ForwardBackwar
     if response.headers.get("Content-Type", "").startswith(PROTOBUF):
         return decode_pass_output(response.content)
     return ForwardBackwardOutput.model_validate_json(response.content)
+
+
+async def wait_for_sample(transport: Transport, request_id: str) -> SampleResponse:
+    """Wait for the result of a sample request. Raises RequestFailed or APIError."""
+    response = await _wait(transport, request_id)
+    if response.headers.get("Content-Type", "").startswith(PROTOBUF):
+        return decode_sample_response(response.content)
+    return SampleResponse.model_validate_json(response.content)
 
 
 async def wait_for_json(transport: Transport, request_id: str) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any, Self
 
-from cotrain.background import BackgroundLoop
+from cotrain.connection import Connection
 from cotrain.errors import MalformedMessage
 from cotrain.polling import wait_for_json
+from cotrain.samplers import Samplers
 from cotrain.session import Session
 from cotrain.settings import client_settings
 from cotrain.training import TrainingClient
-from cotrain.transport import Transport, read
+from cotrain.transport import read
 from cotrain.types import (
     CreateModelRequest,
     GetServerCapabilitiesResponse,
@@ -23,11 +24,12 @@ from cotrain.types import (
 if TYPE_CHECKING:
     import httpx
 
+    from cotrain.sampling import SamplingClient
     from cotrain.session import Outcome
 
 
 class ServiceClient:
-    """Creates training clients. Use it from any thread or event loop, and close it when done.
+    """Creates training and sampling clients. Use it from any thread or event loop, and close it when done.
 
     Without `base_url` and `api_key` it takes `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. `network`
     replaces the network, for tests.
@@ -41,11 +43,12 @@ class ServiceClient:
         user_metadata: dict[str, Any] | None = None,
         network: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        settings = client_settings(base_url, api_key)
-        self._transport = Transport(settings.base_url, settings.api_key, network=network)
+        self._connection = Connection(client_settings(base_url, api_key), network=network)
+        self._transport = self._connection.transport
+        self._loop = self._connection.loop
         self._session = Session(self._transport, user_metadata)
+        self._samplers = Samplers(self._connection, self._session)
         self._model_seq_ids = itertools.count()
-        self._loop = BackgroundLoop("cotrain-client")
 
     def create_lora_training_client(
         self,
@@ -92,6 +95,23 @@ class ServiceClient:
         )
         return await self._loop.run_async(self._create_run(base_model, lora, user_metadata))
 
+    def create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
+        """Sample from weights that were saved (`tinker://…`), or from a base model as it is.
+
+        Raises NotFoundError where there are no such weights, or they are not yours.
+        """
+        return self._loop.run(self._samplers.create(model_path=model_path, base_model=base_model))
+
+    async def create_sampling_client_async(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
+        """Make a sampling client; see `create_sampling_client`."""
+        return await self._loop.run_async(
+            self._samplers.create(model_path=model_path, base_model=base_model)
+        )
+
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         """Ask which base models the server holds."""
         return self._loop.run(self._capabilities())
@@ -130,7 +150,7 @@ class ServiceClient:
         created = await wait_for_json(self._transport, future.request_id)
         match created.get("model_id"):
             case str() as model_id:
-                return TrainingClient(self._loop, self._transport, model_id)
+                return TrainingClient(self._connection, self._samplers, model_id, base_model)
         raise MalformedMessage("create_model did not answer a model_id")
 
     async def _capabilities(self) -> GetServerCapabilitiesResponse:

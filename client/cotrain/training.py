@@ -12,6 +12,7 @@ from cotrain.codec import encode_datums, wrap_datums
 from cotrain.errors import APIError, APIStatusError
 from cotrain.futures import Future
 from cotrain.polling import wait_for_json, wait_for_pass
+from cotrain.tokenizer import load_tokenizer
 from cotrain.transport import is_transient, read
 from cotrain.types import (
     AdamParams,
@@ -20,6 +21,8 @@ from cotrain.types import (
     GetInfoResponse,
     OptimStepRequest,
     OptimStepResponse,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
     UnloadModelRequest,
     UntypedAPIFuture,
 )
@@ -31,12 +34,14 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from pydantic import BaseModel
 
-    from cotrain.background import BackgroundLoop
-    from cotrain.transport import Transport
+    from cotrain.connection import Connection
+    from cotrain.samplers import Samplers
+    from cotrain.sampling import SamplingClient
     from cotrain.types import Datum
 
 
 T = TypeVar("T")
+Result = TypeVar("Result", bound="BaseModel")
 
 
 class TrainingClient:
@@ -47,10 +52,14 @@ class TrainingClient:
     once the server has the request; await that for the result.
     """
 
-    def __init__(self, loop: BackgroundLoop, transport: Transport, model_id: str) -> None:
-        self._loop = loop
-        self._transport = transport
+    def __init__(
+        self, connection: Connection, samplers: Samplers, model_id: str, base_model: str
+    ) -> None:
+        self._loop = connection.loop
+        self._transport = connection.transport
+        self._samplers = samplers
         self._model_id = model_id
+        self._base_model = base_model
         self._ordering = threading.Lock()
         self._next_seq_id = 1
 
@@ -106,14 +115,60 @@ class TrainingClient:
             seq_id=self._reserve(1)[0],
             adam_params=adam_params or AdamParams(),
         )
-        accepted = self._loop.start(self._submit("optim_step", [request]))
-        return Future(accepted, self._loop.start(self._optim_result(accepted)))
+        return self._step("optim_step", request, OptimStepResponse)
 
     async def optim_step_async(
         self, adam_params: AdamParams | None = None
     ) -> Future[OptimStepResponse]:
         """Send an `optim_step`; returns once the server has it."""
         return await _accepted(self.optim_step(adam_params))
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Future[SaveWeightsForSamplerResponse]:
+        """Keep the weights as they are at this place in the order, for sampling; gives their path.
+
+        A name that was used before moves to these weights; samplers made of it keep theirs.
+        """
+        return self._save(path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata)
+
+    async def save_weights_for_sampler_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Future[SaveWeightsForSamplerResponse]:
+        """Send a `save_weights_for_sampler`; returns once the server has it."""
+        return await _accepted(self.save_weights_for_sampler(name, ttl_seconds, user_metadata))
+
+    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+        """Keep the weights as they are at this place in the order, and sample from them.
+
+        With a name they can be found again; without one they last as long as they are used.
+        Blocks until they are kept; what was sent before goes on meanwhile.
+        """
+        return self._loop.run(self._sampler_of(self._save_for(name)))
+
+    async def save_weights_and_get_sampling_client_async(
+        self, name: str | None = None
+    ) -> SamplingClient:
+        """Sample from the weights of now; see `save_weights_and_get_sampling_client`."""
+        return await self._loop.run_async(self._sampler_of(self._save_for(name)))
+
+    def create_sampling_client(self, model_path: str) -> SamplingClient:
+        """Sample from weights that were saved, of whichever run."""
+        return self._loop.run(self._samplers.create(model_path=model_path))
+
+    async def create_sampling_client_async(self, model_path: str) -> SamplingClient:
+        """Sample from weights that were saved, of whichever run."""
+        return await self._loop.run_async(self._samplers.create(model_path=model_path))
+
+    def get_tokenizer(self) -> Any:
+        """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
+        return load_tokenizer(self._base_model, self.get_info().model_data.tokenizer_id)
 
     def get_info(self) -> GetInfoResponse:
         """Ask what this run is."""
@@ -130,6 +185,21 @@ class TrainingClient:
     async def unload_async(self) -> None:
         """End the run and free its place on the server; requests still waiting fail."""
         await self._loop.run_async(self._unload())
+
+    def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
+        if name is not None:
+            return self._save(path=name)
+        return self._save(sampling_session_seq_id=self._samplers.reserve())
+
+    def _save(self, **what: Any) -> Future[SaveWeightsForSamplerResponse]:
+        # Read before a place in the order is taken, so that what cannot be sent leaves no gap.
+        request = SaveWeightsForSamplerRequest(model_id=self._model_id, seq_id=1, **what)
+        request = request.model_copy(update={"seq_id": self._reserve(1)[0]})
+        return self._step("save_weights_for_sampler", request, SaveWeightsForSamplerResponse)
+
+    def _step(self, path: str, request: BaseModel, model: type[Result]) -> Future[Result]:
+        accepted = self._loop.start(self._submit(path, [request]))
+        return Future(accepted, self._loop.start(self._json_result(accepted, model)))
 
     def _pass(
         self,
@@ -189,18 +259,23 @@ class TrainingClient:
     async def _pass_result(
         self, accepted: concurrent.futures.Future[list[str]]
     ) -> ForwardBackwardOutput:
-        request_ids = await asyncio.wrap_future(accepted)
+        request_ids = await _undisturbed(accepted)
         outputs = await asyncio.gather(
             *(wait_for_pass(self._transport, request_id) for request_id in request_ids)
         )
         return combine(outputs)
 
-    async def _optim_result(
-        self, accepted: concurrent.futures.Future[list[str]]
-    ) -> OptimStepResponse:
-        (request_id,) = await asyncio.wrap_future(accepted)
-        result = await wait_for_json(self._transport, request_id)
-        return OptimStepResponse.model_validate(result)
+    async def _json_result(
+        self, accepted: concurrent.futures.Future[list[str]], model: type[Result]
+    ) -> Result:
+        (request_id,) = await _undisturbed(accepted)
+        return model.model_validate(await wait_for_json(self._transport, request_id))
+
+    async def _sampler_of(self, saved: Future[SaveWeightsForSamplerResponse]) -> SamplingClient:
+        answer = await saved
+        if answer.sampling_session_id is not None:
+            return await self._samplers.client(answer.sampling_session_id, self._base_model)
+        return await self._samplers.create(model_path=answer.path)
 
     async def _info(self) -> GetInfoResponse:
         request = GetInfoRequest(model_id=self._model_id)
@@ -215,3 +290,8 @@ class TrainingClient:
 async def _accepted(future: Future[T]) -> Future[T]:
     await future.accepted_async()
     return future
+
+
+async def _undisturbed(accepted: concurrent.futures.Future[T]) -> T:
+    """Await acceptance so that whoever gives up the result does not leave a gap in the order."""
+    return await asyncio.shield(asyncio.wrap_future(accepted))

@@ -1,0 +1,229 @@
+"""SamplingClient: continues prompts, and scores them, with weights that never change."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from typing_extensions import override
+
+from cotrain.completions import Completions
+from cotrain.connection import shared_connection
+from cotrain.errors import APIStatusError, MalformedMessage
+from cotrain.futures import Future
+from cotrain.sample_traffic import SampleTraffic
+from cotrain.sampling_types import CLONE_SEQ_IDS
+from cotrain.tokenizer import load_tokenizer
+from cotrain.types import SampleRequest, SamplingParams, SamplingSessionTarget
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Callable
+
+    from cotrain.connection import Connection
+    from cotrain.settings import ClientSettings
+    from cotrain.types import ModelInput, SampleResponse, TensorData, UntypedAPIFuture
+
+T = TypeVar("T")
+
+log = logging.getLogger("cotrain")
+
+GONE = 410
+ATTEMPTS = 5
+"""A sample whose result the server has lost is asked for anew, so often in all."""
+
+
+class SamplingClient:
+    """Samples from one sampler: saved weights, or a base model, as they were when it was made.
+
+    Use it from any thread or event loop. It may be pickled, to sample from other processes; the
+    pickle holds the API key.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        traffic: SampleTraffic,
+        sampler_id: str,
+        base_model: str,
+        *,
+        polls_in_batches: bool,
+        clone: int = 0,
+    ) -> None:
+        self._connection = connection
+        self._traffic = traffic
+        self._sampler_id = sampler_id
+        self._base_model = base_model
+        self._polls_in_batches = polls_in_batches
+        target = SamplingSessionTarget(sampling_session_id=sampler_id, cloned_sampler_id=clone)
+        self._completions = Completions(connection.transport, target)
+        self._seq_ids = itertools.count(clone * CLONE_SEQ_IDS)
+
+    @property
+    def sampler_id(self) -> str:
+        """The sampler's id on the server."""
+        return self._sampler_id
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        *,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> Future[SampleResponse]:
+        """Continue a prompt `num_samples` times.
+
+        A busy server is waited for, as long as it takes. `target_prompt_logprobs` (int64
+        `[len(prompt) - 1, K]`) scores other tokens at prompt positions, -1 none.
+        """
+        request = SampleRequest(
+            sampling_session_id=self._sampler_id,
+            seq_id=next(self._seq_ids),
+            num_samples=num_samples,
+            # Copied, so that what the caller changes afterwards changes nothing.
+            prompt=prompt.model_copy(deep=True),
+            sampling_params=sampling_params,
+            prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+        return self._start(request, lambda response: response)
+
+    async def sample_async(
+        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams, **options: Any
+    ) -> SampleResponse:
+        """Continue a prompt; takes what `sample` takes. To cancel this is to cancel the sample."""
+        return await _or_cancel(self.sample(prompt, num_samples, sampling_params, **options))
+
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> Future[list[float | None]]:
+        """Compute the log-prob of every prompt token, or of the last N; None for the others.
+
+        The first token has none: nothing comes before it.
+        """
+        request = SampleRequest(
+            sampling_session_id=self._sampler_id,
+            seq_id=next(self._seq_ids),
+            prompt=prompt.model_copy(deep=True),
+            sampling_params=SamplingParams(max_tokens=1),
+            prompt_logprobs=True,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+        return self._start(request, _prompt_logprobs)
+
+    async def compute_logprobs_async(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
+        """Compute the log-probs of a prompt; see `compute_logprobs`."""
+        return await _or_cancel(self.compute_logprobs(prompt, prompt_logprobs_last_n))
+
+    def get_base_model(self) -> str:
+        """Name the base model; asks nobody."""
+        return self._base_model
+
+    def get_tokenizer(self) -> Any:
+        """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
+        return load_tokenizer(self._base_model)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _clone, (
+            self._connection.settings,
+            self._sampler_id,
+            self._base_model,
+            self._polls_in_batches,
+        )
+
+    def _start(
+        self, request: SampleRequest, read_result: Callable[[SampleResponse], T]
+    ) -> Future[T]:
+        loop = self._connection.loop
+        accepted = loop.start(self._traffic.accept(request))
+        return Future(accepted, loop.start(self._result(request, accepted, read_result)))
+
+    async def _result(
+        self,
+        request: SampleRequest,
+        accepted: concurrent.futures.Future[UntypedAPIFuture],
+        read_result: Callable[[SampleResponse], T],
+    ) -> T:
+        try:
+            future = await asyncio.wrap_future(accepted)
+        except asyncio.CancelledError:
+            if not accepted.cancelled() and accepted.exception() is None:
+                # Accepted at the very moment it was given up.
+                await self._traffic.cancel(accepted.result().request_id)
+            raise
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return read_result(await self._retrieve(future))
+            except APIStatusError as error:
+                if error.status_code != GONE:
+                    raise
+                log.warning("the result of a sample was lost, it is asked for anew: %s", error)
+            request = request.model_copy(update={"seq_id": next(self._seq_ids)})
+            future = await self._traffic.accept(request)
+        return read_result(await self._retrieve(future))
+
+    async def _retrieve(self, future: UntypedAPIFuture) -> SampleResponse:
+        try:
+            if self._polls_in_batches:
+                await self._completions.ended(future.request_id)
+            response = await self._traffic.retrieve(future.request_id)
+        except asyncio.CancelledError:
+            await self._traffic.cancel(future.request_id)
+            raise
+        if self._polls_in_batches:
+            self._completions.retrieved(future.request_id)
+        return _with_sequence_ids(response, future.sample_sequence_ids)
+
+
+def _clone(
+    settings: ClientSettings, sampler_id: str, base_model: str, polls_in_batches: bool
+) -> SamplingClient:
+    """Make a client that shares a sampler with others and the numbers of its requests with none."""
+    connection = shared_connection(settings)
+    return SamplingClient(
+        connection,
+        SampleTraffic(connection.transport),
+        sampler_id,
+        base_model,
+        polls_in_batches=polls_in_batches,
+        clone=1 + secrets.randbelow(CLONE_SEQ_IDS),
+    )
+
+
+def _with_sequence_ids(response: SampleResponse, ids: list[str] | None) -> SampleResponse:
+    """Name the sequences as the server named them when it accepted their request."""
+    if ids is None:
+        return response
+    named = [
+        sequence.model_copy(update={"sequence_id": sequence_id})
+        for sequence, sequence_id in zip(response.sequences, ids, strict=True)
+    ]
+    return response.model_copy(update={"sequences": named})
+
+
+def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
+    if response.prompt_logprobs is None:
+        raise MalformedMessage("the server left out the log-probs of the prompt")
+    return response.prompt_logprobs
+
+
+async def _or_cancel(future: Future[T]) -> T:
+    try:
+        return await future
+    except asyncio.CancelledError:
+        future.cancel()
+        raise

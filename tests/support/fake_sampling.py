@@ -1,0 +1,115 @@
+"""A server of sampling in a few lines: it repeats the last prompt token, and remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from typing_extensions import override
+
+from cotrain.codec import PROTOBUF
+from cotrain.proto import wire_pb2 as wire
+from tests.support.fake_api import FakeApi
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass
+class FakeSampling(FakeApi):
+    """Ends every sample at once, except while it is held."""
+
+    batches: bool = False
+    """Whether clients are told to poll in batches."""
+    samples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Request id → the body it came with."""
+    cancelled: list[str] = field(default_factory=list)
+
+    @override
+    def _behave(self, endpoint: str, request: httpx.Request) -> httpx.Response:
+        handlers: dict[str, Callable[[httpx.Request], Any]] = {
+            "client": lambda _: {"sample_use_retrieve_futures": self.batches},
+            "create_sampling_session": _new_sampler,
+            "samplers": lambda r: {"sampler_id": r.url.path.split("/")[-1], "base_model": "m"},
+            "save_weights_for_sampler": lambda r: {"request_id": f"save:{r.content.decode()}"},
+            "asample": self._take_sample,
+            "retrieve_futures": self._completions,
+            "cancel_future": self._cancel,
+        }
+        if endpoint in handlers:
+            return httpx.Response(200, json=handlers[endpoint](request))
+        if endpoint == "retrieve_future":
+            return self._result(request)
+        return super()._behave(endpoint, request)
+
+    def _take_sample(self, request: httpx.Request) -> dict[str, Any]:
+        body = json.loads(request.content)
+        request_id = f"{body['sampling_session_id']}:{body['seq_id']}"
+        self.samples[request_id] = body
+        ids = [f"{request_id}/{index}" for index in range(body["num_samples"])]
+        return {"request_id": request_id, "sample_sequence_ids": ids}
+
+    def _result(self, request: httpx.Request) -> httpx.Response:
+        request_id = json.loads(request.content)["request_id"]
+        if request_id.startswith("save:"):
+            return httpx.Response(200, json=_saved(json.loads(request_id.removeprefix("save:"))))
+        if request_id in self.samples and not self._is_held(request_id):
+            content = sample_response(self.samples[request_id]).SerializeToString()
+            return httpx.Response(200, content=content, headers={"Content-Type": PROTOBUF})
+        return super()._behave("retrieve_future", request)
+
+    def _completions(self, request: httpx.Request) -> dict[str, Any]:
+        """List what has ended after the cursor; the cursor is a place in the order of acceptance."""
+        cursor = json.loads(request.content)["prev_cursor"]
+        ended = [each for each in self.samples if not self._is_held(each)]
+        return {
+            "completions": [{"state": "finished", "request_id": each} for each in ended[cursor:]],
+            "cursor": len(ended),
+        }
+
+    def _cancel(self, request: httpx.Request) -> dict[str, Any]:
+        self.cancelled.append(json.loads(request.content)["request_id"])
+        return {}
+
+    def _is_held(self, request_id: str) -> bool:
+        held = self.hold.get(request_id)
+        return held is not None and not held.is_set()
+
+
+def sample_response(body: dict[str, Any]) -> wire.SampleResponse:
+    """Answer a request: every sequence is the last prompt token, `max_tokens` times."""
+    prompt = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
+    count = body["sampling_params"].get("max_tokens", 1)
+    message = wire.SampleResponse(prompt_cache_hit_tokens=len(prompt) - 1)
+    for index in range(body["num_samples"]):
+        message.sequences.add(
+            stop_reason=wire.STOP_REASON_LENGTH,
+            tokens=array("i", prompt[-1:] * count).tobytes(),
+            logprobs=array("f", [-0.5 - index] * count).tobytes(),
+        )
+    if body.get("prompt_logprobs"):
+        scores = [float("nan"), *(-1.0 for _ in prompt[1:])]
+        message.prompt_logprobs = array("f", scores).tobytes()
+    return message
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the client's thread go on until something is so."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - it becomes so on another thread
+            await asyncio.sleep(0.005)
+
+
+def _new_sampler(request: httpx.Request) -> dict[str, Any]:
+    body = json.loads(request.content)
+    return {"sampling_session_id": f"s1:sample:{body['sampling_session_seq_id']}"}
+
+
+def _saved(body: dict[str, Any]) -> dict[str, Any]:
+    if "path" in body:
+        return {"path": f"tinker://s1:train:0/sampler_weights/{body['path']}"}
+    return {"path": None, "sampling_session_id": f"s1:sample:{body['sampling_session_seq_id']}"}

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING
+
+import pytest
+from pydantic import ValidationError
+
+from cotrain import BadRequestError, ModelInput, SamplingParams, ServiceClient
+from tests.support.fake_api import refusal
+from tests.support.fake_sampling import FakeSampling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cotrain import TrainingClient
+
+PATH = "tinker://s1:train:0/sampler_weights/"
+
+
+@pytest.fixture
+def api() -> FakeSampling:
+    return FakeSampling()
+
+
+@pytest.fixture
+def run(api: FakeSampling) -> Iterator[TrainingClient]:
+    with ServiceClient("http://server", "tml-key", network=api.network) as service:
+        yield service.create_lora_training_client("m")
+
+
+def test_saving_takes_its_place_in_the_order(api: FakeSampling, run: TrainingClient) -> None:
+    run.optim_step()
+    saved = run.save_weights_for_sampler("a", ttl_seconds=3600, user_metadata={"step": "1"})
+    run.optim_step().result()
+    assert saved.result().path == PATH + "a"
+    (sent,) = api.bodies("save_weights_for_sampler")
+    assert sent == {
+        "model_id": "s1:train:0",
+        "seq_id": 2,
+        "path": "a",
+        "kind": "snapshot",
+        "ttl_seconds": 3600,
+        "user_metadata": {"step": "1"},
+        "type": "save_weights_for_sampler",
+    }
+
+
+def test_a_sampler_of_its_own_needs_no_second_call(api: FakeSampling, run: TrainingClient) -> None:
+    sampler = run.save_weights_and_get_sampling_client()
+    assert sampler.get_base_model() == "m"
+    assert sampler.sampler_id == "s1:sample:0"
+    assert "create_sampling_session" not in api.paths()
+    assert sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams()).result().sequences
+
+
+def test_a_sampler_with_a_name_is_made_of_what_was_saved(
+    api: FakeSampling, run: TrainingClient
+) -> None:
+    asyncio.run(run.save_weights_and_get_sampling_client_async("best"))
+    assert api.bodies("save_weights_for_sampler")[0]["path"] == "best"
+    assert api.bodies("create_sampling_session")[0]["model_path"] == PATH + "best"
+
+
+def test_what_cannot_be_saved_takes_no_place(api: FakeSampling, run: TrainingClient) -> None:
+    with pytest.raises(ValidationError):
+        run.save_weights_for_sampler("")
+    run.optim_step().result()
+    assert api.bodies("optim_step")[0]["seq_id"] == 1
+
+
+def test_a_refused_save_leaves_no_gap_in_the_order(api: FakeSampling, run: TrainingClient) -> None:
+    api.answers["save_weights_for_sampler"] = [refusal(400, "no")]
+    with pytest.raises(BadRequestError):
+        run.save_weights_for_sampler("a").result()
+    assert list(api.passes) == ["pass:1"]
+
+
+def test_a_training_result_that_is_given_up_leaves_no_gap(
+    api: FakeSampling, run: TrainingClient
+) -> None:
+    api.hold["step:1"] = threading.Event()
+    future = run.optim_step()
+    assert future.cancel()
+    with pytest.raises(CancelledError):
+        future.result()
+    run.optim_step().result()
+    assert sorted(body["seq_id"] for body in api.bodies("optim_step")) == [1, 2]
+    assert not api.cancelled
