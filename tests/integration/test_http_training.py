@@ -15,12 +15,10 @@ from cotrain_server.reading import read_json_pass
 from cotrain_store import keys
 from cotrain_store.bodies import encode_pass_output
 from cotrain_store.messages import RequestId, Result, ResultKind, RunId
-from tests.support.http_api import ALICE, POOL, Api, pass_body, running_api
+from tests.support.http_api import POOL, Api, pass_body, running_api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    from starlette.types import Message
 
     from tests.support.redis_server import EmbeddedRedis
 
@@ -173,31 +171,7 @@ async def test_a_pass_is_answered_as_protobuf_to_those_who_take_it_and_else_as_j
 async def test_a_client_that_hangs_up_frees_its_waiter(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, long_poll_s=30) as api:
         run = await api.new_run()
-        body = json.dumps({"request_id": f"{run}:0"}).encode()
-        hung_up = asyncio.Event()
-        messages: list[Message] = [{"type": "http.request", "body": body}]
-
-        async def receive() -> Message:
-            if messages:
-                return messages.pop()
-            await hung_up.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: object) -> None:
-            pass
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/api/v1/retrieve_future",
-            "query_string": b"",
-            "headers": [
-                (b"x-api-key", ALICE.encode()),
-                (b"content-type", b"application/json"),
-            ],
-            "client": ("127.0.0.1", 1),
-        }
-        poll = asyncio.create_task(api.app(scope, receive, send))
+        poll, hung_up = api.start_post("retrieve_future", {"request_id": f"{run}:0"})
         await api.until_held(poll)
         hung_up.set()
         await poll

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import tempfile
 from contextlib import asynccontextmanager
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from cotrain_store.spool import Spool, new_writer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+
+    from starlette.types import Message
 
     from cotrain_server.services import Services
 
@@ -59,11 +62,43 @@ class Api:
         headers = {"X-API-Key": key, **kwargs.pop("headers", {})}
         return await self.http.post(f"/api/v1/{path}", json=json, headers=headers, **kwargs)
 
+    async def get(self, path: str, key: str = ALICE) -> httpx.Response:
+        return await self.http.get(f"/api/v1/{path}", headers={"X-API-Key": key})
+
+    def start_post(self, path: str, json: Any) -> tuple[asyncio.Task[None], asyncio.Event]:
+        """POST as a client that hangs up, unanswered, once the event is set."""
+        hung_up = asyncio.Event()
+        messages: list[Message] = [{"type": "http.request", "body": dumps(json).encode()}]
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop()
+            await hung_up.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            pass
+
+        headers = {"x-api-key": ALICE, "content-type": "application/json"}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": f"/api/v1/{path}",
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "client": ("127.0.0.1", 1),
+        }
+        return asyncio.create_task(self.app(scope, receive, send)), hung_up
+
     async def until_held(self, *polls: asyncio.Task[Any]) -> None:
         """Wait until these polls are waiting for their results."""
-        while True:
-            if self.services.futures.waiters == len(polls):
-                return
+        while self.services.futures.waiters != len(polls):
+            assert not any(poll.done() for poll in polls)
+            await asyncio.sleep(0)
+
+    async def until_batch_held(self, *polls: asyncio.Task[Any]) -> None:
+        """Wait until these batch polls, and no other polls, are held."""
+        while self.services.polls_by_tenant.total() != len(polls):
             assert not any(poll.done() for poll in polls)
             await asyncio.sleep(0)
 
@@ -79,6 +114,19 @@ class Api:
         answer = await self.post("create_model", body, key)
         assert answer.status_code == 200, answer.text
         return RunId(answer.json()["model_id"])
+
+    async def new_sampler(self, key: str = ALICE) -> str:
+        """Open a session and a sampler of the base model; the sampler's id."""
+        session = (await self.post("create_session", {}, key)).json()["session_id"]
+        body = {
+            "session_id": session,
+            "sampling_session_seq_id": 0,
+            "base_model": POOL.base_model,
+        }
+        answer = await self.post("create_sampling_session", body, key)
+        assert answer.status_code == 200, answer.text
+        sampler: str = answer.json()["sampling_session_id"]
+        return sampler
 
 
 def pass_body(

@@ -1,0 +1,167 @@
+"""A worker without an engine: it commits and resolves what a test says, through the real store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from cotrain_scheduler.planner import runnable_prefix
+from cotrain_store.connection import open_sync_connection
+from cotrain_store.dispatch import Dispatch
+from cotrain_store.execution import Execution
+from cotrain_store.messages import (
+    CheckpointRecord,
+    LoraSpec,
+    OpKind,
+    Result,
+    ResultKind,
+    SamplerRecord,
+    SaveRecords,
+    SaveRequest,
+    SessionId,
+    Step,
+    WeightsRecord,
+    WeightsRef,
+    WorkerId,
+    decode,
+)
+from cotrain_store.samples import encode_sample_output
+from cotrain_store.sampling import Sampling
+from cotrain_store.spool import RESULTS, Spool, new_writer
+from tests.support.http_api import POOL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cotrain_server.services import Services
+    from cotrain_store.messages import QueuedOp, RequestId, TenantId
+    from cotrain_store.sampling import ClaimedSample
+
+WORKER = WorkerId("w0")
+
+
+class StandIn:
+    """The worker of the API's pool, and its scheduler."""
+
+    def __init__(self, execution: Execution, sampling: Sampling, dispatch: Dispatch) -> None:
+        self.execution = execution
+        self.sampling = sampling
+        self._dispatch = dispatch
+
+    async def run_log(self) -> None:
+        """Plan and commit all that may run; a save leaves the records that a worker's does."""
+        await self._dispatch.lead()
+        while queues := await self._dispatch.ready(POOL.id):
+            ops = tuple(op for queue in queues for op in runnable_prefix(queue.ops))
+            tenants = {queue.run: queue.tenant for queue in queues}
+            cycle = await self._dispatch.last_cycle(POOL.id) + 1
+            step = Step(cycle, WORKER, ops, time.time(), tenants)
+            await self._dispatch.plan(POOL.id, step)
+            self._commit(step)
+
+    def claim(self) -> list[ClaimedSample]:
+        """Take every waiting sample request."""
+        return self.sampling.claim(1_000)
+
+    def finish(self, request: RequestId, *sequences: Sequence[int], **changes: Any) -> None:
+        """Resolve a request to sequences of these tokens."""
+        payload = encode_sample_output(output(*sequences, **changes))
+        self.sampling.resolve({request: Result(ResultKind.SAMPLE, payload)}, {})
+
+    def fail(self, request: RequestId, message: str = "no") -> None:
+        """Resolve a request to a failure."""
+        self.sampling.resolve({request: Result.failed(message, "user")}, {})
+
+    def _commit(self, step: Step) -> None:
+        results, saves = {}, {}
+        for op, body in zip(step.ops, self.execution.bodies(step.ops), strict=True):
+            place = (op.run, op.seq)
+            results[place] = Result.of_json({"said": op.kind})
+            if op.kind is OpKind.SAVE:
+                assert body is not None
+                tenant = step.tenant_by_run[op.run]
+                records = save_records(op, tenant, decode(SaveRequest, json.loads(body)))
+                saves[place] = records
+                results[place] = save_result(records.user)
+        self.execution.commit(step, results, {}, {}, saves=saves)
+
+
+@contextlib.contextmanager
+def stand_in(services: Services) -> Iterator[StandIn]:
+    """Enter as the worker of the API's pool."""
+    settings = services.settings
+    redis, writer = open_sync_connection(settings.redis_url), new_writer("stand-in")
+    spool, results = (Spool(settings.spool_dir, name) for name in (writer, RESULTS + writer))
+    execution = Execution(redis, spool, results, POOL.id, WORKER)
+    epoch = execution.enter(POOL)
+    sampling = Sampling(redis, spool, results, POOL.id, WORKER, epoch)
+    try:
+        yield StandIn(execution, sampling, Dispatch(services.connection, "scheduler"))
+    finally:
+        spool.close()
+        results.close()
+        redis.close()
+
+
+def output(
+    *sequences: Sequence[int], stop_reason: Literal["stop", "length"] = "length", **changes: Any
+) -> Any:
+    """Make what a decoder gives: every token has the log-prob minus its id."""
+    whole = {
+        "sequences": [
+            SimpleNamespace(
+                tokens=np.asarray(tokens, np.int32),
+                logprobs=-np.asarray(tokens, np.float32),
+                stop_reason=stop_reason,
+                topk=None,
+            )
+            for tokens in sequences
+        ],
+        "prompt_logprobs": None,
+        "topk_prompt": None,
+        "target_prompt_logprobs": None,
+        "cached_prompt_tokens": 0,
+    }
+    return SimpleNamespace(**whole | changes)
+
+
+def save_records(op: QueuedOp, tenant: TenantId, save: SaveRequest) -> SaveRecords:
+    """Make the records of a save as a worker does."""
+    ref = WeightsRef(op.request_id)
+    common: Any = {
+        "tenant": tenant,
+        "base_model": POOL.base_model,
+        "created_at": time.time(),
+    }
+    weights = WeightsRecord(
+        ref=ref, run=op.run, pool=POOL.id, worker=WORKER, lora=LoraSpec(rank=4, seed=0), **common
+    )
+    if save.name is not None:
+        checkpoint = CheckpointRecord(
+            run=op.run, kind="sampler_weights", name=save.name, weights=ref, **common
+        )
+        return SaveRecords(weights, checkpoint)
+    assert save.sampler is not None
+    sampler = SamplerRecord(
+        id=save.sampler,
+        session=SessionId(save.sampler.partition(":")[0]),
+        pool=POOL.id,
+        model_path=None,
+        weights=ref,
+        ephemeral=True,
+        **common,
+    )
+    return SaveRecords(weights, sampler)
+
+
+def save_result(user: CheckpointRecord | SamplerRecord) -> Result:
+    """Say what a save answers."""
+    kind = "save_weights_for_sampler"
+    if isinstance(user, CheckpointRecord):
+        return Result.of_json({"path": user.path, "type": kind})
+    return Result.of_json({"path": None, "sampling_session_id": user.id, "type": kind})
