@@ -1,0 +1,133 @@
+"""Routes that answer in another API's words: its errors, and its server-sent events."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from typing_extensions import override
+
+from cotrain_server import errors
+from cotrain_server.errors import RequestError, sentence
+from cotrain_server.gate import JSON_BODY_BYTES, TenantRoute
+from cotrain_server.generation import GenerationFailed, ShuttingDown
+from cotrain_server.hangup import while_connected
+from cotrain_store import metrics
+from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.errors import BaseModelNotServed, StoreError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+
+    from cotrain.sampling_types import SampleResponse
+    from cotrain_server.gate import Handler
+    from cotrain_server.generation import Generation
+    from cotrain_server.settings import ServerSettings
+
+#: What a request can end with that its tenant is told about; the rest is the edge's to catch.
+TOLD = (RequestError, StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
+
+
+class Refusal(NamedTuple):
+    """An error in no API's words yet."""
+
+    status: int
+    message: str
+    code: str
+    retry_after_s: float | None = None
+
+
+class InferenceRoute(TenantRoute):
+    """A tenant's route whose errors have a shape of their own (`error_body`)."""
+
+    @override
+    def get_route_handler(self) -> Handler:
+        """Answer errors of the gate, too, in that shape."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except TOLD as error:
+                refusal = refusal_of(error)
+                metrics.REQUESTS_REJECTED.labels(refusal.code).inc()
+                body = self.error_body(refusal, request.state.request_id)
+                return JSONResponse(body, refusal.status, _headers(refusal))
+
+        return answer
+
+    @override
+    def body_limit(self, request: Request, settings: ServerSettings) -> int:
+        """Say how many bytes a body may have: a whole context of text."""
+        return min(JSON_BODY_BYTES, settings.max_body_bytes)
+
+    @staticmethod
+    def error_body(refusal: Refusal, request_id: str) -> dict[str, Any]:
+        """Write an error as the API does that this route speaks for."""
+        raise NotImplementedError
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; `close` is called when the last is sent or nobody listens any more."""
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        # nginx would gather events otherwise
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._close = close
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def finished(request: Request, generation: Generation) -> list[SampleResponse] | None:
+    """Wait for all results; withdraw the requests and give None when the client hangs up."""
+    try:
+        return await while_connected(request, generation.responses())
+    finally:
+        generation.close()
+
+
+def event(data: dict[str, Any] | str, name: str | None = None) -> str:
+    """Write one server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+    return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """Say what an error of TOLD is to a tenant."""
+    if isinstance(error, RequestValidationError):
+        return Refusal(400, sentence(error.errors()), "invalid")
+    if isinstance(error, HTTPException):
+        return Refusal(error.status_code, str(error.detail), "http_error")
+    if isinstance(error, CONNECTION_LOST):
+        error = StoreUnavailable()
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if isinstance(error, StoreUnavailable):
+        retry_after_s = errors.UNAVAILABLE_RETRY_S
+    return Refusal(_status_of(error), str(error), errors.code_of(error), retry_after_s)
+
+
+def _status_of(error: Exception) -> int:
+    if isinstance(error, GenerationFailed):
+        return 400 if error.category == "user" else 500
+    if isinstance(error, ShuttingDown):
+        return 503
+    # These APIs say so of a model nobody knows; the Tinker API says 400.
+    return 404 if isinstance(error, BaseModelNotServed) else errors.status_of(error)
+
+
+def _headers(refusal: Refusal) -> dict[str, str]:
+    return {} if refusal.retry_after_s is None else {"Retry-After": f"{refusal.retry_after_s:g}"}

@@ -1,0 +1,84 @@
+"""The Anthropic-compatible endpoints, for clients with `base_url=".../anthropic/api"`."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from typing_extensions import override
+
+from cotrain_server.anthropic_answers import MessageReply, answer, stream
+from cotrain_server.anthropic_types import MessageRequest, anthropic_error
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST
+from cotrain_server.generation import Generation
+from cotrain_server.inference_route import EventStream, InferenceRoute, finished
+from cotrain_server.sample_validation import check_sample, is_sampleable
+from cotrain_server.targets import find_target
+
+if TYPE_CHECKING:
+    from cotrain_server.inference_route import Refusal
+
+
+class AnthropicRoute(InferenceRoute):
+    """A route whose errors Anthropic's clients understand."""
+
+    @staticmethod
+    @override
+    def error_body(refusal: Refusal, request_id: str) -> dict[str, Any]:
+        """Write an error."""
+        return anthropic_error(refusal, request_id)
+
+
+router = APIRouter(
+    prefix="/anthropic/api/v1",
+    tags=["anthropic"],
+    route_class=AnthropicRoute,
+    dependencies=[api_key],
+)
+
+
+@router.get("/models", response_model=None)
+async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
+    """List the base models that can be sampled from; a tenant's own weights go by their paths."""
+    names = [pool.base_model for pool in await services.records.pools() if is_sampleable(pool)]
+    models = [
+        {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": "1970-01-01T00:00:00Z",  # "if the release date is unknown"
+            "lifecycle": "active",
+        }
+        for name in names
+    ]
+    ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+    return {"data": models, "has_more": False, **ends}
+
+
+@router.post("/messages", response_model=None)
+async def write_message(
+    asked: MessageRequest, request: Request, services: ServicesDep, tenant: TenantDep
+) -> Response:
+    """Write the next message of a chat; where the last one is the model's own, the rest of that."""
+    asked.check()
+    target = await find_target(services, tenant.id, asked.model)
+    prompt = await target.language.chat_tokens(asked.chat(), continue_final=asked.is_prefilled)
+    reply = MessageReply(
+        id=secrets.token_hex(12),
+        request_id=request.state.request_id,
+        model=asked.model,
+        target=target,
+        body=asked.body(prompt),
+        stop=tuple(asked.stop_sequences or ()),
+    )
+    check_sample(reply.body, target.pool)
+    generation = await Generation.start(services, target.sampler, [reply.body])
+    if asked.stream:
+        return EventStream(stream(reply, generation.events()), generation.close)
+    responses = await finished(request, generation)
+    if responses is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return JSONResponse(answer(reply, responses[0]))

@@ -1,0 +1,135 @@
+"""The OpenAI-compatible endpoints, for clients with `base_url=".../oai/api/v1"`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from typing_extensions import override
+
+from cotrain_server.bodies import away_from_the_loop
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST
+from cotrain_server.generation import Generation
+from cotrain_server.inference_route import EventStream, InferenceRoute, finished
+from cotrain_server.openai_answers import Reply, answer, chunks
+from cotrain_server.openai_shapes import ChatShape, CompletionShape
+from cotrain_server.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    openai_error,
+)
+from cotrain_server.sample_validation import check_sample, is_sampleable
+from cotrain_server.targets import find_target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_server.inference_route import Refusal
+    from cotrain_server.services import Services
+    from cotrain_server.targets import Target
+    from cotrain_server.text import Tokenizer
+    from cotrain_store.samples import SampleBody
+
+
+class OpenAIRoute(InferenceRoute):
+    """A route whose errors OpenAI's clients understand."""
+
+    @staticmethod
+    @override
+    def error_body(refusal: Refusal, request_id: str) -> dict[str, Any]:
+        """Write an error."""
+        return openai_error(refusal)
+
+
+router = APIRouter(
+    prefix="/oai/api/v1", tags=["openai"], route_class=OpenAIRoute, dependencies=[api_key]
+)
+
+
+@router.get("/models", response_model=None)
+async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
+    """List the base models that can be sampled from; a tenant's own weights go by their paths."""
+    pools = [pool for pool in await services.records.pools() if is_sampleable(pool)]
+    models = [
+        {"id": pool.base_model, "object": "model", "created": 0, "owned_by": "cotrain"}
+        for pool in pools
+    ]
+    return {"object": "list", "data": models}
+
+
+@router.post("/completions", response_model=None)
+async def complete(
+    asked: CompletionRequest, request: Request, services: ServicesDep, tenant: TenantDep
+) -> Response:
+    """Go on with one or more texts."""
+    asked.check()
+    target = await find_target(services, tenant.id, asked.model)
+    tokenizer = target.language.tokenizer
+    bodies = [asked.body(await _tokens(tokenizer, prompt)) for prompt in asked.prompts]
+    echoes = [_text(tokenizer, prompt) for prompt in asked.prompts] if asked.echo else []
+    reply = Reply(
+        **_reply(asked, target, bodies),
+        shape=CompletionShape(),
+        wants_logprobs=asked.logprobs is not None,
+        echoes=echoes,
+    )
+    return await _generate(request, services, reply, is_streamed=bool(asked.stream))
+
+
+@router.post("/chat/completions", response_model=None)
+async def chat(
+    asked: ChatCompletionRequest, request: Request, services: ServicesDep, tenant: TenantDep
+) -> Response:
+    """Write the next message of a chat."""
+    asked.check()
+    target = await find_target(services, tenant.id, asked.model)
+    prompt = await target.language.chat_tokens(asked.chat(), asked.chat_template_kwargs)
+    reply = Reply(
+        **_reply(asked, target, [asked.body(prompt)]),
+        shape=ChatShape(),
+        wants_logprobs=bool(asked.logprobs),
+    )
+    return await _generate(request, services, reply, is_streamed=bool(asked.stream))
+
+
+def _reply(
+    asked: GenerationRequest, target: Target, bodies: Sequence[SampleBody]
+) -> dict[str, Any]:
+    return {
+        "id": secrets.token_hex(12),
+        "created": int(time.time()),
+        "model": asked.model,
+        "target": target,
+        "bodies": bodies,
+        "stop": asked.stop_strings,
+        "wants_usage": asked.wants_usage,
+    }
+
+
+async def _generate(
+    request: Request, services: Services, reply: Reply, *, is_streamed: bool
+) -> Response:
+    for body in reply.bodies:
+        check_sample(body, reply.target.pool)
+    generation = await Generation.start(services, reply.target.sampler, reply.bodies)
+    if is_streamed:
+        return EventStream(chunks(reply, generation.events()), generation.close)
+    responses = await finished(request, generation)
+    if responses is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return JSONResponse(answer(reply, responses))
+
+
+async def _tokens(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        return await away_from_the_loop(len(prompt), tokenizer.encode, prompt, special=True)
+    return prompt
+
+
+def _text(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True)
