@@ -34,6 +34,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
         version=__version__,
         description="Trains many people's LoRA adapters at once on one frozen base model.",
         lifespan=lifespan,
+        responses=errors.ERROR_RESPONSES,
     )
     metrics.BUILD_INFO.labels(__version__).set(1)
     app.add_middleware(Edge)

@@ -17,10 +17,11 @@ RequestError
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from cotrain_store import errors as store
@@ -29,7 +30,6 @@ from cotrain_store.connection import CONNECTION_LOST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
     from fastapi import FastAPI, Request
 
@@ -102,6 +102,24 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (store.StoreUnavailable, 503),
 )
 
+class ErrorBody(BaseModel):
+    """What every refusal says."""
+
+    detail: str
+    """A sentence for whoever sent the request."""
+    code: str
+    """The same for programs."""
+    request_id: str
+    """What to ask the operator about."""
+
+
+#: For the OpenAPI page: what any endpoint may answer.
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    422: {"model": ErrorBody, "description": "A field is wrong."},
+    "4XX": {"model": ErrorBody, "description": "The request was refused."},
+    "5XX": {"model": ErrorBody, "description": "The server could not answer."},
+}
+
 #: For our own counts only: nobody is left to read it.
 CLIENT_CLOSED_REQUEST = 499
 
@@ -122,10 +140,10 @@ def install(app: FastAPI) -> None:
 def error_response(
     status: int, message: str, code: str, request_id: str, retry_after_s: float | None = None
 ) -> JSONResponse:
-    """Make the one error body: `{"detail", "code", "request_id"}`."""
+    """Answer a refusal."""
     headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
-    body = {"detail": message, "code": code, "request_id": request_id}
-    return JSONResponse(body, status, headers)
+    body = ErrorBody(detail=message, code=code, request_id=request_id)
+    return JSONResponse(body.model_dump(), status, headers)
 
 
 def internal_error(request_id: str) -> JSONResponse:

@@ -12,6 +12,7 @@ import uvicorn
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
+from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tests.support.redis_server import EmbeddedRedis
+
+CHECKS = [not_a_server_error, response_schema_conformance]
 
 schemathesis.serializer.alias("application/x-protobuf", "application/octet-stream")
 
@@ -59,7 +62,7 @@ def test_no_request_is_our_error(server: str, key: str, examples: int) -> None:
         def ask(case: Any) -> None:
             if isinstance(case.body, dict):  # past the 404, where there is more to break
                 case.body |= {name: real for name, real in real_ids.items() if name in case.body}
-            case.call_and_validate(headers=headers, checks=[not_a_server_error])
+            case.call_and_validate(headers=headers, checks=CHECKS)
 
         ask()
 
