@@ -1,0 +1,272 @@
+"""A small HTTP server that speaks vLLM's routes over a tiny real model, and can be stopped and broken.
+
+What it answers is written after vLLM's own sources (`entrypoints/openai`, 0.11 to 0.26); a real vLLM
+was never compared with it.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from typing_extensions import override
+
+from tests.support.fake_vllm_model import TinyModel, choose, scores
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Answer = tuple[int, Any]
+
+
+class FakeVllm:
+    """One server on one port. The attributes are how it is started and how it is to misbehave."""
+
+    def __init__(self, model_folder: Path, name: str) -> None:
+        self.name = name
+        self.api_key = ""
+        self.context_tokens = 64
+        self.updates_lora = True
+        self.unembedding = "applied"  # or "refused", or "ignored"
+        self.logprobs_mode = "raw_logprobs"  # or "processed_logprobs", or "raw_logits"
+        self.max_logprobs = 20
+        self.answers: dict[str, list[Answer]] = {}
+        """Path → what to answer first, before behaving."""
+        self.may_generate = threading.Event()
+        self.may_generate.set()
+        self.calls: list[tuple[str, Any]] = []
+        """Every request so far: its path, and its body."""
+        self.generating = 0
+        self.aborted = 0
+        self.changed = threading.Condition()
+        self._model = TinyModel(model_folder)
+        self._open: set[socket.socket] = set()
+        self._port = 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Base URL, the same after a restart."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def loaded(self) -> set[str]:
+        """Names of the adapters on the server."""
+        return set(self._model.adapted)
+
+    def start(self) -> None:
+        """Start, with no adapter loaded."""
+        self._model.adapted.clear()
+        self.is_up = True
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), _handler(self))
+        self._server.daemon_threads = True
+        self._port = self._server.server_port
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Vanish: break every connection in the middle of whatever it does."""
+        self.is_up = False
+        self._server.shutdown()
+        for connection in list(self._open):
+            connection.shutdown(socket.SHUT_RDWR)
+        self._server.server_close()
+        self._thread.join()
+
+    def bodies(self, path: str) -> list[Any]:
+        """Return the bodies of the requests to one path, in order."""
+        return [body for called, body in self.calls if called == path]
+
+    def wait_until(self, generating: int | None = None, aborted: int = 0) -> None:
+        """Wait until so many sequences are being generated, and so many were aborted."""
+        with self.changed:
+            assert self.changed.wait_for(
+                lambda: generating in (None, self.generating) and self.aborted >= aborted, 30
+            )
+
+    def note(self, *, generating: int = 0, aborted: int = 0) -> None:
+        """Count sequences that begin, end or are aborted."""
+        with self.changed:
+            self.generating += generating
+            self.aborted += aborted
+            self.changed.notify_all()
+
+    def answer(self, path: str, body: Any, connection: socket.socket) -> Answer | None:
+        """Answer one request; None if its client is gone."""
+        self.calls.append((path, body))
+        if prepared := self.answers.get(path):
+            return prepared.pop(0)
+        match path:
+            case "/health":
+                return 200, ""
+            case "/version":
+                return 200, {"version": "0.0.fake"}
+            case "/v1/models":
+                return 200, {"object": "list", "data": self._cards()}
+            case "/v1/load_lora_adapter" if self.updates_lora:
+                return self._load(body["lora_name"], body["lora_path"])
+            case "/v1/unload_lora_adapter" if self.updates_lora:
+                gone = self._model.adapted.pop(body["lora_name"], None)
+                return (
+                    (200, "Success") if gone else _error(404, "The lora adapter cannot be found.")
+                )
+            case "/v1/completions":
+                return self._complete(body, connection)
+        return 404, {"detail": "Not Found"}
+
+    def _cards(self) -> list[dict[str, Any]]:
+        base = {"id": self.name, "root": "/models/x", "parent": None}
+        adapters = [{"id": name, "parent": self.name} for name in self._model.adapted]
+        return [{**base, "max_model_len": self.context_tokens}, *adapters]
+
+    def _load(self, name: str, path: str) -> Answer:
+        if not (name and path):
+            return _error(400, "Both 'lora_name' and 'lora_path' must be provided.")
+        if name in self._model.adapted:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        try:
+            self._model.load(name, path, self.unembedding)
+        except OSError:
+            return _error(404, f"Loading lora {name} failed: No adapter found for {path}")
+        except ValueError as refused:
+            return _error(500, str(refused))
+        return 200, f"Success: LoRA adapter '{name}' added successfully."
+
+    def _complete(self, body: dict[str, Any], connection: socket.socket) -> Answer | None:
+        prompt, wanted = body["prompt"], body.get("max_tokens") or 16
+        if body["model"] != self.name and body["model"] not in self._model.adapted:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        if len(prompt) + wanted > self.context_tokens:
+            return _error(400, f"This model's maximum context length is {self.context_tokens}.")
+        if max(body.get("logprobs") or 0, body.get("prompt_logprobs") or 0) > self.max_logprobs:
+            return _error(400, f"Requested more logprobs than the allowed {self.max_logprobs}.")
+        self.note(generating=1)
+        try:
+            tokens, rows, reason = self._generate(body, prompt, wanted, connection)
+        finally:
+            self.note(generating=-1)
+        if reason == "abort":
+            self.note(aborted=1)
+            return None
+        choice = {
+            "index": 0,
+            "text": "",
+            "finish_reason": reason,
+            "logprobs": _logprobs(tokens, rows) if body.get("logprobs") is not None else None,
+            "prompt_logprobs": self._prompt_logprobs(body),
+        }
+        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 3}}
+        return 200, {"object": "text_completion", "choices": [choice], "usage": usage}
+
+    def _generate(
+        self, body: dict[str, Any], prompt: list[int], wanted: int, connection: socket.socket
+    ) -> tuple[list[int], list[dict[int, float]], str]:
+        generator = torch.Generator().manual_seed(body.get("seed") or 0)
+        tokens: list[int] = []
+        rows: list[dict[int, float]] = []
+        stops = set(body.get("stop_token_ids") or ())
+        while len(tokens) < wanted:
+            if not self._may_go_on(connection):
+                return tokens, rows, "abort"
+            logits = self._model.logits(body["model"], prompt + tokens)[-1]
+            tokens.append(choose(logits, body, generator))
+            rows.append(scores(self._seen(logits, body), tokens[-1], body.get("logprobs") or 0))
+            text = self._model.tokenizer.decode(tokens)
+            if tokens[-1] in stops or any(stop in text for stop in body.get("stop") or ()):
+                return tokens, rows, "stop"
+        return tokens, rows, "length"
+
+    def _may_go_on(self, connection: socket.socket) -> bool:
+        while self.is_up and not _is_gone(connection):
+            if self.may_generate.wait(0.005):
+                return True
+        return False
+
+    def _seen(self, logits: torch.Tensor, body: dict[str, Any]) -> torch.Tensor:
+        if self.logprobs_mode == "raw_logits":
+            return logits
+        processed = self.logprobs_mode == "processed_logprobs" and body["temperature"]
+        return torch.log_softmax(logits / (body["temperature"] if processed else 1.0), -1)
+
+    def _prompt_logprobs(self, body: dict[str, Any]) -> Any:
+        if body.get("prompt_logprobs") is None:
+            return None
+        prompt = body["prompt"]
+        logprobs = torch.log_softmax(self._model.logits(body["model"], prompt), -1)
+        rows = [
+            scores(before, token, body["prompt_logprobs"])
+            for before, token in zip(logprobs[:-1], prompt[1:], strict=True)
+        ]
+        as_json = [{str(t): {"logprob": v, "rank": 1} for t, v in row.items()} for row in rows]
+        return [None, *as_json]
+
+
+def _logprobs(tokens: list[int], rows: list[dict[int, float]]) -> dict[str, Any]:
+    named = [{f"token_id:{t}": value for t, value in row.items()} for row in rows]
+    return {
+        "tokens": [f"token_id:{token}" for token in tokens],
+        "token_logprobs": [row[token] for token, row in zip(tokens, rows, strict=True)],
+        "top_logprobs": named,
+    }
+
+
+def _error(status: int, message: str) -> Answer:
+    return status, {"error": {"message": message, "type": "X", "code": status}}
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Tell whether the client closed its connection: it has something to read, namely the end."""
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        @override
+        def setup(self) -> None:
+            super().setup()
+            fake._open.add(self.connection)
+
+        @override
+        def finish(self) -> None:
+            fake._open.discard(self.connection)
+            super().finish()
+
+        def do_GET(self) -> None:
+            self._serve(None)
+
+        def do_POST(self) -> None:
+            self._serve(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _serve(self, body: Any) -> None:
+            key = self.headers.get("Authorization", "")
+            answer: Answer | None = (401, {"error": "Unauthorized"})
+            if not fake.api_key or key == f"Bearer {fake.api_key}" or self.path == "/health":
+                answer = fake.answer(self.path, body, self.connection)
+            if answer is None:
+                self.close_connection = True
+                return
+            content = json.dumps(answer[1]).encode()
+            self.send_response(answer[0])
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        @override
+        def log_message(self, *_: object) -> None: ...
+
+    return Handler

@@ -1,0 +1,67 @@
+"""What the fake vLLM server computes with: a tiny real model, plain PEFT adapters, one sequence at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class TinyModel:
+    """A base model and the adapters loaded so far, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.base: Any = AutoModelForCausalLM.from_pretrained(folder)  # in eval mode
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.adapted: dict[str, Any] = {}
+
+    def load(self, name: str, path: str, unembedding: str) -> None:
+        """Load a PEFT folder; `unembedding` says what becomes of LoRA on the head.
+
+        Raises ValueError if it is "refused" and the adapter has it; OSError without such a folder.
+        """
+        targets = json.loads((Path(path) / "adapter_config.json").read_text())["target_modules"]
+        if "lm_head" in targets and unembedding == "refused":
+            raise ValueError(f"While loading {path}, expected target modules in {{'q_proj'}}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
+            model = PeftModel.from_pretrained(copy.deepcopy(self.base), path)
+        if "lm_head" in targets and unembedding == "ignored":
+            with torch.no_grad():
+                model.base_model.model.lm_head.lora_B["default"].weight.zero_()
+        self.adapted[name] = model
+
+    def logits(self, model: str, tokens: list[int]) -> torch.Tensor:
+        """Return the logits after each token, fp32 `[len(tokens), vocabulary]`."""
+        network = self.adapted.get(model, self.base)
+        with torch.no_grad():
+            logits: torch.Tensor = network(input_ids=torch.tensor([tokens])).logits[0]
+        return logits
+
+
+def choose(logits: torch.Tensor, body: Mapping[str, Any], generator: torch.Generator) -> int:
+    """Draw the next token from the last position's logits `[vocabulary]`."""
+    if body["temperature"] == 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits / body["temperature"], -1)
+    ranked, order = probabilities.sort(descending=True)
+    keep = ranked.cumsum(-1) - ranked < body.get("top_p", 1.0)
+    if body.get("top_k", -1) > 0:
+        keep[body["top_k"] :] = False
+    drawn = torch.multinomial(ranked * keep, 1, generator=generator)
+    return int(order[drawn])
+
+
+def scores(logprobs: torch.Tensor, token: int, k: int) -> dict[int, float]:
+    """Return log-probs as vLLM orders them: of the token itself, then of the `k` most probable."""
+    best = logprobs.topk(k).indices.tolist() if k else []
+    return {each: float(logprobs[each]) for each in (token, *best)}

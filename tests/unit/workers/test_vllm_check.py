@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_workers.base_model import find_targets
+from cotrain_workers.vllm_check import VllmUnusable, base_card, check_server
+from cotrain_workers.vllm_server import VllmAway, VllmServer
+from cotrain_workers.vllm_wire import ServerFacts
+from tests.support.fake_vllm import FakeVllm
+from tests.support.tiny_models import build_tiny_qwen3
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cotrain_workers.spec import Target
+
+BASE = "tiny/qwen3"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def targets(model: Path) -> tuple[Target, ...]:
+    from transformers import AutoConfig
+
+    return find_targets(AutoConfig.from_pretrained(model))
+
+
+@pytest.fixture
+def vllm(model: Path) -> Iterator[FakeVllm]:
+    with FakeVllm(model, BASE) as server:
+        yield server
+
+
+def check(vllm: FakeVllm, targets: tuple[Target, ...], shared: Path, key: str = "") -> ServerFacts:
+    async def run() -> ServerFacts:
+        server = VllmServer(vllm.url, key)
+        try:
+            return await check_server(server, BASE, targets, shared)
+        finally:
+            await server.close()
+
+    return asyncio.run(run())
+
+
+def test_a_server_as_the_documentation_says_passes_and_keeps_no_probe(
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
+) -> None:
+    assert check(vllm, targets, tmp_path) == ServerFacts("0.0.fake", BASE, 64, True)
+    assert vllm.loaded == set()
+
+
+@pytest.mark.parametrize("unembedding", ["refused", "ignored"])
+def test_a_server_that_leaves_the_unembedding_out_is_found_out(
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path, unembedding: str
+) -> None:
+    vllm.unembedding = unembedding
+    assert not check(vllm, targets, tmp_path).adapts_unembedding
+    assert vllm.loaded == set()
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
+def test_logprobs_that_are_not_the_raw_models_are_noticed(
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path, mode: str
+) -> None:
+    vllm.logprobs_mode = mode
+    with pytest.raises(VllmUnusable, match="--logprobs-mode raw_logprobs"):
+        check(vllm, targets, tmp_path)
+
+
+def test_another_base_model_is_named(
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
+) -> None:
+    vllm.name = "other/model"
+    with pytest.raises(VllmUnusable, match=r"serves other/model.*--served-model-name tiny/qwen3"):
+        check(vllm, targets, tmp_path)
+
+
+def test_adapters_that_cannot_be_loaded_at_run_time_are_explained(
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
+) -> None:
+    vllm.updates_lora = False
+    with pytest.raises(VllmUnusable, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
+        check(vllm, targets, tmp_path)
+
+
+def test_a_folder_that_the_server_does_not_see_is_explained(
+    vllm: FakeVllm,
+    targets: tuple[Target, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def elsewhere(name: str, path: str, _: str) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(vllm._model, "load", elsewhere)
+    with pytest.raises(VllmUnusable, match="must see that folder under the same path"):
+        check(vllm, targets, tmp_path)
+
+
+def test_adapters_without_effect_are_noticed(
+    vllm: FakeVllm,
+    targets: tuple[Target, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapted: dict[str, Any] = vllm._model.adapted
+    monkeypatch.setattr(
+        vllm._model, "load", lambda name, *_: adapted.update({name: vllm._model.base})
+    )
+    with pytest.raises(VllmUnusable, match="change nothing"):
+        check(vllm, targets, tmp_path)
+
+
+def test_a_wrong_key_is_explained(
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
+) -> None:
+    vllm.api_key = "right"
+    assert check(vllm, targets, tmp_path, key="right").model == BASE
+    with pytest.raises(VllmUnusable, match=r"401.*COTRAIN_VLLM_API_KEY"):
+        check(vllm, targets, tmp_path, key="wrong")
+
+
+def test_something_else_than_vllm_is_recognised(
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
+) -> None:
+    vllm.answers["/v1/models"] = [(200, {"models": []})]
+    with pytest.raises(VllmUnusable, match="no vLLM that cotrain knows"):
+        check(vllm, targets, tmp_path)
+
+
+def test_a_server_that_is_away_or_still_starts_is_no_broken_server(
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
+) -> None:
+    vllm.answers["/v1/models"] = [(503, "starting")]
+    with pytest.raises(VllmAway, match="503"):
+        check(vllm, targets, tmp_path)
+    vllm.stop()
+    with pytest.raises(VllmAway, match="no connection"):
+        check(vllm, targets, tmp_path)
+    vllm.start()
+
+
+def test_a_folder_that_cannot_be_written_is_explained(
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(VllmUnusable, match="No adapter can be written"):
+        check(vllm, targets, tmp_path / "file")
+
+
+def test_the_base_model_is_found_by_its_name_or_by_what_it_was_started_from() -> None:
+    adapter = {"id": BASE, "parent": "x", "root": BASE}
+    served = {"id": "x", "parent": None, "root": BASE}
+    assert base_card(BASE, [adapter, served]) == served
+    assert base_card("x", [adapter, served]) == served
+    with pytest.raises(VllmUnusable, match="serves nothing"):
+        base_card(BASE, [])

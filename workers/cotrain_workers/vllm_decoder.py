@@ -1,0 +1,197 @@
+"""A decoder that is a vLLM server elsewhere: requests go out over HTTP, results are collected step by step.
+
+Everything that waits for the network runs in one thread with an event loop; the worker's thread puts
+requests in and takes results out, and never waits longer than `WAIT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import structlog
+
+from cotrain_workers.sample_ops import Progress, SampleOutput, WeightsGone
+from cotrain_workers.vllm_sampler import BROKEN, GONE, VllmSampler
+from cotrain_workers.vllm_server import VllmServer
+from cotrain_workers.vllm_wire import refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from pathlib import Path
+
+    from cotrain_workers.ops import Failure
+    from cotrain_workers.sample_ops import SampleRequest
+    from cotrain_workers.spec import Target
+
+    # Where an adapter's PEFT folder is, None while it is not written yet; raises WeightsGone.
+    FolderOf = Callable[[str], Path | None]
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+#: A step waits so long for a result when there is none, so that a loop of steps does not spin.
+WAIT_S = 0.01
+#: Adapters on the server at once: no more than `--max-cpu-loras` of vLLM.
+MAX_ADAPTERS = 32
+#: Sequences that the server is asked for at once; vLLM itself runs 256 by default and queues the rest.
+MAX_SEQUENCES = 256
+
+
+@dataclass
+class _Job:
+    request: SampleRequest
+    begun: threading.Event = field(default_factory=threading.Event)
+    answer: Future[SampleOutput | Failure] | None = None  # None: its weights have no folder yet
+
+
+class VllmDecoder:
+    """Implements `Decoder` with a vLLM server; used from one thread, like every decoder."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str,
+        base_model: str,
+        targets: Sequence[Target],
+        vocab_size: int,
+        shared: Path,
+        folder: FolderOf,
+        max_adapters: int = MAX_ADAPTERS,
+        max_sequences: int = MAX_SEQUENCES,
+    ) -> None:
+        """Return at once; whether the server can be used is found out, and logged, in the background.
+
+        The server must see `shared`, and the folders that `folder` names, under the same paths.
+        """
+        self._vocab_size = vocab_size
+        self._folder = folder
+        self._jobs: dict[str, _Job] = {}
+        self._answered: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._adapter_by_key: dict[str, str] = {}
+        self._server = VllmServer(url, api_key)
+        self._sampler = VllmSampler(
+            self._server,
+            base_model,
+            targets,
+            vocab_size,
+            shared,
+            max_adapters=max_adapters,
+            max_sequences=max_sequences,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        self._run(self._sampler.ready())
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._jobs)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests the server has nothing of yet; all new ones while it is away."""
+        return sum(not job.begun.is_set() for job in self._jobs.values())
+
+    def refuse(self, request: SampleRequest) -> str | None:
+        """Return why this request can never run, or None."""
+        return refusal(request, self._vocab_size, self._sampler.facts)
+
+    def add(self, request: SampleRequest) -> None:
+        """Send a request on its way, as soon as the folder of its weights is written."""
+        job = self._jobs[request.id] = _Job(request)
+        self._begin(job)
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request; closing its connections makes the server abort it."""
+        job = self._jobs.pop(request_id, None)
+        if job and job.answer:
+            job.answer.cancel()
+
+    def step(self) -> Progress:
+        """Collect what was answered meanwhile, waiting a little if there is nothing."""
+        for job in [job for job in self._jobs.values() if job.answer is None]:
+            self._begin(job)
+        finished = []
+        for job in self._collect():
+            if self._jobs.get(job.request.id) is job:  # else it was cancelled
+                del self._jobs[job.request.id]
+                finished.append((job.request, _outcome(job)))
+        outputs = [
+            (request, output) for request, output in finished if isinstance(output, SampleOutput)
+        ]
+        return Progress(
+            finished=[(request.id, output) for request, output in finished],
+            tokens=(),  # nothing is streamed: a sequence arrives when it is whole
+            decoded_tokens=sum(
+                len(each.tokens) for _, output in outputs for each in output.sequences
+            ),
+            prompt_tokens=sum(
+                len(request.prompt) - output.cached_prompt_tokens for request, output in outputs
+            ),
+        )
+
+    def drop_weights(self, key: str) -> None:
+        """Have an adapter unloaded once unused, unless other weights have the same content."""
+        name = self._adapter_by_key.pop(key, None)
+        if name and name not in self._adapter_by_key.values():
+            self._run(self._sampler.adapters.drop(name))
+
+    def close(self) -> None:
+        """Abort everything and end the thread."""
+        self._run(self._shut_down()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _begin(self, job: _Job) -> None:
+        key = job.request.weights
+        folder = None
+        if key is not None:
+            try:
+                folder = self._folder(key)
+            except WeightsGone:
+                job.answer = Future()
+                job.answer.set_result(GONE)
+                self._answered.put(job)
+                return
+            if folder is None:
+                return
+            self._adapter_by_key[key] = folder.name
+        job.answer = self._run(self._sampler.answer(job.request, folder, job.begun))
+        job.answer.add_done_callback(lambda _: self._answered.put(job))
+
+    def _collect(self) -> Iterator[_Job]:
+        try:
+            yield self._answered.get(timeout=WAIT_S if self._jobs else 0)
+            while True:
+                yield self._answered.get_nowait()
+        except queue.Empty:
+            return
+
+    def _run(self, work: Coroutine[None, None, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _shut_down(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._server.close()
+
+
+def _outcome(job: _Job) -> SampleOutput | Failure:
+    """Return what came of a request; whatever went wrong in the other thread, it alone fails of it."""
+    assert job.answer is not None
+    error = job.answer.exception()
+    if error:
+        log.error("vllm_request_failed", request=job.request.id, exc_info=error)
+        return BROKEN
+    return job.answer.result()
