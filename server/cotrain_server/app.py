@@ -10,7 +10,16 @@ from fastapi import FastAPI
 from cotrain.version import __version__
 from cotrain_server import errors
 from cotrain_server.edge import Edge
-from cotrain_server.routes import futures, runs, sessions, status, training, weights
+from cotrain_server.routes import (
+    futures,
+    runs,
+    samplers,
+    sampling,
+    sessions,
+    status,
+    training,
+    weights,
+)
 from cotrain_server.services import open_services
 from cotrain_store import metrics
 
@@ -32,13 +41,13 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app = FastAPI(
         title="cotrain",
         version=__version__,
-        description="Trains many people's LoRA adapters at once on one frozen base model.",
+        description="Trains and samples many people's LoRA adapters at once on one base model.",
         lifespan=lifespan,
         responses=errors.ERROR_RESPONSES,
     )
     metrics.BUILD_INFO.labels(__version__).set(1)
     app.add_middleware(Edge)
     errors.install(app)
-    for part in (sessions, runs, training, weights, futures, status):
+    for part in (sessions, runs, training, weights, samplers, sampling, futures, status):
         app.include_router(part.router)
     return app

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 #: Answers that are no news: "not yet" to a poll, and "not ready" to whoever waits for that.
-_NOT_LOGGED = {("/api/v1/retrieve_future", 408), ("/readyz", 503)}
+_NOT_LOGGED = {
+    ("/api/v1/retrieve_future", 408),
+    ("/api/v1/retrieve_futures", 408),
+    ("/readyz", 503),
+}
 
 
 class Edge:

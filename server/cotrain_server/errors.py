@@ -90,10 +90,12 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (TooManyPolls, 429),
     (OperatorsOnly, 404),
     (store.BaseModelNotServed, 400),
+    # The SDK samples again at 410, which is what such a request needs.
+    (store.SampleExpired, 410),
     (store.NotFound, 404),
     (store.AuthenticationFailed, 401),
-    # The SDK's heartbeat stops at 410. Training never meets it: a finished session's runs are
-    # closed, and a 410 there would make the SDK send the same op again under a new seq_id.
+    # The SDK's heartbeat stops at 410. Training never meets a 410: a finished session's runs are
+    # closed, and it would make the SDK send the same op again under a new seq_id.
     (store.SessionFinished, 410),
     # Never 409: the SDK repeats it silently for five minutes.
     (store.Refused, 400),
@@ -101,6 +103,7 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (store.Busy, 429),
     (store.StoreUnavailable, 503),
 )
+
 
 class ErrorBody(BaseModel):
     """What every refusal says."""

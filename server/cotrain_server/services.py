@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 
 from cotrain_server.auth import FailureCounter
 from cotrain_server.errors import TooManyPolls
+from cotrain_store.completions import Completions
 from cotrain_store.connection import Connection, check_store, open_connection
 from cotrain_store.futures import Futures
 from cotrain_store.intake import Intake
 from cotrain_store.records import Records
+from cotrain_store.sample_intake import SampleIntake
 from cotrain_store.spool import Spool, new_writer
 from cotrain_store.tenants import Tenants
+from cotrain_store.token_stream import TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -33,7 +36,10 @@ class Services:
     tenants: Tenants
     records: Records
     intake: Intake
+    sample_intake: SampleIntake
     futures: Futures
+    completions: Completions
+    token_stream: TokenStream
     failures: FailureCounter = field(default_factory=FailureCounter)
     polls_by_tenant: Counter[TenantId] = field(default_factory=Counter)
     draining: bool = False
@@ -53,6 +59,7 @@ class Services:
         """Say so in `/readyz`, and answer every held poll now: its client asks the next process."""
         self.draining = True
         self.futures.release_all()
+        self.completions.release_all()
 
 
 @asynccontextmanager
@@ -70,16 +77,24 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
         tenants = Tenants(connection)
         for key in settings.api_keys:
             await tenants.register(key.get_secret_value(), "operator's key")
-        async with Futures(connection, spool) as futures:
+        reserve_bytes = settings.disk_reserve_bytes
+        async with (
+            Futures(connection, spool) as futures,
+            Completions(connection) as completions,
+            TokenStream(connection) as token_stream,
+        ):
             yield Services(
                 settings=settings,
                 connection=connection,
                 tenants=tenants,
                 records=Records(connection),
-                intake=Intake(
-                    connection, spool, settings.tenant_limits, settings.disk_reserve_bytes
+                intake=Intake(connection, spool, settings.tenant_limits, reserve_bytes),
+                sample_intake=SampleIntake(
+                    connection, spool, settings.sample_limits, reserve_bytes
                 ),
                 futures=futures,
+                completions=completions,
+                token_stream=token_stream,
             )
     finally:
         await asyncio.to_thread(spool.close)

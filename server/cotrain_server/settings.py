@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
 from cotrain_store.intake import TenantLimits
+from cotrain_store.sample_intake import SampleLimits
 from cotrain_store.settings import StoreSettings
 
 MIB = 1024**2
@@ -68,3 +69,8 @@ class ServerSettings(StoreSettings):
     def tenant_limits(self) -> TenantLimits:
         """What one tenant may have waiting."""
         return TenantLimits(self.quota_ops, self.quota_tokens, self.quota_bytes, self.quota_runs)
+
+    @property
+    def sample_limits(self) -> SampleLimits:
+        """What one tenant may have waiting and running of sample requests."""
+        return SampleLimits(self.quota_samples, self.quota_bytes)
