@@ -78,7 +78,8 @@ async def stream(reply: MessageReply, events: AsyncIterator[Event]) -> AsyncIter
                 for piece in _end(reply, visible, happened.response):
                     yield piece
     except TOLD as error:
-        yield event(anthropic_error(refusal_of(error), reply.request_id), "error")
+        told = anthropic_error(refusal_of(error), reply.request_id)
+        yield event(told.model_dump(), "error")
 
 
 def _end(reply: MessageReply, visible: VisibleText, response: SampleResponse) -> Iterator[str]:

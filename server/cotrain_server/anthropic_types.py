@@ -106,11 +106,23 @@ class MessageRequest(_Fields):
         )
 
 
-def anthropic_error(refusal: Refusal, request_id: str) -> dict[str, Any]:
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """How Anthropic's API says that something is wrong."""
+
+    type: Literal["error"] = "error"
+    error: ErrorDetail
+    request_id: str
+
+
+def anthropic_error(refusal: Refusal, request_id: str) -> AnthropicError:
     """Say that something is wrong."""
     kind = _ERROR_TYPES.get(refusal.status, "api_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": refusal.message},
-        "request_id": request_id,
-    }
+    detail = ErrorDetail(type=kind, message=refusal.message)
+    return AnthropicError(error=detail, request_id=request_id)

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from cotrain_server import errors
 from cotrain_server.errors import RequestError, sentence
-from cotrain_server.gate import JSON_BODY_BYTES, TenantRoute
+from cotrain_server.gate import DataRoute
 from cotrain_server.generation import GenerationFailed, ShuttingDown
 from cotrain_server.hangup import while_connected
 from cotrain_store import metrics
@@ -22,6 +22,7 @@ from cotrain_store.errors import BaseModelNotServed, StoreError, StoreUnavailabl
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from pydantic import BaseModel
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from cotrain.sampling_types import SampleResponse
     from cotrain_server.gate import Handler
     from cotrain_server.generation import Generation
-    from cotrain_server.settings import ServerSettings
 
 #: What a request can end with that its tenant is told about; the rest is the edge's to catch.
 TOLD = (RequestError, StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
     retry_after_s: float | None = None
 
 
-class InferenceRoute(TenantRoute):
+class InferenceRoute(DataRoute):
     """A tenant's route whose errors have a shape of their own (`error_body`)."""
 
     @override
@@ -59,17 +59,12 @@ class InferenceRoute(TenantRoute):
                 refusal = refusal_of(error)
                 metrics.REQUESTS_REJECTED.labels(refusal.code).inc()
                 body = self.error_body(refusal, request.state.request_id)
-                return JSONResponse(body, refusal.status, _headers(refusal))
+                return JSONResponse(body.model_dump(), refusal.status, _headers(refusal))
 
         return answer
 
-    @override
-    def body_limit(self, request: Request, settings: ServerSettings) -> int:
-        """Say how many bytes a body may have: a whole context of text."""
-        return min(JSON_BODY_BYTES, settings.max_body_bytes)
-
     @staticmethod
-    def error_body(refusal: Refusal, request_id: str) -> dict[str, Any]:
+    def error_body(refusal: Refusal, request_id: str) -> BaseModel:
         """Write an error as the API does that this route speaks for."""
         raise NotImplementedError
 
@@ -98,6 +93,18 @@ async def finished(request: Request, generation: Generation) -> list[SampleRespo
         return await while_connected(request, generation.responses())
     finally:
         generation.close()
+
+
+def responses(error: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Describe what a route may answer beside its JSON, for the OpenAPI page."""
+    refused = {"model": error, "description": "The request was refused."}
+    return dict.fromkeys((422, "4XX", "5XX"), refused)
+
+
+#: For the OpenAPI page: a route that answers in pieces where it is asked to.
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}}
+}
 
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> str:

@@ -148,7 +148,7 @@ async def chunks(reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[st
             if isinstance(happened, Ended):
                 responses.append(happened.response)
     except TOLD as error:
-        yield event(openai_error(refusal_of(error)))
+        yield event(openai_error(refusal_of(error)).model_dump())
         return
     if reply.wants_usage:
         last = reply.object(reply.shape.piece_object, [])

@@ -183,17 +183,31 @@ class ChatCompletionRequest(GenerationRequest):
         ]
 
 
-def openai_error(refusal: Refusal) -> dict[str, Any]:
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str
+
+
+class OpenAIError(BaseModel):
+    """How OpenAI's API says that something is wrong."""
+
+    error: ErrorDetail
+
+
+def openai_error(refusal: Refusal) -> OpenAIError:
     """Say that something is wrong."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "message": refusal.message,
-            "type": _ERROR_TYPES.get(refusal.status, kind),
-            "param": None,
-            "code": refusal.code,
-        }
-    }
+    return OpenAIError(
+        error=ErrorDetail(
+            message=refusal.message,
+            type=_ERROR_TYPES.get(refusal.status, kind),
+            code=refusal.code,
+        )
+    )
 
 
 def _message(message: ChatMessage, where: str) -> Message:

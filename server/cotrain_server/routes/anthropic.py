@@ -10,11 +10,11 @@ from fastapi.responses import JSONResponse
 from typing_extensions import override
 
 from cotrain_server.anthropic_answers import MessageReply, answer, stream
-from cotrain_server.anthropic_types import MessageRequest, anthropic_error
+from cotrain_server.anthropic_types import AnthropicError, MessageRequest, anthropic_error
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.generation import Generation
-from cotrain_server.inference_route import EventStream, InferenceRoute, finished
+from cotrain_server.inference_route import STREAMS, EventStream, InferenceRoute, finished, responses
 from cotrain_server.sample_validation import check_sample, is_sampleable
 from cotrain_server.targets import find_target
 
@@ -27,7 +27,7 @@ class AnthropicRoute(InferenceRoute):
 
     @staticmethod
     @override
-    def error_body(refusal: Refusal, request_id: str) -> dict[str, Any]:
+    def error_body(refusal: Refusal, request_id: str) -> AnthropicError:
         """Write an error."""
         return anthropic_error(refusal, request_id)
 
@@ -37,6 +37,7 @@ router = APIRouter(
     tags=["anthropic"],
     route_class=AnthropicRoute,
     dependencies=[api_key],
+    responses=responses(AnthropicError),
 )
 
 
@@ -58,7 +59,7 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any
     return {"data": models, "has_more": False, **ends}
 
 
-@router.post("/messages", response_model=None)
+@router.post("/messages", response_model=None, responses=STREAMS)
 async def write_message(
     asked: MessageRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Response:
@@ -78,7 +79,7 @@ async def write_message(
     generation = await Generation.start(services, target.sampler, [reply.body])
     if asked.stream:
         return EventStream(stream(reply, generation.events()), generation.close)
-    responses = await finished(request, generation)
-    if responses is None:
+    complete = await finished(request, generation)
+    if complete is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(answer(reply, responses[0]))
+    return JSONResponse(answer(reply, complete[0]))

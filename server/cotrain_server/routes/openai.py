@@ -14,13 +14,14 @@ from cotrain_server.bodies import away_from_the_loop
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.generation import Generation
-from cotrain_server.inference_route import EventStream, InferenceRoute, finished
+from cotrain_server.inference_route import STREAMS, EventStream, InferenceRoute, finished, responses
 from cotrain_server.openai_answers import Reply, answer, chunks
 from cotrain_server.openai_shapes import ChatShape, CompletionShape
 from cotrain_server.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    OpenAIError,
     openai_error,
 )
 from cotrain_server.sample_validation import check_sample, is_sampleable
@@ -41,13 +42,17 @@ class OpenAIRoute(InferenceRoute):
 
     @staticmethod
     @override
-    def error_body(refusal: Refusal, request_id: str) -> dict[str, Any]:
+    def error_body(refusal: Refusal, request_id: str) -> OpenAIError:
         """Write an error."""
         return openai_error(refusal)
 
 
 router = APIRouter(
-    prefix="/oai/api/v1", tags=["openai"], route_class=OpenAIRoute, dependencies=[api_key]
+    prefix="/oai/api/v1",
+    tags=["openai"],
+    route_class=OpenAIRoute,
+    dependencies=[api_key],
+    responses=responses(OpenAIError),
 )
 
 
@@ -62,8 +67,8 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any
     return {"object": "list", "data": models}
 
 
-@router.post("/completions", response_model=None)
-async def complete(
+@router.post("/completions", response_model=None, responses=STREAMS)
+async def continue_text(
     asked: CompletionRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Response:
     """Go on with one or more texts."""
@@ -81,7 +86,7 @@ async def complete(
     return await _generate(request, services, reply, is_streamed=bool(asked.stream))
 
 
-@router.post("/chat/completions", response_model=None)
+@router.post("/chat/completions", response_model=None, responses=STREAMS)
 async def chat(
     asked: ChatCompletionRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Response:
@@ -119,10 +124,10 @@ async def _generate(
     generation = await Generation.start(services, reply.target.sampler, reply.bodies)
     if is_streamed:
         return EventStream(chunks(reply, generation.events()), generation.close)
-    responses = await finished(request, generation)
-    if responses is None:
+    complete = await finished(request, generation)
+    if complete is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(answer(reply, responses))
+    return JSONResponse(answer(reply, complete))
 
 
 async def _tokens(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
