@@ -1,7 +1,7 @@
 """Open a connection to Redis and refuse one that could lose acknowledged writes.
 
-The only other files that import redis are the classes that own one role each (intake, dispatch,
-execution, futures, records, tenants, status); all of them get their connection from here.
+No other file imports redis; the classes that own one role each (intake, dispatch, execution, futures,
+records, tenants, status, and those of sampling) all get their connection from here.
 """
 
 from __future__ import annotations
@@ -75,14 +75,18 @@ def open_sync_connection(url: str) -> SyncConnection:
     return redis.Redis.from_pool(pool)
 
 
-def async_script(connection: Connection, name: str) -> Script:
-    """Load one of our scripts, for an asynchronous connection."""
-    return connection.register_script((_SCRIPTS / f"{name}.lua").read_text())
+def async_script(connection: Connection, *parts: str) -> Script:
+    """Load one of our scripts, after the parts it calls, for an asynchronous connection."""
+    return connection.register_script(_source(parts))
 
 
-def sync_script(connection: SyncConnection, name: str) -> Script:
-    """Load one of our scripts, for a synchronous connection."""
-    return connection.register_script((_SCRIPTS / f"{name}.lua").read_text())
+def sync_script(connection: SyncConnection, *parts: str) -> Script:
+    """Load one of our scripts, after the parts it calls, for a synchronous connection."""
+    return connection.register_script(_source(parts))
+
+
+def _source(parts: Iterable[str]) -> str:
+    return "\n".join((_SCRIPTS / f"{part}.lua").read_text() for part in parts)
 
 
 async def stop_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:

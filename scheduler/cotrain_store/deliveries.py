@@ -2,7 +2,8 @@
 
 A result that was sent is not one that was read: the answer may be lost, and a laptop may sleep for a
 night with its poll open. But a client that afterwards sends its run another request is awake, and it
-asks again within seconds for what it missed.
+asks again within seconds for what it missed. Sample requests have no order to tell that from: there
+the session's heartbeat tells it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain_store import keys
+from cotrain_store.connection import async_script
+from cotrain_store.messages import sample_id
 
 if TYPE_CHECKING:
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import PoolId, RequestId, RunId, RunRecord
+    from cotrain_store.messages import PoolId, RequestId, RunId, RunRecord, SessionId
+    from cotrain_store.sample_ends import SampleName
 
 #: How long a client may take to ask again for an answer that was lost.
 READ_AFTER_S = 600.0
@@ -66,3 +70,39 @@ class Deliveries:
                 pipeline.hget(keys.log(pool, run), "last")
             rows = await pipeline.execute()
         return {run: None if row is None else int(row) for run, row in zip(runs, rows, strict=True)}
+
+
+class SampleDeliveries:
+    """Like Deliveries, for sample requests; those of clients that acknowledge need it least."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+        self._read = async_script(connection, "sample_read")
+        self._sent_at: dict[SampleName, float] = {}
+
+    def note(self, name: SampleName, now: float) -> None:
+        """Remember that a result was sent."""
+        self._sent_at[name] = now
+
+    async def expire_read(self, now: float) -> None:
+        """Shorten the lives of results that were sent a while ago to sessions that are alive."""
+        old = [name for name, at in self._sent_at.items() if now - at > READ_AFTER_S]
+        if not old:
+            return
+        alive = await self._alive({name.session for name in old})
+        read = [name for name in old if name.session in alive]
+        if read:
+            requests = [sample_id(*name) for name in read]
+            await self._read([], [keys.READ_RESULT_TTL_MS, keys.SAMPLE_RECORD_EXTRA_MS, *requests])
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for name in read:  # nor need anybody be told that it ended
+                pipeline.zrem(keys.completions(name.sampler, name.clone), name.seq)
+            await pipeline.execute()
+        for name in old:
+            if name.session in alive or now - self._sent_at[name] > _FORGET_AFTER_S:
+                del self._sent_at[name]
+
+    async def _alive(self, sessions: set[SessionId]) -> set[SessionId]:
+        asked = sorted(sessions)
+        beats = await self._redis.mget([keys.session_beat(session) for session in asked])
+        return {session for session, beat in zip(asked, beats, strict=True) if beat is not None}

@@ -20,22 +20,24 @@ from cotrain_store.messages import (
     QueuedOp,
     RequestId,
     Result,
-    ResultKind,
     RunId,
     RunState,
+    SamplerRecord,
+    SaveRecords,
     Step,
     TenantId,
     WorkerId,
     encode,
+    request_id,
 )
-from cotrain_store.spool import INLINE_LIMIT_BYTES, SpoolRef
+from cotrain_store.results import pack_results
+from cotrain_store.spool import SpoolRef
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
     from cotrain_store.dispatch import WorkerBeat
-    from cotrain_store.messages import SaveRecords
     from cotrain_store.spool import Spool
 
 #: Digests of this many ops before a snapshot are kept, for retries that come very late.
@@ -157,13 +159,6 @@ class Execution:
         except SpoolCorrupt:
             return None
 
-    def pack(self, result: Result) -> tuple[bytes, int]:
-        """Encode a result for its Redis value and give its lifetime in ms; large ones go to disk."""
-        if result.kind is not ResultKind.PASS or len(result.payload) <= INLINE_LIMIT_BYTES:
-            return result.pack(), keys.SMALL_RESULT_TTL_MS
-        ref = self._results.put(result.payload).result()
-        return Result(ResultKind.SPOOLED_PASS, ref.encode()).pack(), keys.LARGE_RESULT_TTL_MS
-
     def commit(
         self,
         step: Step,
@@ -181,6 +176,7 @@ class Execution:
         Raises:
             Fenced: another worker took this one's place; nothing was written.
         """
+        saved = {request_id(*op): _saved(records) for op, records in (saves or {}).items()}
         script_keys = [
             keys.worker_epoch(self.pool, self.worker), keys.open_steps(self.pool, self.worker),
             keys.cycles(self.pool), keys.spool_segment_refs(), keys.notify_results(),
@@ -189,10 +185,10 @@ class Execution:
         ]  # fmt: skip
         args: list[str | int | bytes] = [
             self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,
-            json.dumps(counted), self._numerics_id,
+            json.dumps(counted), self._numerics_id, json.dumps(saved),
         ]  # fmt: skip
-        for op in step.ops:
-            packed, ttl_ms = self.pack(results[op.run, op.seq])
+        all_packed = pack_results([results[op.run, op.seq] for op in step.ops], self._results)
+        for op, (packed, ttl_ms) in zip(step.ops, all_packed, strict=True):
             tenant = step.tenant_by_run[op.run]
             has_crashed = (op.run, op.seq) in crashed
             released = _body_of(op) if has_crashed or op.kind is OpKind.FORWARD else ""
@@ -248,7 +244,9 @@ class Execution:
         return Result.unpack(packed) if packed else None
 
     def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str) -> bool:
-        """Make a complete file the run's base and cut the log; False if it came too late.
+        """Make a complete file the run's base and cut the log.
+
+        False if it came too late, or too early: the log holds a save whose weights are not stored.
 
         Raises:
             Fenced: another worker took this one's place.
@@ -258,7 +256,7 @@ class Execution:
             keys.ops(self.pool, run), keys.bodies(self.pool, run), keys.digests(self.pool, run),
             keys.spool_segment_refs(),
         ]  # fmt: skip
-        answer = self._snapshot(script_keys, [self.epoch, seq, file, sha256, DIGESTS_KEPT])
+        answer = self._snapshot(script_keys, [self.epoch, seq, file, sha256, DIGESTS_KEPT, run])
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
@@ -269,7 +267,7 @@ class Execution:
         return sorted(RunId(member.decode()) for member in members)
 
     def forget(self, run: RunId) -> bool:
-        """Delete the log of a closed run; False while one of its ops is still planned."""
+        """Delete the log of a closed run; False while an op is planned or a save is not stored."""
         pool = self.pool
         script_keys = [
             keys.worker_epoch(pool, self.worker), keys.log(pool, run), keys.ops(pool, run),
@@ -307,6 +305,21 @@ class Execution:
             wakes.subscribe(keys.notify_worker(self.pool, self.worker))
             self._wakes = wakes  # only now: one that never subscribed would wait for nothing
         self._wakes.get_message(timeout=timeout_s)
+
+
+def _saved(records: SaveRecords) -> dict[str, Any]:
+    """Write the records of one save as the commit script takes them."""
+    weights, user = records.weights, records.user
+    row: dict[str, Any] = {
+        "weights": encode(weights), "worker": weights.worker, "user": encode(user),
+    }  # fmt: skip
+    if isinstance(user, SamplerRecord):
+        idle_ms = keys.sampler_idle_ms(ephemeral=user.ephemeral)
+        return row | {"kind": "s", "name": user.id, "session": user.session, "idle_ms": idle_ms}
+    row |= {"kind": "c", "name": f"{user.run}/{user.kind}/{user.name}"}
+    if user.expires_at is not None:
+        row["expires_at_ms"] = int(user.expires_at * 1000)
+    return row
 
 
 def _body_of(op: QueuedOp) -> str:

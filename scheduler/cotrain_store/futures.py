@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
-from cotrain_store.deliveries import Deliveries
-from cotrain_store.errors import RequestNotFound, RunNotFound, SpoolCorrupt
-from cotrain_store.messages import RequestId, Result, ResultKind, run_of
+from cotrain_store.deliveries import Deliveries, SampleDeliveries
+from cotrain_store.errors import (
+    RequestNotFound,
+    RunNotFound,
+    SampleExpired,
+    SamplerNotFound,
+    SpoolCorrupt,
+)
+from cotrain_store.messages import RequestId, Result, run_of
 from cotrain_store.records import Records
+from cotrain_store.results import is_spooled, whole_result
+from cotrain_store.sample_ends import parse_sample
+from cotrain_store.subscription import RETRY_S, listen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,13 +35,12 @@ if TYPE_CHECKING:
 
     from cotrain_store.connection import Connection
     from cotrain_store.messages import RunRecord, TenantId
+    from cotrain_store.sample_ends import SampleName
     from cotrain_store.spool import Spool
 
 SWEEP_S = 5.0
 #: A gap younger than this is a client that is still sending.
 GAP_NOTICE_S = 120.0
-#: How soon to ask a Redis again that went away.
-_RETRY_S = 0.2
 #: Places in a run's order have at most this many digits; longer ones name nothing.
 _PLACE_DIGITS = 19
 
@@ -55,13 +63,17 @@ class Futures:
         self._spool = spool
         self._records = Records(connection)
         self._deliveries = Deliveries(connection)
+        self._sample_deliveries = SampleDeliveries(connection)
         self._waiters: defaultdict[str, set[asyncio.Future[bytes | None]]] = defaultdict(set)
         self._tasks: list[asyncio.Task[None]] = []
         self._released = False
 
     async def __aenter__(self) -> Self:
         """Start listening."""
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._sweep())]
+        self._tasks = [
+            asyncio.create_task(listen(self._redis, keys.notify_results(), self._heard)),
+            asyncio.create_task(self._sweep()),
+        ]
         return self
 
     async def __aexit__(
@@ -105,20 +117,45 @@ class Futures:
             except CONNECTION_LOST:
                 if self._released or left_s == 0.0:
                     return Pending("paused_capacity", "the server's store is restarting")
-                await asyncio.sleep(min(_RETRY_S, left_s))
+                await asyncio.sleep(min(RETRY_S, left_s))
 
     async def _outcome(
         self, tenant: TenantId, request: RequestId, timeout_s: float
     ) -> Result | Pending:
+        name = parse_sample(request)
+        if name:
+            return await self._sample_outcome(tenant, request, name, timeout_s)
         run = await self._owned_run(tenant, request)
         packed = await self._held(request, timeout_s)
         if packed is None:
             return await self._pending(run, request)
         self._deliveries.note(run, request, time.monotonic())
-        result = Result.unpack(packed)
-        if result.kind is ResultKind.SPOOLED_PASS:
-            return await asyncio.to_thread(self._unspool, result)
-        return result
+        return await self._whole(packed, RequestNotFound("The result has expired."))
+
+    async def _sample_outcome(
+        self, tenant: TenantId, request: RequestId, name: SampleName, timeout_s: float
+    ) -> Result | Pending:
+        await self._require_sample(tenant, request, name)
+        packed = await self._held(request, timeout_s)
+        if packed is None:
+            state = await self._redis.hget(keys.sample(request), "state")
+            if state in (b"waiting", b"claimed"):
+                return Pending()
+            packed = await self._redis.get(keys.result(request))  # done between the two looks
+        if packed is None:
+            raise SampleExpired
+        self._sample_deliveries.note(name, time.monotonic())
+        return await self._whole(packed, SampleExpired())
+
+    async def _require_sample(self, tenant: TenantId, request: RequestId, name: SampleName) -> None:
+        """Raise unless this tenant sent this request; what is long over can be asked for again."""
+        owner = await self._redis.hget(keys.sample(request), "tenant")
+        if owner is None:
+            with contextlib.suppress(SamplerNotFound):
+                await self._records.sampler(tenant, name.sampler)
+                raise SampleExpired
+        if owner is None or owner.decode() != tenant:
+            raise RequestNotFound
 
     async def _owned_run(self, tenant: TenantId, request: RequestId) -> RunRecord:
         try:
@@ -157,24 +194,19 @@ class Futures:
             return Pending("paused_capacity", f"waiting for seq_id {int(log[0])}, which never came")
         return Pending()
 
-    def _unspool(self, result: Result) -> Result:
+    async def _whole(self, packed: bytes, expired: RequestNotFound) -> Result:
+        result = Result.unpack(packed)
+        if not is_spooled(result):
+            return result
         try:
-            return Result(ResultKind.PASS, self._spool.read(result.payload.decode()))
+            return await asyncio.to_thread(whole_result, result, self._spool)
         except SpoolCorrupt as gone:
-            raise RequestNotFound("The result has expired.") from gone
+            raise expired from gone
 
-    async def _listen(self) -> None:
-        while True:
-            try:
-                async with self._redis.pubsub(ignore_subscribe_messages=False) as subscription:
-                    await subscription.subscribe(keys.notify_results())
-                    async for message in subscription.listen():
-                        if message["type"] == "subscribe":
-                            await self._resolve(list(self._waiters))
-                        else:
-                            await self._resolve(message["data"].decode().split("\n"))
-            except CONNECTION_LOST:
-                await asyncio.sleep(_RETRY_S)
+    async def _heard(self, message: bytes | None) -> None:
+        """Look for who is named, or for everybody after a (re)subscription."""
+        named = list(self._waiters) if message is None else message.decode().split("\n")
+        await self._resolve(named)
 
     async def _sweep(self) -> None:
         while True:
@@ -182,6 +214,7 @@ class Futures:
             with contextlib.suppress(*CONNECTION_LOST):
                 await self._resolve(list(self._waiters))
                 await self._deliveries.expire_read(time.monotonic())
+                await self._sample_deliveries.expire_read(time.monotonic())
 
     async def _resolve(self, requests: Iterable[str]) -> None:
         waiting = [request for request in requests if request in self._waiters]

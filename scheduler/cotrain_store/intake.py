@@ -6,18 +6,15 @@ content gives the same request id and runs nothing twice.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import shutil
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from cotrain_store import keys
+from cotrain_store.capacity import Capacity
 from cotrain_store.connection import CONNECTION_LOST, async_script
 from cotrain_store.errors import (
-    DiskReserveReached,
     QueueFull,
     RunClosed,
     RunFailed,
@@ -25,7 +22,6 @@ from cotrain_store.errors import (
     RunQuotaReached,
     SeqConflict,
     SeqTooFar,
-    StoreFull,
     StoreUnavailable,
 )
 from cotrain_store.messages import (
@@ -38,7 +34,7 @@ from cotrain_store.messages import (
     encode,
     request_id,
 )
-from cotrain_store.spool import INLINE_LIMIT_BYTES, SpoolRef
+from cotrain_store.spool import SpoolRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,10 +44,6 @@ if TYPE_CHECKING:
 
 #: A seq further ahead of the last committed one than this is a client's mistake.
 MAX_AHEAD = 1_024
-#: Above this share of Redis' memory nothing new is taken: without memory a commit fails too, and
-#: then nothing that was accepted could ever finish.
-MEMORY_SHARE = 0.8
-_ASK_MEMORY_EVERY_S = 1.0
 _UNLOADED = Result.failed("The training run was unloaded before this request ran.", "user")
 
 
@@ -75,13 +67,8 @@ class Intake:
         limits: TenantLimits,
         disk_reserve_bytes: int = 0,
     ) -> None:
-        self._redis = connection
-        self._spool = spool
         self._limits = limits
-        self._memory_asked_at = 0.0
-        self._is_memory_short = False
-        self._free_disk = partial(shutil.disk_usage, spool.folder)
-        self._reserve = disk_reserve_bytes
+        self._capacity = Capacity(connection, spool, disk_reserve_bytes)
         self._submit = async_script(connection, "submit")
         self._close = async_script(connection, "close")
 
@@ -141,9 +128,8 @@ class Intake:
         digest: str,
         record: str,
     ) -> RequestId:
-        if self._free_disk().free < self._reserve:
-            raise DiskReserveReached  # small ones too: Redis needs disk, and so do recovery copies
-        ref = "inline" if len(body) <= INLINE_LIMIT_BYTES else await self._spooled(body)
+        await self._capacity.check()
+        ref = await self._capacity.place(body)
         segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
         now = time.time()
         op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now)
@@ -161,7 +147,6 @@ class Intake:
             limits.runs, record,
         ]  # fmt: skip
         try:
-            await self._refuse_when_full()
             answer = await self._submit(script_keys, args)
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
@@ -169,22 +154,6 @@ class Intake:
         if refusal:
             raise refusal(seq)
         return request_id(run.id, seq)
-
-    async def _refuse_when_full(self) -> None:
-        now = time.monotonic()
-        if now - self._memory_asked_at > _ASK_MEMORY_EVERY_S:
-            self._memory_asked_at = now
-            memory = await self._redis.info("memory")
-            limit = MEMORY_SHARE * memory["maxmemory"]
-            self._is_memory_short = 0 < limit < memory["used_memory"]
-        if self._is_memory_short:
-            raise StoreFull
-
-    async def _spooled(self, body: bytes) -> str:
-        try:
-            return await asyncio.wrap_future(self._spool.put(body))
-        except OSError as full:
-            raise DiskReserveReached from full
 
 
 _REFUSALS: dict[str, Callable[[int], Exception]] = {

@@ -230,8 +230,13 @@ def sampler(sampler_id: SamplerId) -> str:
     return f"cotrain:sampler:{sampler_id}"
 
 
+def sampler_idle_ms(*, ephemeral: bool) -> int:
+    """Say how long a sampler lives without a request."""
+    return EPHEMERAL_SAMPLER_IDLE_MS if ephemeral else SAMPLER_IDLE_MS
+
+
 def session_samplers(session_id: SessionId) -> str:
-    """Name the set of a session's samplers; expires with the last of them."""
+    """Name the set of a session's samplers; one that expired goes when somebody looks."""
     return f"cotrain:session:{session_id}:samplers"
 
 

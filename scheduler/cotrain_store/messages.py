@@ -343,11 +343,6 @@ def sample_id(sampler: SamplerId, seq: int) -> RequestId:
     return RequestId(f"{sampler}:{seq}")
 
 
-def sampler_of(request: RequestId) -> SamplerId:
-    """Name the sampler of a sample request; the inverse of `sample_id`."""
-    return SamplerId(request.rpartition(":")[0])
-
-
 def encode(record: Any) -> str:
     """Write a dataclass of this module as compact JSON."""
     return json.dumps(asdict(record), separators=(",", ":"))

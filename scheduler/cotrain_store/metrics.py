@@ -43,6 +43,13 @@ POOL_COUNTERS = {
         "cotrain_nonfinite_total",
         "Ops refused because a loss or gradient was not finite.",
     ),
+    "sample_requests": ("cotrain_sample_requests_total", "Sample requests resolved."),
+    "sampled_tokens": ("cotrain_sampled_tokens_total", "Tokens generated."),
+    "prompt_tokens": ("cotrain_prompt_tokens_total", "Prompt tokens of sample requests."),
+    "cached_prompt_tokens": (
+        "cotrain_prompt_tokens_cached_total",
+        "Prompt tokens of sample requests that were there already.",
+    ),
     "replayed_ops": ("cotrain_replay_ops_total", "Ops run again after a restart."),
     "diverged_runs": ("cotrain_replay_divergence_total", "Runs stopped because a replay differed."),
 }

@@ -1,4 +1,4 @@
-"""Sessions, runs and pools, always read through a tenant: there is no call without one.
+"""Sessions, runs, samplers, checkpoints and pools, always read through a tenant: there is no call without one.
 
 A foreign id and an unknown id give the same error, so that nobody learns what exists.
 """
@@ -13,9 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
+from cotrain_store.connection import async_script
 from cotrain_store.errors import (
     BaseModelNotServed,
+    CheckpointNotFound,
+    MalformedPath,
     RunNotFound,
+    SamplerNotFound,
+    SeqConflict,
     SessionFinished,
     SessionNotFound,
 )
@@ -27,6 +32,7 @@ from cotrain_store.messages import (
     RunId,
     RunRecord,
     RunState,
+    SamplerId,
     SamplerRecord,
     SessionId,
     SessionRecord,
@@ -38,10 +44,17 @@ from cotrain_store.messages import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cotrain_store.connection import Connection
 
 #: Session ids, and run ids (`<session>:train:<n>`). Anything else a client sends names no record.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}(:train:[0-9]{1,20})?")
+_SAMPLER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:sample:[0-9]{1,20}")
+_PATH = re.compile(
+    r"tinker://(?P<run>[A-Za-z0-9_-]{1,64}:train:[0-9]{1,20})"
+    r"/(?P<kind>weights|sampler_weights)/(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
+)
 
 
 class Records:
@@ -49,6 +62,7 @@ class Records:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
+        self._sampler = async_script(connection, "sampler")
 
     async def create_session(
         self,
@@ -134,7 +148,15 @@ class Records:
 
     async def sampler(self, tenant: TenantId, sampler: str) -> SamplerRecord:
         """Find a sampler; raises SamplerNotFound."""
-        raise NotImplementedError
+        text = (
+            await self._redis.get(keys.sampler(SamplerId(sampler)))
+            if _SAMPLER_ID.fullmatch(sampler)
+            else None
+        )
+        record = decode(SamplerRecord, json.loads(text)) if text else None
+        if record is None or record.tenant != tenant:
+            raise SamplerNotFound
+        return record
 
     async def create_sampler(self, record: SamplerRecord) -> SamplerRecord:
         """Make a sampler, or find the one that was made under this id with the same settings.
@@ -144,11 +166,29 @@ class Records:
             SessionFinished: its session has ended.
             CheckpointNotFound: its weights are forgotten meanwhile.
         """
-        raise NotImplementedError
+        weights = record.weights or WeightsRef("")
+        script_keys = [
+            keys.sampler(record.id), keys.session(record.session), keys.weights(weights),
+            keys.weights_users(weights), keys.session_samplers(record.session),
+        ]  # fmt: skip
+        idle_ms = keys.sampler_idle_ms(ephemeral=record.ephemeral)
+        answer = await self._sampler(script_keys, [record.id, encode(record), idle_ms, weights])
+        if answer == b"FINISHED":
+            raise SessionFinished
+        if answer == b"GONE":
+            raise CheckpointNotFound
+        known = decode(SamplerRecord, json.loads(answer))
+        if _settings(known) != _settings(record):
+            raise SeqConflict("This sampling_session_seq_id was already used with other settings.")
+        return known
 
     async def samplers_of(self, session: SessionId) -> tuple[SamplerRecord, ...]:
         """List the living samplers of a session that was found through its tenant, by age."""
-        raise NotImplementedError
+        members = await self._redis.smembers(keys.session_samplers(session))
+        names = [keys.sampler(SamplerId(member.decode())) for member in members]
+        rows = await self._redis.mget(names) if names else []
+        living = [decode(SamplerRecord, json.loads(row)) for row in rows if row]
+        return tuple(sorted(living, key=lambda sampler: sampler.created_at))
 
     async def checkpoint(self, tenant: TenantId, path: str) -> CheckpointRecord:
         """Find a checkpoint by its `tinker://` path.
@@ -157,11 +197,22 @@ class Records:
             MalformedPath: it is none.
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        raise NotImplementedError
+        named = _PATH.fullmatch(path)
+        if not named or ".." in named["name"]:
+            raise MalformedPath
+        name = keys.checkpoint(RunId(named["run"]), named["kind"], named["name"])
+        text = await self._redis.get(name)
+        record = decode(CheckpointRecord, json.loads(text)) if text else None
+        if record is None or record.tenant != tenant:
+            raise CheckpointNotFound
+        return record
 
     async def weights(self, ref: WeightsRef) -> WeightsRecord:
         """Read what sampler weights are; raises CheckpointNotFound once they are forgotten."""
-        raise NotImplementedError
+        row = await self._redis.hmget(keys.weights(ref), ["record", "digest", "size"])
+        if row[0] is None:
+            raise CheckpointNotFound
+        return weights_record(row)
 
     async def _row(self, key: str, asked_for: str) -> dict[bytes, bytes]:
         """Read a record that a client named; nothing for a name that none of ours has."""
@@ -173,6 +224,18 @@ class Records:
     async def _mark_alive(self, session_id: SessionId) -> None:
         now = repr(time.time())
         await self._redis.set(keys.session_beat(session_id), now, px=keys.SESSION_BEAT_TTL_MS)
+
+
+def weights_record(row: Sequence[bytes]) -> WeightsRecord:
+    """Read a record of weights and what became of them (record, digest, size)."""
+    raw = json.loads(row[0])
+    raw["lora"] = decode(LoraSpec, raw["lora"])
+    return replace(decode(WeightsRecord, raw), digest=row[1].decode(), size=int(row[2]))
+
+
+def _settings(sampler: SamplerRecord) -> tuple[str, str | None, bool]:
+    """Name what a repeat must have in common; a name may have moved to other weights meanwhile."""
+    return sampler.base_model, sampler.model_path, sampler.ephemeral
 
 
 def _session(row: dict[bytes, bytes]) -> SessionRecord:

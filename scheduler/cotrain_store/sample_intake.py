@@ -6,12 +6,31 @@ again after a crash.
 
 from __future__ import annotations
 
+import hashlib
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cotrain_store import keys
+from cotrain_store.capacity import Capacity
+from cotrain_store.connection import CONNECTION_LOST, async_script
+from cotrain_store.errors import (
+    SamplerNotFound,
+    SamplingBusy,
+    SeqConflict,
+    SessionFinished,
+    StoreUnavailable,
+)
+from cotrain_store.messages import RequestId, WeightsRef, sample_id
+from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, lives
+from cotrain_store.samples import encode_sample
+from cotrain_store.spool import SpoolRef
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import RequestId, SamplerRecord, TenantId
+    from cotrain_store.messages import SamplerRecord, TenantId
     from cotrain_store.samples import SampleBody
     from cotrain_store.spool import Spool
 
@@ -34,7 +53,10 @@ class SampleIntake:
         limits: SampleLimits,
         disk_reserve_bytes: int = 0,
     ) -> None:
-        raise NotImplementedError
+        self._limits = limits
+        self._capacity = Capacity(connection, spool, disk_reserve_bytes)
+        self._submit = async_script(connection, "sample_submit")
+        self._cancel = async_script(connection, "sample_finish", "sample_cancel")
 
     async def submit(self, sampler: SamplerRecord, seq: int, body: SampleBody) -> RequestId:
         """Accept one sample request; durable when this returns. Twice with the same body is one.
@@ -45,11 +67,61 @@ class SampleIntake:
             SessionFinished: its session has ended.
             SamplingBusy, StoreFull, DiskReserveReached, StoreUnavailable: nothing is wrong; later.
         """
-        raise NotImplementedError
+        await self._capacity.check()
+        request, content = sample_id(sampler.id, seq), encode_sample(body)
+        ref = await self._capacity.place(content)
+        answer = await self._accept(sampler, request, seq // CLONE_SIZE, content, ref)
+        refusal = _REFUSALS.get(answer.decode())
+        if refusal:
+            raise refusal(seq)
+        return request
 
     async def cancel(self, tenant: TenantId, request: RequestId) -> None:
         """Stop a sample request; one that is unknown, foreign or finished is left as it is.
 
-        A waiting one fails at once, a running one as soon as its worker hears of it.
+        A waiting one fails at once, a running one as soon as its worker hears of it. Twice is
+        harmless.
+
+        Raises:
+            StoreUnavailable: try again later.
         """
-        raise NotImplementedError
+        script_keys = [keys.sample(request), keys.spool_segment_refs(), keys.notify_results()]
+        args = [
+            request, tenant, CANCELLED.pack(), keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload),
+            *lives(time.time()),
+        ]  # fmt: skip
+        try:
+            await self._cancel(script_keys, args)
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+
+    async def _accept(
+        self, sampler: SamplerRecord, request: RequestId, clone: int, content: bytes, ref: str
+    ) -> bytes:
+        pool, tenant, limits = sampler.pool, sampler.tenant, self._limits
+        weights = sampler.weights or WeightsRef("")
+        segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
+        script_keys = [
+            keys.sample(request), keys.sampler(sampler.id), keys.session(sampler.session),
+            keys.weights(weights), keys.sample_load(pool, tenant), keys.queue_tenants(pool),
+            keys.sample_ring(pool), keys.spool_segment_refs(), keys.workers(pool),
+        ]  # fmt: skip
+        args = [
+            request, tenant, sampler.id, hashlib.sha256(content).hexdigest(), keys.prefix(pool),
+            weights, ref, segment, len(content), b"" if segment else content, repr(time.time()),
+            clone, keys.sampler_idle_ms(ephemeral=sampler.ephemeral), limits.requests,
+            limits.bytes, keys.ANY_LANE,
+        ]  # fmt: skip
+        try:
+            answer: bytes = await self._submit(script_keys, args)
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+        return answer
+
+
+_REFUSALS: dict[str, Callable[[int], Exception]] = {
+    "CONFLICT": lambda seq: SeqConflict(f"seq_id {seq} was already used with different content."),
+    "GONE": lambda _: SamplerNotFound(),
+    "FINISHED": lambda _: SessionFinished(),
+    "BUSY": lambda _: SamplingBusy(),
+}

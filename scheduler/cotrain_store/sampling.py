@@ -5,23 +5,25 @@ Plain synchronous and fenced by the worker's epoch, as execution is.
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cotrain_store import keys
+from cotrain_store.connection import sync_script
+from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
+from cotrain_store.messages import RequestId, ResultKind, SamplerId, TenantId, WeightsRef
+from cotrain_store.records import weights_record
+from cotrain_store.results import pack_results
+from cotrain_store.sample_ends import CANCELLED, lives
+from cotrain_store.samples import decode_sample
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
-    from cotrain_store.messages import (
-        PoolId,
-        RequestId,
-        Result,
-        SamplerId,
-        TenantId,
-        WeightsRecord,
-        WeightsRef,
-        WorkerId,
-    )
+    from cotrain_store.messages import PoolId, Result, WeightsRecord, WorkerId
     from cotrain_store.samples import SampleBody
     from cotrain_store.spool import Spool
 
@@ -45,9 +47,9 @@ class ClaimedSample:
 
 
 class Sampling:
-    """One worker's access to the sample requests and sampler weights of its pool.
+    """One worker's access to the sample requests and the sampler weights of its pool.
 
-    Everything here raises Fenced when another process took this worker's place.
+    What writes raises Fenced when another process took this worker's place.
     """
 
     def __init__(
@@ -59,54 +61,105 @@ class Sampling:
         worker: WorkerId,
         epoch: int,
     ) -> None:
-        raise NotImplementedError
+        self._redis = connection
+        self._spool = spool
+        self._results = results
+        self._pool = pool
+        self._worker = worker
+        self._epoch = epoch
+        self._epoch_key = keys.worker_epoch(pool, worker)
+        self._claim = sync_script(connection, "sample_claim")
+        self._requeue = sync_script(connection, "sample_finish", "sample_requeue")
+        self._resolve = sync_script(connection, "sample_finish", "sample_resolve")
+        self._stored = sync_script(connection, "weights_stored")
+        self._list_unused = sync_script(connection, "weights_in_use", "weights_unused")
+        self._forget = sync_script(connection, "weights_in_use", "weights_forget")
 
     def requeue(self) -> int:
         """At enter: put what a dead predecessor ran back at the front, in order; count it."""
-        raise NotImplementedError
+        return self._put_back(deaths=1)
 
     def give_back(self) -> int:
         """At leave: put what this process runs back at the front; no death is counted."""
-        raise NotImplementedError
+        return self._put_back(deaths=0)
 
     def claim(self, most: int) -> list[ClaimedSample]:
-        """Take waiting requests, one per tenant in turn; what only this worker can run comes first."""
-        raise NotImplementedError
+        """Take waiting requests, one per tenant in turn; of a tenant's, those first that only this
+        worker can run.
+        """
+        pool, me = self._pool, self._worker
+        script_keys = [
+            self._epoch_key, keys.sample_ring(pool), keys.claimed_samples(pool, me),
+            keys.workers(pool),
+        ]  # fmt: skip
+        args = [self._epoch, keys.prefix(pool), me, keys.ANY_LANE, most]
+        rows = self._claim(script_keys, args)
+        if rows == b"FENCED":
+            raise Fenced
+        return [self._claimed(row) for row in rows]
 
     def risk(self, request: RequestId) -> None:
         """Count a death over this claimed request in advance: nobody may be left to do it after."""
-        raise NotImplementedError
+        self._redis.hincrby(keys.sample(request), "deaths", 1)
 
     def resolve(self, results: Mapping[RequestId, Result], counted: Mapping[str, float]) -> None:
-        """Make results visible, free what the requests held, tell their clients. First result wins.
+        """Make results visible, free what the requests held, tell their clients. Twice is harmless:
+        the first result of each wins.
 
         `counted` is added to the pool's totals.
         """
-        raise NotImplementedError
+        script_keys = [
+            self._epoch_key, keys.spool_segment_refs(), keys.notify_results(),
+            keys.counters(self._pool),
+        ]  # fmt: skip
+        args: list[str | int | bytes] = [self._epoch, json.dumps(counted), *lives(time.time())]
+        all_packed = pack_results(list(results.values()), self._results)
+        for (request, result), (packed, ttl_ms) in zip(results.items(), all_packed, strict=True):
+            failed = int(result.kind is ResultKind.FAILURE)
+            args += [request, packed, ttl_ms, failed, len(result.payload)]
+        if self._resolve(script_keys, args) == b"FENCED":
+            raise Fenced
 
     def cancelled(self) -> list[RequestId]:
-        """List the requests of this worker that their clients cancelled; resolve them as CANCELLED."""
-        raise NotImplementedError
+        """List this worker's requests that their clients gave up; each is to be resolved, CANCELLED."""
+        members = self._redis.smembers(keys.cancelled_samples(self._pool, self._worker))
+        return sorted(RequestId(member.decode()) for member in members)
 
     def depth(self) -> int:
         """Count the requests that wait in this pool, whoever may run them."""
-        raise NotImplementedError
+        pipeline = self._redis.pipeline(transaction=False)
+        for tenant in self._redis.lrange(keys.sample_ring(self._pool), 0, -1):
+            pipeline.hget(keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")
+        return sum(int(waiting or 0) for waiting in pipeline.execute())
 
     def weights(self, ref: WeightsRef) -> WeightsRecord | None:
         """Read what is known of sampler weights; None once they are forgotten."""
-        raise NotImplementedError
+        row = self._redis.hmget(keys.weights(ref), ["record", "digest", "size"])
+        return weights_record(row) if row[0] else None
 
     def unstored(self) -> list[WeightsRecord]:
-        """List the weights that nobody but this worker has; after a crash: that a replay makes again."""
-        raise NotImplementedError
+        """List the weights that nobody but this worker has; after a crash, nobody: a replay of the
+        log makes them again.
+        """
+        members = self._redis.smembers(keys.unstored_weights(self._pool, self._worker))
+        found = [self.weights(WeightsRef(member.decode())) for member in members]
+        return sorted((w for w in found if w), key=lambda weights: weights.created_at)
 
     def stored(self, ref: WeightsRef, digest: str, size: int) -> bool:
         """Note that a folder is durable; False when the weights are forgotten. The first digest stays."""
-        raise NotImplementedError
+        pool = self._pool
+        script_keys = [
+            self._epoch_key, keys.weights(ref), keys.content(pool, digest),
+            keys.unstored_weights(pool, self._worker),
+        ]  # fmt: skip
+        answer = self._stored(script_keys, [self._epoch, ref, digest, size])
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"OK")
 
     def unused_weights(self) -> list[WeightsRecord]:
         """List the stored weights of this pool that no checkpoint and no living sampler refers to."""
-        raise NotImplementedError
+        return [weights_record(row) for row in self._list_unused([keys.pool_weights(self._pool)])]
 
     def forget_weights(self, ref: WeightsRef) -> bool:
         """Forget weights unless they are in use again; True when nothing else has their content.
@@ -114,8 +167,53 @@ class Sampling:
         Then their folder may go. Another worker may be about to store the same content: rename the
         folder away, ask `knows`, and rename it back if so; who stores, looks for its folder after.
         """
-        raise NotImplementedError
+        pool = self._pool
+        script_keys = [
+            self._epoch_key, keys.weights(ref), keys.weights_users(ref),
+            keys.pool_weights(pool),
+        ]  # fmt: skip
+        answer = self._forget(script_keys, [self._epoch, keys.prefix(pool), ref])
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"LAST")
 
     def knows(self, digest: str) -> bool:
         """Tell whether some weights have this content: a folder without is a leftover."""
-        raise NotImplementedError
+        return bool(self._redis.exists(keys.content(self._pool, digest)))
+
+    def _put_back(self, *, deaths: int) -> int:
+        pool, me = self._pool, self._worker
+        script_keys = [
+            self._epoch_key, keys.claimed_samples(pool, me), keys.cancelled_samples(pool, me),
+            keys.spool_segment_refs(), keys.notify_results(),
+        ]  # fmt: skip
+        args = [
+            self._epoch, keys.prefix(pool), deaths, CANCELLED.pack(), keys.SMALL_RESULT_TTL_MS,
+            len(CANCELLED.payload), *lives(time.time()),
+        ]  # fmt: skip
+        count = self._requeue(script_keys, args)
+        if count == b"FENCED":
+            raise Fenced
+        return int(count)
+
+    def _claimed(self, row: Sequence[bytes | None]) -> ClaimedSample:
+        request, tenant, sampler, weights, ref, at = (
+            (row[column] or b"").decode() for column in (0, 1, 2, 3, 4, 6)
+        )
+        return ClaimedSample(
+            request=RequestId(request),
+            tenant=TenantId(tenant),
+            sampler=SamplerId(sampler),
+            weights=WeightsRef(weights) if weights else None,
+            body=self._body(ref, row[5]),
+            accepted_at=float(at),
+            starts=int(row[7] or 0),
+            deaths=int(row[8] or 0),
+        )
+
+    def _body(self, ref: str, inline: bytes | None) -> SampleBody | None:
+        try:
+            content = inline if ref == "inline" else self._spool.read(ref)
+            return decode_sample(content) if content is not None else None
+        except (SpoolCorrupt, MalformedBody):
+            return None

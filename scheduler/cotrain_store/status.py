@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QueueStatus:
-    """What one tenant has accepted and not yet committed in one pool."""
+    """What one tenant has accepted and not yet got back in one pool."""
 
     tenant: TenantId
     ops: int
     tokens: int
     bytes: int
+    """Of the ops."""
+    samples_waiting: int = 0
+    samples_running: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,13 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
         pipeline.hlen(keys.open_steps(pool, worker))
     for tenant in tenants:
         pipeline.hmget(keys.queue(pool, tenant), ["ops", "tokens", "bytes"])
+        pipeline.hmget(keys.sample_load(pool, tenant), ["waiting", "running"])
     ready, gaps, cycle, counters, *rows = await pipeline.execute()
     beats, opened = rows[0 : 2 * len(ids) : 2], rows[1 : 2 * len(ids) : 2]
+    loads = rows[2 * len(ids) :]
     queues = [
-        QueueStatus(tenant, *(int(value or 0) for value in row))
-        for tenant, row in zip(tenants, rows[2 * len(ids) :], strict=True)
+        QueueStatus(tenant, *(int(value or 0) for value in [*ops, *samples]))
+        for tenant, ops, samples in zip(tenants, loads[::2], loads[1::2], strict=True)
     ]
     return PoolStatus(
         pool=pool,

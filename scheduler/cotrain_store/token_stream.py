@@ -6,16 +6,26 @@ fills.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import json
+from collections import defaultdict
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Self
 
+from cotrain_store import keys
+from cotrain_store.connection import stop_tasks
+from cotrain_store.subscription import listen
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
-    from contextlib import AbstractContextManager
+    from collections.abc import AsyncIterator, Iterable, Iterator
     from types import TracebackType
 
     from cotrain_store.connection import Connection, SyncConnection
     from cotrain_store.messages import RequestId
+
+#: Messages kept for a follower that is slow to read; what comes on top is left to the final result.
+MOST_UNREAD = 4_096
 
 
 @dataclass(frozen=True)
@@ -33,33 +43,47 @@ class TokenPublisher:
     """The worker's end."""
 
     def __init__(self, connection: SyncConnection) -> None:
-        raise NotImplementedError
+        self._redis = connection
 
     def publish(self, request: RequestId, events: Iterable[StreamedTokens]) -> None:
         """Tell whoever follows this request; nobody may."""
-        raise NotImplementedError
+        message = [request, [astuple(event) for event in events]]
+        self._redis.publish(keys.notify_tokens(), json.dumps(message, separators=(",", ":")))
 
 
 class TokenFeed:
     """The tokens of one request, for `async for`; ends when it is closed."""
 
+    def __init__(self) -> None:
+        self._unread: asyncio.Queue[StreamedTokens | None] = asyncio.Queue()
+
+    def put(self, event: StreamedTokens) -> None:
+        """Add what was heard."""
+        if self._unread.qsize() < MOST_UNREAD:
+            self._unread.put_nowait(event)
+
     def close(self) -> None:
         """End the iteration after what has come so far; twice is harmless."""
-        raise NotImplementedError
+        self._unread.put_nowait(None)
 
-    def __aiter__(self) -> AsyncIterator[StreamedTokens]:
-        raise NotImplementedError
+    async def __aiter__(self) -> AsyncIterator[StreamedTokens]:
+        """Yield what comes, until closed."""
+        while (event := await self._unread.get()) is not None:
+            yield event
 
 
 class TokenStream:
     """The API's end: one subscription per process."""
 
     def __init__(self, connection: Connection) -> None:
-        raise NotImplementedError
+        self._redis = connection
+        self._feeds: defaultdict[str, set[TokenFeed]] = defaultdict(set)
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         """Start listening."""
-        raise NotImplementedError
+        self._tasks = [asyncio.create_task(listen(self._redis, keys.notify_tokens(), self._heard))]
+        return self
 
     async def __aexit__(
         self,
@@ -68,12 +92,31 @@ class TokenStream:
         tb: TracebackType | None,
     ) -> None:
         """Stop listening; every feed ends."""
-        raise NotImplementedError
+        await stop_tasks(self._tasks)
+        for feeds in self._feeds.values():
+            for feed in feeds:
+                feed.close()
 
-    def follow(self, request: RequestId) -> AbstractContextManager[TokenFeed]:
+    @contextlib.contextmanager
+    def follow(self, request: RequestId) -> Iterator[TokenFeed]:
         """Collect a request's tokens from now on; enter before it is submitted to miss none.
 
         Nothing here says that the request ended: close the feed once its result is there
         (`waiting.add_done_callback(lambda _: feed.close())`).
         """
-        raise NotImplementedError
+        feed = TokenFeed()
+        self._feeds[request].add(feed)
+        try:
+            yield feed
+        finally:
+            self._feeds[request].discard(feed)
+            if not self._feeds[request]:
+                del self._feeds[request]
+
+    async def _heard(self, message: bytes | None) -> None:
+        if message is None:
+            return  # what was missed is a hole that the final result fills
+        request, events = json.loads(message)
+        for feed in self._feeds.get(request, ()):
+            for sequence, before, tokens, logprobs in events:
+                feed.put(StreamedTokens(sequence, before, tuple(tokens), tuple(logprobs)))

@@ -20,6 +20,7 @@ from cotrain_store.messages import (
     encode,
     request_id,
 )
+from cotrain_store.results import pack_results
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import WORKER
 from tests.support.stack import POOL, pool_record_for_tests
@@ -211,8 +212,8 @@ async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Lo
 
 async def test_a_large_result_goes_to_disk_and_lives_shorter(log: Log) -> None:
     small, large = Result(ResultKind.PASS, b"small"), Result(ResultKind.PASS, LARGE)
-    assert log.execution.pack(small) == (small.pack(), keys.SMALL_RESULT_TTL_MS)
-    packed, ttl_ms = log.execution.pack(large)
+    whole, (packed, ttl_ms) = pack_results([small, large], log.results)
+    assert whole == (small.pack(), keys.SMALL_RESULT_TTL_MS)
     reference = Result.unpack(packed)
     assert (reference.kind, ttl_ms) == (ResultKind.SPOOLED_PASS, keys.LARGE_RESULT_TTL_MS)
     assert log.results.read(reference.payload.decode()) == LARGE

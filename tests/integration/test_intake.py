@@ -255,7 +255,7 @@ async def test_a_redis_that_is_almost_full_takes_nothing_new_and_finishes_what_i
     async with open_log(empty_redis.url, tmp_path) as log:
         run = await log.new_run()
         await log.submit(run, 1)
-        monkeypatch.setattr("cotrain_store.intake.MEMORY_SHARE", 1e-6)
+        monkeypatch.setattr("cotrain_store.capacity.MEMORY_SHARE", 1e-6)
         async with open_log(empty_redis.url, tmp_path) as full:
             before = log.everything()
             with pytest.raises(StoreFull):
@@ -263,7 +263,7 @@ async def test_a_redis_that_is_almost_full_takes_nothing_new_and_finishes_what_i
             assert log.everything() == before
             await full.run_all()
             assert full.result(run, 1) is not None
-        monkeypatch.setattr("cotrain_store.intake.MEMORY_SHARE", 1.0)
+        monkeypatch.setattr("cotrain_store.capacity.MEMORY_SHARE", 1.0)
         async with open_log(empty_redis.url, tmp_path) as emptied:
             await emptied.submit(run, 2)
 

@@ -5,8 +5,8 @@ local epoch_key, open, cycles, refs = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local notify, wake, counters = KEYS[5], KEYS[6], KEYS[7]
 local starts, deaths = KEYS[8], KEYS[9]
 local epoch, prefix, cycle, record, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local counted, numerics = ARGV[6], ARGV[7]
-local FIRST = 8 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, what to release
+local counted, numerics, saved = ARGV[6], ARGV[7], ARGV[8]
+local FIRST = 9 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, what to release
                 -- ('inline', a segment or ''), and what to keep of its envelope instead ('' for all)
 
 if redis.call('GET', epoch_key) ~= epoch then
@@ -15,7 +15,7 @@ end
 if redis.call('HEXISTS', open, cycle) == 0 then
   return 'DONE'
 end
-local totals = cjson.decode(counted) -- before anything is written: a script that fails undoes nothing
+local totals, saves = cjson.decode(counted), cjson.decode(saved) -- before anything is written: a script that fails undoes nothing
 local done = {}
 for i = FIRST, #ARGV, 9 do
   local run, seq = ARGV[i], tonumber(ARGV[i + 1])
@@ -24,6 +24,26 @@ for i = FIRST, #ARGV, 9 do
     return 'ORDER'
   end
   done[run] = math.max(done[run], seq)
+end
+
+-- The request names the weights; what refers to them is a sampler ('s') or a checkpoint ('c').
+local function write_save(ref, save)
+  redis.call('HSET', 'cotrain:weights:' .. ref, 'record', save.weights, 'worker', save.worker,
+    'digest', '', 'size', 0)
+  redis.call('SADD', prefix .. 'weights', ref)
+  redis.call('SADD', prefix .. 'unstored:' .. save.worker, ref)
+  local users = 'cotrain:weights:' .. ref .. ':users'
+  if save.kind == 'c' then
+    local checkpoint = 'cotrain:checkpoint:' .. save.name
+    redis.call('SET', checkpoint, save.user)
+    if save.expires_at_ms then
+      redis.call('PEXPIREAT', checkpoint, save.expires_at_ms)
+    end
+    redis.call('SADD', users, 'c:' .. save.name)
+  elseif redis.call('SET', 'cotrain:sampler:' .. save.name, save.user, 'NX', 'PX', save.idle_ms) then
+    redis.call('SADD', 'cotrain:session:' .. save.session .. ':samplers', save.name)
+    redis.call('SADD', users, 's:' .. save.name)
+  end
 end
 
 local resolved = {}
@@ -47,6 +67,9 @@ for i = FIRST, #ARGV, 9 do
     end
     if ARGV[i + 8] ~= '' then
       redis.call('HSET', prefix .. 'ops:' .. run, seq, ARGV[i + 8])
+    end
+    if saves[request] then
+      write_save(request, saves[request])
     end
     resolved[#resolved + 1] = request
   end

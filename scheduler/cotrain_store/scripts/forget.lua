@@ -1,4 +1,5 @@
--- forget: a worker has dropped a closed run; delete its log. Waits while one of its ops is planned.
+-- forget: a worker has dropped a closed run; delete its log. Waits while one of its ops is planned,
+-- and while it is all that can make the sampler weights again that one of its saves made.
 local epoch_key, log, ops, bodies, digests = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local refs, drops = KEYS[6], KEYS[7]
 local epoch, run = ARGV[1], ARGV[2]
@@ -9,6 +10,11 @@ end
 local row = redis.call('HMGET', log, 'next', 'done')
 if row[1] and tonumber(row[1]) > tonumber(row[2]) + 1 then
   return 'PLANNED'
+end
+for _, seq in ipairs(redis.call('HKEYS', ops)) do
+  if redis.call('HGET', 'cotrain:weights:' .. run .. ':' .. seq, 'digest') == '' then
+    return 'UNSTORED'
+  end
 end
 for _, envelope in ipairs(redis.call('HVALS', ops)) do
   local segment = string.match(envelope, '|spool:([^:|]+):[^|]*$')

@@ -1,7 +1,9 @@
 -- snapshot: register a complete file as the run's new base and cut the log up to its seq.
--- Fenced by the worker's epoch; never past what is committed, never backwards.
+-- Fenced by the worker's epoch; never past what is committed, never backwards, and never past a save
+-- whose weights are not stored: the log is what makes them again.
 local epoch_key, log, ops, bodies, digests, refs = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local epoch, seq, file, sha, digests_kept = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], tonumber(ARGV[5])
+local run = ARGV[6]
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
@@ -10,6 +12,11 @@ local row = redis.call('HMGET', log, 'snap', 'done', 'snapfile', 'snapsha')
 local snap, done = tonumber(row[1] or -1), tonumber(row[2] or -1)
 if not row[1] or seq <= snap or seq > done then
   return 'OUTDATED'
+end
+for cut = snap + 1, seq do
+  if redis.call('HGET', 'cotrain:weights:' .. run .. ':' .. cut, 'digest') == '' then
+    return 'UNSTORED'
+  end
 end
 for cut = snap + 1, seq do
   local envelope = redis.call('HGET', ops, cut)

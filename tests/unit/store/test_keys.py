@@ -5,7 +5,16 @@ import re
 from pathlib import Path
 
 from cotrain_store import connection, keys
-from cotrain_store.messages import PoolId, RunId
+from cotrain_store.messages import (
+    PoolId,
+    RequestId,
+    RunId,
+    SamplerId,
+    SessionId,
+    TenantId,
+    WeightsRef,
+    WorkerId,
+)
 
 SCRIPTS = Path(connection.__file__).parent / "scripts"
 
@@ -24,26 +33,49 @@ def test_all_keys_of_a_pool_share_its_hash_tag() -> None:
         )
 
 
+def made(*, start: str, names: list[str]) -> set[str]:
+    return {name.removeprefix(start) for name in names}
+
+
 def test_the_scripts_build_only_keys_that_are_made_here() -> None:
-    pool, run = PoolId("p"), RunId("r")
-    known = {
-        name.removeprefix(keys.prefix(pool))
-        for name in (
-            keys.log(pool, RunId("")),
-            keys.ops(pool, RunId("")),
-            keys.bodies(pool, RunId("")),
-            keys.queue(pool, ""),  # type: ignore[arg-type]
-            keys.drops(pool, ""),  # type: ignore[arg-type]
-            keys.notify_worker(pool, ""),  # type: ignore[arg-type]
-        )
+    pool, none = PoolId("p"), ""
+    of_pool = made(
+        start=keys.prefix(pool),
+        names=[
+            keys.log(pool, RunId(none)),
+            keys.ops(pool, RunId(none)),
+            keys.bodies(pool, RunId(none)),
+            keys.queue(pool, TenantId(none)),
+            keys.drops(pool, WorkerId(none)),
+            keys.notify_worker(pool, WorkerId(none)),
+            keys.worker(pool, WorkerId(none)),
+            keys.sample_load(pool, TenantId(none)),
+            keys.sample_ring(pool),
+            keys.waiting_samples(pool, none, TenantId(none)).removesuffix(":"),
+            keys.claimed_samples(pool, WorkerId(none)),
+            keys.cancelled_samples(pool, WorkerId(none)),
+            keys.pool_weights(pool),
+            keys.unstored_weights(pool, WorkerId(none)),
+            keys.content(pool, none),
+        ],
+    )
+    of_all = {
+        keys.result(RequestId(none)),
+        keys.sample(RequestId(none)),
+        keys.sampler(SamplerId(none)),
+        keys.weights(WeightsRef(none)),
+        keys.completions(SamplerId(none), 0).removesuffix(":0"),
+        keys.checkpoint(RunId(none), none, none).removesuffix("//"),
+        keys.session(SessionId(none)),
     }
-    built = set()
     for script in SCRIPTS.glob("*.lua"):
         text = script.read_text()
-        built |= set(re.findall(r"prefix \.\. '([a-z:]+)'", text))
-        assert set(re.findall(r"'(cotrain:[a-z:]*)'", text)) <= {"cotrain:result:"}
-    assert built <= known
-    assert keys.result(f"{run}:1") == "cotrain:result:r:1"  # type: ignore[arg-type]
+        built = set(re.findall(r"(?:prefix|row\[3\]) \.\. '([a-z:_]+)'", text))
+        assert built <= of_pool, script.name
+        assert set(re.findall(r"'(cotrain:[a-z:]*)'", text)) <= of_all, script.name
+    assert keys.result(RequestId("r:1")) == "cotrain:result:r:1"
+    assert keys.weights_users(WeightsRef("w")) == keys.weights(WeightsRef("w")) + ":users"
+    assert keys.session_samplers(SessionId("s")) == keys.session(SessionId("s")) + ":samplers"
 
 
 def test_no_script_negates_a_number_the_way_redis_does_not_read() -> None:

@@ -1,0 +1,51 @@
+"""Results as Redis values: small ones whole, large ones as a reference into the spool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain_store import keys
+from cotrain_store.messages import Result, ResultKind
+from cotrain_store.spool import INLINE_LIMIT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_store.spool import Spool
+
+_SPOOLED = {
+    ResultKind.PASS: ResultKind.SPOOLED_PASS,
+    ResultKind.SAMPLE: ResultKind.SPOOLED_SAMPLE,
+}
+_WHOLE = {spooled: whole for whole, spooled in _SPOOLED.items()}
+
+
+def pack_results(results: Sequence[Result], spool: Spool) -> list[tuple[bytes, int]]:
+    """Encode results for Redis, each with its lifetime in ms. Large ones are on disk afterwards."""
+    puts = {
+        index: spool.put(result.payload)  # all of them share one fsync
+        for index, result in enumerate(results)
+        if result.kind in _SPOOLED and len(result.payload) > INLINE_LIMIT_BYTES
+    }
+    return [
+        _large(result, puts[index].result()) if index in puts else _small(result)
+        for index, result in enumerate(results)
+    ]
+
+
+def _small(result: Result) -> tuple[bytes, int]:
+    return result.pack(), keys.SMALL_RESULT_TTL_MS
+
+
+def _large(result: Result, ref: str) -> tuple[bytes, int]:
+    return Result(_SPOOLED[result.kind], ref.encode()).pack(), keys.LARGE_RESULT_TTL_MS
+
+
+def is_spooled(result: Result) -> bool:
+    """Tell whether a result's payload is on disk."""
+    return result.kind in _WHOLE
+
+
+def whole_result(result: Result, spool: Spool) -> Result:
+    """Read the payload of a spooled result; raises SpoolCorrupt when it is gone."""
+    return Result(_WHOLE[result.kind], spool.read(result.payload.decode()))

@@ -1,0 +1,45 @@
+-- sample_finish: a part of other scripts: what every end of a sample request does, once.
+-- Its result appears, its client is told, and all it held is free: queue, claim, quota, body.
+-- What is left of the request (who asked what) outlives its result, for repeats and late polls.
+-- `lives` holds, in ms: now, what the record outlives the result by, how long its end is told.
+local function finish(refs, lives, request, result, ttl_ms, failed, size)
+  local sample = 'cotrain:sample:' .. request
+  local row = redis.call('HMGET', sample, 'state', 'tenant', 'sampler', 'clone', 'digest',
+    'prefix', 'lane', 'holder', 'ref', 'size')
+  local state, tenant, sampler, clone, digest = row[1], row[2], row[3], row[4], row[5]
+  local prefix, lane, holder, ref, held = row[6], row[7], row[8], row[9], row[10]
+  if not state or state == 'done' then
+    return false
+  end
+  local load = prefix .. 'samples:' .. tenant
+  if state == 'waiting' then
+    redis.call('LREM', prefix .. 'waiting:' .. lane .. ':' .. tenant, 1, request)
+    if redis.call('HINCRBY', load, 'waiting', -1) == 0 then
+      redis.call('LREM', prefix .. 'sample_ring', 1, tenant)
+    end
+  else
+    redis.call('LREM', prefix .. 'claimed:' .. holder, 1, request)
+    redis.call('SREM', prefix .. 'cancelled:' .. holder, request)
+    redis.call('HINCRBY', load, 'running', -1)
+  end
+  redis.call('HINCRBY', load, 'bytes', 0 - tonumber(held))
+  local segment = string.match(ref, '^spool:([^:]+):')
+  if segment and redis.call('HINCRBY', refs, segment, -1) <= 0 then
+    redis.call('HDEL', refs, segment)
+  end
+  redis.call('SET', 'cotrain:result:' .. request, result, 'PX', ttl_ms)
+  redis.call('DEL', sample)
+  redis.call('HSET', sample, 'state', 'done', 'tenant', tenant, 'digest', digest,
+    'failed', failed, 'size', size)
+  redis.call('PEXPIRE', sample, ttl_ms + lives.record)
+
+  -- Numbers that grow, also from one life of the set to the next: the time, or one more than the
+  -- last. A seq has 64 bits, too many for a number of Lua's: it stays text.
+  local ended = 'cotrain:completions:' .. sampler .. ':' .. clone
+  local last = redis.call('ZREVRANGE', ended, 0, 0, 'WITHSCORES')[2]
+  local number = math.max(lives.now, last and tonumber(last) + 1 or 0)
+  redis.call('ZADD', ended, number, string.match(request, ':(%d+)$'))
+  redis.call('ZREMRANGEBYSCORE', ended, '-inf', lives.now - lives.told)
+  redis.call('PEXPIRE', ended, lives.told)
+  return true
+end

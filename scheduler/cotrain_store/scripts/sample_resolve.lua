@@ -1,0 +1,22 @@
+-- sample_resolve: a worker ends sample requests; the first result of each wins. Twice is harmless.
+-- Fenced by the worker's epoch.
+local epoch_key, refs, notify, counters = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local epoch, counted = ARGV[1], ARGV[2]
+local lives = { now = tonumber(ARGV[3]), record = tonumber(ARGV[4]), told = tonumber(ARGV[5]) }
+local FIRST = 6 -- then, for each request: its id, result, ttl ms, whether it failed, bytes
+
+if redis.call('GET', epoch_key) ~= epoch then
+  return 'FENCED'
+end
+local totals = cjson.decode(counted) -- before anything is written: a script that fails undoes nothing
+local resolved = {}
+for i = FIRST, #ARGV, 5 do
+  if finish(refs, lives, ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), ARGV[i + 3], ARGV[i + 4]) then
+    resolved[#resolved + 1] = ARGV[i]
+  end
+end
+for name, value in pairs(totals) do
+  redis.call('HINCRBYFLOAT', counters, name, value)
+end
+redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
+return 'OK'
