@@ -1,0 +1,165 @@
+"""retrieve_futures over HTTP and a real Redis: one poll that waits for all samples of a client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.messages import RequestId
+from tests.support.http_api import BOB, running_api, sample_body
+from tests.support.stand_in import StandIn, stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from tests.support.http_api import Api
+    from tests.support.redis_server import EmbeddedRedis
+
+CLONE = 10**9
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url, long_poll_s=30) as api:
+        yield api
+
+
+@pytest.fixture
+def worker(api: Api) -> Iterator[StandIn]:
+    with stand_in(api.services) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def sampler(api: Api) -> str:
+    return await api.new_sampler()
+
+
+async def poll(api: Api, sampler: str, cursor: int = 0, clone: int = 0, **fields: Any) -> Any:
+    target = {
+        "type": "sampling_session",
+        "sampling_session_id": sampler,
+        "cloned_sampler_id": clone,
+    }
+    body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": [], **fields}
+    return await api.post("retrieve_futures", body)
+
+
+def ended(answer: Any) -> list[str]:
+    return [completion["request_id"] for completion in answer.json()["completions"]]
+
+
+async def sample(api: Api, worker: StandIn, sampler: str, *seqs: int) -> None:
+    """Submit and claim these requests."""
+    for seq in seqs:
+        assert (await api.post("asample", sample_body(sampler, seq))).status_code == 200
+    worker.claim()
+
+
+async def test_a_held_poll_is_answered_as_soon_as_one_request_has_ended(
+    api: Api, worker: StandIn, sampler: str
+) -> None:
+    await sample(api, worker, sampler, 0, 1)
+    held = asyncio.create_task(poll(api, sampler))
+    await api.until_batch_held(held)
+    worker.finish(RequestId(f"{sampler}:1"), [1, 2])
+    answer = (await held).json()
+    assert [completion["request_id"] for completion in answer["completions"]] == [f"{sampler}:1"]
+    assert answer["completions"][0]["state"] == "finished"
+    assert answer["completions"][0]["response_payload_uncompressed_size"] > 0
+
+
+async def test_a_failed_request_is_told_and_its_failure_fetched_as_ever(
+    api: Api, worker: StandIn, sampler: str
+) -> None:
+    await sample(api, worker, sampler, 0)
+    worker.fail(RequestId(f"{sampler}:0"))
+    answer = await poll(api, sampler)
+    failed = {"state": "failed", "request_id": f"{sampler}:0"}
+    assert answer.json()["completions"] == [failed]
+    future = {"request_id": f"{sampler}:0"}
+    assert (await api.post("retrieve_future", future)).json()["category"] == "user"
+
+
+async def test_an_answer_that_was_lost_is_given_again_until_its_cursor_comes_back(
+    api: Api, worker: StandIn, sampler: str
+) -> None:
+    await sample(api, worker, sampler, 0, 1)
+    worker.finish(RequestId(f"{sampler}:0"), [1])
+    lost, again = [await poll(api, sampler) for _ in range(2)]
+    assert lost.json() == again.json()
+    worker.finish(RequestId(f"{sampler}:1"), [1])
+    cursor = again.json()["cursor"]
+    assert ended(await poll(api, sampler, cursor)) == [f"{sampler}:1"]
+    assert ended(await poll(api, sampler, cursor)) == [f"{sampler}:1"]
+
+
+async def test_without_time_to_wait_the_answer_comes_at_once(api: Api, sampler: str) -> None:
+    answer = await poll(api, sampler, cursor=0, timeout=0.0)
+    assert answer.status_code == 200
+    assert ended(answer) == []
+
+
+async def test_every_clone_of_a_client_hears_of_its_own_requests_only(
+    api: Api, worker: StandIn, sampler: str
+) -> None:
+    await sample(api, worker, sampler, 0, 7 * CLONE)
+    worker.finish(RequestId(f"{sampler}:0"), [1])
+    worker.finish(RequestId(f"{sampler}:{7 * CLONE}"), [1])
+    assert ended(await poll(api, sampler)) == [f"{sampler}:0"]
+    assert ended(await poll(api, sampler, clone=7)) == [f"{sampler}:{7 * CLONE}"]
+
+
+async def test_a_result_that_has_arrived_is_not_kept_for_a_day(
+    api: Api, worker: StandIn, sampler: str
+) -> None:
+    await sample(api, worker, sampler, 0)
+    worker.finish(RequestId(f"{sampler}:0"), [1])
+    cursor = (await poll(api, sampler)).json()["cursor"]
+    await poll(api, sampler, cursor, timeout=0.0, retrieved_request_ids=[f"{sampler}:0"])
+    left_ms = await api.services.connection.pttl(keys.result(RequestId(f"{sampler}:0")))
+    assert left_ms <= keys.READ_RESULT_TTL_MS
+
+
+async def test_nobody_acknowledges_what_is_anothers(
+    api: Api, worker: StandIn, sampler: str
+) -> None:
+    bobs = await api.new_sampler(BOB)
+    await api.post("asample", sample_body(bobs, 0), BOB)
+    worker.claim()
+    worker.finish(RequestId(f"{bobs}:0"), [1])
+    await poll(api, sampler, timeout=0.0, retrieved_request_ids=[f"{bobs}:0", "x"])
+    left_ms = await api.services.connection.pttl(keys.result(RequestId(f"{bobs}:0")))
+    assert left_ms > keys.READ_RESULT_TTL_MS
+
+
+async def test_a_batch_poll_counts_as_a_poll_of_its_tenant(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, long_poll_s=30, quota_polls=1) as api:
+        sampler = await api.new_sampler()
+        held = asyncio.create_task(poll(api, sampler))
+        await api.until_batch_held(held)
+        second = await poll(api, sampler)
+        assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+        api.services.drain()
+        assert (await held).status_code == 200
+
+
+async def test_draining_answers_a_held_batch_poll_with_what_there_is(
+    api: Api, sampler: str
+) -> None:
+    held = asyncio.create_task(poll(api, sampler, cursor=0))
+    await api.until_batch_held(held)
+    api.services.drain()
+    assert (await held).json() == {"completions": [], "cursor": 0}
+
+
+async def test_a_client_that_hangs_up_frees_its_batch_poll(api: Api, sampler: str) -> None:
+    target = {"type": "sampling_session", "sampling_session_id": sampler}
+    held, hung_up = api.start_post("retrieve_futures", {"target": target})
+    await api.until_batch_held(held)
+    hung_up.set()
+    await held
+    assert not api.services.polls_by_tenant.total()
