@@ -11,7 +11,9 @@ from cotrain.version import __version__
 from cotrain_server import errors
 from cotrain_server.edge import Edge
 from cotrain_server.routes import (
+    anthropic,
     futures,
+    openai,
     runs,
     samplers,
     sampling,
@@ -27,6 +29,20 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from cotrain_server.settings import ServerSettings
+
+
+PARTS = (
+    sessions,
+    runs,
+    training,
+    weights,
+    samplers,
+    sampling,
+    futures,
+    openai,
+    anthropic,
+    status,
+)
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
@@ -48,6 +64,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
     metrics.BUILD_INFO.labels(__version__).set(1)
     app.add_middleware(Edge)
     errors.install(app)
-    for part in (sessions, runs, training, weights, samplers, sampling, futures, status):
+    for part in PARTS:
         app.include_router(part.router)
     return app
