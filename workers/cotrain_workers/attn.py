@@ -43,9 +43,10 @@ def register() -> None:
     AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 
 
-def attach(module: nn.Module, router: Router) -> None:
-    """Give an attention module of the base model its way to the segment table."""
+def attach(module: nn.Module, router: Router, layer: int) -> None:
+    """Give an attention module of the base model its way to the segment table, and its number."""
     module.cotrain_router = router  # type: ignore[assignment]
+    module.cotrain_layer = layer  # type: ignore[assignment]
 
 
 def packed_attention(
@@ -67,9 +68,12 @@ def packed_attention(
     """
     refuse_unsupported(attention_mask, dropout, kwargs)
     router: Router = module.cotrain_router  # type: ignore[assignment]
-    table = router.route.sequences
     rule = Rule(scaling, sliding_window, softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+    if router.step is not None:
+        layer: int = module.cotrain_layer  # type: ignore[assignment]
+        return router.step.attend(layer, q, k, v, rule)[None], None
+    table = router.route.sequences
     if softcap is None and varlen_takes(query):
         return varlen_attention(q, k, v, table, rule)[None], None
     sizes = [stretch.sequences * stretch.length for stretch in table.stretches]

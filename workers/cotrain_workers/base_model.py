@@ -52,6 +52,15 @@ class UnsupportedModel(ValueError):
 
 
 @dataclass(frozen=True)
+class KvShape:
+    """What one token leaves in the key-value memory: two vectors per layer and head."""
+
+    layers: int
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class BaseModel:
     """A frozen model whose attention and target modules read their route from `router`."""
 
@@ -66,6 +75,7 @@ class BaseModel:
     hidden_size: int
     num_parameters: int
     eos_token_ids: tuple[int, ...]
+    kv: KvShape
 
 
 def load_base_model(
@@ -95,6 +105,17 @@ def load_base_model(
         hidden_size=config.hidden_size,
         num_parameters=num_parameters,
         eos_token_ids=eos_token_ids(network),
+        kv=kv_shape(config),
+    )
+
+
+def kv_shape(config: Any) -> KvShape:
+    """Return how large a token's keys and values are."""
+    head_dim = getattr(config, "head_dim", None)
+    return KvShape(
+        layers=config.num_hidden_layers,
+        heads=config.num_key_value_heads,
+        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
     )
 
 
@@ -174,5 +195,5 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
             raise UnsupportedModel("The unembedding has a bias, which the head does not implement.")
     attn.register()
     network.set_attn_implementation(attn.PACKED)
-    for layer in network.model.layers:
-        attn.attach(layer.self_attn, router)
+    for number, layer in enumerate(network.model.layers):
+        attn.attach(layer.self_attn, router, number)

@@ -20,6 +20,7 @@ from cotrain_workers.adam import adamw_step, discard_gradient, gradient_norm, re
 from cotrain_workers.admission import refuse_pass
 from cotrain_workers.bank import AdapterBank, AdapterState, host_copy
 from cotrain_workers.base_model import load_base_model
+from cotrain_workers.decoder import DecoderSizes, EngineDecoder
 from cotrain_workers.heap import keep_freed_memory
 from cotrain_workers.ops import (
     Create,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from cotrain_workers.base_model import BaseModel
     from cotrain_workers.ops import Op
+    from cotrain_workers.sample_ops import TextOf
     from cotrain_workers.spec import Family, Layout
 
 
@@ -131,6 +133,27 @@ class Engine:
             wave_s=middle - began,
             optim_s=time.perf_counter() - middle,
         )
+
+    def decoder(
+        self,
+        weights: Callable[[str], HostWeights],
+        *,
+        kv_tokens: int | None,
+        text: TextOf | None,
+        page_tokens: int | None = None,
+        step_tokens: int | None = None,
+        weights_bytes: int | None = None,
+    ) -> EngineDecoder:
+        """Return a decoder over this engine's base model, with key-value memory of its own.
+
+        `weights(key)` gives sampler weights or raises WeightsGone; `text` decodes tokens, for stop
+        strings. Sizes that are None suit the device: `kv_tokens` of key-value memory, `step_tokens` of
+        prompts per step, `weights_bytes` of adapters kept on the device.
+        """
+        sizes = DecoderSizes(
+            kv_tokens, page_tokens, step_tokens, weights_bytes, self._wave.head_chunk_rows
+        )
+        return EngineDecoder(self._base, weights, text, sizes)
 
     def has(self, run: str) -> bool:
         """Return whether this engine holds the run's adapter."""

@@ -112,6 +112,30 @@ def loss_inputs(given: HeadInput, rows: slice) -> dict[str, torch.Tensor]:
     return {name: values[rows] for name, values in given.inputs.items()}
 
 
+def raw_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the logits `[c, V]` of `hidden` `[c, d]`, before LoRA and cap; fp32 under a 16-bit base."""
+    narrow = weight.dtype in (torch.bfloat16, torch.float16)
+    product = wide_product if narrow else torch.mm
+    return product(hidden, weight.t())
+
+
+def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Return `softcap * tanh(logits / softcap)`, in place (Gemma 2); without a cap the logits."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def picked_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities of `targets` `[c, K]`, and all probabilities `[c, V]`."""
+    peak = logits.amax(dim=-1, keepdim=True)
+    picked = logits.gather(1, targets)
+    probabilities = torch.softmax(logits, dim=-1)
+    # logsumexp without another pass of exp: the largest probability is exp(peak - logsumexp).
+    top = probabilities.amax(dim=-1, keepdim=True)
+    return picked.sub_(peak).add_(top.log_()), probabilities
+
+
 class Chunk:
     """Some rows of a piece, visited: `c` rows, `V` the vocabulary."""
 
@@ -128,13 +152,7 @@ class Chunk:
         self._hidden_grad = None if given.hidden_grad is None else given.hidden_grad[rows]
         self._low: torch.Tensor | None = None  # A @ hidden^T, [rank, c]
         self._capped: torch.Tensor | None = None  # tanh(logits / softcap), [c, V]
-        logits = self._logits()
-        peak = logits.amax(dim=-1, keepdim=True)
-        picked = logits.gather(1, self._targets)
-        self._probabilities = torch.softmax(logits, dim=-1)
-        # logsumexp without another pass of exp: the largest probability is exp(peak - logsumexp).
-        top = self._probabilities.amax(dim=-1, keepdim=True)
-        self.logprobs = picked.sub_(peak).add_(top.log_())
+        self.logprobs, self._probabilities = picked_logprobs(self._logits(), self._targets)
 
     def backward(self, slope: torch.Tensor) -> None:
         """Given d loss / d logprob `[c, K]`, write d loss / d hidden and add the LoRA gradients."""
@@ -151,17 +169,13 @@ class Chunk:
         self._hidden_grad.copy_(hidden_grad)
 
     def _logits(self) -> torch.Tensor:
-        narrow = self._weight.dtype in (torch.bfloat16, torch.float16)
-        product = wide_product if narrow else torch.mm
-        logits = product(self._hidden, self._weight.t())  # [c, V]
+        logits = raw_logits(self._hidden, self._weight)
         if self._part is not None:
             self._low = torch.mm(self._part.weights.a, self._hidden.t())
             add_product(logits, self._low.t(), self._part.weights.b.t(), self._part.scale)
-        if self._softcap is not None:
-            logits.div_(self._softcap).tanh_()
-            self._capped = logits.clone() if self._hidden_grad is not None else None
-            logits.mul_(self._softcap)
-        return logits
+        if self._softcap is not None and self._hidden_grad is not None:
+            self._capped = torch.tanh(logits / self._softcap)
+        return capped(logits, self._softcap)
 
     def _logits_grad(self, slope: torch.Tensor) -> torch.Tensor:
         """Return d loss / d logits `[c, V]`: `sum_k slope_k (1[v = target_k] - p_v)`."""

@@ -27,6 +27,8 @@ class MultiLoraLinear(nn.Module):
     # typing.override begins with Python 3.12
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[explicit-override]
         """Map `x` `[1, T, in]` to `[1, T, out]`."""
+        if self.router.step is not None:
+            return self.router.step.linear(self.name, x, self.weight, self.bias)
         parts = self.router.route.parts(self.name)
         if not parts:
             return functional.linear(x, self.weight, self.bias)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from cotrain_workers.attn import Rule
     from cotrain_workers.spec import Pair
 
 
@@ -106,10 +107,25 @@ class Route:
         return self._parts_by_module[module]
 
 
+class StepRoute(Protocol):
+    """What a decoder step puts in place of the training route; see `step_route.py`."""
+
+    def linear(
+        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        """Map `q` `[T, heads, d]` to the same shape, each row within its own sequence."""
+
+
 class Router:
-    """Hands the route of the running micro-batch to the modules of one base model."""
+    """Hands the route of the running micro-batch or decoder step to the modules of one base model."""
 
     def __init__(self) -> None:
+        self.step: StepRoute | None = None  # set while a decoder step runs
         self._route: Route | None = None
 
     @property
@@ -127,3 +143,13 @@ class Router:
             yield
         finally:
             self._route = None
+
+    @contextmanager
+    def use_step(self, step: StepRoute) -> Iterator[None]:
+        """Set the route for one decoder step; never inside a micro-batch."""
+        assert self._route is None
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = None

@@ -58,6 +58,7 @@ class Wave:
     def __init__(self, base: BaseModel, *, micro_batch_tokens: int, head_chunk_rows: int) -> None:
         self._base = base
         self._device = base.head_weight.device
+        self.head_chunk_rows = head_chunk_rows
         self._head = Head(base.head_weight, base.final_softcap, head_chunk_rows)
         self._micro_batch_tokens = micro_batch_tokens
         wide = base.head_weight.dtype == torch.float64

@@ -1,0 +1,103 @@
+"""Choose the next token of each row: temperature, top-k, top-p, and one uniform number per token.
+
+The draw inverts the cumulative distribution in integers, whose sums are exact in any order: the same on
+CPU and under CUDA's deterministic algorithms (which have no cumulative sum of floats), in any batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+UNIT = 2.0**40  # a probability of 1; less than 1 / UNIT is never drawn
+ROWS = 64  # per call: a row's running sums take 8 bytes per token of the vocabulary
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the next token of one row is chosen."""
+
+    temperature: float  # 0: the most probable token, the lowest id among equals
+    top_k: int  # below 1: off
+    top_p: float
+    uniform: float  # in [0, 1)
+
+
+def uniform(seed: int, sequence: int, token: int) -> float:
+    """Return the number that decides one token: it depends on nothing but its three names."""
+    name = f"{seed}:{sequence}:{token}".encode()
+    bits = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    return (bits >> 11) * 2.0**-53
+
+
+def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    """Return a token for each of the first rows of `logits` `[>= len(choices), V]`: int64 `[n]`."""
+    parts = [
+        choose_some(logits[start : start + ROWS], choices[start : start + ROWS])
+        for start in range(0, len(choices), ROWS)
+    ]
+    return torch.cat(parts)
+
+
+def choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    """Choose for a few rows."""
+    likeliest = logits[: len(choices)].argmax(dim=-1)
+    drawn = [at for at, choice in enumerate(choices) if choice.temperature > 0]
+    if not drawn:
+        return likeliest
+    device = logits.device
+    rows = torch.tensor(drawn, device=device)
+    wanted = [choices[at] for at in drawn]
+    temperatures = torch.tensor([c.temperature for c in wanted], device=device, dtype=logits.dtype)
+    some = logits.index_select(0, rows)
+    scaled = (some - some.amax(dim=-1, keepdim=True)) / temperatures[
+        :, None
+    ]  # at most 0: no overflow
+    weights = (torch.softmax(scaled, dim=-1) * UNIT).long()  # [rows, V]
+    keep_most_probable(weights, wanted)
+    uniforms = torch.tensor([c.uniform for c in wanted], device=device, dtype=torch.float64)
+    return likeliest.index_copy(0, rows, draw(weights, uniforms))
+
+
+def keep_most_probable(weights: torch.Tensor, choices: Sequence[Choice]) -> None:
+    """Zero what top_k, then top_p leave out of `weights` `[rows, V]`; equals stay or go together."""
+    for k in {choice.top_k for choice in choices if 0 < choice.top_k < weights.shape[1]}:
+        rows = matching(weights, [choice.top_k == k for choice in choices])
+        some = weights[rows]
+        least = some.topk(k, dim=-1).values[:, -1:]
+        weights[rows] = some.where(some >= least, 0)
+    narrow = [choice.top_p < 1 for choice in choices]
+    if any(narrow):
+        rows = matching(weights, narrow)
+        shares = torch.tensor([c.top_p for c in choices], device=weights.device)[rows]
+        weights[rows] = nucleus(weights[rows], shares.double())
+
+
+def nucleus(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Keep the fewest of the largest weights that add up to each row's share of the total."""
+    ordered = weights.sort(dim=-1, descending=True).values
+    sums = ordered.cumsum(dim=-1)
+    before = (sums - ordered).double()  # of all larger ones
+    kept = (before < shares[:, None] * sums[:, -1:].double()).sum(dim=-1, keepdim=True)
+    least = ordered.gather(1, (kept - 1).clamp(min=0))
+    return weights.where(weights >= least, 0)
+
+
+def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return for each row the first index whose running sum passes `uniform * total`."""
+    sums = weights.cumsum(dim=-1)
+    total = sums[:, -1]
+    points = (uniforms * total.double()).long().clamp(max=total - 1)
+    return torch.searchsorted(sums, points[:, None], right=True)[:, 0]
+
+
+def matching(weights: torch.Tensor, wanted: Sequence[bool]) -> torch.Tensor:
+    """Return which rows are wanted, int64."""
+    rows = [at for at, is_wanted in enumerate(wanted) if is_wanted]
+    return torch.tensor(rows, device=weights.device)

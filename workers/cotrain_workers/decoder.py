@@ -1,0 +1,361 @@
+"""The decoder of the engine: many requests, many adapters, one packed step after the other.
+
+Same modules, weights and head as training. On CPU in fp32 a seeded request gives the same tokens and
+log-probabilities, to the bit, alone and in any batch, with cached pages and after preemption.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from cotrain_workers.batch_plan import Chunk, Row, Schedule
+from cotrain_workers.choose import Choice, choose, uniform
+from cotrain_workers.head import picked_logprobs
+from cotrain_workers.kv_cache import PAGE_TOKENS, KvCache, affordable_tokens
+from cotrain_workers.ops import Failure
+from cotrain_workers.packed_step import PackedStep, slot_order
+from cotrain_workers.pages import Pages, PrefixIndex
+from cotrain_workers.sample_admission import refuse_sample
+from cotrain_workers.sample_ops import (
+    NewTokens,
+    Progress,
+    SampledSequence,
+    SampleOutput,
+    TopK,
+    WeightsGone,
+)
+from cotrain_workers.score import PromptScores, asks_about_prompt, top
+from cotrain_workers.sequence import Group
+from cotrain_workers.stops import has_stop_string
+from cotrain_workers.weight_slots import WeightSlots, WeightsNotFinite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.base_model import BaseModel
+    from cotrain_workers.packed_step import Forward
+    from cotrain_workers.sample_ops import HostWeights, SampleRequest, TextOf
+    from cotrain_workers.sequence import Sequence
+    from cotrain_workers.weight_slots import Slot
+
+MOST_SEQUENCES = 256  # that run at once
+STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # of prompts, per step: the bound on activations
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """How much memory and work a decoder may use; None lets it choose for the device."""
+
+    kv_tokens: int | None
+    page_tokens: int | None
+    step_tokens: int | None
+    weights_bytes: int | None
+    head_chunk_rows: int
+
+
+@dataclass
+class StepLog:
+    """What a step did, so far."""
+
+    finished: list[tuple[str, SampleOutput | Failure]] = field(default_factory=list)
+    tokens: list[NewTokens] = field(default_factory=list)
+    prompt_tokens: int = 0
+
+
+class EngineDecoder:
+    """A `Decoder` over the base model of an engine. Not thread-safe; never steps inside a micro-batch."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        weights: Callable[[str], HostWeights],
+        text: TextOf | None,
+        sizes: DecoderSizes,
+    ) -> None:
+        device, dtype = base.head_weight.device, base.head_weight.dtype
+        page = sizes.page_tokens or PAGE_TOKENS[device.type]
+        tokens = sizes.kv_tokens or affordable_tokens(base.kv, base.context_length, device, dtype)
+        pages = Pages(max(2, tokens // page))
+        self.pages = pages
+        self._vocab_size = base.vocab_size
+        self._text = text
+        self._max_sequence_tokens = min(base.context_length, (pages.count - 1) * page)
+        self._page_tokens = page
+        self._index = PrefixIndex(pages)
+        self._slots = WeightSlots(base.targets, device, dtype, weights, sizes.weights_bytes)
+        self._schedule = Schedule(
+            pages,
+            self._index,
+            page_tokens=page,
+            step_tokens=MOST_SEQUENCES + max(page, sizes.step_tokens or STEP_TOKENS[device.type]),
+            most=MOST_SEQUENCES,
+        )
+        self._cache = KvCache(base.kv, pages.count, page, device, dtype)
+        self._head_chunk_rows = sizes.head_chunk_rows
+        self._step = PackedStep(base, self._cache)
+        self._groups: dict[str, Group] = {}
+        self._pinned: dict[str | None, Slot | None] = {None: None}
+        self._empty: list[tuple[str, SampleOutput]] = []  # finished before they began
+        self._arrivals = 0
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """How many tokens a prompt and what follows it can have together."""
+        return self._max_sequence_tokens
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._groups or self._empty)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests were added and have not begun."""
+        return sum(not group.has_begun for group in self._groups.values())
+
+    def refuse(self, request: SampleRequest) -> str | None:
+        """Return why this request can never run, as a sentence for the tenant, or None."""
+        return refuse_sample(
+            request,
+            vocab_size=self._vocab_size,
+            max_sequence_tokens=self._max_sequence_tokens,
+            has_text=self._text is not None,
+        )
+
+    def add(self, request: SampleRequest) -> None:
+        """Queue a request that `refuse` let pass."""
+        assert request.id not in self._groups
+        limit = self._max_sequence_tokens
+        if request.max_tokens is not None:
+            limit = min(limit, len(request.prompt) + request.max_tokens)
+        scores = PromptScores(request) if asks_about_prompt(request) else None
+        group = Group(request, self._arrivals, self._page_tokens, limit, scores)
+        self._arrivals += 1
+        if group.generates_nothing and scores is None:
+            self._empty.append((request.id, output_of(group)))
+            return
+        self._groups[request.id] = group
+        self._schedule.add(group.sequences)
+
+    def cancel(self, request_id: str) -> None:
+        """Free everything a request holds; no output follows. Unknown ids are ignored."""
+        self._empty = [each for each in self._empty if each[0] != request_id]
+        if request_id in self._groups:
+            self._forget(self._groups[request_id])
+
+    def drop_weights(self, key: str) -> None:
+        """Forget copies of weights that no request will name again; those in use stay until unused."""
+        self._slots.drop(key)
+        self._index.drop(key)
+
+    @torch.inference_mode()
+    def step(self) -> Progress:
+        """Admit who fits, compute one packed row, and choose the next token of everyone who is ready."""
+        log = StepLog(finished=list(self._empty))
+        self._empty.clear()
+        self._admit(log)
+        plan = self._schedule.plan()
+        for sequence in plan.preempted:
+            self._unpin(sequence)
+        self._cache.prepare(plan.copies, plan.blank)
+        forward = self._step.forward(plan, self._pinned)
+        if forward is not None:
+            self._absorb(forward, log)
+        self._generate(forward, log)
+        return Progress(log.finished, log.tokens, len(log.tokens), log.prompt_tokens)
+
+    def _admit(self, log: StepLog) -> None:
+        """Let sequences begin, oldest first, until one has no room; fail those without weights."""
+        for sequence in self._schedule.candidates():
+            group = sequence.group
+            if group.request.id not in self._groups:
+                continue  # it failed just now
+            if not self._schedule.has_room(sequence):
+                return
+            try:
+                if not self._pin(sequence):
+                    return
+            except WeightsGone:
+                self._fail(group, "The weights are gone.", "user", log)
+            except WeightsNotFinite:
+                self._fail(group, "The weights hold values that are not finite.", "user", log)
+            else:
+                self._schedule.admit(sequence)
+                group.has_begun = True
+
+    def _absorb(self, forward: Forward, log: StepLog) -> None:
+        """Note what a step put in place, and read off what was asked about prompts."""
+        for chunk, span, _ in forward.items:
+            if not isinstance(chunk, Chunk):
+                chunk.sequence.stored = chunk.stop
+                continue
+            group = chunk.sequence.group
+            hidden = forward.hidden[span.row :][: chunk.stop - chunk.start]
+            log.prompt_tokens += chunk.stop - chunk.start
+            if group.request.id not in self._groups:
+                continue  # an earlier page of this prompt failed
+            if chunk.sequence.scores_prompt and not self._score(group, chunk.start, hidden):
+                self._fail_not_finite(group, log)
+                continue
+            self._schedule.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
+
+    def _score(self, group: Group, start: int, hidden: torch.Tensor) -> bool:
+        """Fill in log-probabilities of a page of a prompt; False if they are not finite."""
+        assert group.scores is not None
+        rows = group.scores.rows(start, start + len(hidden))
+        for at in range(rows.start, rows.stop, self._head_chunk_rows):
+            some = range(at, min(at + self._head_chunk_rows, rows.stop))
+            slots = [self._pinned[group.request.weights]] * len(some)
+            logits = self._step.logits(hidden[some.start - start : some.stop - start], slots)
+            if not group.scores.fill(some, logits[: len(some)]):
+                return False
+        return True
+
+    def _generate(self, forward: Forward | None, log: StepLog) -> None:
+        """Choose the next token of every sequence whose last hidden state is known."""
+        ready: list[tuple[Sequence, torch.Tensor]] = []
+        for sequence in list(self._schedule.running):
+            if sequence.hidden is None:
+                continue
+            if sequence.group.generates_nothing:
+                self._finish(sequence.group, log)
+            else:
+                ready.append((sequence, sequence.hidden))
+                sequence.hidden = None
+        if forward is not None:
+            ready += [
+                (item.work.sequence, forward.hidden[item.span.row])
+                for item in forward.items
+                if isinstance(item.work, Row) and item.work.is_last
+            ]
+        ready.sort(key=lambda each: slot_order(self._pinned[each[0].group.request.weights]))
+        for at in range(0, len(ready), self._head_chunk_rows):
+            self._choose(ready[at : at + self._head_chunk_rows], log)
+
+    def _choose(self, ready: list[tuple[Sequence, torch.Tensor]], log: StepLog) -> None:
+        sequences = [sequence for sequence, _ in ready]
+        slots = [self._pinned[sequence.group.request.weights] for sequence in sequences]
+        logits = self._step.logits(torch.stack([hidden for _, hidden in ready]), slots)
+        tokens = choose(logits, [choice_of(sequence) for sequence in sequences])
+        found, _ = picked_logprobs(logits[: len(ready)], tokens[:, None])
+        self._note_topk(sequences, logits)
+        answers = zip(sequences, tokens.tolist(), found[:, 0].tolist(), strict=True)
+        for sequence, token, logprob in answers:
+            if sequence.group.request.id not in self._groups:
+                continue  # another of its sequences failed
+            if not math.isfinite(logprob):
+                self._fail_not_finite(sequence.group, log)
+                continue
+            self._append(sequence, token, logprob, log)
+
+    def _note_topk(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        """Keep the most probable tokens for those who asked; rows of one `k` go together."""
+        wanted = [sequence.group.request.topk_sample_logprobs for sequence in sequences]
+        for k in set(wanted) - {0}:
+            rows = [at for at, own in enumerate(wanted) if own == k]
+            picked = logits.index_select(0, torch.tensor(rows, device=logits.device))
+            for at, ids, logprobs in zip(rows, *top(picked, k), strict=True):
+                sequences[at].topk.append((ids, logprobs))
+
+    def _append(self, sequence: Sequence, token: int, logprob: float, log: StepLog) -> None:
+        """Give a sequence its next token; finish it if that was the last."""
+        request, offset = sequence.group.request, len(sequence.tokens)
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        log.tokens.append(NewTokens(request.id, sequence.index, offset, (token,), (logprob,)))
+        reason = self._stop_reason(sequence)
+        if reason is None:
+            return
+        self._schedule.remove(sequence)
+        self._unpin(sequence)
+        sequence.group.finished[sequence.index] = sampled(sequence, reason)
+        if len(sequence.group.finished) == request.num_samples:
+            self._finish(sequence.group, log)
+
+    def _stop_reason(self, sequence: Sequence) -> Literal["stop", "length"] | None:
+        request = sequence.group.request
+        if sequence.tokens[-1] in request.stop_tokens:
+            return "stop"
+        if request.stop_strings:
+            assert self._text is not None
+            if has_stop_string(sequence.tokens, request.stop_strings, self._text):
+                return "stop"
+        return "length" if sequence.length >= sequence.group.limit else None
+
+    def _finish(self, group: Group, log: StepLog) -> None:
+        log.finished.append((group.request.id, output_of(group)))
+        self._forget(group)
+
+    def _fail_not_finite(self, group: Group, log: StepLog) -> None:
+        self._fail(group, "The model's log-probabilities are not finite.", "user", log)
+
+    def _fail(
+        self, group: Group, message: str, category: Literal["user", "server"], log: StepLog
+    ) -> None:
+        log.finished.append((group.request.id, Failure(message, category)))
+        self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        """Free everything a request holds."""
+        del self._groups[group.request.id]
+        for sequence in group.sequences:
+            if sequence.index in group.finished:
+                continue
+            if sequence in self._schedule.running:
+                self._unpin(sequence)
+            self._schedule.remove(sequence)
+
+    def _pin(self, sequence: Sequence) -> bool:
+        """Keep a sequence's weights on the device; False while there is no room for them."""
+        key = sequence.group.request.weights
+        if key is not None:
+            slot = self._slots.pin(key)
+            if slot is None:
+                return False
+            self._pinned[key] = slot
+        return True
+
+    def _unpin(self, sequence: Sequence) -> None:
+        key = sequence.group.request.weights
+        if key is not None:
+            self._slots.unpin(key)
+
+
+def choice_of(sequence: Sequence) -> Choice:
+    """Return how the next token of a sequence is chosen."""
+    request = sequence.group.request
+    point = uniform(request.seed, sequence.index, len(sequence.tokens))
+    return Choice(request.temperature, request.top_k, request.top_p, point)
+
+
+def sampled(sequence: Sequence, reason: Literal["stop", "length"]) -> SampledSequence:
+    """Return a finished sequence as plain data."""
+    k = sequence.group.request.topk_sample_logprobs
+    topk = None
+    if k:
+        ids, logprobs = (
+            np.array([pair[part] for pair in sequence.topk]).reshape(-1, k) for part in (0, 1)
+        )
+        topk = TopK(ids.astype(np.int32), logprobs.astype(np.float32))
+    tokens = np.array(sequence.tokens, dtype=np.int32)
+    return SampledSequence(tokens, np.array(sequence.logprobs, dtype=np.float32), reason, topk)
+
+
+def output_of(group: Group) -> SampleOutput:
+    """Return a finished request as plain data; sequences without a token ended by length."""
+    scores = group.scores
+    return SampleOutput(
+        sequences=[
+            group.finished.get(sequence.index) or sampled(sequence, "length")
+            for sequence in group.sequences
+        ],
+        prompt_logprobs=scores.logprobs if scores else None,
+        topk_prompt=scores.topk if scores else None,
+        target_prompt_logprobs=scores.targets if scores else None,
+        cached_prompt_tokens=group.cached_prompt_tokens,
+    )

@@ -1,0 +1,104 @@
+"""One forward pass of a decoder step: prompt pages and generated tokens in one packed row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from cotrain_workers.base_model import UNEMBED
+from cotrain_workers.batch_plan import Chunk
+from cotrain_workers.head import capped, raw_logits
+from cotrain_workers.pack import bucket
+from cotrain_workers.paged_attn import PagedAttention, Span, positions
+from cotrain_workers.row_lora import RowLora
+from cotrain_workers.step_route import MixedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_workers.base_model import BaseModel
+    from cotrain_workers.batch_plan import Plan, Row
+    from cotrain_workers.kv_cache import KvCache
+    from cotrain_workers.weight_slots import Slot
+
+
+class Item(NamedTuple):
+    """A page of a prompt or a generated token, in its place in the packed row."""
+
+    work: Row | Chunk
+    span: Span
+    slot: Slot | None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The hidden states of a step."""
+
+    hidden: torch.Tensor  # [T, d]
+    items: Sequence[Item]
+
+
+class PackedStep:
+    """Runs steps over one base model and one key-value memory."""
+
+    def __init__(self, base: BaseModel, cache: KvCache) -> None:
+        self._base = base
+        self._cache = cache
+        self._device = base.head_weight.device
+
+    def forward(self, plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> Forward | None:
+        """Compute a plan's rows and chunks; None if it has none."""
+        items = arrange(plan, slot_of)
+        if not items:
+            return None
+        tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
+        places = [at for item in items for at in positions(item.span)]
+        filler = [0] * (bucket(len(tokens)) - len(tokens))
+        with self._base.router.use_step(self._route(items)):
+            hidden = self._base.backbone(
+                input_ids=torch.tensor([tokens + filler], device=self._device),
+                position_ids=torch.tensor([places + filler], device=self._device),
+                use_cache=False,
+            ).last_hidden_state[0]
+        return Forward(hidden, items)
+
+    def _route(self, items: Sequence[Item]) -> MixedStep:
+        rows = [item.span for item in items if not isinstance(item.work, Chunk)]
+        chunks = [item.span for item in items if isinstance(item.work, Chunk)]
+        slots = [item.slot for item in items for _ in positions(item.span)]
+        return MixedStep(
+            PagedAttention(self._cache, rows, chunks, self._device), RowLora(slots, self._device)
+        )
+
+    def logits(self, hidden: torch.Tensor, slots: Sequence[Slot | None]) -> torch.Tensor:
+        """Return the raw logits of `n` hidden states `[n, d]`, sorted by slot: `[n padded, V]`, fp32."""
+        n = len(slots)
+        padded = torch.cat([hidden, hidden.new_zeros(bucket(n) - n, hidden.shape[1])])
+        logits = raw_logits(padded, self._base.head_weight)
+        RowLora(slots, self._device).add(UNEMBED, padded, logits)
+        return capped(logits, self._base.final_softcap)
+
+
+def slot_order(slot: Slot | None) -> tuple[int, int]:
+    """Return what sorts rows so that each adapter's are neighbours, and each pool's."""
+    return (0, 0) if slot is None else (slot.pool.layout.rank, slot.index)
+
+
+def arrange(plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> list[Item]:
+    """Put the work of a plan in a row, each adapter's side by side."""
+    items, row = [], 0
+    for work, slot in sorted(
+        ((work, slot_of[work.sequence.group.request.weights]) for work in plan.work),
+        key=lambda pair: slot_order(pair[1]),
+    ):
+        span = span_of(work, row)
+        items.append(Item(work, span, slot))
+        row += len(positions(span))
+    return items
+
+
+def span_of(work: Row | Chunk, row: int) -> Span:
+    """Return what a row or chunk attends to."""
+    return Span(row, work.start, work.stop, work.sequence.pages)

@@ -1,0 +1,174 @@
+"""Pages of key-value memory: who holds each, and which hold a prompt that others may share.
+
+Plain bookkeeping; the tensors are in `kv_cache.py`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+
+class Pages:
+    """Counts the holders of each of `count` pages; a page nobody holds is free."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.idle = 0  # pages that only the prefix index holds: free as soon as they are wanted
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+        self._is_indexed = [False] * count
+
+    @property
+    def free(self) -> int:
+        """How many pages nobody holds."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """Return a free page, held once, or None."""
+        if not self._free:
+            return None
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        """Add a holder."""
+        assert self._holders[page] > 0
+        self.idle -= self._is_idle(page)
+        self._holders[page] += 1
+
+    def release(self, page: int) -> None:
+        """Remove a holder; the last one frees the page."""
+        assert self._holders[page] > 0
+        self._holders[page] -= 1
+        self.idle += self._is_idle(page)
+        if self._holders[page] == 0:
+            self._free.append(page)
+
+    def is_shared(self, page: int) -> bool:
+        """Return whether anyone else would notice a write to a page."""
+        return self._holders[page] > 1
+
+    def index_holds(self, page: int, *, holds: bool) -> None:
+        """Note whether the prefix index is among the holders; it holds a page once at most."""
+        self.idle -= self._is_idle(page)
+        self._is_indexed[page] = holds
+        self.idle += self._is_idle(page)
+
+    def _is_idle(self, page: int) -> bool:
+        return self._is_indexed[page] and self._holders[page] == 1
+
+
+@dataclass(eq=False)
+class Node:
+    """A page of a prompt that is in place: the tokens of this page, after those of all its parents."""
+
+    page: int
+    parent: Node | None
+    key: tuple[object, bytes]
+    children: int = 0
+    # Of the last token, float `[d]`; known where some prompt ended here.
+    last_hidden: torch.Tensor | None = None
+
+
+class PrefixIndex:
+    """Finds pages by the weights and all tokens up to their end; holds each of them once.
+
+    Keys are the tokens themselves, not hashes: nobody can meet another's page by a collision.
+    Whoever holds a node's page holds its parents' pages too.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._nodes: OrderedDict[tuple[object, bytes], Node] = OrderedDict()  # least used first
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def match(self, weights: str | None, chunks: Sequence[bytes]) -> list[Node]:
+        """Return the nodes of the longest known prefix of a prompt, cut into pages."""
+        found: list[Node] = []
+        for chunk in chunks:
+            node = self.find(weights, found[-1] if found else None, chunk)
+            if node is None:
+                break
+            found.append(node)
+        self._touch(found[-1] if found else None)
+        return found
+
+    def find(self, weights: str | None, parent: Node | None, chunk: bytes) -> Node | None:
+        """Return the node of one page, or None."""
+        return self._nodes.get(node_key(weights, parent, chunk))
+
+    def insert(
+        self, weights: str | None, parent: Node | None, chunk: bytes, page: int
+    ) -> Node | None:
+        """Index a page that is complete; return the node there was, if another got here first.
+
+        Return None, and index nothing, if the parent was dropped meanwhile.
+        """
+        if parent is not None and self._nodes.get(parent.key) is not parent:
+            return None
+        key = node_key(weights, parent, chunk)
+        known = self._nodes.get(key)
+        if known is not None:
+            return known
+        self._pages.hold(page)
+        self._pages.index_holds(page, holds=True)
+        node = Node(page, parent, key)
+        if parent is not None:
+            parent.children += 1
+        self._nodes[key] = node
+        self._touch(node)
+        return node
+
+    def evict(self) -> bool:
+        """Free the page that was used least recently and that nobody else holds; False if none is."""
+        for node in self._nodes.values():
+            if not node.children and not self._pages.is_shared(node.page):
+                self._remove(node)
+                return True
+        return False
+
+    def drop(self, weights: str | None) -> None:
+        """Forget the prompts of some weights that will not come again."""
+        # Parents were used last: in the order of use, every child comes before its parent.
+        for node in [node for node in self._nodes.values() if root(node) == weights]:
+            self._remove(node)
+
+    def _remove(self, node: Node) -> None:
+        del self._nodes[node.key]
+        if node.parent is not None:
+            node.parent.children -= 1
+        self._pages.index_holds(node.page, holds=False)
+        self._pages.release(node.page)
+
+    def _touch(self, node: Node | None) -> None:
+        """Make a node and its parents the last to go; parents after their children."""
+        for each in lineage(node):
+            self._nodes.move_to_end(each.key)
+
+
+def lineage(node: Node | None) -> Iterator[Node]:
+    """Yield a node, its parent, and so on."""
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+def root(node: Node) -> object:
+    """Return the weights a node belongs to."""
+    *_, first = lineage(node)
+    return first.key[0]
+
+
+def node_key(weights: str | None, parent: Node | None, chunk: bytes) -> tuple[object, bytes]:
+    """Return the key of a page: below its parent, or first of a prompt with these weights."""
+    return (weights if parent is None else parent, chunk)
