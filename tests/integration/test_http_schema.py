@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
-from tests.support.http_api import ALICE, POOL, publish_pool
+from tests.support.http_api import ALICE, POOL, publish_pool, sample_body
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,18 +62,24 @@ def test_no_request_is_our_error(server: str, key: str, examples: int) -> None:
         def ask(case: Any) -> None:
             if isinstance(case.body, dict):  # past the 404, where there is more to break
                 case.body |= {name: real for name, real in real_ids.items() if name in case.body}
+            if "sampling_session_id" in case.path_parameters:
+                case.path_parameters = {"sampling_session_id": real_ids["sampling_session_id"]}
             case.call_and_validate(headers=headers, checks=CHECKS)
 
         ask()
 
 
-def make_ids(server: str) -> dict[str, str]:
-    """Open a session with one run."""
+def make_ids(server: str) -> dict[str, Any]:
+    """Open a session with one run and one sampler."""
     with httpx.Client(base_url=f"{server}/api/v1", headers={"X-API-Key": ALICE}) as http:
         session = http.post("create_session", json={}).json()["session_id"]
-        body = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model}
-        future = http.post("create_model", json=body).json()
-    return {"session_id": session, **future}
+        body = {"session_id": session, "base_model": POOL.base_model}
+        run = http.post("create_model", json={**body, "model_seq_id": 0}).json()
+        sampler = {**body, "sampling_session_seq_id": 0}
+        name = http.post("create_sampling_session", json=sampler).json()["sampling_session_id"]
+        http.post("asample", json=sample_body(name, 0))
+    target = {"type": "sampling_session", "sampling_session_id": name}
+    return {"session_id": session, **run, "sampling_session_id": name, "target": target}
 
 
 def _app(redis_url: str, folder: Path) -> Any:
