@@ -22,7 +22,7 @@ from cotrain_store.errors import (
     StoreUnavailable,
 )
 from cotrain_store.messages import RequestId, WeightsRef, sample_id
-from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, lives
+from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, lives, parse_sample
 from cotrain_store.samples import encode_sample
 from cotrain_store.spool import SpoolRef
 
@@ -85,6 +85,8 @@ class SampleIntake:
         Raises:
             StoreUnavailable: try again later.
         """
+        if parse_sample(request) is None:
+            return
         script_keys = [keys.sample(request), keys.spool_segment_refs(), keys.notify_results()]
         args = [
             request, tenant, CANCELLED.pack(), keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload),

@@ -103,10 +103,10 @@ class Sampling:
         self._redis.hincrby(keys.sample(request), "deaths", 1)
 
     def resolve(self, results: Mapping[RequestId, Result], counted: Mapping[str, float]) -> None:
-        """Make results visible, free what the requests held, tell their clients. Twice is harmless:
-        the first result of each wins.
+        """Make results visible, free what the requests held, tell their clients.
 
-        `counted` is added to the pool's totals.
+        The first result of each wins. `counted` is added to the pool's totals, unless none did: so
+        twice is harmless.
         """
         script_keys = [
             self._epoch_key, keys.spool_segment_refs(), keys.notify_results(),

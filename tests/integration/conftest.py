@@ -9,6 +9,7 @@ import structlog
 
 from cotrain_store.connection import SyncConnection, open_sync_connection
 from tests.support.log import Log, open_log
+from tests.support.samples import Samples, open_samples
 from tests.support.stack import Stack, stack
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ def plain_tracebacks() -> None:
 async def log(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Log]:
     """The log of one pool, driven by hand."""
     async with open_log(empty_redis.url, tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def samples(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Samples]:
+    """The sample requests of one pool, driven by hand."""
+    async with open_samples(empty_redis.url, tmp_path) as opened:
         yield opened
 
 

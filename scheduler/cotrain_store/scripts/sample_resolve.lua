@@ -15,8 +15,10 @@ for i = FIRST, #ARGV, 5 do
     resolved[#resolved + 1] = ARGV[i]
   end
 end
-for name, value in pairs(totals) do
-  redis.call('HINCRBYFLOAT', counters, name, value)
+if #resolved > 0 then -- a repeat counts nothing
+  for name, value in pairs(totals) do
+    redis.call('HINCRBYFLOAT', counters, name, value)
+  end
+  redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
 end
-redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
 return 'OK'

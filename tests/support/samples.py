@@ -1,0 +1,178 @@
+"""The sampling half of the store on a real Redis, driven by hand: no decoder."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cotrain_store import keys
+from cotrain_store.completions import Completions
+from cotrain_store.execution import Execution
+from cotrain_store.messages import (
+    CheckpointRecord,
+    LoraSpec,
+    OpKind,
+    RequestId,
+    Result,
+    ResultKind,
+    SamplerRecord,
+    SaveRecords,
+    SessionId,
+    Step,
+    TenantId,
+    WeightsRecord,
+    WeightsRef,
+    WorkerId,
+    sampler_id,
+)
+from cotrain_store.records import Records
+from cotrain_store.sample_intake import SampleIntake, SampleLimits
+from cotrain_store.samples import SampleBody
+from cotrain_store.sampling import Sampling
+from tests.support.log import WORKER, Log, open_log
+from tests.support.stack import MODEL, POOL, pool_record_for_tests
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
+
+    from cotrain_store.messages import RunRecord
+
+BODY = SampleBody(
+    prompt=(1, 2, 3),
+    num_samples=1,
+    max_tokens=4,
+    temperature=1.0,
+    top_k=-1,
+    top_p=1.0,
+    seed=7,
+    stop=None,
+    prompt_logprobs=False,
+    topk_prompt_logprobs=0,
+    topk_sample_logprobs=0,
+    prompt_logprobs_last_n=None,
+    target_prompt_logprobs=None,
+    stream=False,
+)
+#: Its body does not fit beside its request in Redis.
+LARGE_BODY = replace(BODY, prompt=tuple(range(5_000)))
+RESULT = Result(ResultKind.SAMPLE, b"tokens")
+
+
+def sampler_record(
+    tenant: str = "a",
+    number: int = 0,
+    weights: WeightsRef | None = None,
+    *,
+    ephemeral: bool = False,
+) -> SamplerRecord:
+    """Describe a sampler; its session is named after its tenant."""
+    session = SessionId(f"session-of-{tenant}")
+    path = f"tinker://{weights}/sampler_weights/x" if weights and not ephemeral else None
+    return SamplerRecord(
+        sampler_id(session, number), TenantId(tenant), session, POOL, MODEL, path, weights,
+        ephemeral=ephemeral, created_at=time.time(),
+    )  # fmt: skip
+
+
+def weights_record(run: RunRecord, seq: int) -> WeightsRecord:
+    """Describe weights that the test's worker copied out of a run."""
+    return WeightsRecord(
+        WeightsRef(f"{run.id}:{seq}"), run.id, run.tenant, POOL, WORKER, MODEL,
+        LoraSpec(rank=1, seed=0), time.time(),
+    )  # fmt: skip
+
+
+@dataclass
+class Samples:
+    """Every role of sampling beside those of the log."""
+
+    log: Log
+    records: Records
+    intake: SampleIntake
+    sampling: Sampling
+
+    async def sampler(self, tenant: str = "a", number: int = 0) -> SamplerRecord:
+        """Make a sampler of the base model."""
+        return await self.records.create_sampler(sampler_record(tenant, number))
+
+    async def submit(self, sampler: SamplerRecord, *seqs: int) -> list[RequestId]:
+        """Accept one small request for each seq."""
+        return [await self.intake.submit(sampler, seq, BODY) for seq in seqs]
+
+    def claim(self, most: int = 64) -> list[RequestId]:
+        """Claim, and name what was claimed."""
+        return [claimed.request for claimed in self.sampling.claim(most)]
+
+    def resolve(self, *requests: RequestId, result: Result = RESULT) -> None:
+        """End requests with one and the same result."""
+        self.sampling.resolve(dict.fromkeys(requests, result), {"sample_requests": len(requests)})
+
+    def new_worker(self, worker: WorkerId = WORKER) -> Sampling:
+        """Take a worker's place, as another process would."""
+        log = self.log
+        execution = Execution(log.redis, log.spool, log.results, POOL, worker)
+        epoch = execution.enter(pool_record_for_tests())
+        return Sampling(log.redis, log.spool, log.results, POOL, worker, epoch)
+
+    def beat(self, worker: WorkerId) -> None:
+        """Say that a worker is alive."""
+        self.log.redis.set(keys.worker(POOL, worker), "{}")
+
+    async def save(
+        self,
+        run: RunRecord,
+        seq: int,
+        *,
+        name: str = "",
+        sampler: int = -1,
+        expires_at: float | None = None,
+    ) -> tuple[Step, Mapping[tuple[str, int], SaveRecords]]:
+        """Commit a save under a name, or as an ephemeral sampler."""
+        await self.log.submit(run, seq, OpKind.SAVE, body=b"{}")
+        step = await self.log.plan()
+        weights = weights_record(run, seq)
+        user: CheckpointRecord | SamplerRecord
+        if name:
+            user = CheckpointRecord(
+                run.id, run.tenant, "sampler_weights", name, weights.ref, MODEL, time.time(),
+                expires_at,
+            )  # fmt: skip
+        else:
+            user = sampler_record(run.tenant, sampler, weights.ref, ephemeral=True)
+        saves = {(run.id, seq): SaveRecords(weights, user)}
+        results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
+        self.log.execution.commit(step, results, {}, {}, saves=saves)
+        return step, saves
+
+    def load(self, tenant: str = "a") -> tuple[int, int, int]:
+        """Read a tenant's (waiting, running, bytes)."""
+        row = self.log.redis.hmget(
+            keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"]
+        )
+        waiting, running, size = (int(value or 0) for value in row)
+        return waiting, running, size
+
+    def result(self, request: RequestId) -> Result | None:
+        """Read what a request resolved to."""
+        packed = self.log.redis.get(keys.result(request))
+        return Result.unpack(packed) if packed else None
+
+    def completions(self) -> Completions:
+        """Make an API process's waiting room."""
+        return Completions(self.log.connection)
+
+
+@contextlib.asynccontextmanager
+async def open_samples(
+    redis_url: str, data_dir: Path, limits: SampleLimits | None = None, disk_reserve_bytes: int = 0
+) -> AsyncIterator[Samples]:
+    """Open every role of the store on one Redis."""
+    async with open_log(redis_url, data_dir) as log:
+        intake = SampleIntake(
+            log.connection, log.spool, limits or SampleLimits(), disk_reserve_bytes
+        )
+        sampling = Sampling(log.redis, log.spool, log.results, POOL, WORKER, log.execution.epoch)
+        yield Samples(log, Records(log.connection), intake, sampling)
