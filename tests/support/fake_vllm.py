@@ -41,9 +41,10 @@ class FakeVllm:
         self.may_generate.set()
         self.calls: list[tuple[str, Any]] = []
         """Every request so far: its path, and its body."""
-        self.generating = 0
-        self.aborted = 0
-        self.changed = threading.Condition()
+        self.poison = -1
+        """A prompt with this token makes the server fail."""
+        self.generating = self.most_generating = self.aborted = self.most_loaded = 0
+        self._changed = threading.Condition()
         self._model = TinyModel(model_folder)
         self._open: set[socket.socket] = set()
         self._port = 0
@@ -90,23 +91,46 @@ class FakeVllm:
         """Return the bodies of the requests to one path, in order."""
         return [body for called, body in self.calls if called == path]
 
-    def wait_until(self, generating: int | None = None, aborted: int = 0) -> None:
-        """Wait until so many sequences are being generated, and so many were aborted."""
-        with self.changed:
-            assert self.changed.wait_for(
-                lambda: generating in (None, self.generating) and self.aborted >= aborted, 30
-            )
+    def wait_until(
+        self,
+        *,
+        generating: int | None = None,
+        aborted: int = 0,
+        calls: int = 0,
+        unloaded: str | None = None,
+    ) -> None:
+        """Wait until so many sequences are generated now, so many were aborted, and so on."""
 
-    def note(self, *, generating: int = 0, aborted: int = 0) -> None:
-        """Count sequences that begin, end or are aborted."""
-        with self.changed:
+        def is_so() -> bool:
+            counted = self.aborted >= aborted and len(self.calls) >= calls
+            return counted and generating in (None, self.generating) and unloaded not in self.loaded
+
+        with self._changed:
+            assert self._changed.wait_for(is_so, 30)
+
+    def text(self, tokens: list[int]) -> str:
+        """Decode tokens as the server does when it looks for stop strings."""
+        return str(self._model.tokenizer.decode(tokens))
+
+    def unload(self, name: str) -> None:
+        """Lose an adapter, unasked."""
+        del self._model.adapted[name]
+
+    def note_call(self, path: str, body: Any) -> None:
+        """Remember a request, whatever comes of it."""
+        self.calls.append((path, body))
+        self._note()
+
+    def _note(self, *, generating: int = 0, aborted: int = 0) -> None:
+        with self._changed:
             self.generating += generating
+            self.most_generating = max(self.most_generating, self.generating)
             self.aborted += aborted
-            self.changed.notify_all()
+            self.most_loaded = max(self.most_loaded, len(self.loaded))
+            self._changed.notify_all()
 
     def answer(self, path: str, body: Any, connection: socket.socket) -> Answer | None:
         """Answer one request; None if its client is gone."""
-        self.calls.append((path, body))
         if prepared := self.answers.get(path):
             return prepared.pop(0)
         match path:
@@ -120,6 +144,7 @@ class FakeVllm:
                 return self._load(body["lora_name"], body["lora_path"])
             case "/v1/unload_lora_adapter" if self.updates_lora:
                 gone = self._model.adapted.pop(body["lora_name"], None)
+                self._note()
                 return (
                     (200, "Success") if gone else _error(404, "The lora adapter cannot be found.")
                 )
@@ -149,17 +174,19 @@ class FakeVllm:
         prompt, wanted = body["prompt"], body.get("max_tokens") or 16
         if body["model"] != self.name and body["model"] not in self._model.adapted:
             return _error(404, f"The model `{body['model']}` does not exist.")
+        if self.poison in prompt:
+            return _error(500, "Internal server error")
         if len(prompt) + wanted > self.context_tokens:
             return _error(400, f"This model's maximum context length is {self.context_tokens}.")
         if max(body.get("logprobs") or 0, body.get("prompt_logprobs") or 0) > self.max_logprobs:
             return _error(400, f"Requested more logprobs than the allowed {self.max_logprobs}.")
-        self.note(generating=1)
+        self._note(generating=1)
         try:
             tokens, rows, reason = self._generate(body, prompt, wanted, connection)
         finally:
-            self.note(generating=-1)
+            self._note(generating=-1)
         if reason == "abort":
-            self.note(aborted=1)
+            self._note(aborted=1)
             return None
         choice = {
             "index": 0,
@@ -235,6 +262,7 @@ def _is_gone(connection: socket.socket) -> bool:
 def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         @override
         def setup(self) -> None:
@@ -253,6 +281,7 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
             self._serve(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _serve(self, body: Any) -> None:
+            fake.note_call(self.path, body)
             key = self.headers.get("Authorization", "")
             answer: Answer | None = (401, {"error": "Unauthorized"})
             if not fake.api_key or key == f"Bearer {fake.api_key}" or self.path == "/health":

@@ -145,7 +145,9 @@ class VllmDecoder:
             self._run(self._sampler.adapters.drop(name))
 
     def close(self) -> None:
-        """Abort everything and end the thread."""
+        """Abort everything and end the thread. Twice is harmless."""
+        if self._loop.is_closed():
+            return
         self._run(self._shut_down()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
