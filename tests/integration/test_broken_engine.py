@@ -13,7 +13,8 @@ from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.messages import RunRecord, request_id
 from cotrain_store.status import cycle_records
 from cotrain_workers.engine import Engine
-from cotrain_workers.loop import MAX_DEATHS, MAX_STARTS
+from cotrain_workers.loop import MAX_STARTS
+from cotrain_workers.suspects import MAX_DEATHS
 from tests.support.deaths import Failpoint, Killed, dying_worker, live
 from tests.support.log import WORKER
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
@@ -38,12 +39,12 @@ def breaks_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def arm(
         poison: Collection[tuple[str, int]], *, half_way: bool = False, deadly: bool = False
     ) -> None:
-        def run(self: Engine, ops: Sequence[Op]) -> CycleOutput:
+        def run(self: Engine, ops: Sequence[Op], between: Any = None) -> CycleOutput:
             if any((op.run, op.seq) in poison for op in ops):
                 if half_way:
-                    run_as_before(self, ops)
+                    run_as_before(self, ops, between)
                 raise Killed if deadly else RuntimeError("the device is on fire")
-            return run_as_before(self, ops)
+            return run_as_before(self, ops, between)
 
         monkeypatch.setattr(Engine, "run", run)
 
@@ -142,12 +143,12 @@ async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
         breaks_at({(guilty.id, 1)})
         ensure_as_before, calls = loop._keeper.ensure, 0
 
-        def ensure(run: Any) -> int:
+        def ensure(run: Any, between: Any = None) -> int:
             nonlocal calls
             calls += run == guilty.id
             if run == guilty.id and calls > 1:
                 raise SpoolCorrupt("gone")
-            return ensure_as_before(run)
+            return ensure_as_before(run, between)
 
         loop._keeper.ensure = ensure  # type: ignore[method-assign]
         for seq in range(1, 5):

@@ -13,7 +13,6 @@ from cotrain_scheduler.clock import Clock
 from cotrain_scheduler.settings import ClockMode, SchedulerSettings
 from cotrain_store.connection import open_connection, open_sync_connection
 from cotrain_store.dispatch import Dispatch
-from cotrain_store.execution import Execution
 from cotrain_store.futures import Futures, Pending
 from cotrain_store.intake import Intake, TenantLimits
 from cotrain_store.messages import (
@@ -25,12 +24,12 @@ from cotrain_store.messages import (
     RunRecord,
     SessionId,
     TenantId,
-    WorkerId,
     run_id,
 )
+from cotrain_store.records import Records
+from cotrain_store.sample_intake import SampleIntake, SampleLimits
 from cotrain_store.spool import RESULTS, Spool, new_writer
-from cotrain_workers.keeper import Keeper
-from cotrain_workers.loop import WorkerLoop
+from cotrain_workers.assembly import enter_pool
 from cotrain_workers.settings import WorkerSettings, pool_of
 from tests.support.bodies import optim_body, pass_body
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_workers.engine import Engine
+    from cotrain_workers.loop import WorkerLoop
 
 MODEL = "tiny"
 POOL = pool_of(MODEL)
@@ -51,6 +51,8 @@ class Stack:
     intake: Intake
     futures: Futures
     dispatch: Dispatch
+    records: Records
+    samples: SampleIntake
 
     async def create(
         self, tenant: str, session: str, lora: LoraSpec, model_seq: int = 0
@@ -107,7 +109,13 @@ async def stack(
     clock = Clock(dispatch, settings)
     ticking = asyncio.create_task(clock.run())
     async with Futures(connection, spool) as futures:
-        yield Stack(Intake(connection, spool, limits or TenantLimits()), futures, dispatch)
+        yield Stack(
+            Intake(connection, spool, limits or TenantLimits()),
+            futures,
+            dispatch,
+            Records(connection),
+            SampleIntake(connection, spool, SampleLimits()),
+        )
         clock.stop()
         await ticking
     spool.close()
@@ -140,12 +148,9 @@ def make_worker(
     )
     connection = open_sync_connection(redis_url)
     writer = new_writer("w0")
-    spool, results = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
-    execution = Execution(connection, spool, results, POOL, WorkerId("w0"))
-    execution.enter(replace(pool_record_for_tests(), numerics_id=engine.facts.numerics_id))
-    keeper = Keeper(engine, execution, settings, exact=True)
-    loop = WorkerLoop(engine, execution, keeper, device="cpu", tokens_per_s=1e5)
-    return loop, (spool, results)
+    spools = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
+    record = replace(pool_record_for_tests(), numerics_id=engine.facts.numerics_id)
+    return enter_pool(engine, connection, spools, record, settings, text=None), spools
 
 
 def pool_record_for_tests() -> PoolRecord:

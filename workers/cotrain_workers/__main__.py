@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import structlog
@@ -13,16 +14,15 @@ import torch
 
 from cotrain_store.connection import check_store_sync, open_sync_connection
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
-from cotrain_store.execution import Execution
 from cotrain_store.logs import configure_logs
-from cotrain_store.messages import PoolRecord, WorkerId
+from cotrain_store.messages import PoolRecord
 from cotrain_store.spool import RESULTS, Spool, new_writer
+from cotrain_workers.assembly import enter_pool
 from cotrain_workers.engine import Engine
-from cotrain_workers.keeper import Keeper
-from cotrain_workers.loop import WorkerLoop
 from cotrain_workers.ops import Create, Datum, Pass
 from cotrain_workers.settings import WorkerSettings, pool_of
 from cotrain_workers.spec import AdapterSpec
+from cotrain_workers.tokenizer import publish_tokenizer
 
 log = structlog.get_logger()
 
@@ -45,17 +45,23 @@ def serve(settings: WorkerSettings) -> int:
         local_files_only=settings.offline,
     )
     tokens_per_s = measure_throughput(engine)
-    pool, worker = pool_of(settings.model_name), WorkerId(settings.worker_id)
-    writer = new_writer(worker)
-    spool = Spool(settings.spool_dir, writer)
-    results = Spool(settings.spool_dir, RESULTS + writer)
-    execution = Execution(connection, spool, results, pool, worker)
-    execution.enter(_pool_record(settings, engine, device, tokens_per_s))
-    keeper = Keeper(engine, execution, settings, exact=device == "cpu")
-    loop = WorkerLoop(engine, execution, keeper, device=device, tokens_per_s=tokens_per_s)
+    pool = pool_of(settings.model_name)
+    tokenizer = publish_tokenizer(
+        settings.model_source, pool, settings.tokenizers_dir, local_files_only=settings.offline
+    )
+    record = _pool_record(settings, engine, device, tokens_per_s)
+    if tokenizer:
+        record = replace(record, tokenizer=tokenizer.folder)
+    writer = new_writer(settings.worker_id)
+    spools = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
+    text = tokenizer.text if tokenizer else None
+    loop = enter_pool(engine, connection, spools, record, settings, text)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: loop.stop())
-    log.info("worker_started", pool=pool, worker=worker, device=device, tokens_per_s=tokens_per_s)
+    log.info(
+        "worker_started", pool=pool, worker=settings.worker_id, device=device,
+        tokens_per_s=tokens_per_s,
+    )  # fmt: skip
     try:
         loop.run()
     except Fenced:

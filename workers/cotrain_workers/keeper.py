@@ -20,10 +20,13 @@ from cotrain_workers.recovery import has_other_numerics, restore
 from cotrain_workers.snapshots import Snapshot, remove_snapshots, write_snapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cotrain_store.execution import Execution
     from cotrain_store.messages import Step
     from cotrain_workers.engine import Engine
     from cotrain_workers.settings import WorkerSettings
+    from cotrain_workers.weights_store import WeightsStore
 
 log = structlog.get_logger()
 
@@ -35,10 +38,17 @@ class Keeper:
     """Owns which runs are in the engine's memory, and their recovery copies."""
 
     def __init__(
-        self, engine: Engine, execution: Execution, settings: WorkerSettings, *, exact: bool
+        self,
+        engine: Engine,
+        execution: Execution,
+        weights: WeightsStore,
+        settings: WorkerSettings,
+        *,
+        exact: bool,
     ) -> None:
         self._engine = engine
         self._execution = execution
+        self._weights = weights
         self._settings = settings
         self._exact = exact
         self._debts: dict[RunId, Debt] = {}
@@ -52,16 +62,26 @@ class Keeper:
         """How many runs are in memory."""
         return len(self._debts)
 
-    def ensure(self, run: RunId) -> int:
+    def ensure(self, run: RunId, between: Callable[[], None] | None = None) -> int:
         """Have a run in the engine, restored if need be; return how many ops were replayed.
+
+        `between` is called after each micro-batch of the replay.
 
         Raises:
             ReplayDiverged, SpoolCorrupt: the run cannot go on.
         """
         if run in self._debts:
             return 0
-        folder = self._settings.snapshots_dir
-        replayed = restore(self._engine, self._execution, folder, run, exact=self._exact)
+        self._weights.recall()
+        replayed = restore(
+            self._engine,
+            self._execution,
+            self._weights,
+            self._settings.snapshots_dir,
+            run,
+            exact=self._exact,
+            between=between,
+        )
         position = self._execution.position(run)
         assert position is not None  # or it could not have been restored
         debt = Debt(position.done, ops=replayed, used_at=time.time())
@@ -89,7 +109,7 @@ class Keeper:
             debt = self._debts.get(op.run)
             if debt is None:
                 continue
-            if op.kind in (OpKind.FORWARD, OpKind.REJECTED):
+            if op.kind in (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED):
                 debt.pass_by(op.seq, now)
             else:
                 debt.add(op.seq, op.size, compute_s * op.tokens / tokens, now)
@@ -136,8 +156,9 @@ class Keeper:
 
     def _register_finished(self) -> None:
         for run, (seq, writing) in list(self._writing.items()):
-            if not writing.done():
-                continue
+            owed = self._weights.unstored(run)
+            if not writing.done() or (owed is not None and owed <= seq):
+                continue  # the log makes the weights of a save again until they are on disk
             try:
                 snapshot = writing.result()
             except OSError as failed:

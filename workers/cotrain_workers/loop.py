@@ -6,11 +6,12 @@ it died is computed again from the log.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -19,26 +20,37 @@ from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.execution import RUN_STOPPED
-from cotrain_store.messages import RunId, request_id
+from cotrain_store.messages import RunId
 from cotrain_workers.cycle_record import counted_cycle, cycle_record
+from cotrain_workers.heart import Heart, resident_bytes
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
 from cotrain_workers.requests import engine_op, result_of
+from cotrain_workers.saves import saves_of
+from cotrain_workers.suspects import CRASHED, run_alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import Step
+    from cotrain_store.messages import Step, TenantId, WeightsRecord
     from cotrain_workers.engine import Engine
     from cotrain_workers.keeper import Keeper
     from cotrain_workers.ops import CycleOutput, Op, Output
+    from cotrain_workers.sampling_service import SamplingService
+    from cotrain_workers.share import Share
+    from cotrain_workers.weights_store import WeightsStore
+
+    Place = tuple[str, int]  # a request's run and seq
 
 log = structlog.get_logger()
 
-BEAT_S = 2.0
 IDLE_S = 1.0
+#: How long to wait for a decoder that works elsewhere.
+SOON_S = 0.02
+#: While there is always something to decode, what is due besides is looked for this often.
+TEND_S = 0.5
 _RETRY_S = 0.2
 #: Weight of the newest cycle in the measured throughput.
 _SMOOTHING = 0.2
@@ -46,36 +58,42 @@ _SMOOTHING = 0.2
 _MEASURABLE_TOKENS = 512
 #: How long a drain may spend on recovery copies; what is left is replayed at the next start.
 DRAIN_S = 60.0
-#: A step that was left open this often is run op by op, to find a request that kills its process;
-#: one that so many processes died over, alone, is it. High enough for kills that come from outside.
+#: A step that was left open this often is run op by op, to find a request that kills its process.
 MAX_STARTS = 2
-MAX_DEATHS = 3
-
-#: The answer to a request that breaks the engine. It must never be run again, not even by a replay.
-_CRASHED = Failure("Internal error: this request could not be run.", "server")
 
 
 class WorkerLoop:
-    """Runs one worker's steps until told to stop, or replaced by another process (Fenced)."""
+    """Runs one worker's steps until told to stop, or replaced by another process (Fenced).
+
+    Sample requests are run when no step is open, and between the micro-batches of one.
+    """
 
     def __init__(
         self,
         engine: Engine,
         execution: Execution,
         keeper: Keeper,
+        weights: WeightsStore,
+        sampler: SamplingService,
+        share: Share,
         *,
+        base_model: str,
         device: str,
         tokens_per_s: float,
     ) -> None:
         self._engine = engine
         self._execution = execution
         self._keeper = keeper
+        self._weights = weights
+        self._sampler = sampler
+        self._share = share
+        self._base_model = base_model
         self._device = device
         self._tokens_per_s = tokens_per_s
         self._replayed_ops = 0
         self._uncounted: Counter[str] = Counter()
         self._stopping = threading.Event()
-        self._fenced = False
+        self._trained_until = self._tended_at = time.monotonic()
 
     def stop(self) -> None:
         """Finish the step in work, then leave."""
@@ -83,7 +101,7 @@ class WorkerLoop:
 
     def run(self) -> None:
         """Serve until stopped; raises Fenced when another process took this worker's place."""
-        heart = threading.Thread(target=self._beat_until_stopped, name="beat", daemon=True)
+        heart = Heart(self._execution, self._beat, self._stopping)
         heart.start()
         while not self._stopping.is_set():
             try:
@@ -91,33 +109,50 @@ class WorkerLoop:
             except CONNECTION_LOST:
                 log.warning("redis_lost")
                 self._stopping.wait(_RETRY_S)
-        if self._fenced:
+        if heart.was_replaced:
             raise Fenced
         heart.join()
         try:
-            self._keeper.drain(DRAIN_S)
-            self._execution.leave()
+            self._drain()
         except CONNECTION_LOST:
             log.warning("drain_cut_short")  # what was not copied out is replayed
 
+    def _drain(self) -> None:
+        self._sampler.drain()
+        self._weights.drain(DRAIN_S)  # first: no recovery copy counts before the saves it covers
+        self._keeper.drain(DRAIN_S)
+        self._execution.leave()
+
     def _turn(self) -> None:
+        lost = self._weights.lost()
+        if lost:
+            self._bring_back(lost[0])
         steps = self._execution.open_steps()
         if steps:
             self.execute(steps[0])
-        else:
-            self._keeper.tend()
-            self._execution.wait(IDLE_S)
+        elif not self._sampler.advance():
+            self._tend()
+            self._execution.wait(SOON_S if self._sampler.running else IDLE_S)
+        elif time.monotonic() - self._tended_at > TEND_S:
+            self._tend()
+
+    def _tend(self) -> None:
+        self._sampler.forget(self._weights.tend())
+        self._keeper.tend()
+        self._tended_at = time.monotonic()
 
     def execute(self, step: Step) -> None:
         """Run one step and commit it."""
         started = time.time()
+        self._trained_until = time.monotonic()
         lost = self._restore_runs(step)
         # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
         step = replace(step, ops=tuple(op for op in step.ops if op.seq > self._keeper.done(op.run)))
         try:
-            outputs, cost = self._outputs(step, lost)
+            bodies = self._bodies(step, lost)
+            outputs, cost = self._outputs(step, bodies, lost)
             finished = time.time()
-            record = self._commit(step, outputs, cost, started, finished)
+            record = self._commit(step, bodies, outputs, cost, started, finished)
         except CONNECTION_LOST:
             # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
             for run in {op.run for op in step.ops}:
@@ -125,35 +160,68 @@ class WorkerLoop:
             raise
         self._measure(cost)
         self._keeper.committed(step, finished - started)
+        self._share.trained(time.monotonic() - self._trained_until)
         log.info(
             "cycle_committed", cycle=step.cycle, runs=len(record["runs"]), ops=len(step.ops),
             tokens=record["tokens"], forwards=record["forwards"], dur_ms=record["duration_ms"],
         )  # fmt: skip
 
+    def _let_decode(self) -> None:
+        """Let the decoder use its share: between two micro-batches, when the model is free.
+
+        A Redis that is away, or a successor, is met again by the step's commit.
+        """
+        now = time.monotonic()
+        self._share.trained(now - self._trained_until)
+        with contextlib.suppress(Fenced, *CONNECTION_LOST):
+            while self._share.may_decode and not self._stopping.is_set():
+                if not self._sampler.advance():
+                    self._share.forfeit()
+                self._share.decoded(-now + (now := time.monotonic()))
+        self._trained_until = time.monotonic()
+
     def _commit(
         self,
         step: Step,
-        outputs: Mapping[tuple[str, int], Output],
+        bodies: Mapping[Place, bytes],
+        outputs: Mapping[Place, Output],
         cost: CycleOutput | None,
         started: float,
         finished: float,
     ) -> dict[str, Any]:
         """Commit a step and return its record. While Redis is away it waits: the work is done."""
+        saves = saves_of(step, bodies, outputs, self._execution.pool, self._base_model)
         results = {
-            (op.run, op.seq): result_of(op, outputs[op.run, op.seq], step.cycle) for op in step.ops
-        }
+            (op.run, op.seq): result_of(op, outputs[op.run, op.seq], step.cycle)
+            for op in step.ops
+            if (op.run, op.seq) not in saves
+        } | {at: save.result for at, save in saves.items()}
         record = cycle_record(step, results, cost, started, finished)
         counted = counted_cycle(step, outputs, cost, record) | self._uncounted
-        crashed = {at for at in results if outputs[at] is _CRASHED}
+        crashed = {at for at in results if outputs[at] is CRASHED}
+        records = {at: save.records for at, save in saves.items()}
         while True:
             try:
-                self._execution.commit(step, results, record, counted, crashed)
+                self._execution.commit(step, results, record, counted, crashed, records)
             except CONNECTION_LOST:
                 if self._stopping.wait(_RETRY_S):
                     raise
             else:
-                self._uncounted.clear()
-                return record
+                break
+        self._uncounted.clear()
+        for save in saves.values():
+            self._weights.put(save.records.weights, save.weights)
+        return record
+
+    def _bring_back(self, weights: WeightsRecord) -> None:
+        """Make weights again that were lost before they were on disk: a replay of their run does."""
+        self._trained_until = time.monotonic()
+        try:
+            self._restore(weights.run)
+        except (ReplayDiverged, SpoolCorrupt) as broken:
+            self._stop_run(weights.run, weights.tenant, broken)
+        if self._weights.is_lost(weights.ref):
+            self._weights.give_up(weights.ref)
 
     def _restore_runs(self, step: Step) -> dict[RunId, Failure]:
         """Have every run of the step in memory; those that cannot be restored fail alone."""
@@ -162,32 +230,44 @@ class WorkerLoop:
             try:
                 self._restore(run)
             except (ReplayDiverged, SpoolCorrupt) as broken:
-                lost[run] = self._fail_run(run, step, broken)
+                lost[run] = self._stop_run(run, step.tenant_by_run[run], broken)
         return lost
 
+    def _start_over(self, run: RunId) -> None:
+        self._keeper.forget_state(run)
+        self._restore(run)
+
     def _restore(self, run: RunId) -> None:
-        replayed = self._keeper.ensure(run)
+        replayed = self._keeper.ensure(run, self._let_decode)
         self._replayed_ops += replayed
         self._uncounted["replayed_ops"] += replayed
 
-    def _fail_run(self, run: RunId, step: Step, broken: ReplayDiverged | SpoolCorrupt) -> Failure:
+    def _stop_run(
+        self, run: RunId, tenant: TenantId, broken: ReplayDiverged | SpoolCorrupt
+    ) -> Failure:
         log.error("run_failed", run=run, reason=str(broken))
         self._uncounted["diverged_runs"] += isinstance(broken, ReplayDiverged)
-        self._execution.fail_run(run, step.tenant_by_run[run])
+        self._execution.fail_run(run, tenant)
         self._keeper.forget_state(run)
         return Failure(RUN_STOPPED.json()["error"], "server")
 
+    def _bodies(self, step: Step, lost: dict[RunId, Failure]) -> dict[Place, bytes]:
+        """Read the step's bodies; a run of which one is gone joins the lost."""
+        bodies: dict[Place, bytes] = {}
+        for op, body in zip(step.ops, self._execution.bodies(step.ops), strict=True):
+            if body is None and op.run not in lost:
+                gone = SpoolCorrupt("A body is gone.")
+                lost[op.run] = self._stop_run(op.run, step.tenant_by_run[op.run], gone)
+            bodies[op.run, op.seq] = body or b""
+        return bodies
+
     def _outputs(
-        self, step: Step, lost: dict[RunId, Failure]
-    ) -> tuple[dict[tuple[str, int], Output], CycleOutput | None]:
-        outputs: dict[tuple[str, int], Output] = {}
+        self, step: Step, bodies: Mapping[Place, bytes], lost: Mapping[RunId, Failure]
+    ) -> tuple[dict[Place, Output], CycleOutput | None]:
+        outputs: dict[Place, Output] = {}
         runnable: list[Op] = []
-        bodies = self._execution.bodies(step.ops)
-        gone = {op.run for op, body in zip(step.ops, bodies, strict=True) if body is None}
-        for run in gone - lost.keys():
-            lost[run] = self._fail_run(run, step, SpoolCorrupt("A body is gone."))
-        for op, body in zip(step.ops, bodies, strict=True):
-            request = lost.get(op.run) or engine_op(op, body or b"")
+        for op in step.ops:
+            request = lost.get(op.run) or engine_op(op, bodies[op.run, op.seq])
             if isinstance(request, Failure):
                 outputs[op.run, op.seq] = request
             else:
@@ -196,7 +276,7 @@ class WorkerLoop:
             log.error("cycle_keeps_killing", cycle=step.cycle)
             return outputs | self._isolated(runnable, step, is_deadly=True), None
         try:
-            cost = self._engine.run(runnable)
+            cost = self._engine.run(runnable, self._let_decode)
         except Exception:  # the guilty request, whatever it did, is found and fails alone
             log.exception("cycle_failed", cycle=step.cycle)
             return outputs | self._isolated(runnable, step), None
@@ -204,71 +284,29 @@ class WorkerLoop:
 
     def _isolated(
         self, ops: Sequence[Op], step: Step, *, is_deadly: bool = False
-    ) -> dict[tuple[str, int], Output]:
+    ) -> dict[Place, Output]:
         """Run each run's ops by themselves, from their last committed state; blame what still fails."""
-        outputs: dict[tuple[str, int], Output] = {}
+        outputs: dict[Place, Output] = {}
         for run in dict.fromkeys(RunId(op.run) for op in ops):
             mine = [op for op in ops if op.run == run]
             try:
-                outputs |= self._run_alone(run, mine, is_deadly=is_deadly)
+                outputs |= run_alone(
+                    self._engine,
+                    self._execution,
+                    mine,
+                    partial(self._start_over, run),
+                    is_deadly=is_deadly,
+                )
             except (ReplayDiverged, SpoolCorrupt) as broken:
-                failure = self._fail_run(run, step, broken)
+                failure = self._stop_run(run, step.tenant_by_run[run], broken)
                 outputs |= dict.fromkeys(((op.run, op.seq) for op in mine), failure)
         return outputs
-
-    def _run_alone(
-        self, run: RunId, ops: Sequence[Op], *, is_deadly: bool
-    ) -> dict[tuple[str, int], Output]:
-        """Run one run's ops again and again, each time without one more that breaks the engine."""
-        deaths = self._execution.deaths() if is_deadly else {}
-        crashed: dict[tuple[str, int], Output] = {
-            (op.run, op.seq): _CRASHED
-            for op in ops
-            if deaths.get(request_id(run, op.seq), 0) >= MAX_DEATHS
-        }
-        while True:
-            self._keeper.forget_state(run)
-            self._restore(run)
-            outputs: dict[tuple[str, int], Output] = {}
-            left = [op for op in ops if (op.run, op.seq) not in crashed]
-            guilty = self._run_one_by_one(left, outputs, is_deadly=is_deadly)
-            if guilty is None:
-                return outputs | crashed
-            crashed[guilty.run, guilty.seq] = _CRASHED
-
-    def _run_one_by_one(
-        self, ops: Sequence[Op], outputs: dict[tuple[str, int], Output], *, is_deadly: bool
-    ) -> Op | None:
-        for op in ops:
-            request = request_id(RunId(op.run), op.seq)
-            if is_deadly:
-                self._execution.risk(request)
-            try:
-                outputs.update(self._engine.run([op]).outputs)
-            except Exception:
-                log.exception("op_failed", run=op.run, seq=op.seq)
-                return op
-            if is_deadly:
-                self._execution.survived(request)
-        return None
 
     def _measure(self, cost: CycleOutput | None) -> None:
         if cost is None or cost.tokens < _MEASURABLE_TOKENS:
             return
         measured = cost.tokens / (cost.wave_s + cost.optim_s)
         self._tokens_per_s += _SMOOTHING * (measured - self._tokens_per_s)
-
-    def _beat_until_stopped(self) -> None:
-        while True:
-            try:
-                self._execution.beat(self._beat())
-            except Fenced:
-                self._fenced = True
-                self._stopping.set()
-            except CONNECTION_LOST:
-                log.warning("beat_lost")
-            if self._stopping.wait(BEAT_S):
-                return
 
     def _beat(self) -> WorkerBeat:
         return WorkerBeat(
@@ -278,12 +316,9 @@ class WorkerLoop:
             device=self._device,
             tokens_per_s=self._tokens_per_s,
             runs=self._keeper.runs,
-            memory_bytes=_resident_bytes(),
+            memory_bytes=resident_bytes(),
             seen_at=time.time(),
             restored_ops=self._replayed_ops,
+            samples_running=self._sampler.running,
+            samples_waiting=self._sampler.waiting,
         )
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:  # noqa: PTH123  # a kernel file, not a path to resolve
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -14,24 +14,27 @@ import structlog
 
 from cotrain.proto import wire_pb2
 from cotrain_store.errors import SpoolCorrupt, StoreError
-from cotrain_store.messages import OpKind, ResultKind, RunId, RunState
-from cotrain_workers.ops import Failure
+from cotrain_store.messages import OpKind, ResultKind, RunId, RunState, WeightsRef, request_id
+from cotrain_workers.ops import Failure, SaveOutput
 from cotrain_workers.requests import CYCLE_METRIC, engine_op, result_of
 from cotrain_workers.snapshots import SnapshotUnreadable, read_snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from cotrain_store.execution import Execution, LogPosition
     from cotrain_store.messages import QueuedOp, Result
     from cotrain_workers.engine import Engine
-    from cotrain_workers.ops import Op
+    from cotrain_workers.ops import Op, Output
+    from cotrain_workers.weights_store import WeightsStore
 
 log = structlog.get_logger()
 
 #: Ops that change no state leave no body in the log and are not run again.
 _STATELESS = (OpKind.FORWARD, OpKind.REJECTED)
+#: What nothing but a save may follow in one cycle.
+_LAST = (OpKind.OPTIM_STEP, OpKind.SAVE)
 
 
 class ReplayDiverged(StoreError):
@@ -39,9 +42,18 @@ class ReplayDiverged(StoreError):
 
 
 def restore(
-    engine: Engine, execution: Execution, snapshots: Path, run: RunId, *, exact: bool
+    engine: Engine,
+    execution: Execution,
+    weights: WeightsStore,
+    snapshots: Path,
+    run: RunId,
+    *,
+    exact: bool,
+    between: Callable[[], None] | None = None,
 ) -> int:
     """Load a run into the engine as of its committed `done`; return how many ops were replayed.
+
+    Saves whose weights were lost before they were on disk are among them: `weights` gets those again.
 
     With `exact` a replayed result must equal the stored one to the bit: true on a CPU, where a run's
     numbers do not depend on its neighbours. It is not asked of a log that other numerics wrote (another
@@ -58,10 +70,16 @@ def restore(
     exact = exact and not has_other_numerics(engine, position)
     base = _load_base(engine, snapshots, run, position)
     ops = [
-        op for op in execution.logged_ops(run, base + 1, position.done) if op.kind not in _STATELESS
+        op
+        for op in execution.logged_ops(run, base + 1, position.done)
+        if op.kind not in _STATELESS
+        and (op.kind is not OpKind.SAVE or weights.is_lost(WeightsRef(op.request_id)))
     ]
     for group in _cycles(ops):
-        _replay(engine, execution, group, exact=exact)
+        outputs = _replay(engine, execution, group, exact=exact, between=between)
+        for (_, seq), output in outputs.items():
+            if isinstance(output, SaveOutput):
+                weights.put_again(WeightsRef(request_id(run, seq)), output.weights)
     if ops or base >= 0:
         log.info("run_restored", run=run, snapshot=base, replayed=len(ops), done=position.done)
     return len(ops)
@@ -94,20 +112,25 @@ def _load_base(engine: Engine, snapshots: Path, run: RunId, position: LogPositio
 
 
 def _cycles(ops: Sequence[QueuedOp]) -> Iterator[list[QueuedOp]]:
-    """Cut a log into what one engine cycle may hold: up to and with an optimizer step."""
+    """Cut a log into what one engine cycle may hold: passes, an optimizer step, saves."""
     group: list[QueuedOp] = []
     for op in ops:
-        group.append(op)
-        if op.kind is OpKind.OPTIM_STEP:
+        if group and group[-1].kind in _LAST and op.kind is not OpKind.SAVE:
             yield group
             group = []
+        group.append(op)
     if group:
         yield group
 
 
 def _replay(
-    engine: Engine, execution: Execution, group: Sequence[QueuedOp], *, exact: bool
-) -> None:
+    engine: Engine,
+    execution: Execution,
+    group: Sequence[QueuedOp],
+    *,
+    exact: bool,
+    between: Callable[[], None] | None,
+) -> Mapping[tuple[str, int], Output]:
     runnable: list[Op] = []
     for op, body in zip(group, execution.bodies(group), strict=True):
         if body is None:
@@ -115,14 +138,15 @@ def _replay(
         request = engine_op(op, body)
         if not isinstance(request, Failure):
             runnable.append(request)
-    outputs = engine.run(runnable).outputs
+    outputs = engine.run(runnable, between).outputs
     for op in group:
         stored = execution.stored_result(op)
         output = outputs.get((op.run, op.seq))
-        if stored is None or output is None:
-            continue  # expired, or an op that never ran
+        if stored is None or output is None or isinstance(output, SaveOutput):
+            continue  # expired, or an op that never ran, or one whose result holds no numbers
         if not _same(stored, result_of(op, output, cycle=0), exact=exact):
             raise ReplayDiverged(f"Run {op.run}: replaying seq {op.seq} gave another result.")
+    return outputs
 
 
 def _same(stored: Result, replayed: Result, *, exact: bool) -> bool:

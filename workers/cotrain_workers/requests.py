@@ -18,6 +18,8 @@ from cotrain_workers.ops import (
     Output,
     Pass,
     PassOutput,
+    Save,
+    SaveOutput,
     StepOutput,
 )
 from cotrain_workers.spec import AdapterSpec
@@ -49,6 +51,8 @@ def engine_op(op: QueuedOp, body: bytes) -> Op | Failure:
             return _pass(op, body)
         case OpKind.OPTIM_STEP:
             return OptimStep(op.run, op.seq, **json.loads(body))
+        case OpKind.SAVE:
+            return Save(op.run, op.seq)
         case OpKind.REJECTED:
             rejected = json.loads(body)
             return Failure(rejected["error"], rejected["category"])
@@ -80,5 +84,7 @@ def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
             return Result.of_json({"metrics": metrics})
         case CreateOutput():
             return Result.of_json({"model_id": op.run, "type": "create_model"})
+        case SaveOutput():
+            raise AssertionError("what a save resolves to is made with its records")
         case Failure(message, category):
             return Result.failed(message, category)

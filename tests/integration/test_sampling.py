@@ -1,0 +1,120 @@
+"""From a saved adapter to its samples: a real worker that trains and samples at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store.messages import ResultKind
+from cotrain_store.sample_ends import CANCELLED
+from tests.support.program import LORA, submit
+from tests.support.sampling import (
+    LONG,
+    SHORT,
+    base_sampler,
+    ended,
+    named_sampler,
+    sample,
+    sampled,
+    saved_sampler,
+    submit_sample,
+    submit_save,
+)
+from tests.support.stack import Stack, worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_workers.engine import Engine
+    from tests.support.redis_server import EmbeddedRedis
+
+
+async def test_a_samplers_results_do_not_move_while_its_run_trains_on(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    run = await server.create("a", "a", LORA)
+    with worker(empty_redis.url, tmp_path, engine):
+        await submit(server, run, 1, 4)
+        sampler = await saved_sampler(server, run, 5)
+        before = await sample(server, sampler, 1)
+        last = await submit(server, run, 5, 12, place=6)
+        during = await sample(server, sampler, 2, seed=SHORT.seed)
+        await server.result(run, last[-1])
+        later = await saved_sampler(server, run, 14, number=1)
+        assert await sample(server, sampler, 3) == before == during
+        assert await sample(server, later, 1) != before
+
+
+async def test_a_request_without_a_seed_gets_one_of_its_own(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    sampler = await base_sampler(server)
+    with worker(empty_redis.url, tmp_path, engine):
+        first = await sample(server, sampler, 1, seed=None)
+        assert await sample(server, sampler, 2, seed=None) != first
+        assert await sample(server, sampler, 3, seed=0) == await sample(server, sampler, 4, seed=0)
+
+
+async def test_what_cannot_run_fails_with_a_reason_and_alone(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    sampler = await base_sampler(server)
+    with worker(empty_redis.url, tmp_path, engine):
+        too_long = await submit_sample(server, sampler, 1, prompt=(1,) * 5_000)
+        fine = await submit_sample(server, sampler, 2)
+        failure = await ended(server, sampler, too_long)
+        assert failure.json()["category"] == "user"
+        assert "5000" in failure.json()["error"].replace(",", "")
+        await sampled(server, sampler, fine)
+
+
+async def test_a_running_request_can_be_cancelled_and_its_neighbours_go_on(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    sampler = await base_sampler(server)
+    with worker(empty_redis.url, tmp_path, engine) as loop:
+        alone = await sample(server, sampler, 1, LONG)
+        gone = await submit_sample(server, sampler, 2, LONG, max_tokens=2_000 - 39)
+        stays = await submit_sample(server, sampler, 3, LONG)
+        while loop._sampler.running < 2:  # noqa: ASYNC110  # another thread's doing
+            await asyncio.sleep(0.001)
+        await server.samples.cancel(sampler.tenant, gone)
+        assert await ended(server, sampler, gone) == CANCELLED
+        assert await sampled(server, sampler, stays) == alone
+
+
+async def test_a_name_can_be_sampled_from_and_moves_to_newer_weights(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    run = await server.create("a", "a", LORA)
+    with worker(empty_redis.url, tmp_path, engine):
+        await submit(server, run, 1, 4)
+        saved = await server.result(run, await submit_save(server, run, 5, name="best"))
+        path = saved.json()["path"]
+        assert path == f"tinker://{run.id}/sampler_weights/best"
+        older = await named_sampler(server, run, path, number=0)
+        before = await sample(server, older, 1)
+        await submit(server, run, 5, 8, place=6)
+        await server.result(run, await submit_save(server, run, 10, name="best"))
+        newer = await named_sampler(server, run, path, number=1)
+        assert await sample(server, newer, 1) != before
+        assert await sample(server, older, 2) == before
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+async def test_sampling_leaves_training_as_it_is(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, share: float
+) -> None:
+    sampler = await base_sampler(server, "b")
+    alone, beside = [await server.create(name, name, LORA) for name in ("alone", "beside")]
+    with worker(empty_redis.url, tmp_path, engine, sampling_share=share):
+        requests = await submit(server, alone, 1, 12)
+        await server.result(alone, requests[-1])
+        busy = [await submit_sample(server, sampler, seq, LONG, seed=seq) for seq in range(20)]
+        requests = await submit(server, beside, 1, 12)
+        await server.result(beside, requests[-1])
+        for request in busy:
+            assert (await ended(server, sampler, request)).kind is ResultKind.SAMPLE
+    assert engine.state(alone.id).weights.equal(engine.state(beside.id).weights)

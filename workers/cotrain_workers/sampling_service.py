@@ -1,0 +1,229 @@
+"""Between Redis and the decoder: claim sample requests, decode, answer.
+
+No more is claimed than the decoder can soon begin: what waits, waits in Redis, where tenants take
+turns and a cancelled request is simply gone. A claimed request that gets no answer here (this process
+dies, or drains) runs again, here or elsewhere, and gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.messages import RequestId
+from cotrain_store.sample_ends import CANCELLED
+from cotrain_store.token_stream import StreamedTokens
+from cotrain_workers.ops import Failure
+from cotrain_workers.sample_ops import SampleOutput
+from cotrain_workers.sample_requests import sample_request, sample_result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cotrain_store.messages import Result
+    from cotrain_store.sampling import ClaimedSample, Sampling
+    from cotrain_store.token_stream import TokenPublisher
+    from cotrain_workers.sample_ops import Decoder, NewTokens, Progress, SampleRequest
+    from cotrain_workers.weights_store import WeightsStore
+
+log = structlog.get_logger()
+
+#: Requests held here and not yet begun: enough to fill the batch of the next steps.
+AHEAD = 16
+#: A request that was running when so many processes died is then run alone; one that so many died
+#: over, alone, is what kills them. High enough for kills that come from outside.
+MAX_STARTS = 2
+MAX_DEATHS = 3
+
+CRASHED = Failure("Internal error: this request could not be run.", "server")
+UNREADABLE = Failure("Internal error: this request could not be read back.", "server")
+GONE = Failure("The weights of this sampler are lost; save them again.", "server")
+
+
+class SamplingService:
+    """Runs a worker's share of its pool's sample requests. For one thread."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        make_decoder: Callable[[], Decoder],
+        sampling: Sampling,
+        weights: WeightsStore,
+        publisher: TokenPublisher,
+        end_of_sequence: Iterable[int],
+    ) -> None:
+        """`make_decoder` replaces the decoder after a step of it failed."""
+        self._decoder = decoder
+        self._make_decoder = make_decoder
+        self._sampling = sampling
+        self._weights = weights
+        self._publisher = publisher
+        self._end_of_sequence = frozenset(end_of_sequence)
+        self._running: dict[str, SampleRequest] = {}
+        self._suspects: deque[SampleRequest] = deque()
+        self._parked: list[ClaimedSample] = []
+        self._finished: dict[RequestId, Result] = {}
+        self._streamed: set[str] = set()
+        self._uncounted: Counter[str] = Counter()
+        self._in_doubt = False
+        self.waiting = 0
+        """How many of the claimed requests had not begun after the last step."""
+
+    @property
+    def running(self) -> int:
+        """How many claimed requests have no answer yet. Other threads may ask, here and below."""
+        return len(self._running) + len(self._suspects) + len(self._parked)
+
+    def advance(self) -> bool:
+        """Do one decode step and what goes with it; False when there was nothing to decode.
+
+        Raises what a lost connection raises. Nothing is lost by it: the next call goes on.
+        """
+        self._answer()
+        self._cancel()
+        self._take()
+        worked = self._decoder.busy and self._step()
+        self.waiting = self._decoder.waiting + len(self._suspects) + len(self._parked)
+        self._answer()
+        return worked
+
+    def drain(self) -> None:
+        """Answer what has ended and give the rest back to the queue."""
+        self._answer()
+        self._sampling.give_back()
+
+    def forget(self, weights: Iterable[str]) -> None:
+        """Drop device copies of weights that nobody can ask for any more."""
+        for key in weights:
+            self._decoder.drop_weights(key)
+
+    def _take(self) -> None:
+        """Keep the decoder supplied; while there are suspects, run them one at a time."""
+        parked, self._parked = self._parked, []
+        for claimed in parked:
+            self._admit(claimed)
+        if not self._suspects:
+            for claimed in self._claim(AHEAD - self._decoder.waiting - len(self._parked)):
+                self._admit(claimed)
+        if self._suspects and not self._running:
+            self._sampling.risk(RequestId(self._suspects[0].id))
+            self._begin(self._suspects.popleft())
+
+    def _claim(self, most: int) -> list[ClaimedSample]:
+        """Claim requests, leaving out those that are here already.
+
+        A claim whose answer was lost may have happened, so everything is given back and claimed again.
+        """
+        if most <= 0:
+            return []
+        if self._in_doubt:
+            self._sampling.give_back()
+        try:
+            claimed = self._sampling.claim(most)
+        except CONNECTION_LOST:
+            self._in_doubt = True
+            raise
+        self._in_doubt = False
+        held = {request.id for request in self._suspects} | self._running.keys()
+        held |= {parked.request for parked in self._parked}
+        return [one for one in claimed if one.request not in held]
+
+    def _admit(self, claimed: ClaimedSample) -> None:
+        ref = claimed.weights
+        if claimed.body is None:
+            self._finish(claimed.request, UNREADABLE)
+        elif claimed.deaths >= MAX_DEATHS:
+            self._finish(claimed.request, CRASHED)
+        elif ref and self._weights.is_lost(ref):
+            self._parked.append(claimed)  # until a replay of its run has made them again
+        elif ref and not self._weights.is_known(ref):
+            self._finish(claimed.request, GONE)
+        else:
+            request = sample_request(claimed.request, ref, claimed.body, self._end_of_sequence)
+            if claimed.body.stream:
+                self._streamed.add(request.id)
+            if claimed.starts > MAX_STARTS:
+                log.error("request_keeps_killing", request=request.id, starts=claimed.starts)
+                self._suspects.append(request)
+            else:
+                self._begin(request)
+
+    def _begin(self, request: SampleRequest) -> None:
+        reason = self._decoder.refuse(request)
+        if reason:
+            self._finish(request.id, Failure(reason, "user"))
+        else:
+            self._running[request.id] = request
+            self._decoder.add(request)
+
+    def _step(self) -> bool:
+        try:
+            progress = self._decoder.step()
+        except Exception:  # the guilty request, whatever it did, is found and fails alone
+            log.exception("decode_failed", requests=len(self._running))
+        else:
+            self._note(progress)
+            return bool(progress.finished or progress.decoded_tokens or progress.prompt_tokens)
+        self._suspect_all()  # here the exception is gone, and with it what its frames held
+        return True
+
+    def _suspect_all(self) -> None:
+        """Begin anew: the one that was running alone fails, several are run again one by one."""
+        running, self._running = list(self._running.values()), {}
+        if len(running) == 1:
+            self._finish(running[0].id, CRASHED)
+        else:
+            self._suspects.extend(running)
+        del self._decoder  # its memory must be free before the next one takes its own
+        self._decoder = self._make_decoder()
+
+    def _note(self, progress: Progress) -> None:
+        self._uncounted["decoded_tokens"] += progress.decoded_tokens
+        self._uncounted["prompt_tokens"] += progress.prompt_tokens
+        self._publish([new for new in progress.tokens if new.request in self._streamed])
+        for request, output in progress.finished:
+            self._finish(request, output)
+
+    def _publish(self, tokens: Sequence[NewTokens]) -> None:
+        events: dict[str, list[StreamedTokens]] = {}
+        for new in tokens:
+            event = StreamedTokens(new.sequence, new.offset, new.tokens, new.logprobs)
+            events.setdefault(new.request, []).append(event)
+        with contextlib.suppress(
+            *CONNECTION_LOST
+        ):  # whoever listens fills the hole from the result
+            for request, its in events.items():
+                self._publisher.publish(RequestId(request), its)
+
+    def _finish(self, request: str, output: SampleOutput | Failure) -> None:
+        self._leave(request)
+        self._finished[RequestId(request)] = sample_result(output)
+        self._uncounted["sample_requests"] += 1
+        if isinstance(output, SampleOutput):
+            self._uncounted["cached_prompt_tokens"] += output.cached_prompt_tokens
+
+    def _leave(self, request: str) -> None:
+        self._running.pop(request, None)
+        self._streamed.discard(request)
+
+    def _cancel(self) -> None:
+        """Stop the requests here that their clients no longer want."""
+        if not self.running:
+            return
+        for request in self._sampling.cancelled():
+            self._decoder.cancel(request)
+            self._suspects = deque(one for one in self._suspects if one.id != request)
+            self._parked = [one for one in self._parked if one.request != request]
+            self._leave(request)
+            self._finished[request] = CANCELLED
+
+    def _answer(self) -> None:
+        """Store the results there are; while Redis is away they are kept."""
+        if self._finished:
+            self._sampling.resolve(self._finished, self._uncounted)
+            self._finished.clear()
+            self._uncounted.clear()
