@@ -35,6 +35,7 @@ from cotrain_workers.ops import (
     StepOutput,
 )
 from cotrain_workers.sample_ops import HostWeights
+from cotrain_workers.spec import plan_layout
 from cotrain_workers.wave import OpenPass, Wave
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from cotrain_workers.base_model import BaseModel
     from cotrain_workers.ops import Op
     from cotrain_workers.sample_ops import TextOf
-    from cotrain_workers.spec import Family, Layout
+    from cotrain_workers.spec import AdapterSpec, Family, Layout, Target
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,15 @@ class Engine:
     def layout(self, run: str) -> Layout:
         """Return where the run's matrices lie in its arenas. Raises KeyError for an unknown run."""
         return self._bank[run].layout
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """Return the modules that adapters can be attached to."""
+        return self._base.targets
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        """Return where the matrices of such an adapter lie in its arenas."""
+        return plan_layout(spec, self._base.targets)
 
     def _create(self, op: Create) -> Output:
         spec = op.spec
