@@ -12,7 +12,24 @@ if TYPE_CHECKING:
 
 def body_of(model: type[BaseModel], *, binary: bool = False) -> dict[str, Any]:
     """Describe a JSON body of this model, or with `binary` its message of the same name."""
-    content: dict[str, Any] = {"application/json": {"schema": model.model_json_schema()}}
+    content: dict[str, Any] = {"application/json": {"schema": _whole(model.model_json_schema())}}
     if binary:
         content[PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def _whole(schema: dict[str, Any]) -> dict[str, Any]:
+    """Put what a schema refers to in its place: within the OpenAPI its references lead nowhere."""
+    definitions = schema.pop("$defs", {})
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolve(entry) for entry in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return resolve(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: resolve(value) for key, value in node.items() if key != "discriminator"}
+
+    whole: dict[str, Any] = resolve(schema)
+    return whole

@@ -79,7 +79,7 @@ def make_ids(server: str) -> dict[str, Any]:
         name = http.post("create_sampling_session", json=sampler).json()["sampling_session_id"]
         http.post("asample", json=sample_body(name, 0))
     target = {"type": "sampling_session", "sampling_session_id": name}
-    return {"session_id": session, **run, "sampling_session_id": name, "target": target}
+    return {**body, **run, "sampling_session_id": name, "target": target}
 
 
 def _app(redis_url: str, folder: Path) -> Any:
