@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Answers that are no news: "not yet" to a poll, and "not ready" to whoever waits for that.
+#: Answers that are no news: "not yet" to a poll, "slower" to a sampling client, and "not ready" to
+#: whoever waits for that.
 _NOT_LOGGED = {
     ("/api/v1/retrieve_future", 408),
     ("/api/v1/retrieve_futures", 408),
+    ("/api/v1/asample", 429),
     ("/readyz", 503),
 }
 

@@ -81,7 +81,7 @@ class StandIn:
         results, saves = {}, {}
         for op, body in zip(step.ops, self.execution.bodies(step.ops), strict=True):
             place = (op.run, op.seq)
-            results[place] = Result.of_json({"said": op.kind})
+            results[place] = Result.of_json({"model_id": op.run})
             if op.kind is OpKind.SAVE:
                 assert body is not None
                 tenant = step.tenant_by_run[op.run]
