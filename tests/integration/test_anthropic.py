@@ -1,0 +1,272 @@
+"""The official `anthropic` package against the served API, with a worker that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.support.http_api import ALICE, POOL
+from tests.support.talking import (
+    CACHED_TOKENS,
+    VOCABULARY,
+    Script,
+    Talking,
+    talking_api,
+    write_language,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from tests.support.redis_server import EmbeddedRedis
+
+MODEL = POOL.base_model
+HI: Any = {"model": MODEL, "max_tokens": 30, "messages": [{"role": "user", "content": "Hi"}]}
+PROMPT = "u:Hi\na:"
+WORDS = "Grüße 🙂 fin"
+
+
+@pytest.fixture(scope="module")
+def served(
+    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Talking]:
+    redis_server.flush()
+    with talking_api(redis_server.url, tmp_path_factory.mktemp("data"), quota_samples=2) as talking:
+        yield talking
+
+
+@pytest.fixture
+def script(served: Talking) -> Script:
+    """The worker's script, blank again."""
+    served.script.__dict__.update(Script().__dict__)
+    return served.script
+
+
+@pytest.fixture
+def client(served: Talking) -> Iterator[anthropic.Anthropic]:
+    base_url = f"{served.address}/anthropic/api"
+    with anthropic.Anthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def async_client(served: Talking) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    base_url = f"{served.address}/anthropic/api"
+    async with anthropic.AsyncAnthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
+        yield opened
+
+
+def ids(text: str) -> list[int]:
+    tokens: list[int] = VOCABULARY.encode(text).ids
+    return tokens
+
+
+def text_of(message: anthropic.types.Message) -> str:
+    (block,) = message.content
+    assert block.type == "text"
+    return block.text
+
+
+def test_models_are_those_that_can_be_sampled_from(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.display_name) == (MODEL, MODEL)
+
+
+def test_a_message_is_answered(client: anthropic.Anthropic, script: Script) -> None:
+    script.text = WORDS
+    message = client.messages.create(**HI)
+    assert text_of(message) == WORDS
+    assert (message.role, message.stop_reason, message.stop_sequence) == (
+        "assistant",
+        "end_turn",
+        None,
+    )
+    usage = message.usage
+    assert usage.input_tokens + CACHED_TOKENS == len(ids(PROMPT))
+    assert usage.cache_read_input_tokens == CACHED_TOKENS
+    assert usage.output_tokens == len(ids(WORDS)) + 1
+    assert script.seen[0].prompt == tuple(ids(PROMPT))
+
+
+def test_a_message_is_streamed_in_whole_characters(
+    client: anthropic.Anthropic, script: Script
+) -> None:
+    script.text = WORDS
+    with client.messages.stream(**HI) as stream:
+        said = list(stream.text_stream)
+        message = stream.get_final_message()
+    assert "".join(said) == text_of(message) == WORDS
+    assert len(said) > 4
+    assert message.stop_reason == "end_turn"
+    assert message.usage.output_tokens == len(ids(WORDS)) + 1
+    assert script.seen[0].stream
+
+
+def test_events_come_in_the_order_of_the_protocol(
+    client: anthropic.Anthropic, script: Script
+) -> None:
+    script.lost_from = 2
+    with client.messages.create(**HI, stream=True) as stream:
+        kinds = [event.type for event in stream]
+    deltas = kinds.count("content_block_delta")
+    assert deltas >= 2
+    assert kinds == [
+        "message_start",
+        "content_block_start",
+        *["content_block_delta"] * deltas,
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+
+
+async def test_an_async_client_streams(
+    async_client: anthropic.AsyncAnthropic, script: Script
+) -> None:
+    async with async_client.messages.stream(**HI) as stream:
+        said = [text async for text in stream.text_stream]
+    assert "".join(said) == script.text
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_stop_sequence_is_named_and_not_part_of_the_text(
+    client: anthropic.Anthropic, script: Script, is_streamed: bool
+) -> None:
+    script.text = "one, two, three"
+    asked = {**HI, "stop_sequences": ["never", ", t"]}
+    if is_streamed:
+        with client.messages.stream(**asked) as stream:
+            message = stream.get_final_message()
+    else:
+        message = client.messages.create(**asked)
+    assert text_of(message) == "one"
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", ", t")
+
+
+def test_a_message_that_is_cut_says_so(client: anthropic.Anthropic, script: Script) -> None:
+    message = client.messages.create(**{**HI, "max_tokens": 2})
+    assert message.stop_reason == "max_tokens"
+    assert text_of(message) == VOCABULARY.decode(ids(script.text)[:2])
+
+
+def test_a_message_that_fills_the_context_says_so(
+    client: anthropic.Anthropic, script: Script
+) -> None:
+    script.cut_at = 3
+    assert client.messages.create(**HI).stop_reason == "model_context_window_exceeded"
+
+
+def test_the_models_own_last_message_is_continued(
+    client: anthropic.Anthropic, script: Script
+) -> None:
+    turns = [*HI["messages"], {"role": "assistant", "content": "Well,"}]
+    client.messages.create(**{**HI, "system": "Be kind.", "messages": turns})
+    assert script.seen[0].prompt == tuple(ids("s:Be kind.\nu:Hi\na:Well,"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": []}, "messages"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"extra_body": {"top_p": 2.0}}, "top_p"),
+    ],
+)
+def test_a_wrong_request_is_refused_by_the_name_of_its_field(
+    client: anthropic.Anthropic, script: Script, fields: Any, named: str
+) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=named) as refused:
+        client.messages.create(**{**HI, **fields})
+    assert refused.value.type == "invalid_request_error"
+    assert script.seen == []
+
+
+def test_a_model_nobody_knows_is_not_found(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="tiny/unknown"):
+        client.messages.create(**{**HI, "model": "tiny/unknown"})
+
+
+def test_a_wrong_key_is_told_so(served: Talking) -> None:
+    with (
+        anthropic.Anthropic(
+            base_url=f"{served.address}/anthropic/api", api_key="tml-wrong_key", max_retries=0
+        ) as stranger,
+        pytest.raises(anthropic.AuthenticationError),
+    ):
+        stranger.messages.create(**HI)
+
+
+@pytest.mark.parametrize("header", [{"x-api-key": ALICE}, {"Authorization": f"Bearer {ALICE}"}])
+def test_a_key_is_taken_in_either_header(
+    served: Talking, script: Script, header: dict[str, str]
+) -> None:
+    answer = httpx.post(f"{served.address}/anthropic/api/v1/messages", json=HI, headers=header)
+    assert answer.json()["content"] == [{"type": "text", "text": script.text}]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_failed_generation_is_an_error(
+    client: anthropic.Anthropic, script: Script, is_streamed: bool
+) -> None:
+    script.failure = "The weights are gone."
+    with pytest.raises(anthropic.APIStatusError, match="The weights are gone") as failed:
+        for _ in client.messages.create(**HI, stream=is_streamed):
+            pass
+    assert failed.value.type == "invalid_request_error"
+
+
+async def test_a_full_queue_says_when_to_come_back(
+    served: Talking, async_client: anthropic.AsyncAnthropic, script: Script
+) -> None:
+    script.is_holding = True
+    quota = served.services.settings.quota_samples
+    waiting = [asyncio.create_task(async_client.messages.create(**HI)) for _ in range(quota)]
+    await asyncio.to_thread(script.wait_for, quota)
+    with pytest.raises(anthropic.RateLimitError) as busy:
+        await async_client.messages.create(**HI)
+    assert float(busy.value.response.headers["retry-after"]) > 0
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+
+
+@pytest.fixture
+def data_dir(served: Talking) -> Iterator[Path]:
+    """Where the worker wrote its tokenizer; as it was, afterwards."""
+    folder = served.services.settings.data_dir
+    yield folder
+    write_language(folder)
+
+
+@pytest.mark.parametrize("template", [None, "{% for %}"])
+def test_a_model_without_a_usable_template_takes_texts_but_no_chats(
+    served: Talking,
+    client: anthropic.Anthropic,
+    script: Script,
+    data_dir: Path,
+    template: str | None,
+) -> None:
+    write_language(data_dir, template)
+    with pytest.raises(anthropic.BadRequestError, match="no chat template"):
+        client.messages.create(**HI)
+    text = httpx.post(
+        f"{served.address}/oai/api/v1/completions",
+        json={"model": MODEL, "prompt": "Hi"},
+        headers={"x-api-key": ALICE},
+    )
+    assert text.json()["choices"][0]["text"] == script.text
+
+
+def test_a_model_without_a_tokenizer_speaks_in_token_ids_only(
+    client: anthropic.Anthropic, data_dir: Path
+) -> None:
+    (data_dir / "tokenizers" / POOL.tokenizer / "tokenizer.json").unlink()
+    with pytest.raises(anthropic.BadRequestError, match="no tokenizer"):
+        client.messages.create(**HI)

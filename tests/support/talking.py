@@ -1,0 +1,209 @@
+"""A served API whose worker says what a test tells it to, token by token, through the real store."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import uvicorn
+from tokenizers import Tokenizer
+
+from cotrain_server.app import create_app
+from cotrain_server.settings import ServerSettings
+from cotrain_store.connection import open_sync_connection
+from cotrain_store.messages import Result, ResultKind
+from cotrain_store.sample_ends import CANCELLED
+from cotrain_store.samples import encode_sample_output
+from cotrain_store.token_stream import StreamedTokens, TokenPublisher
+from tests.support.http_api import ALICE, BOB, POOL
+from tests.support.stand_in import StandIn, output, stand_in
+from tests.support.tiny_models import trained_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from cotrain_server.services import Services
+    from cotrain_store.messages import RequestId
+    from cotrain_store.samples import SampleBody
+    from cotrain_store.sampling import ClaimedSample
+
+(EOS,) = POOL.eos_token_ids
+CACHED_TOKENS = 1
+VOCABULARY = Tokenizer.from_str(trained_tokenizer(POOL.vocab_size))
+CHAT_TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
+{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}a:{{ mood }}{% endif %}"""
+
+
+@dataclass
+class Script:
+    """What the worker does with the requests it gets."""
+
+    text: str = "Hello"
+    failure: str = ""
+    lost_from: int | None = None
+    """The first token that no listener hears of before the result."""
+    is_holding: bool = False
+    """Leave requests unanswered, until their clients cancel them."""
+    cut_at: int | None = None
+    """After so many tokens the context is full."""
+    seen: list[SampleBody] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    _arrival: threading.Condition = field(default_factory=threading.Condition)
+
+    def note(self, body: SampleBody) -> None:
+        """Remember what came."""
+        with self._arrival:
+            self.seen.append(body)
+            self._arrival.notify_all()
+
+    def wait_for(self, requests: int) -> None:
+        """Wait until so many have come."""
+        with self._arrival:
+            assert self._arrival.wait_for(lambda: len(self.seen) >= requests, timeout=30)
+
+
+@dataclass(frozen=True)
+class Talking:
+    """A running server and the script of its worker."""
+
+    address: str
+    services: Services
+    script: Script
+
+
+@contextlib.contextmanager
+def talking_api(redis_url: str, folder: Path, **changes: Any) -> Iterator[Talking]:
+    """Serve the API on a free port, with a worker that follows a script."""
+    write_language(folder)
+    settings = ServerSettings.model_validate(
+        {
+            "redis_url": redis_url,
+            "data_dir": folder,
+            "api_keys": (ALICE, BOB),
+            "disk_reserve_bytes": 0,
+            **changes,
+        }
+    )
+    app, script = create_app(settings), Script()
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    with in_thread(server.run, lambda: setattr(server, "should_exit", True)) as thread:
+        while not server.started:
+            thread.join(0.01)
+            assert thread.is_alive()
+        address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        services = app.state.services
+        with stand_in(services) as worker, open_sync_connection(redis_url) as redis:
+            talker = Talker(worker, TokenPublisher(redis), script)
+            with in_thread(talker.run, talker.stop):
+                yield Talking(address, services, script)
+
+
+def write_language(folder: Path, template: str | None = CHAT_TEMPLATE) -> None:
+    """Write what a worker writes of its model's tokenizer."""
+    tokenizer = folder / "tokenizers" / POOL.tokenizer
+    tokenizer.mkdir(parents=True, exist_ok=True)
+    VOCABULARY.save(str(tokenizer / "tokenizer.json"))
+    (tokenizer / "tokenizer_config.json").write_text("{}")
+    (tokenizer / "chat_template.jinja").unlink(missing_ok=True)
+    if template is not None:
+        (tokenizer / "chat_template.jinja").write_text(template)
+
+
+class Talker:
+    """The worker's loop."""
+
+    def __init__(self, worker: StandIn, publisher: TokenPublisher, script: Script) -> None:
+        self._worker = worker
+        self._publisher = publisher
+        self._script = script
+        self._is_stopped = False
+
+    def run(self) -> None:
+        """Answer until told to stop."""
+        while not self._is_stopped:
+            self._worker.execution.wait(0.02)
+            for claimed in self._worker.claim():
+                self._answer(claimed)
+            for request in self._worker.sampling.cancelled():
+                self._worker.sampling.resolve({request: CANCELLED}, {})
+                self._script.cancelled.set()
+
+    def stop(self) -> None:
+        """End the loop."""
+        self._is_stopped = True
+
+    def _answer(self, claimed: ClaimedSample) -> None:
+        script, body = self._script, claimed.body
+        assert body is not None
+        script.note(body)
+        if script.failure:
+            self._worker.fail(claimed.request, script.failure)
+        elif not script.is_holding:
+            self._say(claimed.request, body)
+
+    def _say(self, request: RequestId, body: SampleBody) -> None:
+        tokens, reason = spoken(self._script, body)
+        heard = tokens[: self._script.lost_from]
+        for place, token in enumerate(heard if body.stream else []):
+            self._publisher.publish(
+                request,
+                [
+                    StreamedTokens(sequence, place, (token,), (-float(token),))
+                    for sequence in range(body.num_samples)
+                ],
+            )
+        length = len(body.prompt)
+        prompt_logprobs = np.asarray([np.nan, *(-float(t) for t in body.prompt[1:])], np.float32)
+        whole: Any = output(
+            *[tokens] * body.num_samples,
+            stop_reason=reason,
+            cached_prompt_tokens=CACHED_TOKENS,
+            prompt_logprobs=prompt_logprobs if body.prompt_logprobs else None,
+            topk_prompt=likeliest([0] * length, body.topk_prompt_logprobs),
+        )
+        for sequence in whole.sequences:
+            sequence.topk = likeliest(tokens, body.topk_sample_logprobs)
+        result = Result(ResultKind.SAMPLE, encode_sample_output(whole))
+        self._worker.sampling.resolve({request: result}, {})
+
+
+def spoken(script: Script, body: SampleBody) -> tuple[list[int], Literal["stop", "length"]]:
+    """Cut the script's text into the tokens a decoder would give, with what made it stop."""
+    tokens: list[int] = VOCABULARY.encode(script.text).ids
+    for count in range(1, len(tokens) + 1):
+        said = VOCABULARY.decode(tokens[:count])
+        if any(str(stop) in said for stop in body.stop or ()):
+            return tokens[:count], "stop"
+        if count in (body.max_tokens, script.cut_at):
+            return tokens[:count], "length"
+    return [*tokens, EOS], "stop"
+
+
+def likeliest(tokens: Sequence[int], k: int) -> Any:
+    """Say that each token was the likeliest, and 1, 2, … came next."""
+    if not k:
+        return None
+    ids = [[token, *range(1, k)] for token in tokens]
+    logprobs = [[-0.5 - rank for rank in range(k)] for _ in tokens]
+    return SimpleNamespace(
+        token_ids=np.asarray(ids, np.int32).reshape(-1, k),
+        logprobs=np.asarray(logprobs, np.float32).reshape(-1, k),
+    )
+
+
+@contextlib.contextmanager
+def in_thread(run: Any, stop: Any) -> Iterator[threading.Thread]:
+    """Run something beside the test until the block ends."""
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        stop()
+        thread.join()
