@@ -13,20 +13,21 @@ from typing_extensions import override
 
 from cotrain_store import metrics
 from cotrain_store.connection import CONNECTION_LOST
-from cotrain_store.status import pool_status, redis_status
+from cotrain_store.messages import TenantId
+from cotrain_store.status import QueueStatus, pool_status, redis_status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from prometheus_client.core import Metric
 
     from cotrain_server.services import Services
     from cotrain_store.messages import PoolRecord
-    from cotrain_store.status import PoolStatus, QueueStatus, RedisStatus
+    from cotrain_store.status import PoolStatus, RedisStatus
 
 #: Tenants with a line of their own; the others are summed up, so that a scrape stays small.
 TENANTS_SHOWN = 100
-OTHERS = "other"
+OTHERS = TenantId("other")
 
 
 @dataclass(eq=False)  # a registry keeps its collectors by identity
@@ -95,16 +96,32 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
         found.gauge("cotrain_worker_epoch", "Starts of this worker.", worker.epoch, **labels)
         found.gauge("cotrain_adapters_resident", "Adapters held.", worker.runs, **labels)
         found.gauge("cotrain_worker_memory_bytes", "Memory used.", worker.memory_bytes, **labels)
-    for tenant, ops, tokens in _top_tenants(status.queues):
-        labels = {"pool": pool, "tenant": tenant}
-        found.gauge("cotrain_queue_ops", "Ops accepted, not committed.", ops, **labels)
-        found.gauge("cotrain_queue_tokens", "Tokens accepted, not run.", tokens, **labels)
+    for queue in _top_tenants(status.queues):
+        labels = {"pool": pool, "tenant": queue.tenant}
+        found.gauge("cotrain_queue_ops", "Ops accepted, not committed.", queue.ops, **labels)
+        found.gauge("cotrain_queue_tokens", "Tokens accepted, not run.", queue.tokens, **labels)
+        waiting, running = queue.samples_waiting, queue.samples_running
+        found.gauge("cotrain_samples_waiting", "Samples nobody runs yet.", waiting, **labels)
+        found.gauge("cotrain_samples_running", "Samples a worker runs.", running, **labels)
 
 
-def _top_tenants(queues: Sequence[QueueStatus]) -> Iterator[tuple[str, int, int]]:
-    ranked = sorted(queues, key=lambda queue: (-queue.tokens, -queue.ops))
-    for queue in ranked[:TENANTS_SHOWN]:
-        yield queue.tenant, queue.ops, queue.tokens
+def _top_tenants(queues: Sequence[QueueStatus]) -> list[QueueStatus]:
+    """Keep the busiest tenants and sum up the rest."""
+    ranked = sorted(queues, key=_load, reverse=True)
     rest = ranked[TENANTS_SHOWN:]
-    if rest:
-        yield OTHERS, sum(q.ops for q in rest), sum(q.tokens for q in rest)
+    return ranked[:TENANTS_SHOWN] + ([_sum(rest)] if rest else [])
+
+
+def _load(queue: QueueStatus) -> tuple[int, ...]:
+    return queue.tokens, queue.ops, queue.samples_waiting + queue.samples_running
+
+
+def _sum(queues: Sequence[QueueStatus]) -> QueueStatus:
+    return QueueStatus(
+        OTHERS,
+        ops=sum(queue.ops for queue in queues),
+        tokens=sum(queue.tokens for queue in queues),
+        bytes=sum(queue.bytes for queue in queues),
+        samples_waiting=sum(queue.samples_waiting for queue in queues),
+        samples_running=sum(queue.samples_running for queue in queues),
+    )

@@ -14,7 +14,7 @@ import zstandard
 from cotrain.codec import PROTOBUF
 from cotrain_server import bodies
 from cotrain_store.logs import configure_logs
-from tests.support.http_api import ALICE, BOB, pass_body, running_api
+from tests.support.http_api import ALICE, BOB, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
@@ -133,14 +133,23 @@ async def test_while_redis_is_away_submits_say_when_to_come_back_and_polls_are_h
     own_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(own_redis.url) as api:
-        run = await api.new_run()
+        run, sampler = await api.new_run(), await api.new_sampler()
         own_redis.kill()
         submit = await api.post("forward_backward", pass_body(run, 1))
         assert submit.status_code == 503
         assert submit.headers["retry-after"] == "1"
-        poll = await api.post("retrieve_future", {"request_id": f"{run}:0"})
-        assert poll.status_code == 408
-        assert poll.json()["queue_state"] == "paused_capacity"
+        sample = await api.post("asample", sample_body(sampler, 0))
+        assert (sample.status_code, sample.headers["retry-after"]) == (503, "1")
+        target = {"type": "sampling_session", "sampling_session_id": sampler}
+        polls = await asyncio.gather(
+            api.post("retrieve_future", {"request_id": f"{run}:0"}),
+            api.post("retrieve_future", {"request_id": f"{sampler}:0"}),
+            api.post("retrieve_futures", {"target": target}),
+            api.post("cancel_future", {"request_id": f"{sampler}:0"}),
+        )
+        for poll in polls:
+            assert poll.status_code == 408
+            assert poll.json()["queue_state"] == "paused_capacity"
         readiness = await api.http.get("/readyz")
         assert readiness.json()["reasons"][0] == "Redis does not answer."
         assert "cotrain_redis_up 0.0" in (await api.http.get("/metrics")).text
@@ -173,13 +182,16 @@ async def test_one_scrape_tells_of_this_process_and_of_the_pool(empty_redis: Emb
     async with running_api(empty_redis.url) as api:
         run = await api.new_run()
         await api.post("forward_backward", pass_body(run, 1))
+        sampler = await api.new_sampler()
+        await api.post("asample", sample_body(sampler, 0))
         lines = (await api.http.get("/metrics")).text.splitlines()
+        assert 'cotrain_samples_waiting{pool="tiny/model",tenant="t-1994bb2433c006e8"} 1.0' in lines
         assert 'cotrain_queue_tokens{pool="tiny/model",tenant="t-1994bb2433c006e8"} 3.0' in lines
         assert 'cotrain_cycles_total{pool="tiny/model"} 0.0' in lines
         assert "cotrain_redis_up 1.0" in lines
         route = 'cotrain_http_requests_total{code="200",route="/api/v1/forward_backward"}'
         assert any(line.startswith(route) for line in lines)
-        assert not any(run in line for line in lines)
+        assert not any(run in line or sampler in line for line in lines)
 
 
 async def test_a_crash_is_answered_with_a_reference_and_nothing_of_what_happened(

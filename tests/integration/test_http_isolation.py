@@ -131,11 +131,14 @@ async def test_a_tenant_sees_its_own_queue_and_nobody_elses(empty_redis: Embedde
     async with running_api(empty_redis.url) as api:
         run = await api.new_run()
         await api.post("forward_backward", pass_body(run, 1))
+        await api.post("asample", sample_body(await api.new_sampler(), 0))
         own = (await api.http.get("/status", headers={"X-API-Key": BOB})).json()
         assert own["pools"][0]["queue"] == {"ops": 0, "tokens": 0}
+        assert own["pools"][0]["samples"] == {"waiting": 0, "running": 0}
         assert "tenants" not in own["pools"][0]
         everything = (await api.http.get("/status")).json()
         assert everything["pools"][0]["queue"]["ops"] == 2
+        assert everything["pools"][0]["samples"]["waiting"] == 1
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,11 @@ from cotrain_server.readiness import reasons_not_ready
 from cotrain_store.status import cycle_records, pool_status, redis_status, scheduler_epoch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cotrain_server.services import Services
     from cotrain_store.messages import PoolRecord, TenantId
-    from cotrain_store.status import PoolStatus
+    from cotrain_store.status import PoolStatus, QueueStatus
 
 router = APIRouter(tags=["status"])
 
@@ -90,6 +92,7 @@ async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
             "oldest_s": found.oldest_ready_s,
             "oldest_gap_s": found.oldest_gap_s,
         },
+        "samples": _samples(found.queues),
         "tenants": [asdict(queue) for queue in found.queues],
         "counters": dict(found.counters),
         "cycles": await cycle_records(services.connection, pool.id, CYCLES_SHOWN),
@@ -112,4 +115,12 @@ def _own_part(pool: PoolRecord, found: PoolStatus, tenant: TenantId) -> dict[str
         "workers": len(found.workers),
         "last_cycle": found.last_cycle,
         "queue": {"ops": sum(q.ops for q in own), "tokens": sum(q.tokens for q in own)},
+        "samples": _samples(own),
+    }
+
+
+def _samples(queues: Sequence[QueueStatus]) -> dict[str, int]:
+    return {
+        "waiting": sum(queue.samples_waiting for queue in queues),
+        "running": sum(queue.samples_running for queue in queues),
     }
