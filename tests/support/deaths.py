@@ -29,10 +29,13 @@ class Failpoint:
     method: str
     call: int = 1
     after: bool = False
+    of_sampling: bool = False
+    """It is a method of the worker's Sampling instead."""
 
-    def arm(self, execution: Any) -> None:
+    def arm(self, loop: WorkerLoop) -> None:
         """Make that call deadly."""
-        original = getattr(execution, self.method)
+        role: Any = loop._sampler._sampling if self.of_sampling else loop._execution
+        original = getattr(role, self.method)
         calls = 0
 
         def deadly(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +47,7 @@ class Failpoint:
                 original(*args, **kwargs)
             raise Killed
 
-        setattr(execution, self.method, deadly)
+        setattr(role, self.method, deadly)
 
 
 def live(loop: WorkerLoop, spools: Sequence[Spool]) -> bool:
@@ -66,7 +69,7 @@ async def dying_worker(
 ) -> AsyncIterator[WorkerLoop]:
     """Run a worker until it dies at `failpoint`; leaving the block waits for that."""
     loop, spools = make_worker(redis_url, data_dir, engine, **settings)
-    failpoint.arm(loop._execution)
+    failpoint.arm(loop)
     life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
     try:
         yield loop

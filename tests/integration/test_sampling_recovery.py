@@ -1,0 +1,274 @@
+"""Whatever dies, and whenever: saved weights and accepted sample requests survive, with the same numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.messages import request_id
+from cotrain_workers.decoder import EngineDecoder
+from cotrain_workers.sample_requests import seed_of
+from cotrain_workers.sampling_service import CRASHED, MAX_DEATHS, MAX_STARTS
+from tests.support.deaths import Failpoint, Killed, dying_worker, live
+from tests.support.program import LORA, submit
+from tests.support.sampling import (
+    LONG,
+    base_sampler,
+    ended,
+    sample,
+    sampled,
+    saved_sampler,
+    submit_sample,
+    submit_save,
+)
+from tests.support.stack import POOL, Stack, make_worker, worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain_store.messages import RunRecord
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.sample_ops import Progress
+    from tests.support.redis_server import EmbeddedRedis
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    async with asyncio.timeout(60):
+        while not happened():  # noqa: ASYNC110  # another thread's doing
+            await asyncio.sleep(0.01)
+
+
+async def undisturbed_sample(
+    server: Stack, url: str, folder: Path, engine: Engine, last: int
+) -> bytes:
+    """Train a run of its own up to the program's seq `last`, save, and sample."""
+    run = await server.create("undisturbed", "undisturbed", LORA)
+    with worker(url, folder, engine):
+        await submit(server, run, 1, last)
+        return await sample(server, await saved_sampler(server, run, last + 1), 1)
+
+
+async def train_and_save(server: Stack, run: RunRecord) -> None:
+    """Two steps with a save after each, and a gradient that waits."""
+    await submit(server, run, 1, 4)
+    await submit_save(server, run, 5, number=0)
+    await submit(server, run, 5, 8, place=6)
+    await submit_save(server, run, 10, number=1)
+    await submit(server, run, 9, 9, place=11)
+
+
+FAILPOINTS = [
+    Failpoint("commit", 1),
+    Failpoint("commit", 1, after=True),
+    Failpoint("commit", 2, after=True),
+    Failpoint("stored", of_sampling=True),
+    Failpoint("stored", after=True, of_sampling=True),
+    Failpoint("stored", 2, of_sampling=True),
+    Failpoint("register_snapshot", 1, after=True),
+]
+
+
+@pytest.mark.parametrize("failpoint", FAILPOINTS, ids=str)
+async def test_saved_weights_survive_a_worker_killed_anywhere(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    failpoint: Failpoint,
+) -> None:
+    url = empty_redis.url
+    expected = await undisturbed_sample(server, url, tmp_path, engine, 4)
+    run = await server.create("a", "a", LORA)
+    await train_and_save(server, run)
+    async with dying_worker(url, tmp_path, engine, failpoint, snapshot_debt_ops=1):
+        pass
+    with worker(url, tmp_path, engine, snapshot_debt_ops=1):
+        samplers = []
+        for number, seq in enumerate((5, 10)):
+            await server.result(run, request_id(run.id, seq))
+            samplers.append(await server.records.sampler(run.tenant, f"a:sample:{number}"))
+        first = await sample(server, samplers[0], 1)
+        assert first == expected
+        assert await sample(server, samplers[1], 1) != first
+    again = await server.create("b", "b", LORA)
+    with worker(url, tmp_path, engine):
+        await train_and_save(server, again)
+        await server.result(again, request_id(again.id, 11))
+        sampler = await server.records.sampler(again.tenant, "b:sample:1")
+        assert await sample(server, sampler, 1) == await sample(server, samplers[1], 2)
+
+
+async def test_weights_whose_file_was_never_written_are_made_again(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are sampled from memory before, from a replay after, and no log is cut in between."""
+    url = empty_redis.url
+    run = await server.create("a", "a", LORA)
+    blocked = threading.Event()
+    with monkeypatch.context() as slow:
+        slow.setattr("cotrain_workers.weights_store.write_folder", lambda *_: blocked.wait(60))
+        loop, spools = make_worker(url, tmp_path, engine, snapshot_debt_ops=1)
+        life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
+        await train_and_save(server, run)
+        await server.result(run, request_id(run.id, 11))
+        sampler = await server.records.sampler(run.tenant, "a:sample:0")
+        before = await sample(server, sampler, 1)
+        position = loop._execution.position(run.id)
+        assert position is not None
+        assert position.snap < 5
+        Failpoint("open_steps").arm(loop)
+        assert not await life
+    blocked.set()  # its thread ends too
+    assert not list((tmp_path / "weights").glob("??/*"))
+    engine.drop(run.id)
+    with worker(url, tmp_path, engine, snapshot_debt_ops=1) as loop:
+        assert await sample(server, sampler, 2) == before
+        await until(lambda: not loop._weights._owed)
+        await submit(server, run, 10, 12, place=12)
+        await server.result(run, request_id(run.id, 14))
+    assert len(list((tmp_path / "weights").glob("??/*"))) == 2
+
+
+async def test_a_closed_run_is_not_forgotten_before_its_weights_are_on_disk(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url = empty_redis.url
+    run = await server.create("a", "a", LORA)
+    await train_and_save(server, run)
+    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_sampling=True)):
+        pass
+    await server.intake.close_run(run)
+    engine.drop(run.id)
+    with worker(url, tmp_path, engine):
+        sampler = await server.records.sampler(run.tenant, "a:sample:0")
+        await sample(server, sampler, 1)
+        await until(lambda: not redis.exists(keys.ops(POOL, run.id)))
+    with worker(url, tmp_path, engine):
+        assert await sample(server, sampler, 2) == await sample(server, sampler, 3)
+
+
+async def test_a_disk_that_is_full_delays_the_file_and_loses_nothing(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("cotrain_workers.weights_store.RETRY_S", 0.01)
+    run = await server.create("a", "a", LORA)
+    with worker(empty_redis.url, tmp_path, engine) as loop:
+        with monkeypatch.context() as broken:
+            broken.setattr("cotrain_workers.weights_store.write_folder", full)
+            await submit(server, run, 1, 4)
+            sampler = await saved_sampler(server, run, 5)
+            before = await sample(server, sampler, 1)
+        await until(lambda: not loop._weights._owed)
+    with worker(empty_redis.url, tmp_path, engine):
+        assert await sample(server, sampler, 2) == before
+
+
+async def test_a_request_killed_in_the_middle_gives_the_same_tokens_after(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    url = empty_redis.url
+    sampler = await base_sampler(server)
+    with worker(url, tmp_path, engine):
+        expected = await sample(server, sampler, 1, LONG)
+    seeded = await submit_sample(server, sampler, 2, LONG)
+    unseeded = await submit_sample(server, sampler, 3, LONG, seed=None)
+    async with dying_worker(url, tmp_path, engine, Failpoint("open_steps", 60)) as loop:
+        await until(lambda: loop._sampler.running == 2)
+    with worker(url, tmp_path, engine):
+        assert await sampled(server, sampler, seeded) == expected
+        again = await sample(server, sampler, 4, LONG, seed=seed_of(unseeded))
+        assert await sampled(server, sampler, unseeded) == again
+
+
+async def test_a_drained_worker_gives_back_what_it_has_not_finished(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url = empty_redis.url
+    sampler = await base_sampler(server)
+    requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(3)]
+    with worker(url, tmp_path, engine) as loop:
+        await until(lambda: loop._sampler.running == 3)
+    assert redis.llen(keys.claimed_samples(POOL, loop._execution.worker)) == 0
+    with worker(url, tmp_path, engine):
+        assert len({await sampled(server, sampler, request) for request in requests}) == 1
+
+
+@pytest.fixture
+def breaks_for(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make a decoder's step raise, or kill, while it holds a certain request."""
+    step_as_before = EngineDecoder.step
+
+    def arm(request: str, *, deadly: bool = False) -> None:
+        def step(self: EngineDecoder) -> Progress:
+            if request in self._groups:
+                raise Killed if deadly else RuntimeError("the device is on fire")
+            return step_as_before(self)
+
+        monkeypatch.setattr(EngineDecoder, "step", step)
+
+    return arm
+
+
+async def test_a_request_that_breaks_the_decoder_fails_alone(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    breaks_for: Callable[..., None],
+) -> None:
+    sampler = await base_sampler(server)
+    with worker(empty_redis.url, tmp_path, engine):
+        expected = await sample(server, sampler, 0)
+        breaks_for(f"{sampler.id}:3")
+        requests = [await submit_sample(server, sampler, seq) for seq in range(1, 6)]
+        for request in requests:
+            if request.endswith(":3"):
+                failure = await ended(server, sampler, request)
+                assert failure.json() == {"error": CRASHED.message, "category": CRASHED.category}
+            else:
+                assert await sampled(server, sampler, request) == expected
+
+
+async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    breaks_for: Callable[..., None],
+) -> None:
+    url = empty_redis.url
+    sampler = await base_sampler(server)
+    with worker(url, tmp_path, engine):
+        expected = await sample(server, sampler, 0)
+    requests = [await submit_sample(server, sampler, seq) for seq in range(1, 4)]
+    breaks_for(requests[1], deadly=True)
+    answers = asyncio.gather(*(ended(server, sampler, request) for request in requests))
+    deaths = 0
+    while not answers.done():
+        loop, spools = make_worker(url, tmp_path, engine)
+        life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
+        while not (life.done() or answers.done()):  # noqa: ASYNC110  # whichever comes first
+            await asyncio.sleep(0.01)
+        loop.stop()
+        deaths += not await life
+    assert (await answers)[1].json()["error"] == CRASHED.message
+    for request in (requests[0], requests[2]):
+        assert await sampled(server, sampler, request) == expected
+    assert deaths <= 1 + MAX_STARTS + MAX_DEATHS
