@@ -72,6 +72,11 @@ class Completions:
         self.release_all()
         await stop_tasks(self._tasks)
 
+    @property
+    def waiters(self) -> int:
+        """How many polls are held open in this process."""
+        return sum(len(waiting) for waiting in self._waiters.values())
+
     def release_all(self) -> None:
         """Answer every poll now, and from now on at once: this process is draining."""
         self._released = True

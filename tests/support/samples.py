@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages import RunId, RunRecord
 
 BODY = SampleBody(
     prompt=(1, 2, 3),
@@ -129,7 +129,7 @@ class Samples:
         name: str = "",
         sampler: int = -1,
         expires_at: float | None = None,
-    ) -> tuple[Step, Mapping[tuple[str, int], SaveRecords]]:
+    ) -> tuple[Step, Mapping[tuple[RunId, int], SaveRecords]]:
         """Commit a save under a name, or as an ephemeral sampler."""
         await self.log.submit(run, seq, OpKind.SAVE, body=b"{}")
         step = await self.log.plan()

@@ -17,12 +17,12 @@ from cotrain_scheduler.planner import (
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.messages import OpKind, QueuedOp, RunId, RunQueue, TenantId, WorkerId
 
-KINDS = [OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.REJECTED]
+PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
+KINDS = [*PASSES, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.REJECTED]
 
 
 def op(run: str, seq: int, kind: OpKind = OpKind.FORWARD_BACKWARD, tokens: int = 10) -> QueuedOp:
-    takes_tokens = kind in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
-    return QueuedOp(RunId(run), seq, kind, tokens if takes_tokens else 0, "inline", 1, 0.0)
+    return QueuedOp(RunId(run), seq, kind, tokens if kind in PASSES else 0, "inline", 1, 0.0)
 
 
 def queue_of(run: str, tenant: str, ops: list[QueuedOp]) -> RunQueue:
@@ -66,7 +66,19 @@ def test_weights_change_at_most_once_per_run_and_only_after_its_passes(
         assert kinds.count(OpKind.OPTIM_STEP) <= 1
         if OpKind.OPTIM_STEP in kinds:
             after = kinds[kinds.index(OpKind.OPTIM_STEP) + 1 :]
-            assert set(after) <= {OpKind.REJECTED}
+            assert set(after) <= {OpKind.SAVE, OpKind.REJECTED}
+
+
+@given(queues(), st.integers(1, 1000), st.integers(1, 500))
+def test_nothing_changes_a_run_after_its_save_in_the_same_cycle(
+    rows: list[RunQueue], budget_tokens: int, quantum: int
+) -> None:
+    chosen = select(rows, Fairness(), budget_tokens, quantum).ops
+    for row in rows:
+        kinds = [chosen_op.kind for chosen_op in chosen if chosen_op.run == row.run]
+        if OpKind.SAVE in kinds:
+            after = kinds[kinds.index(OpKind.SAVE) + 1 :]
+            assert set(after) <= {OpKind.SAVE, OpKind.REJECTED}
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
@@ -136,6 +148,19 @@ def test_backlogged_tenants_get_the_same_tokens_within_one_quantum_and_one_op(
 def test_a_step_submitted_whole_runs_in_one_cycle() -> None:
     step = [op("r", 1), op("r", 2), op("r", 3, OpKind.OPTIM_STEP)]
     assert runnable_prefix([*step, op("r", 4)]) == step
+
+
+def test_what_is_saved_is_what_the_step_left() -> None:
+    step = [op("r", 1), op("r", 2, OpKind.OPTIM_STEP), op("r", 3, OpKind.SAVE)]
+    rejected = op("r", 4, OpKind.REJECTED)
+    saves = [op("r", 5, OpKind.SAVE), op("r", 6, OpKind.SAVE)]
+    cycle = [*step, rejected, *saves]
+    assert runnable_prefix([*cycle, op("r", 7)]) == cycle
+    assert runnable_prefix([*cycle, op("r", 7, OpKind.OPTIM_STEP)]) == cycle
+    assert runnable_prefix([op("r", 1), op("r", 2, OpKind.SAVE), op("r", 3)]) == [
+        op("r", 1),
+        op("r", 2, OpKind.SAVE),
+    ]
 
 
 def test_a_barrier_holds_back_its_own_run_only() -> None:

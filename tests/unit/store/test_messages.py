@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from cotrain_store.messages import (
     LoraSpec,
     OpKind,
+    PoolRecord,
     QueuedOp,
     RequestId,
     Result,
@@ -23,7 +24,10 @@ from cotrain_store.messages import (
     request_id,
     run_id,
     run_of,
+    sample_id,
+    sampler_id,
 )
+from cotrain_store.sample_ends import parse_sample
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
 refs = st.one_of(
@@ -73,6 +77,39 @@ def test_a_field_that_is_not_there_yet_takes_its_default() -> None:
     assert decode(LoraSpec, {"rank": 2, "seed": 3, "new": 1}) == LoraSpec(rank=2, seed=3)
     with pytest.raises(TypeError):
         decode(LoraSpec, {"rank": 2})
+
+
+def test_records_of_the_version_before_are_read() -> None:
+    """A pool that an older worker wrote: it cannot sample, and says so."""
+    fields = {
+        "id": "p", "base_model": "m", "architecture": "Q", "vocab_size": 5, "context_length": 9,
+        "max_rank": 8, "num_parameters": 1, "device": "cpu", "dtype": "float32",
+        "numerics_id": "", "tokens_per_s": 1.0,
+    }  # fmt: skip
+    pool = decode(PoolRecord, fields)
+    assert (pool.eos_token_ids, pool.tokenizer) == ((), "")
+    assert (pool.max_sequence_tokens, pool.sampler) == (0, "")
+
+
+@given(names, st.integers(0, 2**31), st.integers(0, 2**64 - 1))
+def test_a_sample_request_names_its_sampler_and_the_copy_of_its_client(
+    session: str, number: int, seq: int
+) -> None:
+    sampler = sampler_id(SessionId(session), number)
+    name = parse_sample(sample_id(sampler, seq))
+    if ":" in session or len(session) > 64:
+        return
+    assert name == (sampler, seq)
+    assert name
+    assert (name.session, name.clone) == (session, seq // 10**9)
+
+
+@pytest.mark.parametrize(
+    "request_name",
+    ["", ":", "s:train:0:1", "s:sample:0", "s:sample:0:", "s:sample:0:1\n", "\ud800"],
+)
+def test_what_is_no_sample_request_names_no_sampler(request_name: str) -> None:
+    assert parse_sample(request_name) is None
 
 
 @given(st.builds(Result, st.sampled_from(ResultKind), st.binary(max_size=50)))

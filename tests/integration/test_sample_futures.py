@@ -1,0 +1,148 @@
+"""Results of sample requests: found, pending, expired; and never somebody else's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.deliveries import READ_AFTER_S, SampleDeliveries
+from cotrain_store.errors import RequestNotFound, SampleExpired
+from cotrain_store.futures import Pending
+from cotrain_store.messages import RequestId, Result, ResultKind, TenantId
+from cotrain_store.sample_ends import parse_sample
+from cotrain_store.spool import INLINE_LIMIT_BYTES
+from tests.support.samples import RESULT
+
+if TYPE_CHECKING:
+    from tests.support.samples import Samples
+
+A, B = TenantId("a"), TenantId("b")
+PATIENCE_S = 30.0
+NOW = 1_000.0
+LATER = NOW + READ_AFTER_S + 1
+
+
+async def test_a_poll_is_pending_until_the_result_is_there(samples: Samples) -> None:
+    (request,) = await samples.submit(await samples.sampler(), 0)
+    async with samples.log.futures() as futures:
+        assert await futures.wait(A, request, 0.01) == Pending()
+        samples.claim()
+        assert await futures.wait(A, request, 0.01) == Pending()
+        poll = asyncio.create_task(futures.wait(A, request, PATIENCE_S))
+        while not futures.waiters:  # noqa: ASYNC110  # nothing tells when a waiter has come
+            await asyncio.sleep(0.01)
+        samples.resolve(request)
+        assert await poll == RESULT
+        assert await futures.wait(A, request, 0) == RESULT
+
+
+async def test_a_large_result_comes_from_disk_and_expires_with_its_file(samples: Samples) -> None:
+    (request,) = await samples.submit(await samples.sampler(), 0)
+    samples.claim()
+    large = Result(ResultKind.SAMPLE, b"x" * (INLINE_LIMIT_BYTES + 1))
+    samples.resolve(request, result=large)
+    async with samples.log.futures() as futures:
+        assert await futures.wait(A, request, 0.01) == large
+        for path in samples.log.results.folder.glob("results-*"):
+            path.unlink()
+        with pytest.raises(SampleExpired):
+            await futures.wait(A, request, 0.01)
+
+
+async def test_the_result_outlives_its_sampler(samples: Samples) -> None:
+    sampler = await samples.sampler()
+    (request,) = await samples.submit(sampler, 0)
+    samples.log.redis.delete(keys.sampler(sampler.id))
+    async with samples.log.futures() as futures:
+        assert await futures.wait(A, request, 0.01) == Pending()
+        samples.resolve(*samples.claim())
+        assert await futures.wait(A, request, 0.01) == RESULT
+
+
+async def test_an_expired_result_can_be_asked_for_again(samples: Samples) -> None:
+    sampler = await samples.sampler()
+    (request,) = await samples.submit(sampler, 0)
+    samples.resolve(*samples.claim())
+    samples.log.redis.delete(keys.result(request))
+    async with samples.log.futures() as futures:
+        with pytest.raises(SampleExpired, match="expired"):
+            await futures.wait(A, request, 0.01)
+        samples.log.redis.delete(keys.sample(request))
+        with pytest.raises(SampleExpired):
+            await futures.wait(A, request, 0.01)
+        samples.log.redis.delete(keys.sampler(sampler.id))
+        with pytest.raises(RequestNotFound) as unknown:
+            await futures.wait(A, request, 0.01)
+        assert not isinstance(unknown.value, SampleExpired)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(
+    samples: Samples, is_known: bool
+) -> None:
+    (request,) = await samples.submit(await samples.sampler(), 0)
+    samples.resolve(*samples.claim())
+    if not is_known:
+        samples.log.redis.delete(keys.sample(request))
+    async with samples.log.futures() as futures:
+        with pytest.raises(RequestNotFound) as foreign:
+            await futures.wait(B, request, 0.01)
+        with pytest.raises(RequestNotFound) as unknown:
+            await futures.wait(B, RequestId("nobody:sample:0:0"), 0.01)
+        assert type(foreign.value) is type(unknown.value) is RequestNotFound
+        assert str(foreign.value) == str(unknown.value)
+
+
+@pytest.mark.parametrize(
+    "place", ["", "x", "-1", "1:0", " 0", "0 ", "\u0663", "9" * 5_000, "*", "\ud800", "0\n"]
+)
+async def test_what_is_no_place_names_no_request(samples: Samples, place: str) -> None:
+    sampler = await samples.sampler()
+    async with samples.log.futures() as futures:
+        with pytest.raises(RequestNotFound) as unknown:
+            await futures.wait(A, RequestId(f"{sampler.id}:{place}"), 0.01)
+        assert not isinstance(unknown.value, SampleExpired)
+
+
+async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
+    samples: Samples,
+) -> None:
+    session = await samples.records.create_session(A)
+    first, second = f"{session.id}:sample:0", "asleep:sample:0"
+    deliveries = SampleDeliveries(samples.log.connection)
+    requests = [RequestId(f"{sampler}:0") for sampler in (first, second)]
+    for request in requests:
+        name = parse_sample(request)
+        assert name
+        samples.log.redis.set(keys.result(request), RESULT.pack(), px=keys.SMALL_RESULT_TTL_MS)
+        samples.log.redis.hset(keys.sample(request), "state", "done")
+        samples.log.redis.zadd(keys.completions(name.sampler, 0), {"0": 1})
+        deliveries.note(name, NOW)
+
+    def lives_ms() -> list[int]:
+        return [samples.log.redis.pttl(keys.result(request)) for request in requests]
+
+    await deliveries.expire_read(NOW + READ_AFTER_S - 1)
+    assert min(lives_ms()) > keys.READ_RESULT_TTL_MS
+    await deliveries.expire_read(LATER)
+    assert lives_ms()[0] <= keys.READ_RESULT_TTL_MS < lives_ms()[1]
+    told = [samples.log.redis.exists(f"cotrain:completions:{name}:0") for name in (first, second)]
+    assert told == [0, 1]
+
+
+async def test_waiting_for_a_result_notes_that_it_was_sent(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.futures.SWEEP_S", 0.02)
+    monkeypatch.setattr("cotrain_store.deliveries.READ_AFTER_S", 0.0)
+    sampler = await samples.sampler()
+    (request,) = await samples.submit(sampler, 0)
+    samples.resolve(*samples.claim())
+    samples.log.redis.set(keys.session_beat(sampler.session), "now")
+    async with samples.log.futures() as futures, asyncio.timeout(PATIENCE_S):
+        await futures.wait(A, request, 10)
+        while samples.log.redis.pttl(keys.result(request)) > keys.READ_RESULT_TTL_MS:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
