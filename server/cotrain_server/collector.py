@@ -96,7 +96,7 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
         found.gauge("cotrain_worker_epoch", "Starts of this worker.", worker.epoch, **labels)
         found.gauge("cotrain_adapters_resident", "Adapters held.", worker.runs, **labels)
         found.gauge("cotrain_worker_memory_bytes", "Memory used.", worker.memory_bytes, **labels)
-    for queue in _top_tenants(status.queues):
+    for queue in top_tenants(status.queues):
         labels = {"pool": pool, "tenant": queue.tenant}
         found.gauge("cotrain_queue_ops", "Ops accepted, not committed.", queue.ops, **labels)
         found.gauge("cotrain_queue_tokens", "Tokens accepted, not run.", queue.tokens, **labels)
@@ -105,7 +105,7 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
         found.gauge("cotrain_samples_running", "Samples a worker runs.", running, **labels)
 
 
-def _top_tenants(queues: Sequence[QueueStatus]) -> list[QueueStatus]:
+def top_tenants(queues: Sequence[QueueStatus]) -> list[QueueStatus]:
     """Keep the busiest tenants and sum up the rest."""
     ranked = sorted(queues, key=_load, reverse=True)
     rest = ranked[TENANTS_SHOWN:]

@@ -9,7 +9,7 @@ import pytest
 
 from cotrain_store import keys
 from cotrain_store.messages import RequestId
-from tests.support.http_api import BOB, running_api, sample_body
+from tests.support.http_api import BOB, SOON_S, running_api, sample_body
 from tests.support.stand_in import StandIn, stand_in
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ async def test_draining_answers_a_held_batch_poll_with_what_there_is(
     held = asyncio.create_task(poll(api, sampler, cursor=0))
     await api.until_batch_held(held)
     api.services.drain()
-    assert (await held).json() == {"completions": [], "cursor": 0}
+    async with asyncio.timeout(SOON_S):
+        assert (await held).json() == {"completions": [], "cursor": 0}
 
 
 async def test_a_client_that_hangs_up_frees_its_batch_poll(api: Api, sampler: str) -> None:
@@ -161,5 +162,6 @@ async def test_a_client_that_hangs_up_frees_its_batch_poll(api: Api, sampler: st
     held, hung_up = api.start_post("retrieve_futures", {"target": target})
     await api.until_batch_held(held)
     hung_up.set()
-    await held
+    async with asyncio.timeout(SOON_S):
+        await held
     assert not api.services.polls_by_tenant.total()

@@ -224,6 +224,15 @@ async def test_no_key_token_or_text_of_a_tenant_gets_into_the_log(
             await api.post("forward_backward", pass_body(run, 2, loss_fn=CANARY_TEXT))
             await api.post("forward_backward", pass_body(run, 2, loss_fn="other"))
             await api.post("create_model", {"session_id": CANARY_TEXT, "base_model": CANARY_TEXT})
+            await api.post(
+                "save_weights_for_sampler", {"model_id": run, "seq_id": 3, "path": CANARY_TEXT}
+            )
+            sampler = await api.new_sampler()
+            source = {"session_id": run.partition(":")[0], "sampling_session_seq_id": 0}
+            for path in (CANARY_TEXT, f"tinker://{run}/weights/{CANARY_TEXT}"):
+                await api.post("create_sampling_session", {**source, "model_path": path})
+            for params in ({"stop": CANARY_TEXT}, {"stop": [CANARY_TOKEN]}, {"seed": CANARY_TEXT}):
+                await api.post("asample", sample_body(sampler, 0, sampling_params=params))
             await api.post("create_session", {"user_metadata": {CANARY_TEXT: CANARY_TEXT}})
             await api.post("telemetry", {"events": [{"traceback": CANARY_TEXT}]})
             await api.post("client/config", {}, key=f"{ALICE}-wrong")

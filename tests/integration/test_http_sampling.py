@@ -71,11 +71,28 @@ async def test_a_sampler_of_a_base_model_needs_no_training(api: Api) -> None:
     }
 
 
-async def test_a_sampler_made_twice_is_one_and_another_one_needs_another_number(api: Api) -> None:
-    session = await new_session(api)
-    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": POOL.base_model}
-    answers = [await api.post("create_sampling_session", body) for _ in range(2)]
+async def test_a_sampler_made_twice_is_one_and_another_one_needs_another_number(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1, path="a"))["path"]
+    answers = [await session_on(api, path, 0, run) for _ in range(2)]
     assert answers[0].json() == answers[1].json()
+    other = (await save(api, worker, run, 2, path="b"))["path"]
+    refused = await session_on(api, other, 0, run)
+    assert (refused.status_code, refused.json()["code"]) == (400, "seq_conflict")
+
+
+async def test_a_sampler_made_again_after_its_name_moved_keeps_its_weights(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1, path="best"))["path"]
+    sampler = (await session_on(api, path, 0, run)).json()["sampling_session_id"]
+    await save(api, worker, run, 2, path="best")
+    assert (await session_on(api, path, 0, run)).json()["sampling_session_id"] == sampler
+    await api.post("asample", sample_body(sampler, 0))
+    assert [claimed.weights for claimed in worker.claim()] == [f"{run}:1"]
 
 
 @pytest.mark.parametrize(

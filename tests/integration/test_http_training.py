@@ -15,7 +15,7 @@ from cotrain_server.reading import read_json_pass
 from cotrain_store import keys
 from cotrain_store.bodies import encode_pass_output
 from cotrain_store.messages import RequestId, Result, ResultKind, RunId
-from tests.support.http_api import POOL, Api, pass_body, running_api
+from tests.support.http_api import POOL, SOON_S, Api, pass_body, running_api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -174,7 +174,8 @@ async def test_a_client_that_hangs_up_frees_its_waiter(empty_redis: EmbeddedRedi
         poll, hung_up = api.start_post("retrieve_future", {"request_id": f"{run}:0"})
         await api.until_held(poll)
         hung_up.set()
-        await poll
+        async with asyncio.timeout(SOON_S):
+            await poll
         assert api.services.futures.waiters == 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cotrain_server.settings import ServerSettings
+from cotrain_store.sample_intake import SampleLimits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,3 +48,12 @@ def test_a_bad_value_stops_the_process(
     variables.setenv(f"COTRAIN_{name}", value)
     with pytest.raises(ValueError, match=name.lower()):
         ServerSettings()
+
+
+def test_samples_have_a_quota_of_their_own_and_the_same_one_of_bytes(
+    variables: pytest.MonkeyPatch,
+) -> None:
+    variables.setenv("COTRAIN_QUOTA_SAMPLES", "3")
+    variables.setenv("COTRAIN_QUOTA_BYTES", "5")
+    settings = ServerSettings()
+    assert settings.sample_limits == SampleLimits(requests=3, bytes=5)
