@@ -222,6 +222,17 @@ def test_a_failed_generation_is_an_error(
     assert failed.value.type == "invalid_request_error"
 
 
+def test_a_stream_on_which_nothing_happens_shows_that_it_lives(
+    served: Talking, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_server.generation.IDLE_S", 0.01)
+    script.is_holding = True
+    url, headers = f"{served.address}/anthropic/api/v1/messages", {"x-api-key": ALICE}
+    with httpx.stream("POST", url, json={**HI, "stream": True}, headers=headers) as answer:
+        kinds = (line for line in answer.iter_lines() if line.startswith("event: "))
+        assert [next(kinds) for _ in range(5)][2:] == ["event: ping"] * 3
+
+
 async def test_a_full_queue_says_when_to_come_back(
     served: Talking, async_client: anthropic.AsyncAnthropic, script: Script
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import openai
 import pytest
 
@@ -300,6 +301,19 @@ async def test_one_who_leaves_cancels_what_he_asked_for(
         script.seen.clear()
         script.cancelled.clear()
     assert served.services.polls_by_tenant.total() == 0
+
+
+def test_a_stream_on_which_nothing_happens_shows_that_it_lives(
+    served: Talking, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_server.generation.IDLE_S", 0.01)
+    script.is_holding = True
+    url, headers = f"{served.address}/oai/api/v1/chat/completions", {"x-api-key": ALICE}
+    asked = {"model": MODEL, "messages": HI, "stream": True}
+    with httpx.stream("POST", url, json=asked, headers=headers) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        assert next(lines).startswith("data: ")
+        assert next(lines) == next(lines) == ": still working"
 
 
 async def _read(client: openai.AsyncOpenAI, asked: Any) -> None:
