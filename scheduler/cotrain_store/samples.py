@@ -138,7 +138,14 @@ def decode_sample(body: bytes) -> SampleBody:
             tuple(map(tuple, targets.reshape(rows, columns).tolist())) if has_targets else None
         )
         return decode(SampleBody, settings)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as broken:
+    except (
+        struct.error,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as broken:
         raise MalformedBody("The body of a sample request cannot be read.") from broken
 
 
