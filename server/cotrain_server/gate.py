@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 SMALL_BODY_BYTES = 1024**2
 #: A number of JSON takes two bytes, and forty once it is a Python object.
 JSON_BODY_BYTES = 32 * 1024**2
+#: A batch poll may acknowledge this much: 100,000 ids. Refused, it would end sampling on its client.
+POLL_BODY_BYTES = 8 * 1024**2
 #: A poll that cannot be served is held this long: its client asks again the moment it is answered.
 HOLD_S = 1.0
 
@@ -101,6 +103,11 @@ class PollRoute(TenantRoute):
                 return try_again("", "paused_capacity", "the server's store is restarting")
 
         return hold
+
+    @override
+    def body_limit(self, request: Request, settings: ServerSettings) -> int:
+        """Say how many bytes a body may have."""
+        return min(POLL_BODY_BYTES, settings.max_body_bytes)
 
 
 def try_again(request_id: str, queue_state: str, reason: str | None) -> JSONResponse:

@@ -124,6 +124,12 @@ async def test_a_result_that_has_arrived_is_not_kept_for_a_day(
     assert left_ms <= keys.READ_RESULT_TTL_MS
 
 
+async def test_very_many_results_may_be_acknowledged_at_once(api: Api, sampler: str) -> None:
+    ids = [f"{sampler}:{CLONE * CLONE + number}" for number in range(20_000)]
+    answer = await poll(api, sampler, timeout=0.0, retrieved_request_ids=ids)
+    assert answer.status_code == 200
+
+
 async def test_nobody_acknowledges_what_is_anothers(
     api: Api, worker: StandIn, sampler: str
 ) -> None:
