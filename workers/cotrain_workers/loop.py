@@ -6,7 +6,6 @@ it died is computed again from the log.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.messages import RunId
+from cotrain_workers.beside import Beside
 from cotrain_workers.cycle_record import counted_cycle, cycle_record
 from cotrain_workers.heart import Heart, resident_bytes
 from cotrain_workers.ops import Failure
@@ -30,7 +30,7 @@ from cotrain_workers.saves import saves_of
 from cotrain_workers.suspects import CRASHED, run_alone
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from cotrain_store.execution import Execution
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from cotrain_workers.weights_store import WeightsStore
 
     Place = tuple[str, int]  # a request's run and seq
+    Between = Callable[[], None] | None  # called after each micro-batch
 
 log = structlog.get_logger()
 
@@ -86,14 +87,14 @@ class WorkerLoop:
         self._keeper = keeper
         self._weights = weights
         self._sampler = sampler
-        self._share = share
         self._base_model = base_model
         self._device = device
         self._tokens_per_s = tokens_per_s
         self._replayed_ops = 0
         self._uncounted: Counter[str] = Counter()
         self._stopping = threading.Event()
-        self._trained_until = self._tended_at = time.monotonic()
+        self._beside = Beside(sampler, share, self._stopping)
+        self._tended_at = time.monotonic()
 
     def stop(self) -> None:
         """Finish the step in work, then leave."""
@@ -133,7 +134,7 @@ class WorkerLoop:
         elif not self._sampler.advance():
             self._tend()
             self._execution.wait(SOON_S if self._sampler.running else IDLE_S)
-        elif time.monotonic() - self._tended_at > TEND_S:
+        if time.monotonic() - self._tended_at > TEND_S:
             self._tend()
 
     def _tend(self) -> None:
@@ -144,13 +145,14 @@ class WorkerLoop:
     def execute(self, step: Step) -> None:
         """Run one step and commit it."""
         started = time.time()
-        self._trained_until = time.monotonic()
-        lost = self._restore_runs(step)
+        self._beside.training_begins()
+        starts = self._execution.starts(step)
+        lost = self._restore_runs(step, starts)
         # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
         step = replace(step, ops=tuple(op for op in step.ops if op.seq > self._keeper.done(op.run)))
         try:
             bodies = self._bodies(step, lost)
-            outputs, cost = self._outputs(step, bodies, lost)
+            outputs, cost = self._outputs(step, bodies, lost, starts)
             finished = time.time()
             record = self._commit(step, bodies, outputs, cost, started, finished)
         except CONNECTION_LOST:
@@ -160,25 +162,11 @@ class WorkerLoop:
             raise
         self._measure(cost)
         self._keeper.committed(step, finished - started)
-        self._share.trained(time.monotonic() - self._trained_until)
+        self._beside.training_ends()
         log.info(
             "cycle_committed", cycle=step.cycle, runs=len(record["runs"]), ops=len(step.ops),
             tokens=record["tokens"], forwards=record["forwards"], dur_ms=record["duration_ms"],
         )  # fmt: skip
-
-    def _let_decode(self) -> None:
-        """Let the decoder use its share: between two micro-batches, when the model is free.
-
-        A Redis that is away, or a successor, is met again by the step's commit.
-        """
-        now = time.monotonic()
-        self._share.trained(now - self._trained_until)
-        with contextlib.suppress(Fenced, *CONNECTION_LOST):
-            while self._share.may_decode and not self._stopping.is_set():
-                if not self._sampler.advance():
-                    self._share.forfeit()
-                self._share.decoded(-now + (now := time.monotonic()))
-        self._trained_until = time.monotonic()
 
     def _commit(
         self,
@@ -215,30 +203,38 @@ class WorkerLoop:
 
     def _bring_back(self, weights: WeightsRecord) -> None:
         """Make weights again that were lost before they were on disk: a replay of their run does."""
-        self._trained_until = time.monotonic()
+        self._beside.training_begins()
         try:
-            self._restore(weights.run)
+            self._restore(weights.run, self._beside.between)
         except (ReplayDiverged, SpoolCorrupt) as broken:
             self._stop_run(weights.run, weights.tenant, broken)
+        self._beside.training_ends()
         if self._weights.is_lost(weights.ref):
             self._weights.give_up(weights.ref)
 
-    def _restore_runs(self, step: Step) -> dict[RunId, Failure]:
+    def _between(self, starts: int) -> Between:
+        """Choose what runs beside a step; nothing beside one that a dead predecessor left open.
+
+        Else a request of either kind could be blamed for the deaths that one of the other caused.
+        """
+        return None if starts else self._beside.between
+
+    def _restore_runs(self, step: Step, starts: int) -> dict[RunId, Failure]:
         """Have every run of the step in memory; those that cannot be restored fail alone."""
         lost: dict[RunId, Failure] = {}
         for run in dict.fromkeys(op.run for op in step.ops):
             try:
-                self._restore(run)
+                self._restore(run, self._between(starts))
             except (ReplayDiverged, SpoolCorrupt) as broken:
                 lost[run] = self._stop_run(run, step.tenant_by_run[run], broken)
         return lost
 
     def _start_over(self, run: RunId) -> None:
         self._keeper.forget_state(run)
-        self._restore(run)
+        self._restore(run, None)
 
-    def _restore(self, run: RunId) -> None:
-        replayed = self._keeper.ensure(run, self._let_decode)
+    def _restore(self, run: RunId, between: Between) -> None:
+        replayed = self._keeper.ensure(run, between)
         self._replayed_ops += replayed
         self._uncounted["replayed_ops"] += replayed
 
@@ -262,7 +258,11 @@ class WorkerLoop:
         return bodies
 
     def _outputs(
-        self, step: Step, bodies: Mapping[Place, bytes], lost: Mapping[RunId, Failure]
+        self,
+        step: Step,
+        bodies: Mapping[Place, bytes],
+        lost: Mapping[RunId, Failure],
+        starts: int,
     ) -> tuple[dict[Place, Output], CycleOutput | None]:
         outputs: dict[Place, Output] = {}
         runnable: list[Op] = []
@@ -272,11 +272,11 @@ class WorkerLoop:
                 outputs[op.run, op.seq] = request
             else:
                 runnable.append(request)
-        if self._execution.starts(step) > MAX_STARTS:
+        if starts > MAX_STARTS:
             log.error("cycle_keeps_killing", cycle=step.cycle)
             return outputs | self._isolated(runnable, step, is_deadly=True), None
         try:
-            cost = self._engine.run(runnable, self._let_decode)
+            cost = self._engine.run(runnable, self._between(starts))
         except Exception:  # the guilty request, whatever it did, is found and fails alone
             log.exception("cycle_failed", cycle=step.cycle)
             return outputs | self._isolated(runnable, step), None
@@ -289,13 +289,10 @@ class WorkerLoop:
         outputs: dict[Place, Output] = {}
         for run in dict.fromkeys(RunId(op.run) for op in ops):
             mine = [op for op in ops if op.run == run]
+            start_over = partial(self._start_over, run)
             try:
                 outputs |= run_alone(
-                    self._engine,
-                    self._execution,
-                    mine,
-                    partial(self._start_over, run),
-                    is_deadly=is_deadly,
+                    self._engine, self._execution, mine, start_over, is_deadly=is_deadly
                 )
             except (ReplayDiverged, SpoolCorrupt) as broken:
                 failure = self._stop_run(run, step.tenant_by_run[run], broken)

@@ -1,0 +1,133 @@
+"""One processor for training and for many sample requests: neither starves, and all finish."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store.messages import LoraSpec, ResultKind
+from cotrain_workers.decoder import EngineDecoder
+from cotrain_workers.engine import Engine
+from cotrain_workers.wave import Wave
+from tests.support.bodies import sequences
+from tests.support.sampling import LONG, base_sampler, ended, saved_sampler, submit_sample
+from tests.support.stack import Stack, worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_workers.sample_ops import Progress
+    from tests.support.redis_server import EmbeddedRedis
+
+MICRO_BATCH_S = 1.0
+DECODE_STEP_S = 0.3
+
+
+@dataclass
+class Processor:
+    """A clock that only work moves, and what the work was while a step was open."""
+
+    now: float = 0.0
+    in_step: bool = False
+    trained: float = 0.0
+    decoded: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def train(self) -> None:
+        self.now += MICRO_BATCH_S
+        self.trained += MICRO_BATCH_S
+        self.in_step = True
+
+    def decode(self) -> None:
+        self.now += DECODE_STEP_S
+        self.decoded += DECODE_STEP_S * self.in_step
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
+    """Let every micro-batch and every decode step take its time on a clock of ours."""
+    clock = Processor()
+    micro_batch, decode_step, run = Wave._run_micro_batch, EngineDecoder.step, Engine.run
+
+    def trained(self: Wave, *args: Any) -> None:
+        micro_batch(self, *args)
+        clock.train()
+
+    def decoded(self: EngineDecoder) -> Progress:
+        clock.decode()
+        return decode_step(self)
+
+    def ran(self: Engine, *args: Any) -> Any:
+        output = run(self, *args)
+        clock.in_step = False
+        return output
+
+    monkeypatch.setattr(Wave, "_run_micro_batch", trained)
+    monkeypatch.setattr(EngineDecoder, "step", decoded)
+    monkeypatch.setattr(Engine, "run", ran)
+    fake = SimpleNamespace(monotonic=clock.monotonic)
+    monkeypatch.setattr("cotrain_workers.beside.time", fake)
+    return clock
+
+
+@pytest.fixture(scope="module")
+def small_steps(tiny_model: Path) -> Engine:
+    """An engine whose micro-batches are small, so that a step has many."""
+    import torch
+
+    torch.set_num_threads(1)
+    return Engine.load(str(tiny_model), micro_batch_tokens=256)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+async def test_two_hundred_requests_finish_and_training_beside_them_keeps_its_share(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    small_steps: Engine,
+    processor: Processor,
+    share: float,
+) -> None:
+    """Over 8 adapters, with room for 16 in memory."""
+    room = {"sampling_share": share, "kv_cache_tokens": 16 * 64}
+    with worker(empty_redis.url, tmp_path, small_steps, **room) as loop:
+        samplers = []
+        for number in range(8):
+            run = await server.create(f"t{number}", f"t{number}", LoraSpec(rank=2, seed=number))
+            samplers.append(await saved_sampler(server, run, 1))
+        changes = {"prompt": tuple(range(1, 20)), "max_tokens": 40}
+        requests = [
+            (sampler, await submit_sample(server, sampler, seq, LONG, seed=seq, **changes))
+            for seq in range(25)
+            for sampler in samplers
+        ]
+        run = await server.create("a", "a", LoraSpec(rank=2, seed=0))
+        data = sequences(0, 16, 120)
+        training = [await server.forward_backward(run, seq, data) for seq in range(1, 4)]
+        await server.result(run, training[-1])
+        both = processor.trained + processor.decoded
+        assert processor.decoded > 0
+        assert processor.trained >= (1 - share) * (both - DECODE_STEP_S)
+        assert processor.decoded >= share * (both - MICRO_BATCH_S) - 1e-6
+        ends = await asyncio.gather(*(ended(server, sampler, r) for sampler, r in requests))
+        assert all(end.kind is ResultKind.SAMPLE for end in ends)
+        assert loop._sampler.running == 0
+
+
+async def test_a_tenant_with_many_requests_does_not_make_another_wait_for_them(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    crowd, single = await base_sampler(server, "crowd"), await base_sampler(server, "single")
+    many = [await submit_sample(server, crowd, seq, seed=seq) for seq in range(300)]
+    one = await submit_sample(server, single, 0)
+    with worker(empty_redis.url, tmp_path, engine):
+        await ended(server, single, one)
+        behind = server.futures.wait(crowd.tenant, many[-1], 0)
+        assert not hasattr(await behind, "kind")
+        await server.samples.cancel(crowd.tenant, many[-1])

@@ -1,0 +1,50 @@
+"""Let the decoder work beside training: between micro-batches, within its share of the processor."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.errors import Fenced
+
+if TYPE_CHECKING:
+    import threading
+
+    from cotrain_workers.sampling_service import SamplingService
+    from cotrain_workers.share import Share
+
+
+class Beside:
+    """Measures what training takes and what the decoder takes, and gives each its turn."""
+
+    def __init__(self, sampler: SamplingService, share: Share, stopping: threading.Event) -> None:
+        self._sampler = sampler
+        self._share = share
+        self._stopping = stopping
+        self._trained_until = 0.0
+
+    def training_begins(self) -> None:
+        """From here on time is training's."""
+        self._trained_until = time.monotonic()
+
+    def training_ends(self) -> None:
+        """From here on nobody waits for the decoder."""
+        self._share.trained(time.monotonic() - self._trained_until)
+
+    def between(self) -> None:
+        """Decode while there is credit; to be called when the model is free.
+
+        A Redis that is away, or a successor, is met again by the commit of what is being trained.
+        """
+        now = time.monotonic()
+        self._share.trained(now - self._trained_until)
+        with contextlib.suppress(Fenced, *CONNECTION_LOST):
+            while self._share.may_decode and not self._stopping.is_set():
+                worked = self._sampler.advance()
+                before, now = now, time.monotonic()
+                self._share.decoded(now - before)
+                if not worked:
+                    self._share.forfeit()
+        self._trained_until = time.monotonic()
