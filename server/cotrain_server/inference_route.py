@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from typing_extensions import override
 
 from cotrain_server import errors
-from cotrain_server.errors import RequestError, sentence
+from cotrain_server.bodies import away_from_the_loop, json_body
+from cotrain_server.errors import Invalid, RequestError, sentence
 from cotrain_server.gate import DataRoute
 from cotrain_server.generation import GenerationFailed, ShuttingDown
 from cotrain_server.hangup import while_connected
@@ -22,7 +24,6 @@ from cotrain_store.errors import BaseModelNotServed, StoreError, StoreUnavailabl
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from pydantic import BaseModel
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from cotrain.sampling_types import SampleResponse
     from cotrain_server.gate import Handler
     from cotrain_server.generation import Generation
+
+Asked = TypeVar("Asked", bound=BaseModel)
 
 #: What a request can end with that its tenant is told about; the rest is the edge's to catch.
 TOLD = (RequestError, StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
@@ -85,6 +88,15 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._close()
+
+
+async def read_asked(request: Request, model: type[Asked]) -> Asked:
+    """Read the JSON of a request; raises Invalid with the name of its first wrong field."""
+    content = await json_body(request)
+    try:
+        return await away_from_the_loop(len(content), model.model_validate_json, content)
+    except ValidationError as error:
+        raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
 
 
 async def finished(request: Request, generation: Generation) -> list[SampleResponse] | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain_server.generation import Ended, Idle, NewTokens
 from cotrain_server.inference_route import TOLD, event, refusal_of
-from cotrain_server.openai_shapes import scored, token_texts
+from cotrain_server.openai_shapes import scored
 from cotrain_server.openai_types import openai_error
 from cotrain_server.text import VisibleText
 
@@ -109,7 +109,7 @@ class Choice:
         if own and self._reply.wants_logprobs:
             tokenizer = self._reply.tokenizer
             logprobs = self._reply.shape.logprobs(tokenizer, own, self._offset)
-            self._offset += sum(map(len, token_texts(tokenizer, (each.token for each in own))))
+            self._offset += sum(len(tokenizer.token_text(each.token)) for each in own)
         return {
             "index": self._index,
             **content,

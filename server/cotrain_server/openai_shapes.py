@@ -105,12 +105,12 @@ class CompletionShape:
         self, tokenizer: Tokenizer, scored: Sequence[Scored], offset: int
     ) -> dict[str, Any]:
         """Write columns. A token is always among its likeliest, be there one more than asked for."""
-        texts = token_texts(tokenizer, (each.token for each in scored))
+        texts = [tokenizer.token_text(each.token) for each in scored]
         likeliest = [
             None
             if each.likeliest is None
             else {
-                tokenizer.decode([token], special=True): _finite(logprob)
+                tokenizer.token_text(token): _finite(logprob)
                 for token, logprob in reversed([*each.likeliest, (each.token, each.logprob)])
             }
             for each in scored
@@ -133,13 +133,8 @@ def scored(
     return [Scored(*each) for each in zip(tokens, logprobs, filled, strict=False)]
 
 
-def token_texts(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
-    """Write each token for itself, control tokens too."""
-    return [tokenizer.decode([token], special=True) for token in tokens]
-
-
 def _entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
-    text = tokenizer.decode([token], special=True)
+    text = tokenizer.token_text(token)
     # The bytes of a token that is only part of a character are lost once it is text.
     in_bytes = None if PARTIAL in text else list(text.encode())
     return {"token": text, "logprob": _finite(logprob), "bytes": in_bytes}

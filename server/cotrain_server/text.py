@@ -32,6 +32,7 @@ class Tokenizer:
         vocabulary.no_truncation()
         vocabulary.no_padding()
         self._vocabulary = vocabulary
+        self._text_by_token: dict[int, str] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -54,6 +55,13 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Put tokens together to text; without `special`, control tokens have none."""
         text: str = self._vocabulary.decode(list(tokens), skip_special_tokens=not special)
+        return text
+
+    def token_text(self, token: int) -> str:
+        """Write one token for itself, a control token too."""
+        text = self._text_by_token.get(token)
+        if text is None:  # log-probs ask for the same few thousand tokens over and over
+            text = self._text_by_token[token] = self.decode([token], special=True)
         return text
 
 

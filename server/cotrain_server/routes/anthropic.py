@@ -14,7 +14,15 @@ from cotrain_server.anthropic_types import AnthropicError, MessageRequest, anthr
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.generation import Generation
-from cotrain_server.inference_route import STREAMS, EventStream, InferenceRoute, finished, responses
+from cotrain_server.inference_route import (
+    STREAMS,
+    EventStream,
+    InferenceRoute,
+    finished,
+    read_asked,
+    responses,
+)
+from cotrain_server.openapi import body_of
 from cotrain_server.sample_validation import check_sample, is_sampleable
 from cotrain_server.targets import find_target
 
@@ -59,11 +67,12 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any
     return {"data": models, "has_more": False, **ends}
 
 
-@router.post("/messages", response_model=None, responses=STREAMS)
-async def write_message(
-    asked: MessageRequest, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+@router.post(
+    "/messages", response_model=None, responses=STREAMS, openapi_extra=body_of(MessageRequest)
+)
+async def write_message(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat; where the last one is the model's own, the rest of that."""
+    asked = await read_asked(request, MessageRequest)
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
     prompt = await target.language.chat_tokens(asked.chat(), continue_final=asked.is_prefilled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,14 @@ from cotrain_server.bodies import away_from_the_loop
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.generation import Generation
-from cotrain_server.inference_route import STREAMS, EventStream, InferenceRoute, finished, responses
+from cotrain_server.inference_route import (
+    STREAMS,
+    EventStream,
+    InferenceRoute,
+    finished,
+    read_asked,
+    responses,
+)
 from cotrain_server.openai_answers import Reply, answer, chunks
 from cotrain_server.openai_shapes import ChatShape, CompletionShape
 from cotrain_server.openai_types import (
@@ -24,6 +32,7 @@ from cotrain_server.openai_types import (
     OpenAIError,
     openai_error,
 )
+from cotrain_server.openapi import body_of
 from cotrain_server.sample_validation import check_sample, is_sampleable
 from cotrain_server.targets import find_target
 
@@ -67,11 +76,15 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any
     return {"object": "list", "data": models}
 
 
-@router.post("/completions", response_model=None, responses=STREAMS)
-async def continue_text(
-    asked: CompletionRequest, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+@router.post(
+    "/completions",
+    response_model=None,
+    responses=STREAMS,
+    openapi_extra=body_of(CompletionRequest),
+)
+async def continue_texts(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Go on with one or more texts."""
+    asked = await read_asked(request, CompletionRequest)
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
     tokenizer = target.language.tokenizer
@@ -86,11 +99,15 @@ async def continue_text(
     return await _generate(request, services, reply, is_streamed=bool(asked.stream))
 
 
-@router.post("/chat/completions", response_model=None, responses=STREAMS)
-async def chat(
-    asked: ChatCompletionRequest, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+@router.post(
+    "/chat/completions",
+    response_model=None,
+    responses=STREAMS,
+    openapi_extra=body_of(ChatCompletionRequest),
+)
+async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat."""
+    asked = await read_asked(request, ChatCompletionRequest)
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
     prompt = await target.language.chat_tokens(asked.chat(), asked.chat_template_kwargs)
@@ -127,7 +144,7 @@ async def _generate(
     complete = await finished(request, generation)
     if complete is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(answer(reply, complete))
+    return JSONResponse(await asyncio.to_thread(answer, reply, complete))
 
 
 async def _tokens(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
