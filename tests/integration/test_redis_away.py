@@ -12,6 +12,7 @@ from cotrain_store import keys
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.sampling import LONG, sample, sampled, saved_sampler, submit_sample
 from tests.support.stack import POOL, make_worker, stack, worker
 
 if TYPE_CHECKING:
@@ -148,3 +149,29 @@ async def test_a_replaced_worker_ends_and_leaves_the_step_to_its_successor(
         assert old._execution.epoch < int(redis.get(keys.worker_epoch(POOL, old._execution.worker)))
     assert redis.hget(keys.log(POOL, run.id), "done") == before[b"done"]
     assert engine.state(run.id).digest() == digest
+
+
+@pytest.mark.parametrize("then_does", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("method", ["claim", "resolve", "cancelled", "weights", "stored"])
+async def test_a_lost_connection_loses_no_sample_and_no_weights(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    method: str,
+    then_does: bool,
+) -> None:
+    run = await server.create("a", "a", LORA)
+    with worker(empty_redis.url, tmp_path, engine):
+        await submit(server, run, 1, 4)
+        expected = await sample(server, await saved_sampler(server, run, 5), 0, LONG)
+    with worker(empty_redis.url, tmp_path, engine) as loop:
+        lossy = {"losses": 2, "then_does": then_does, "lost": lambda: None}
+        unreliable(loop._sampler._sampling, method, **lossy)  # type: ignore[arg-type]
+        sampler = await saved_sampler(server, run, 6, number=1)
+        requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(20)]
+        for request in requests:
+            assert await sampled(server, sampler, request) == expected
+        async with asyncio.timeout(60):
+            while loop._weights._owed:  # noqa: ASYNC110  # another thread's doing
+                await asyncio.sleep(0.01)

@@ -128,8 +128,9 @@ async def test_weights_whose_file_was_never_written_are_made_again(
         assert position.snap < 5
         Failpoint("open_steps").arm(loop)
         assert not await life
-    blocked.set()  # its thread ends too
     assert not list((tmp_path / "weights").glob("??/*"))
+    loop._weights._writer.shutdown(wait=False, cancel_futures=True)
+    blocked.set()  # its writer ends with it
     engine.drop(run.id)
     with worker(url, tmp_path, engine, snapshot_debt_ops=1) as loop:
         assert await sample(server, sampler, 2) == before

@@ -65,7 +65,7 @@ class SamplingService:
         self._end_of_sequence = frozenset(end_of_sequence)
         self._running: dict[str, SampleRequest] = {}
         self._suspects: deque[SampleRequest] = deque()
-        self._parked: list[ClaimedSample] = []
+        self._arrived: deque[ClaimedSample] = deque()
         self._finished: dict[RequestId, Result] = {}
         self._streamed: set[str] = set()
         self._uncounted: Counter[str] = Counter()
@@ -76,7 +76,7 @@ class SamplingService:
     @property
     def running(self) -> int:
         """How many claimed requests have no answer yet. Other threads may ask, here and below."""
-        return len(self._running) + len(self._suspects) + len(self._parked)
+        return len(self._running) + len(self._suspects) + len(self._arrived)
 
     def advance(self) -> bool:
         """Do one decode step and what goes with it; False when there was nothing to decode.
@@ -87,7 +87,7 @@ class SamplingService:
         self._cancel()
         self._take()
         worked = self._decoder.busy and self._step()
-        self.waiting = self._decoder.waiting + len(self._suspects) + len(self._parked)
+        self.waiting = self._decoder.waiting + len(self._suspects) + len(self._arrived)
         self._answer()
         return worked
 
@@ -103,12 +103,9 @@ class SamplingService:
 
     def _take(self) -> None:
         """Keep the decoder supplied; while there are suspects, run them one at a time."""
-        parked, self._parked = self._parked, []
-        for claimed in parked:
-            self._admit(claimed)
         if not self._suspects:
-            for claimed in self._claim(AHEAD - self._decoder.waiting - len(self._parked)):
-                self._admit(claimed)
+            self._arrived.extend(self._claim(AHEAD - self._decoder.waiting - len(self._arrived)))
+        self._admit_arrived()
         if self._suspects and not self._running:
             self._sampling.risk(RequestId(self._suspects[0].id))
             self._begin(self._suspects.popleft())
@@ -129,8 +126,22 @@ class SamplingService:
             raise
         self._in_doubt = False
         held = {request.id for request in self._suspects} | self._running.keys()
-        held |= {parked.request for parked in self._parked}
+        held |= {arrived.request for arrived in self._arrived}
         return [one for one in claimed if one.request not in held]
+
+    def _admit_arrived(self) -> None:
+        """Begin what was claimed, but for what must wait until a replay has made its weights again."""
+        waiting: list[ClaimedSample] = []
+        try:
+            while self._arrived:
+                claimed = self._arrived[0]
+                if claimed.weights and self._weights.is_lost(claimed.weights):
+                    waiting.append(claimed)
+                else:
+                    self._admit(claimed)
+                self._arrived.popleft()
+        finally:  # a lost connection leaves the rest where it is
+            self._arrived.extend(waiting)
 
     def _admit(self, claimed: ClaimedSample) -> None:
         ref = claimed.weights
@@ -138,8 +149,6 @@ class SamplingService:
             self._finish(claimed.request, UNREADABLE)
         elif claimed.deaths >= MAX_DEATHS:
             self._finish(claimed.request, CRASHED)
-        elif ref and self._weights.is_lost(ref):
-            self._parked.append(claimed)  # until a replay of its run has made them again
         elif ref and not self._weights.is_known(ref):
             self._finish(claimed.request, GONE)
         else:
@@ -182,8 +191,7 @@ class SamplingService:
         self._decoder = self._make_decoder()
 
     def _note(self, progress: Progress) -> None:
-        self._uncounted["decoded_tokens"] += progress.decoded_tokens
-        self._uncounted["prompt_tokens"] += progress.prompt_tokens
+        self._uncounted["sampled_tokens"] += progress.decoded_tokens
         self._publish([new for new in progress.tokens if new.request in self._streamed])
         for request, output in progress.finished:
             self._finish(request, output)
@@ -193,18 +201,18 @@ class SamplingService:
         for new in tokens:
             event = StreamedTokens(new.sequence, new.offset, new.tokens, new.logprobs)
             events.setdefault(new.request, []).append(event)
-        with contextlib.suppress(
-            *CONNECTION_LOST
-        ):  # whoever listens fills the hole from the result
+        # Whoever listens fills a hole from the result.
+        with contextlib.suppress(*CONNECTION_LOST):
             for request, its in events.items():
                 self._publisher.publish(RequestId(request), its)
 
     def _finish(self, request: str, output: SampleOutput | Failure) -> None:
+        if isinstance(output, SampleOutput):
+            self._uncounted["prompt_tokens"] += len(self._running[request].prompt)
+            self._uncounted["cached_prompt_tokens"] += output.cached_prompt_tokens
+        self._uncounted["sample_requests"] += 1
         self._leave(request)
         self._finished[RequestId(request)] = sample_result(output)
-        self._uncounted["sample_requests"] += 1
-        if isinstance(output, SampleOutput):
-            self._uncounted["cached_prompt_tokens"] += output.cached_prompt_tokens
 
     def _leave(self, request: str) -> None:
         self._running.pop(request, None)
@@ -217,7 +225,7 @@ class SamplingService:
         for request in self._sampling.cancelled():
             self._decoder.cancel(request)
             self._suspects = deque(one for one in self._suspects if one.id != request)
-            self._parked = [one for one in self._parked if one.request != request]
+            self._arrived = deque(one for one in self._arrived if one.request != request)
             self._leave(request)
             self._finished[request] = CANCELLED
 
