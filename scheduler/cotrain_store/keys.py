@@ -295,6 +295,11 @@ def claimed_samples(pool: PoolId, worker_id: WorkerId) -> str:
     return f"{prefix(pool)}claimed:{worker_id}"
 
 
+def last_claim(pool: PoolId, worker_id: WorkerId) -> str:
+    """Name the list of a worker's last claim (its token, its requests), should the answer be lost."""
+    return f"{prefix(pool)}last_claim:{worker_id}"
+
+
 def cancelled_samples(pool: PoolId, worker_id: WorkerId) -> str:
     """Name the set of claimed sample requests that a worker shall stop."""
     return f"{prefix(pool)}cancelled:{worker_id}"

@@ -12,6 +12,9 @@ from cotrain_store.messages import Result, SamplerId, SessionId
 CANCELLED = Result.failed("Cancelled by the client.", "user")
 #: A client that was copied (pickled) counts its requests from its own multiple of this.
 CLONE_SIZE = 10**9
+#: From here on the seqs are the server's own, for requests that came through another API: no client
+#: polls for their ends, so nobody is told. A copied client's seqs stay below 10**18.
+OWN_SEQS = 2**62
 
 _SAMPLE = re.compile(r"([A-Za-z0-9_-]{1,64}:sample:[0-9]{1,20}):([0-9]{1,20})")
 

@@ -22,7 +22,7 @@ from cotrain_store.errors import (
     StoreUnavailable,
 )
 from cotrain_store.messages import RequestId, WeightsRef, sample_id
-from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, lives, parse_sample
+from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, OWN_SEQS, lives, parse_sample
 from cotrain_store.samples import encode_sample
 from cotrain_store.spool import SpoolRef
 
@@ -70,7 +70,7 @@ class SampleIntake:
         await self._capacity.check()
         request, content = sample_id(sampler.id, seq), encode_sample(body)
         ref = await self._capacity.place(content)
-        answer = await self._accept(sampler, request, seq // CLONE_SIZE, content, ref)
+        answer = await self._accept(sampler, request, _clone(seq), content, ref)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
             raise refusal(seq)
@@ -98,7 +98,7 @@ class SampleIntake:
             raise StoreUnavailable from lost
 
     async def _accept(
-        self, sampler: SamplerRecord, request: RequestId, clone: int, content: bytes, ref: str
+        self, sampler: SamplerRecord, request: RequestId, clone: str, content: bytes, ref: str
     ) -> bytes:
         pool, tenant, limits = sampler.pool, sampler.tenant, self._limits
         weights = sampler.weights or WeightsRef("")
@@ -119,6 +119,11 @@ class SampleIntake:
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
         return answer
+
+
+def _clone(seq: int) -> str:
+    """Name which copy of a client is to be told of the end; nobody for the server's own."""
+    return "" if seq >= OWN_SEQS else str(seq // CLONE_SIZE)
 
 
 _REFUSALS: dict[str, Callable[[int], Exception]] = {

@@ -6,6 +6,7 @@ Plain synchronous and fenced by the worker's epoch, as execution is.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -68,6 +69,7 @@ class Sampling:
         self._worker = worker
         self._epoch = epoch
         self._epoch_key = keys.worker_epoch(pool, worker)
+        self._claim_token = secrets.token_hex(8)
         self._claim = sync_script(connection, "sample_claim")
         self._requeue = sync_script(connection, "sample_finish", "sample_requeue")
         self._resolve = sync_script(connection, "sample_finish", "sample_resolve")
@@ -85,17 +87,18 @@ class Sampling:
 
     def claim(self, most: int) -> list[ClaimedSample]:
         """Take waiting requests, one per tenant in turn; of a tenant's, those first that only this
-        worker can run.
+        worker can run. After a lost connection the next call gives what the lost answer held.
         """
         pool, me = self._pool, self._worker
         script_keys = [
             self._epoch_key, keys.sample_ring(pool), keys.claimed_samples(pool, me),
-            keys.workers(pool),
+            keys.workers(pool), keys.last_claim(pool, me),
         ]  # fmt: skip
-        args = [self._epoch, keys.prefix(pool), me, keys.ANY_LANE, most]
+        args = [self._epoch, keys.prefix(pool), me, keys.ANY_LANE, most, self._claim_token]
         rows = self._claim(script_keys, args)
         if rows == b"FENCED":
             raise Fenced
+        self._claim_token = secrets.token_hex(8)
         return [self._claimed(row) for row in rows]
 
     def risk(self, request: RequestId) -> None:
@@ -185,7 +188,7 @@ class Sampling:
         pool, me = self._pool, self._worker
         script_keys = [
             self._epoch_key, keys.claimed_samples(pool, me), keys.cancelled_samples(pool, me),
-            keys.spool_segment_refs(), keys.notify_results(),
+            keys.last_claim(pool, me), keys.spool_segment_refs(), keys.notify_results(),
         ]  # fmt: skip
         args = [
             self._epoch, keys.prefix(pool), deaths, CANCELLED.pack(), keys.SMALL_RESULT_TTL_MS,

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cotrain_store import keys
 from cotrain_store.errors import Fenced
@@ -50,6 +51,50 @@ async def test_a_claim_takes_no_more_than_asked_for(samples: Samples) -> None:
     assert samples.claim(0) == []
     assert samples.claim(2) + samples.claim(9) == requests
     assert samples.sampling.depth() == 0
+
+
+async def test_a_claim_whose_answer_was_lost_is_not_lost(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the connection's own retry has it, or as its caller does that got an error."""
+    requests = await samples.submit(await samples.sampler(), *range(6))
+    claim = samples.sampling._claim
+
+    def unheard(*script: object) -> object:
+        claim(*script)
+        return claim(*script)
+
+    def broken(*script: object) -> object:
+        claim(*script)
+        raise RedisConnectionError
+
+    monkeypatch.setattr(samples.sampling, "_claim", unheard)
+    assert samples.claim(2) == requests[:2]
+    monkeypatch.setattr(samples.sampling, "_claim", broken)
+    with pytest.raises(RedisConnectionError):
+        samples.claim(2)
+    monkeypatch.setattr(samples.sampling, "_claim", claim)
+    assert samples.claim(1) == requests[2:4]
+    assert samples.claim(9) == requests[4:]
+
+
+async def test_what_was_given_back_after_a_lost_answer_is_claimed_anew(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = await samples.submit(await samples.sampler(), 0, 1)
+    claim = samples.sampling._claim
+
+    def broken(*script: object) -> object:
+        claim(*script)
+        raise RedisConnectionError
+
+    monkeypatch.setattr(samples.sampling, "_claim", broken)
+    with pytest.raises(RedisConnectionError):
+        samples.claim(1)
+    monkeypatch.setattr(samples.sampling, "_claim", claim)
+    assert samples.sampling.give_back() == 1
+    assert samples.claim(9) == requests
+    assert samples.load()[:2] == (0, 2)
 
 
 async def test_tenants_take_turns_whatever_one_of_them_sends(samples: Samples) -> None:

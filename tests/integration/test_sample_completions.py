@@ -11,7 +11,7 @@ import pytest
 from cotrain_store import keys
 from cotrain_store.completions import Completion
 from cotrain_store.messages import Result, sample_id
-from cotrain_store.sample_ends import CLONE_SIZE
+from cotrain_store.sample_ends import CLONE_SIZE, OWN_SEQS
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import RESULT, open_samples
 
@@ -119,6 +119,14 @@ async def test_each_copy_of_a_client_hears_of_its_own_requests(samples: Samples)
         assert names((await completions.wait(sampler, clone, 0, 0.0))[0]) == requests[1:]
         assert names((await completions.wait(sampler, 1, 0, 0.0))[0]) == []
         assert names((await completions.wait(other, 0, 0, 0.0))[0]) == [sample_id(other.id, 5)]
+
+
+async def test_nobody_is_told_of_the_servers_own_requests(samples: Samples) -> None:
+    sampler = await samples.sampler()
+    await samples.submit(sampler, OWN_SEQS - 1, OWN_SEQS, 2**63 - 1)
+    samples.resolve(*samples.claim())
+    told = samples.log.redis.keys("cotrain:completions:*")
+    assert told == [keys.completions(sampler.id, (OWN_SEQS - 1) // CLONE_SIZE).encode()]
 
 
 async def test_a_poll_is_held_until_something_ends(samples: Samples) -> None:

@@ -1,12 +1,30 @@
 -- sample_claim: give a worker waiting sample requests, one of each tenant in turn.
 -- Fenced by the worker's epoch. What only this worker can run comes first, then what any can, then
 -- what waits for a worker that is gone and yet needs nothing of it: its weights are stored.
-local epoch_key, ring, claimed, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+-- The same token once more is a claim whose answer was lost: it gets that answer.
+local epoch_key, ring, claimed, workers, last_claim = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local epoch, prefix, me, any_lane, most = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local token = ARGV[6]
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
 end
+
+local function rows_of(requests)
+  local rows = {}
+  for i, request in ipairs(requests) do
+    rows[i] = redis.call('HMGET', 'cotrain:sample:' .. request,
+      'tenant', 'sampler', 'weights', 'ref', 'body', 'at', 'starts', 'deaths')
+    table.insert(rows[i], 1, request)
+  end
+  return rows
+end
+
+local before = redis.call('LRANGE', last_claim, 0, -1)
+if table.remove(before, 1) == token then
+  return rows_of(before)
+end
+
 local gone = {}
 for _, worker in ipairs(redis.call('SMEMBERS', workers)) do
   if worker ~= me and redis.call('EXISTS', prefix .. 'worker:' .. worker) == 0 then
@@ -42,21 +60,25 @@ local function claim_next()
       end
       redis.call('HINCRBY', load, 'running', 1)
       redis.call('RPUSH', claimed, request)
-      local sample = 'cotrain:sample:' .. request
-      redis.call('HSET', sample, 'state', 'claimed', 'holder', me)
-      local row = redis.call('HMGET', sample, 'tenant', 'sampler', 'weights', 'ref', 'body', 'at', 'starts', 'deaths')
-      table.insert(row, 1, request)
-      return row
+      redis.call('HSET', 'cotrain:sample:' .. request, 'state', 'claimed', 'holder', me)
+      return request
     end
   end
 end
 
-local rows = {}
-while #rows < most do
-  local row = claim_next()
-  if not row then
+local requests = {}
+while #requests < most do
+  local request = claim_next()
+  if not request then
     break
   end
-  rows[#rows + 1] = row
+  requests[#requests + 1] = request
 end
-return rows
+if #requests > 0 then
+  redis.call('DEL', last_claim)
+  redis.call('RPUSH', last_claim, token)
+  for _, request in ipairs(requests) do
+    redis.call('RPUSH', last_claim, request)
+  end
+end
+return rows_of(requests)

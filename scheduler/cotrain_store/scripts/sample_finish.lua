@@ -33,13 +33,15 @@ local function finish(refs, lives, request, result, ttl_ms, failed, size)
     'failed', failed, 'size', size)
   redis.call('PEXPIRE', sample, ttl_ms + lives.record)
 
-  -- Numbers that grow, also from one life of the set to the next: the time, or one more than the
-  -- last. A seq has 64 bits, too many for a number of Lua's: it stays text.
-  local ended = 'cotrain:completions:' .. sampler .. ':' .. clone
-  local last = redis.call('ZREVRANGE', ended, 0, 0, 'WITHSCORES')[2]
-  local number = math.max(lives.now, last and tonumber(last) + 1 or 0)
-  redis.call('ZADD', ended, number, string.match(request, ':(%d+)$'))
-  redis.call('ZREMRANGEBYSCORE', ended, '-inf', lives.now - lives.told)
-  redis.call('PEXPIRE', ended, lives.told)
+  if clone ~= '' then
+    -- Numbers that grow, also from one life of the set to the next: the time, or one more than the
+    -- last. A seq has 64 bits, too many for a number of Lua's: it stays text.
+    local ended = 'cotrain:completions:' .. sampler .. ':' .. clone
+    local last = redis.call('ZREVRANGE', ended, 0, 0, 'WITHSCORES')[2]
+    local number = math.max(lives.now, last and tonumber(last) + 1 or 0)
+    redis.call('ZADD', ended, number, string.match(request, ':(%d+)$'))
+    redis.call('ZREMRANGEBYSCORE', ended, '-inf', lives.now - lives.told)
+    redis.call('PEXPIRE', ended, lives.told)
+  end
   return true
 end

@@ -1,6 +1,7 @@
 -- sample_requeue: put back at the front, in order, what a worker runs, or ran when it died.
 -- Fenced by the worker's epoch. What was cancelled meanwhile ends here.
-local epoch_key, claimed, cancelled, refs, notify = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local epoch_key, claimed, cancelled, last_claim = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local refs, notify = KEYS[5], KEYS[6]
 local epoch, prefix, deaths = ARGV[1], ARGV[2], ARGV[3]
 local result, ttl_ms, size = ARGV[4], tonumber(ARGV[5]), ARGV[6]
 local lives = { now = tonumber(ARGV[7]), record = tonumber(ARGV[8]), told = tonumber(ARGV[9]) }
@@ -14,7 +15,7 @@ for _, request in ipairs(redis.call('SMEMBERS', cancelled)) do
     resolved[#resolved + 1] = request
   end
 end
-redis.call('DEL', cancelled)
+redis.call('DEL', cancelled, last_claim)
 local request = redis.call('RPOP', claimed)
 while request do
   local sample = 'cotrain:sample:' .. request
