@@ -163,6 +163,17 @@ async def test_a_folder_goes_with_the_last_weights_of_its_content(samples: Sampl
         await samples.records.weights(ref_of(run, 2))
 
 
+async def test_all_weights_are_looked_at_however_many(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.sampling.WEIGHTS_AT_ONCE", 2)
+    run = await samples.log.new_run()
+    for seq in range(1, 6):
+        await samples.save(run, seq, name="x")
+        samples.sampling.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
+    assert unused(samples) == [ref_of(run, seq) for seq in range(1, 5)]
+
+
 async def test_forgotten_weights_are_neither_stored_nor_sampled(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, sampler=0)

@@ -1,7 +1,6 @@
--- weights_unused: list the stored sampler weights of a pool that nothing refers to.
-local weights = KEYS[1]
+-- weights_unused: list which of these sampler weights are stored and nothing refers to.
 local unused = {}
-for _, ref in ipairs(redis.call('SMEMBERS', weights)) do
+for _, ref in ipairs(ARGV) do
   local row = redis.call('HMGET', 'cotrain:weights:' .. ref, 'record', 'digest', 'size')
   if row[2] and row[2] ~= '' and not in_use(ref) then
     unused[#unused + 1] = row
