@@ -139,22 +139,25 @@ def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
 
 def step_op(request: AddressedFields) -> Op:
     """Check an optim_step and make its op."""
-    return _op_of_fields(request, _step_op)
+    return _op_or_refusal(lambda: _step_op(request.fields), _canonical_json(request.fields))
 
 
 def save_op(request: AddressedFields, run: RunRecord) -> Op:
     """Check a save_weights_for_sampler and make its op."""
-    return _op_of_fields(request, lambda fields: _save_op(fields, run))
+    # SDK 0.38 numbers the sampler anew each time it sends the same save; the first number counts.
+    is_unnamed = request.fields.get("sampling_session_seq_id") is not None
+    content = _canonical_json({**request.fields, "sampling_session_seq_id": is_unnamed})
+    return _op_or_refusal(lambda: _save_op(request.fields, run, content), content)
 
 
-def _op_of_fields(request: AddressedFields, make: Callable[[dict[str, Any]], Op]) -> Op:
+def _op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
     try:
-        return make(request.fields)
+        return make()
     except ValidationError as error:
         refusal = sentence(error.errors(include_url=False, include_input=False))
     except Invalid as error:
         refusal = str(error)
-    return Op.rejected(refusal, _canonical_json(request.fields))
+    return Op.rejected(refusal, content)
 
 
 def _step_op(fields: dict[str, Any]) -> Op:
@@ -164,7 +167,7 @@ def _step_op(fields: dict[str, Any]) -> Op:
     return Op(OpKind.OPTIM_STEP, body, 0, _digest(body))
 
 
-def _save_op(fields: dict[str, Any], run: RunRecord) -> Op:
+def _save_op(fields: dict[str, Any], run: RunRecord, content: bytes) -> Op:
     wanted = SaveWeightsForSamplerRequest.model_validate(fields)
     check_save(wanted)
     number = wanted.sampling_session_seq_id
@@ -174,8 +177,7 @@ def _save_op(fields: dict[str, Any], run: RunRecord) -> Op:
         ttl_seconds=wanted.ttl_seconds,
         user_metadata=wanted.user_metadata or {},
     )
-    body = encode(save).encode()
-    return Op(OpKind.SAVE, body, 0, _digest(body))
+    return Op(OpKind.SAVE, encode(save).encode(), 0, _digest(content))
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

@@ -163,6 +163,19 @@ async def test_a_save_without_a_name_is_a_sampler_at_once(api: Api, worker: Stan
     assert [claimed.weights for claimed in worker.claim()] == [f"{run}:1"]
 
 
+async def test_a_save_whose_answer_was_lost_is_sent_again_under_another_number(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    body = {"model_id": run, "seq_id": 1, "kind": "snapshot", "sampling_session_seq_id": 5}
+    lost = await api.post("save_weights_for_sampler", body)
+    again = await api.post("save_weights_for_sampler", body | {"sampling_session_seq_id": 6})
+    assert lost.json() == again.json()
+    await worker.run_log()
+    saved = (await api.post("retrieve_future", again.json())).json()
+    assert saved["sampling_session_id"] == f"{run.partition(':')[0]}:sample:5"
+
+
 async def test_nobody_samples_from_anothers_weights(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1, path="a"))["path"]

@@ -212,7 +212,18 @@ def test_a_save_without_a_name_makes_a_sampler_of_the_runs_own_session() -> None
 
 
 def test_an_inflight_save_is_a_snapshot() -> None:
-    assert save(sampling_session_seq_id=4, kind="inflight") == save(sampling_session_seq_id=4)
+    inflight = save(sampling_session_seq_id=4, kind="inflight")
+    assert inflight.body == save(sampling_session_seq_id=4).body
+
+
+@pytest.mark.parametrize("ttl_seconds", [None, 1])
+def test_a_save_sent_again_under_another_number_for_its_sampler_is_the_same(
+    ttl_seconds: int | None,
+) -> None:
+    first, again = (save(sampling_session_seq_id=n, ttl_seconds=ttl_seconds) for n in (4, 5))
+    assert first.digest == again.digest
+    assert first.digest != save(sampling_session_seq_id=4, ttl_seconds=7_200).digest
+    assert first.digest != save(path="4", ttl_seconds=ttl_seconds).digest
 
 
 @pytest.mark.parametrize(
