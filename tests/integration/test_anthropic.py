@@ -110,7 +110,7 @@ def test_a_message_is_streamed_in_whole_characters(
 def test_events_come_in_the_order_of_the_protocol(
     client: anthropic.Anthropic, script: Script
 ) -> None:
-    script.lost_from = 2
+    script.lost = frozenset({2})
     with client.messages.create(**HI, stream=True) as stream:
         kinds = [event.type for event in stream]
     deltas = kinds.count("content_block_delta")

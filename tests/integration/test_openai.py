@@ -119,7 +119,7 @@ async def test_an_async_client_streams_what_it_cost(
 
 
 def test_what_listeners_missed_comes_with_the_result(client: openai.OpenAI, script: Script) -> None:
-    script.text, script.lost_from = WORDS, 3
+    script.text, script.lost = WORDS, frozenset({3})
     with client.chat.completions.create(model=MODEL, messages=HI, stream=True) as stream:
         said = [chunk.choices[0].delta.content or "" for chunk in stream]
     assert "".join(said) == WORDS

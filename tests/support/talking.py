@@ -46,8 +46,8 @@ class Script:
 
     text: str = "Hello"
     failure: str = ""
-    lost_from: int | None = None
-    """The first token that no listener hears of before the result."""
+    lost: frozenset[int] = frozenset()
+    """The places of tokens that no listener hears of before the result."""
     is_holding: bool = False
     """Leave requests unanswered, until their clients cancel them."""
     cut_at: int | None = None
@@ -149,15 +149,11 @@ class Talker:
 
     def _say(self, request: RequestId, body: SampleBody) -> None:
         tokens, reason = spoken(self._script, body)
-        heard = tokens[: self._script.lost_from]
-        for place, token in enumerate(heard if body.stream else []):
-            self._publisher.publish(
-                request,
-                [
-                    StreamedTokens(sequence, place, (token,), (-float(token),))
-                    for sequence in range(body.num_samples)
-                ],
-            )
+        for place, token in enumerate(tokens if body.stream else []):
+            if place not in self._script.lost:
+                new = (place, (token,), (-float(token),))
+                events = [StreamedTokens(each, *new) for each in range(body.num_samples)]
+                self._publisher.publish(request, events)
         length = len(body.prompt)
         prompt_logprobs = np.asarray([np.nan, *(-float(t) for t in body.prompt[1:])], np.float32)
         whole: Any = output(
