@@ -87,8 +87,8 @@ class EngineDecoder:
         self._max_sequence_tokens = min(base.context_length, (pages.count - 1) * page)
         self._page_tokens = page
         self._index = PrefixIndex(pages)
-        self._slots = WeightSlots(base.targets, device, dtype, weights, sizes.weights_bytes)
-        self._schedule = Schedule(
+        self.slots = WeightSlots(base.targets, device, dtype, weights, sizes.weights_bytes)
+        self.schedule = Schedule(
             pages,
             self._index,
             page_tokens=page,
@@ -102,6 +102,7 @@ class EngineDecoder:
         self._pinned: dict[str | None, Slot | None] = {None: None}
         self._empty: list[tuple[str, SampleOutput]] = []  # finished before they began
         self._arrivals = 0
+        self.preemptions = 0  # since the decoder was made
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -140,7 +141,7 @@ class EngineDecoder:
             self._empty.append((request.id, output_of(group)))
             return
         self._groups[request.id] = group
-        self._schedule.add(group.sequences)
+        self.schedule.add(group.sequences)
 
     def cancel(self, request_id: str) -> None:
         """Free everything a request holds; no output follows. Unknown ids are ignored."""
@@ -150,7 +151,7 @@ class EngineDecoder:
 
     def drop_weights(self, key: str) -> None:
         """Forget copies of weights that no request will name again; those in use stay until unused."""
-        self._slots.drop(key)
+        self.slots.drop(key)
         self._index.drop(key)
 
     @torch.inference_mode()
@@ -159,7 +160,8 @@ class EngineDecoder:
         log = StepLog(finished=list(self._empty))
         self._empty.clear()
         self._admit(log)
-        plan = self._schedule.plan()
+        plan = self.schedule.plan()
+        self.preemptions += len(plan.preempted)
         for sequence in plan.preempted:
             self._unpin(sequence)
         self._cache.prepare(plan.copies, plan.blank)
@@ -171,11 +173,11 @@ class EngineDecoder:
 
     def _admit(self, log: StepLog) -> None:
         """Let sequences begin, oldest first, until one has no room; fail those without weights."""
-        for sequence in self._schedule.candidates():
+        for sequence in self.schedule.candidates():
             group = sequence.group
             if group.request.id not in self._groups:
                 continue  # it failed just now
-            if not self._schedule.has_room(sequence):
+            if not self.schedule.has_room(sequence):
                 return
             try:
                 if not self._pin(sequence):
@@ -185,7 +187,7 @@ class EngineDecoder:
             except WeightsNotFinite:
                 self._fail(group, "The weights hold values that are not finite.", "user", log)
             else:
-                self._schedule.admit(sequence)
+                self.schedule.admit(sequence)
                 group.has_begun = True
 
     def _absorb(self, forward: Forward, log: StepLog) -> None:
@@ -202,7 +204,7 @@ class EngineDecoder:
             if chunk.sequence.scores_prompt and not self._score(group, chunk.start, hidden):
                 self._fail_not_finite(group, log)
                 continue
-            self._schedule.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
+            self.schedule.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
 
     def _score(self, group: Group, start: int, hidden: torch.Tensor) -> bool:
         """Fill in log-probabilities of a page of a prompt; False if they are not finite."""
@@ -219,7 +221,7 @@ class EngineDecoder:
     def _generate(self, forward: Forward | None, log: StepLog) -> None:
         """Choose the next token of every sequence whose last hidden state is known."""
         ready: list[tuple[Sequence, torch.Tensor]] = []
-        for sequence in list(self._schedule.running):
+        for sequence in list(self.schedule.running):
             if sequence.hidden is None:
                 continue
             if sequence.group.generates_nothing:
@@ -271,7 +273,7 @@ class EngineDecoder:
         reason = self._stop_reason(sequence)
         if reason is None:
             return
-        self._schedule.remove(sequence)
+        self.schedule.remove(sequence)
         self._unpin(sequence)
         sequence.group.finished[sequence.index] = sampled(sequence, reason)
         if len(sequence.group.finished) == request.num_samples:
@@ -306,15 +308,15 @@ class EngineDecoder:
         for sequence in group.sequences:
             if sequence.index in group.finished:
                 continue
-            if sequence in self._schedule.running:
+            if sequence in self.schedule.running:
                 self._unpin(sequence)
-            self._schedule.remove(sequence)
+            self.schedule.remove(sequence)
 
     def _pin(self, sequence: Sequence) -> bool:
         """Keep a sequence's weights on the device; False while there is no room for them."""
         key = sequence.group.request.weights
         if key is not None:
-            slot = self._slots.pin(key)
+            slot = self.slots.pin(key)
             if slot is None:
                 return False
             self._pinned[key] = slot
@@ -323,7 +325,7 @@ class EngineDecoder:
     def _unpin(self, sequence: Sequence) -> None:
         key = sequence.group.request.weights
         if key is not None:
-            self._slots.unpin(key)
+            self.slots.unpin(key)
 
 
 def choice_of(sequence: Sequence) -> Choice:

@@ -33,24 +33,26 @@ class Span(NamedTuple):
 
 @dataclass
 class Alike:
-    """Spans of one shape: `m` times `n` queries against `keys` positions."""
+    """Spans of one shape: `m` times `n` queries against `keys` positions, whole pages."""
 
     rows: torch.Tensor  # int64 [m * n]
     table: torch.Tensor  # int64 [m, pages]
     starts: torch.Tensor  # int64 [m]: position of the first query
     queries: int  # n
     keys: int
-    is_first: bool  # the queries are all there is to attend to: no page need be read
-    _masks: dict[int | None, torch.Tensor] = field(init=False, default_factory=dict)
+    is_first: bool  # the queries are all there is to attend to
+    _masks: dict[tuple[int | None, int], torch.Tensor] = field(init=False, default_factory=dict)
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """Return bool `[m, 1, n, keys]`, true where a query may look."""
-        if window not in self._masks:
+    def mask(self, window: int | None, heads: int) -> torch.Tensor:
+        """Return bool `[m, 1, heads * n, keys]`, true where a query may look; the same for each head."""
+        name = (window, heads)
+        if name not in self._masks:
             device = self.rows.device
             at = self.starts[:, None] + torch.arange(self.queries, device=device)
             back = at[:, None, :, None] - torch.arange(self.keys, device=device)
-            self._masks[window] = (back >= 0) & (back < (window or self.keys + 1))
-        return self._masks[window]
+            seen = (back >= 0) & (back < (window or self.keys + 1))
+            self._masks[name] = seen.repeat(1, 1, heads, 1)
+        return self._masks[name]
 
 
 class PagedAttention:
@@ -61,16 +63,17 @@ class PagedAttention:
     ) -> None:
         self._cache = cache
         size = cache.page_tokens
-        spans = (*rows, *chunks)
+        every = (*rows, *chunks)
         places = [
-            span.pages[at // size] * size + at % size for span in spans for at in positions(span)
+            span.pages[at // size] * size + at % size for span in every for at in positions(span)
         ]
-        at_rows = [span.row + at - span.start for span in spans for at in positions(span)]
+        at_rows = [span.row + at - span.start for span in every for at in positions(span)]
         self._places = torch.tensor(places, device=device)
         self._rows = torch.tensor(at_rows, device=device)
         self._groups = [
-            *(alike(group, cache, device) for group in by_shape(rows, size)),
-            *(alike(group, cache, device, exact=True) for group in by_shape(chunks, 1)),
+            alike(group, cache, device)
+            for spans in (rows, chunks)
+            for group in by_shape(spans, size)
         ]
 
     def attend(
@@ -96,22 +99,49 @@ class PagedAttention:
         rule: Rule,
     ) -> torch.Tensor:
         queries = batched(q, group)
-        if group.is_first:
-            keys, values = batched(k, group), batched(v, group)
-        else:
-            keys, values = (x[:, :, : group.keys] for x in self._cache.gather(layer, group.table))
+        if group.is_first and rule.softcap is None and rule.window is None:
+            return functional.scaled_dot_product_attention(
+                queries,
+                batched(k, group),
+                batched(v, group),
+                is_causal=True,
+                scale=rule.scaling,
+                enable_gqa=True,
+            )
+        keys, values = self._cache.gather(layer, group.table)
         if rule.softcap is not None:
-            return softcapped_attention(queries, keys, values, group.mask(rule.window), rule)
-        is_causal = group.is_first and (rule.window is None or group.keys <= rule.window)
-        return functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=None if is_causal else group.mask(rule.window),
-            is_causal=is_causal,
-            scale=rule.scaling,
-            enable_gqa=True,
-        )
+            return softcapped(queries, keys, values, group.mask(rule.window, 1), rule)
+        return grouped_attention(queries, keys, values, group, rule)
+
+
+def grouped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Alike, rule: Rule
+) -> torch.Tensor:
+    """Attend with the query heads that share keys as further queries of one head.
+
+    With `enable_gqa` and few queries, two threads split the work by the size of the batch, and a row's
+    bits depend on its neighbours; so they do when the number of keys is odd (measured on CPU fp32).
+    """
+    m, heads, n, d = q.shape
+    shared = heads // k.shape[1]
+    out = functional.scaled_dot_product_attention(
+        q.reshape(m, k.shape[1], shared * n, d),
+        k,
+        v,
+        attn_mask=group.mask(rule.window, shared),
+        scale=rule.scaling,
+    )
+    return out.reshape(m, heads, n, d)
+
+
+def softcapped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """Attend with capped scores; a lone item is computed twice, as a batch of one has other bits."""
+    if len(q) > 1:
+        return softcapped_attention(q, k, v, mask, rule)
+    q, k, v, mask = (x.expand(2, -1, -1, -1) for x in (q, k, v, mask))
+    return softcapped_attention(q, k, v, mask, rule)[:1]
 
 
 def positions(span: Span) -> range:
@@ -125,18 +155,16 @@ def batched(x: torch.Tensor, group: Alike) -> torch.Tensor:
     return picked.view(-1, group.queries, *x.shape[1:]).transpose(1, 2)
 
 
-def by_shape(spans: Iterable[Span], step: int) -> list[list[Span]]:
-    """Put together spans of as many queries that attend to as many keys, rounded up to `step`."""
+def by_shape(spans: Iterable[Span], page_tokens: int) -> list[list[Span]]:
+    """Put together spans of as many queries that attend to as many pages."""
     groups: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
-        shape = (span.stop - span.start, -(-span.stop // step))
+        shape = (span.stop - span.start, -(-span.stop // page_tokens))
         groups.setdefault(shape, []).append(span)
     return list(groups.values())
 
 
-def alike(
-    spans: Sequence[Span], cache: KvCache, device: torch.device, *, exact: bool = False
-) -> Alike:
+def alike(spans: Sequence[Span], cache: KvCache, device: torch.device) -> Alike:
     """Build the tables of spans of one shape."""
     first, size = spans[0], cache.page_tokens
     pages = -(-first.stop // size)
@@ -146,6 +174,6 @@ def alike(
         table=torch.tensor([list(span.pages[:pages]) for span in spans], device=device),
         starts=torch.tensor([span.start for span in spans], device=device),
         queries=first.stop - first.start,
-        keys=first.stop if exact else pages * size,
-        is_first=exact and first.start == 0,
+        keys=pages * size,
+        is_first=all(span.start == 0 for span in spans),
     )

@@ -137,6 +137,10 @@ class WeightSlots:
         """Let go of a slot."""
         self._slots[key].users -= 1
 
+    def held(self) -> list[Slot]:
+        """Return every filled slot, the least used first."""
+        return list(self._slots.values())
+
     def drop(self, key: str) -> None:
         """Forget weights that will not be named again, unless they are in use."""
         if key in self._slots and not self._slots[key].users:

@@ -1,0 +1,124 @@
+"""Sample requests, and a decoder run to its end, for tests of the engine's decoder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cotrain_workers.ops import Datum, Failure, Pass, PassOutput, Save, SaveOutput
+from cotrain_workers.sample_ops import NO_TOP_K, SampleOutput, SampleRequest
+from tests.support.training import MIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cotrain_workers.decoder import EngineDecoder
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.sample_ops import HostWeights, TopK
+
+
+def request(
+    name: str, prompt: Sequence[int] | np.ndarray, weights: str | None = None, **changes: Any
+) -> SampleRequest:
+    """Return a request for 12 tokens of one sample at temperature 1, unless `changes` say otherwise."""
+    settings: dict[str, Any] = {
+        "num_samples": 1,
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "top_k": NO_TOP_K,
+        "top_p": 1.0,
+        "seed": 7,
+        "stop_tokens": frozenset(),
+        "stop_strings": (),
+        "prompt_logprobs": False,
+        "topk_prompt_logprobs": 0,
+        "topk_sample_logprobs": 0,
+        "prompt_logprobs_last_n": None,
+        "target_prompt_logprobs": None,
+    }
+    return SampleRequest(
+        name, weights, np.asarray(prompt, dtype=np.int64), **{**settings, **changes}
+    )
+
+
+def trained_weights(engine: Engine) -> dict[str, HostWeights]:
+    """Train every tenant of `MIX` for one step and save it: no B is zero, ranks 1 to 16."""
+    engine.run([op for tenant in MIX for op in tenant.ops(0)])
+    outputs = engine.run([Save(tenant.run, 5) for tenant in MIX]).outputs
+    weights = {}
+    for tenant in MIX:
+        output = outputs[tenant.run, 5]
+        assert isinstance(output, SaveOutput)
+        weights[tenant.run] = output.weights
+    return weights
+
+
+def finish(
+    decoder: EngineDecoder,
+    requests: Iterable[SampleRequest],
+    each_step: Callable[[], None] = lambda: None,
+) -> dict[str, SampleOutput | Failure]:
+    """Add all requests, step until all are done, and check that no page leaked."""
+    for each in requests:
+        reason = decoder.refuse(each)
+        assert reason is None, reason
+        decoder.add(each)
+    found: dict[str, SampleOutput | Failure] = {}
+    while decoder.busy:
+        found.update(decoder.step().finished)
+        each_step()
+    assert_nothing_is_held(decoder)
+    return found
+
+
+def output(
+    decoder: EngineDecoder, each: SampleRequest, among: Iterable[SampleRequest] = ()
+) -> SampleOutput:
+    """Return what one request gives, among others."""
+    found = finish(decoder, [*among, each])[each.id]
+    assert isinstance(found, SampleOutput), found
+    return found
+
+
+def assert_nothing_is_held(decoder: EngineDecoder) -> None:
+    """Every page is free, or cached and free when wanted; no weights are in use."""
+    assert decoder.pages.free + decoder.pages.idle == decoder.pages.count
+    assert not any(slot.users for slot in decoder.slots.held())
+
+
+def trainer_logprobs(engine: Engine, run: str, tokens: np.ndarray) -> np.ndarray:
+    """Return what `forward` says of tokens 1.. of a sequence, float32 `[n - 1]`."""
+    targets = tokens[1:].astype(np.int64)
+    weights = np.ones(len(targets), np.float32)
+    datum = Datum(tokens[:-1].astype(np.int64), {"target_tokens": targets, "weights": weights})
+    op = Pass(run, 9, [datum], "cross_entropy", {}, needs_grad=False)
+    found = engine.run([op]).outputs[run, 9]
+    assert isinstance(found, PassOutput)
+    return found.logprobs[0]
+
+
+def assert_same(ours: SampleOutput, theirs: SampleOutput) -> None:
+    """Equal to the bit, but for how much came from the cache."""
+    assert len(ours.sequences) == len(theirs.sequences)
+    for one, other in zip(ours.sequences, theirs.sequences, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens, strict=True)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs, strict=True)
+        assert one.stop_reason == other.stop_reason
+        assert_same_arrays(arrays(one.topk), arrays(other.topk))
+    assert_same_arrays(arrays(ours.topk_prompt), arrays(theirs.topk_prompt))
+    assert_same_arrays(arrays(ours.prompt_logprobs), arrays(theirs.prompt_logprobs))
+    assert_same_arrays(arrays(ours.target_prompt_logprobs), arrays(theirs.target_prompt_logprobs))
+
+
+def arrays(value: TopK | np.ndarray | None) -> list[np.ndarray]:
+    """Return what is in an optional part of an output."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, np.ndarray) else [value.token_ids, value.logprobs]
+
+
+def assert_same_arrays(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    """Equal to the bit, NaN where the other has NaN; or both absent."""
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other, strict=True)
