@@ -9,9 +9,13 @@ import pytest
 from tests.conformance.running import (
     KEYS,
     LOSES_ANSWERS_OF,
+    LOSES_SAMPLING_ANSWERS_OF,
+    SAMPLING,
+    SAMPLING_SCENARIOS,
     SCENARIOS,
     SDKS,
     Report,
+    SamplingReport,
     Server,
     run_scenarios,
 )
@@ -22,10 +26,12 @@ from tests.support.tiny_models import build_tiny_qwen3
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.conformance.running import Facts
+
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`cotrain serve` with a tiny model and two tenants."""
+    """`cotrain serve` with a tiny model and four tenants."""
     folder = build_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny")
     with Serving(tmp_path_factory.mktemp("data"), [str(folder)], KEYS) as serving:
         yield Server(serving.address, str(folder))
@@ -35,10 +41,32 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def report(request: pytest.FixtureRequest, server: Server) -> Report:
     """Run every scenario under one SDK."""
     sdk = request.param
-    folder = SDKS[sdk]
-    if folder is not None and not folder.is_dir():
-        pytest.fail(f"tinker {sdk} is missing: run tests/conformance/sdks.sh")
     facts = run_scenarios(sdk, server.address, server.base_model, SCENARIOS)
     with LossyProxy(server.address, LOSES_ANSWERS_OF) as proxy:
         lossy_facts = run_scenarios(sdk, proxy.address, server.base_model, ["undisturbed"])
     return Report(sdk, facts, lossy_facts, proxy)
+
+
+@pytest.fixture(scope="session", params=SDKS)
+def sampled(request: pytest.FixtureRequest, server: Server) -> SamplingReport:
+    """Run every scenario of sampling under one SDK."""
+    names = [*SAMPLING_SCENARIOS, "undisturbed"]
+    facts = run_scenarios(request.param, server.address, server.base_model, names, SAMPLING)
+    return SamplingReport(request.param, facts)
+
+
+@pytest.fixture(scope="session")
+def sampled_from_afar(sampled: SamplingReport, server: Server) -> tuple[LossyProxy, Facts]:
+    """Sample under the same SDK through a proxy that loses answers."""
+    with LossyProxy(server.address, LOSES_SAMPLING_ANSWERS_OF) as proxy:
+        names = ["undisturbed"]
+        return proxy, run_scenarios(sampled.sdk, proxy.address, server.base_model, names, SAMPLING)
+
+
+@pytest.fixture(scope="session")
+def narrow_server(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that lets a tenant have few samples waiting."""
+    settings = {"COTRAIN_QUOTA_SAMPLES": "4"}
+    data = tmp_path_factory.mktemp("narrow")
+    with Serving(data, [server.base_model], KEYS, settings=settings) as serving:
+        yield Server(serving.address, server.base_model)

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tests.support.lossy_proxy import LossyProxy
 
+Facts = dict[str, Any]
+
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("scenarios.py")
 # Where each official SDK is: the newer one is installed, the older one fetched by sdks.sh.
 SDKS: Mapping[str, Path | None] = {"0.38.0": None, "0.22.0": ROOT / ".sdk" / "tinker-0.22.0"}
 SCENARIOS = (
@@ -40,7 +43,32 @@ LOSES_ANSWERS_OF = {
     "optim_step",
     "retrieve_future",
 }
-KEYS = ("tml-one_c2VjcmV0LW9uZQ", "tml-two_c2VjcmV0LXR3bw")
+SAMPLING = "sampling_scenarios"
+SAMPLING_SCENARIOS = (
+    "sampled",
+    "chosen",
+    "stopped",
+    "scored",
+    "saved",
+    "crowded",
+    "pickled",
+    "cancelled",
+    "refused",
+    "reinforced",
+)
+LOSES_SAMPLING_ANSWERS_OF = {
+    *LOSES_ANSWERS_OF,
+    "asample",
+    "create_sampling_session",
+    "retrieve_futures",
+}
+KEYS = (
+    "tml-one_c2VjcmV0LW9uZQ",
+    "tml-two_c2VjcmV0LXR3bw",
+    "tml-three_c2VjcmV0LTM",
+    "tml-four_c2VjcmV0LTQ",
+)
+KEY_NAMES = ("TINKER_API_KEY", "OTHER_API_KEY", "THIRD_API_KEY", "FOURTH_API_KEY")
 TIMEOUT_S = 170
 
 
@@ -57,24 +85,39 @@ class Report:
     """What one SDK met: straight to the server, and through a proxy that loses answers."""
 
     sdk: str
-    facts: dict[str, Any]
-    lossy_facts: dict[str, Any]
+    facts: Facts
+    lossy_facts: Facts
     proxy: LossyProxy
 
 
-def run_scenarios(sdk: str, address: str, base_model: str, names: Sequence[str]) -> dict[str, Any]:
-    """Run scenarios in a process of their own and return their facts, by scenario."""
+@dataclass(frozen=True)
+class SamplingReport:
+    """What one SDK met when it sampled."""
+
+    sdk: str
+    facts: Facts
+
+
+def run_scenarios(
+    sdk: str, address: str, base_model: str, names: Sequence[str], program: str = "scenarios"
+) -> Facts:
+    """Run scenarios of a program in a process of its own and return their facts, by scenario."""
     folder = SDKS[sdk]
+    if folder is not None and not folder.is_dir():
+        pytest.fail(f"tinker {sdk} is missing: run tests/conformance/sdks.sh")
     environment = {
         **os.environ,
         "PYTHONPATH": "" if folder is None else str(folder),
-        "TINKER_API_KEY": KEYS[0],
-        "OTHER_API_KEY": KEYS[1],
+        **dict(zip(KEY_NAMES, KEYS, strict=True)),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), address, base_model, *names],
+        [
+            *(sys.executable, "-W", "ignore", "-m", f"tests.conformance.{program}"),
+            *(address, base_model, *names),
+        ],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -82,6 +125,6 @@ def run_scenarios(sdk: str, address: str, base_model: str, names: Sequence[str])
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    facts: dict[str, Any] = json.loads(done.stdout)
+    facts: Facts = json.loads(done.stdout)
     assert facts["version"] == sdk
     return facts

@@ -1,7 +1,8 @@
 """What a user's program does, under whichever official SDK is first on the path.
 
-Run as `python scenarios.py BASE_URL BASE_MODEL SCENARIO…`; prints one JSON object, scenario → facts.
-`TINKER_API_KEY` and `OTHER_API_KEY` are two tenants. Judging the facts is the tests' work.
+Run as `python -m tests.conformance.scenarios BASE_URL BASE_MODEL SCENARIO…` from the root; prints one
+JSON object, scenario → facts. The variables of `KEY_NAMES` are the tenants. Judging the facts is the
+tests' work.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import os
 import sys
 import threading
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tinker
 import torch
 from tinker import types
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 IS_OLD = version("tinker").startswith("0.22.")
 VOCAB = 512
+KEY_NAMES = ("TINKER_API_KEY", "OTHER_API_KEY", "THIRD_API_KEY", "FOURTH_API_KEY")
 
 Facts = dict[str, Any]
 
@@ -31,6 +36,10 @@ class Bench:
         self.base_url = base_url
         self.base_model = base_model
         self.service = tinker.ServiceClient(base_url=base_url, api_key=os.environ[key_name])
+
+    def of_key(self, index: int) -> Bench:
+        """Make the bench of another tenant; the first is this one."""
+        return Bench(self.base_url, self.base_model, KEY_NAMES[index])
 
     def run(self, rank: int = 4, seed: int = 7, **targets: bool) -> Any:
         """Start a run, known to exist."""
@@ -265,11 +274,11 @@ def failures(bench: Bench) -> Facts:
         wrong["nan"] = lambda: run.forward_backward([nan], "cross_entropy")
     facts: Facts = {}
     for name, send in wrong.items():
-        facts[name] = _error_of(lambda send=send: send().result())
+        facts[name] = error_of(lambda send=send: send().result())
         facts[name]["next_loss"] = run.forward(data, "cross_entropy").result().metrics["loss:sum"]
     for name, rank in (("rank_0", 0), ("rank_huge", 10**9)):
-        facts[name] = _error_of(lambda rank=rank: bench.run(rank=rank))
-    facts["base_model"] = _error_of(lambda: Bench(bench.base_url, "no/such-model").run())
+        facts[name] = error_of(lambda rank=rank: bench.run(rank=rank))
+    facts["base_model"] = error_of(lambda: Bench(bench.base_url, "no/such-model").run())
     return facts
 
 
@@ -302,7 +311,8 @@ def _final_logprobs(bench: Bench, seed: int) -> list[list[float]]:
     return logprobs(run.forward(data, "cross_entropy").result())
 
 
-def _error_of(act: Any) -> Facts:
+def error_of(act: Any) -> Facts:
+    """Do something that should fail, and tell how it did."""
     try:
         act()
     except tinker.TinkerError as error:
@@ -314,13 +324,13 @@ def _error_of(act: Any) -> Facts:
     return {"error": None}
 
 
-def main() -> None:
-    """Run the scenarios that the command line names."""
+def run_named(scenarios: Mapping[str, Any]) -> None:
+    """Run the scenarios that the command line names, and print their facts."""
     base_url, base_model, *names = sys.argv[1:]
     bench = Bench(base_url, base_model)
-    facts = {name: globals()[name](bench) for name in names}
+    facts = {name: scenarios[name](bench) for name in names}
     json.dump({"version": version("tinker"), **facts}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    run_named(globals())

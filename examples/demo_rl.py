@@ -1,0 +1,148 @@
+"""Reinforcement: a policy that is told nothing but how good its answers were.
+
+The task is small enough to be checked by eye: continue `int('7') == ` with `7` and the end of the
+line. Every step samples a group of answers per question, rewards each, and trains on how much better
+than its group it was; the next step samples from what came of it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from demo_tenants import targets
+
+from cotrain import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain import SampleResponse, SamplingClient
+
+mpl.use("Agg")  # draws into a file; needs no screen
+from matplotlib import pyplot
+
+KEY = "tml-eve_demo-key"
+STEPS = 40
+QUESTIONS, ANSWERS = 24, 16
+"""Questions per step, and answers to each."""
+RANK, LEARNING_RATE = 8, 5e-3
+ANSWER = SamplingParams(max_tokens=4, stop="\n")
+EDGE = 5
+"""The first and the last so many steps are what the claim compares."""
+MARGIN = 0.25
+"""By how much the mean reward must have risen between them."""
+
+
+@dataclass
+class Learning:
+    """How the policy does."""
+
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of every step so far."""
+    seconds: float = 0.0
+    latest: str = ""
+    """One question of the last step with one of its answers."""
+
+    @property
+    def at_first(self) -> float:
+        """Mean reward of the first steps."""
+        return _mean(self.rewards[:EDGE])
+
+    @property
+    def at_last(self) -> float:
+        """Mean reward of the last steps."""
+        return _mean(self.rewards[-EDGE:])
+
+
+def reinforce(address: str, base_model: str, on_step: Callable[[Learning], None]) -> Learning:
+    """Train a policy from its own samples; `on_step` hears how it goes."""
+    learning, started_at, digits = Learning(), time.monotonic(), random.Random(0)
+    with ServiceClient(address, KEY) as service:
+        run = service.create_lora_training_client(
+            base_model, RANK, seed=1, **targets("attn", "mlp")
+        )
+        tokenizer = run.get_tokenizer()
+        sampler = run.save_weights_and_get_sampling_client()
+        for _ in range(STEPS):
+            asked = [digits.randrange(10) for _ in range(QUESTIONS)]
+            data = _rewarded_answers(sampler, tokenizer, asked, learning)
+            # All three at once: they keep this order, and the step takes one cycle.
+            loss = run.forward_backward(data, "importance_sampling")
+            step = run.optim_step(AdamParams(learning_rate=LEARNING_RATE, eps=1e-8))
+            sampler = run.save_weights_and_get_sampling_client()
+            loss.result(), step.result()
+            learning.seconds = time.monotonic() - started_at
+            on_step(learning)
+    return learning
+
+
+def plot(learning: Learning, path: Path) -> None:
+    """Draw reward by step into a PNG."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(range(1, len(learning.rewards) + 1), learning.rewards, marker=".")
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="int('7') == …")
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _rewarded_answers(
+    sampler: SamplingClient, tokenizer: Any, asked: list[int], learning: Learning
+) -> list[Datum]:
+    """Sample answers to every question, and make datums of those that say something."""
+    prompts = [tokenizer.encode(_question(digit), add_special_tokens=False) for digit in asked]
+    futures = [sampler.sample(ModelInput.from_ints(prompt), ANSWERS, ANSWER) for prompt in prompts]
+    data, all_rewards = [], []
+    for digit, prompt, future in zip(asked, prompts, futures, strict=True):
+        response = future.result()
+        texts = [tokenizer.decode(sequence.tokens) for sequence in response.sequences]
+        rewards = [_reward(text, digit) for text in texts]
+        all_rewards += rewards
+        data += _datums(prompt, response, rewards)
+        learning.latest = f"{_question(digit)}{texts[0]!r}"
+    learning.rewards.append(_mean(all_rewards))
+    return data
+
+
+def _question(digit: int) -> str:
+    return f"int('{digit}') == "
+
+
+def _reward(text: str, digit: int) -> float:
+    """Give 1 for the right line, and half of it for a right start."""
+    if text == f"{digit}\n":
+        return 1.0
+    return 0.5 if text.startswith(str(digit)) else 0.0
+
+
+def _datums(prompt: list[int], response: SampleResponse, rewards: list[float]) -> list[Datum]:
+    """Weigh each answer by how much better than the mean of its group it was."""
+    baseline = _mean(rewards)
+    if all(reward == baseline for reward in rewards):
+        return []  # nothing to tell them apart by
+    return [
+        _datum(prompt, sequence.tokens, sequence.logprobs or [], reward - baseline)
+        for sequence, reward in zip(response.sequences, rewards, strict=True)
+    ]
+
+
+def _datum(prompt: list[int], answer: list[int], logprobs: list[float], advantage: float) -> Datum:
+    whole, before = prompt + answer, [0.0] * (len(prompt) - 1)
+    return Datum(
+        model_input=ModelInput.from_ints(whole[:-1]),
+        loss_fn_inputs={
+            "target_tokens": whole[1:],
+            "logprobs": before + logprobs,
+            "advantages": before + [advantage] * len(answer),
+        },
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
