@@ -20,6 +20,7 @@ from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.errors import StoreError
 from cotrain_store.futures import Pending
 from cotrain_store.messages import ResultKind, sample_id
+from cotrain_store.sample_ends import OWN_SEQS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -137,7 +138,7 @@ class Generation:
         return [ended[prompt] for prompt in sorted(ended)]
 
     async def _submit(self, prompt: int, body: SampleBody) -> None:
-        seq = secrets.randbits(63)
+        seq = OWN_SEQS + secrets.randbits(62)
         request = sample_id(self._sampler.id, seq)
         feed = None
         if body.stream:

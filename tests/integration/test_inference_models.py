@@ -80,6 +80,14 @@ async def test_one_sampler_serves_all_requests_until_the_name_moves(
         assert moved.sampler != first.sampler
 
 
+async def test_no_client_is_told_of_an_end_that_nobody_polls_for(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with speaking_api(empty_redis) as (api, worker):
+        claimed = await sampled(api, worker, POOL.base_model)
+        assert await api.services.connection.keys(f"cotrain:completions:{claimed.sampler}:*") == []
+
+
 async def test_anothers_weights_are_not_found(empty_redis: EmbeddedRedis) -> None:
     async with speaking_api(empty_redis) as (api, worker):
         path = await save(api, worker, await api.new_run(), 1, "mine")
