@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HOLD_S = 30.0
 #: A wake-up can be lost; look by ourselves this often.
 SWEEP_S = 5.0
-#: More than this are told by the next poll.
+#: More than this are told by the next poll, or acknowledged by the next script.
 MOST = 1_000
 #: Scores of a sorted set are exact up to here.
 _LARGEST = 2**53
@@ -107,8 +107,9 @@ class Completions:
         """Shorten the lives of results that their client holds; ids of others are left alone."""
         named = {request: parse_sample(request) for request in requests}
         held = [request for request, name in named.items() if name and name.sampler == sampler.id]
-        if held:
-            await self._read([], [keys.READ_RESULT_TTL_MS, keys.SAMPLE_RECORD_EXTRA_MS, *held])
+        for start in range(0, len(held), MOST):
+            some = held[start : start + MOST]
+            await self._read([], [keys.READ_RESULT_TTL_MS, keys.SAMPLE_RECORD_EXTRA_MS, *some])
 
     async def _ended(
         self, sampler: SamplerId, clone: int, after: int

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cotrain_store import keys
 from cotrain_store.dispatch import WorkerBeat
-from cotrain_store.messages import WorkerId
+from cotrain_store.messages import TenantId, WorkerId
 from cotrain_store.status import (
     QueueStatus,
     cycle_records,
@@ -21,6 +21,7 @@ from tests.support.stack import POOL
 
 if TYPE_CHECKING:
     from tests.support.log import Log
+    from tests.support.samples import Samples
 
 
 async def test_an_empty_pool_has_a_status(log: Log) -> None:
@@ -52,6 +53,17 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
     assert 50 <= status.oldest_ready_s < 60
     assert 70 <= status.oldest_gap_s < 80
     assert status.counters == {"cycles": 1.0}
+
+
+async def test_sample_requests_are_counted_by_tenant(samples: Samples) -> None:
+    await samples.submit(await samples.sampler("a"), 0, 1, 2)
+    await samples.submit(await samples.sampler("b"), 0)
+    samples.claim(2)
+    status = await pool_status(samples.log.connection, POOL)
+    assert status.queues == (
+        QueueStatus(TenantId("a"), 0, 0, 0, samples_waiting=2, samples_running=1),
+        QueueStatus(TenantId("b"), 0, 0, 0, samples_waiting=0, samples_running=1),
+    )
 
 
 async def test_a_worker_that_says_nothing_any_more_is_known_and_not_alive(log: Log) -> None:
