@@ -135,27 +135,26 @@ class Futures:
     async def _sample_outcome(
         self, tenant: TenantId, request: RequestId, name: SampleName, timeout_s: float
     ) -> Result | Pending:
-        await self._require_sample(tenant, request, name)
-        packed = await self._held(request, timeout_s)
-        if packed is None:
-            state = await self._redis.hget(keys.sample(request), "state")
-            if state in (b"waiting", b"claimed"):
-                return Pending()
-            packed = await self._redis.get(keys.result(request))  # done between the two looks
+        is_done = await self._is_sample_done(tenant, request, name)
+        packed = await self._held(request, 0.0 if is_done else timeout_s)
+        if packed is None and not await self._is_sample_done(tenant, request, name):
+            return Pending()
+        packed = packed or await self._redis.get(keys.result(request))  # done between the two looks
         if packed is None:
             raise SampleExpired
         self._sample_deliveries.note(name, time.monotonic())
         return await self._whole(packed, SampleExpired())
 
-    async def _require_sample(self, tenant: TenantId, request: RequestId, name: SampleName) -> None:
-        """Raise unless this tenant sent this request; what is long over can be asked for again."""
-        owner = await self._redis.hget(keys.sample(request), "tenant")
+    async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
+        """Look at a sample request; raises SampleExpired for one that may be asked for again."""
+        owner, state = await self._redis.hmget(keys.sample(request), ["tenant", "state"])
         if owner is None:
             with contextlib.suppress(SamplerNotFound):
                 await self._records.sampler(tenant, name.sampler)
                 raise SampleExpired
         if owner is None or owner.decode() != tenant:
             raise RequestNotFound
+        return bool(state == b"done")
 
     async def _owned_run(self, tenant: TenantId, request: RequestId) -> RunRecord:
         try:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 A, B = TenantId("a"), TenantId("b")
 PATIENCE_S = 30.0
+NEVER_S = 1e6
 NOW = 1_000.0
 LATER = NOW + READ_AFTER_S + 1
 
@@ -69,7 +70,7 @@ async def test_an_expired_result_can_be_asked_for_again(samples: Samples) -> Non
     samples.log.redis.delete(keys.result(request))
     async with samples.log.futures() as futures:
         with pytest.raises(SampleExpired, match="expired"):
-            await futures.wait(A, request, 0.01)
+            await futures.wait(A, request, NEVER_S)  # nothing will come: it is told at once
         samples.log.redis.delete(keys.sample(request))
         with pytest.raises(SampleExpired):
             await futures.wait(A, request, 0.01)
