@@ -6,10 +6,12 @@ was never compared with it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,6 +21,7 @@ from typing_extensions import override
 from tests.support.fake_vllm_model import TinyModel, choose, scores
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 Answer = tuple[int, Any]
@@ -35,15 +38,18 @@ class FakeVllm:
         self.unembedding = "applied"  # or "refused", or "ignored"
         self.logprobs_mode = "raw_logprobs"  # or "processed_logprobs", or "raw_logits"
         self.max_logprobs = 20
-        self.answers: dict[str, list[Answer]] = {}
+        self.answers: dict[str, list[Answer | Callable[[], Answer]]] = {}
         """Path → what to answer first, before behaving."""
         self.may_generate = threading.Event()
         self.may_generate.set()
         self.calls: list[tuple[str, Any]] = []
         """Every request so far: its path, and its body."""
-        self.poison = -1
-        """A prompt with this token makes the server fail."""
+        self.fails: dict[int, list[Answer]] = {}
+        """Token → what to answer first to prompts that have it."""
         self.generating = self.most_generating = self.aborted = self.most_loaded = 0
+        self.pulled_away: list[str] = []
+        """Adapters that were unloaded while a sequence was being generated with them."""
+        self._using: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._model = TinyModel(model_folder)
         self._open: set[socket.socket] = set()
@@ -83,7 +89,8 @@ class FakeVllm:
         self.is_up = False
         self._server.shutdown()
         for connection in list(self._open):
-            connection.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # its own thread may have closed it just now
+                connection.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
         self._thread.join()
 
@@ -121,8 +128,9 @@ class FakeVllm:
         self.calls.append((path, body))
         self._note()
 
-    def _note(self, *, generating: int = 0, aborted: int = 0) -> None:
+    def _note(self, *, generating: int = 0, aborted: int = 0, model: str = "") -> None:
         with self._changed:
+            self._using[model] += generating
             self.generating += generating
             self.most_generating = max(self.most_generating, self.generating)
             self.aborted += aborted
@@ -132,7 +140,8 @@ class FakeVllm:
     def answer(self, path: str, body: Any, connection: socket.socket) -> Answer | None:
         """Answer one request; None if its client is gone."""
         if prepared := self.answers.get(path):
-            return prepared.pop(0)
+            answer = prepared.pop(0)
+            return answer() if callable(answer) else answer
         match path:
             case "/health":
                 return 200, ""
@@ -170,21 +179,28 @@ class FakeVllm:
             return _error(500, str(refused))
         return 200, f"Success: LoRA adapter '{name}' added successfully."
 
+    def _unload(self, name: str) -> Answer:
+        with self._changed:
+            self.pulled_away += [name] * self._using[name]
+        gone = self._model.adapted.pop(name, None)
+        self._note()
+        return (200, "Success") if gone else _error(404, "The lora adapter cannot be found.")
+
     def _complete(self, body: dict[str, Any], connection: socket.socket) -> Answer | None:
         prompt, wanted = body["prompt"], body.get("max_tokens") or 16
         if body["model"] != self.name and body["model"] not in self._model.adapted:
             return _error(404, f"The model `{body['model']}` does not exist.")
-        if self.poison in prompt:
-            return _error(500, "Internal server error")
+        if failures := [self.fails[token] for token in prompt if self.fails.get(token)]:
+            return failures[0].pop(0)
         if len(prompt) + wanted > self.context_tokens:
             return _error(400, f"This model's maximum context length is {self.context_tokens}.")
         if max(body.get("logprobs") or 0, body.get("prompt_logprobs") or 0) > self.max_logprobs:
             return _error(400, f"Requested more logprobs than the allowed {self.max_logprobs}.")
-        self._note(generating=1)
+        self._note(generating=1, model=body["model"])
         try:
             tokens, rows, reason = self._generate(body, prompt, wanted, connection)
         finally:
-            self._note(generating=-1)
+            self._note(generating=-1, model=body["model"])
         if reason == "abort":
             self._note(aborted=1)
             return None

@@ -220,9 +220,29 @@ def test_many_requests_over_many_adapters_all_finish_with_room_for_two(
         each.id: each.num_samples for each in requests
     }
     assert vllm.most_loaded == 2
+    assert vllm.pulled_away == []
     assert vllm.most_generating <= 8
     names = {body["lora_name"] for body in vllm.bodies("/v1/load_lora_adapter")}
     assert {path.name for path in trained.folders.values()} < names  # and those of the check
+
+
+def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    decoder = new_decoder(max_adapters=1)
+    run(decoder, request("warm"))
+    vllm.may_generate.clear()
+    decoder.add(request("one", "run-1"))
+    vllm.wait_until(generating=1)
+    decoder.add(request("two", "run-2"))
+    decoder.add(request("three", "run-1"))  # not before its turn: else "two" might wait for ever
+    for _ in range(10):
+        assert not decoder.step().finished
+    assert vllm.generating == 1
+    vllm.may_generate.set()
+    assert finish(decoder).keys() == {"one", "two", "three"}
+    assert vllm.pulled_away == []
+    assert vllm.most_loaded == 1
 
 
 def test_the_stop_token_stays_and_ends_the_sequence(new_decoder: NewDecoder) -> None:
@@ -405,14 +425,34 @@ def test_a_request_that_the_server_refuses_fails_alone_with_its_words(
     assert tokens(outputs["few"])
 
 
-def test_one_sequence_that_fails_ends_its_request_once(
+def test_one_sequence_that_fails_ends_its_request_and_its_other_sequences(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     decoder = new_decoder()
     run(decoder, request("warm"))
-    vllm.answers["/v1/completions"] = [(400, {"error": {"message": "No."}})]
+
+    def refuse() -> tuple[int, object]:
+        vllm.wait_until(generating=3)
+        return 400, {"error": {"message": "No."}}
+
+    vllm.answers["/v1/completions"] = [refuse]
+    vllm.may_generate.clear()
     outputs = run(decoder, request("bad", num_samples=4))
     assert outputs == {"bad": Failure("The sampler refused this: No.", "user")}
+    vllm.wait_until(generating=0, aborted=3)
+    vllm.may_generate.set()
+    assert tokens(run(decoder, request("next"))["next"])
+
+
+def test_a_server_that_says_it_is_busy_is_asked_until_it_is_not(
+    new_decoder: NewDecoder, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_sampler, "TRIES", 2)
+    decoder = new_decoder()
+    run(decoder, request("warm"))
+    vllm.fails[99] = [(503, "starting")] * 4
+    assert tokens(run(decoder, request(prompt=np.array([5, 99, 5])))["q"])
+    assert vllm.fails[99] == []
 
 
 def test_an_error_that_passes_is_tried_again(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
@@ -425,7 +465,7 @@ def test_an_error_that_passes_is_tried_again(new_decoder: NewDecoder, vllm: Fake
 def test_a_request_that_the_server_always_fails_on_fails_alone(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
-    vllm.poison = 99
+    vllm.fails[99] = [(500, {"error": {"message": "Internal server error"}})] * 8
     poisoned = request("poisoned", prompt=np.array([5, 99, 5]))
     outputs = run(new_decoder(), poisoned, request("sound"))
     assert outputs["poisoned"] == vllm_sampler.BROKEN
@@ -526,6 +566,7 @@ def test_dropped_weights_are_unloaded_once_nobody_uses_them(
     vllm.may_generate.set()
     assert finish(decoder).keys() == {"one", "two"}
     vllm.wait_until(unloaded=name)
+    assert vllm.pulled_away == []
 
 
 def test_what_can_never_run_is_refused_in_words(new_decoder: NewDecoder) -> None:
