@@ -132,13 +132,6 @@ class Sampling:
         members = self._redis.smembers(keys.cancelled_samples(self._pool, self._worker))
         return sorted(RequestId(member.decode()) for member in members)
 
-    def depth(self) -> int:
-        """Count the requests that wait in this pool, whoever may run them."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for tenant in self._redis.lrange(keys.sample_ring(self._pool), 0, -1):
-            pipeline.hget(keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")
-        return sum(int(waiting or 0) for waiting in pipeline.execute())
-
     def weights(self, ref: WeightsRef) -> WeightsRecord | None:
         """Read what is known of sampler weights; None once they are forgotten."""
         row = self._redis.hmget(keys.weights(ref), ["record", "digest", "size"])
@@ -175,8 +168,8 @@ class Sampling:
     def forget_weights(self, ref: WeightsRef) -> bool:
         """Forget weights unless they are in use again; True when nothing else has their content.
 
-        Then their folder may go. Another worker may be about to store the same content: rename the
-        folder away, ask `knows`, and rename it back if so; who stores, looks for its folder after.
+        Then their folder may go, but not at once: another worker may have found it and be about to
+        call `stored`.
         """
         pool = self._pool
         script_keys = [
