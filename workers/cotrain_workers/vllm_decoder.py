@@ -1,12 +1,13 @@
 """A decoder that is a vLLM server elsewhere: requests go out over HTTP, results are collected step by step.
 
 Everything that waits for the network runs in one thread with an event loop; the worker's thread puts
-requests in and takes results out, and never waits longer than `WAIT_S`.
+requests in and takes results out, and never waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from concurrent.futures import Future
@@ -35,8 +36,6 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-#: A step waits so long for a result when there is none, so that a loop of steps does not spin.
-WAIT_S = 0.01
 #: Adapters on the server at once: no more than `--max-cpu-loras` of vLLM.
 MAX_ADAPTERS = 32
 #: Sequences that the server is asked for at once; vLLM itself runs 256 by default and queues the rest.
@@ -116,7 +115,7 @@ class VllmDecoder:
             job.answer.cancel()
 
     def step(self) -> Progress:
-        """Collect what was answered meanwhile, waiting a little if there is nothing."""
+        """Collect what was answered meanwhile; what waits for a folder is sent on its way."""
         for job in [job for job in self._jobs.values() if job.answer is None]:
             self._begin(job)
         finished = []
@@ -171,12 +170,9 @@ class VllmDecoder:
         job.answer.add_done_callback(lambda _: self._answered.put(job))
 
     def _collect(self) -> Iterator[_Job]:
-        try:
-            yield self._answered.get(timeout=WAIT_S if self._jobs else 0)
+        with contextlib.suppress(queue.Empty):
             while True:
                 yield self._answered.get_nowait()
-        except queue.Empty:
-            return
 
     def _run(self, work: Coroutine[None, None, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

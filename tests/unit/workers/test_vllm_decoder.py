@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from cotrain_workers.peft_folder import write_folder
 from cotrain_workers.sample_ops import (
     NO_TOP_K,
     HostWeights,
+    Progress,
     SampledSequence,
     SampleOutput,
     SampleRequest,
@@ -146,10 +148,14 @@ def run(decoder: VllmDecoder, *requests: SampleRequest) -> dict[str, SampleOutpu
 
 
 def finish(decoder: VllmDecoder) -> dict[str, SampleOutput | Failure]:
-    outputs: dict[str, SampleOutput | Failure] = {}
+    return {name: output for each in steps(decoder) for name, output in each.finished}
+
+
+def steps(decoder: VllmDecoder) -> Iterator[Progress]:
+    """Yield every step until nothing is left to do."""
     while decoder.busy:
-        outputs.update(decoder.step().finished)
-    return outputs
+        yield decoder.step()
+        time.sleep(0.001)  # a step never waits, and the server computes on the same cores
 
 
 def sampled(output: SampleOutput | Failure) -> SampleOutput:
@@ -236,8 +242,8 @@ def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
     vllm.wait_until(generating=1)
     decoder.add(request("two", "run-2"))
     decoder.add(request("three", "run-1"))  # not before its turn: else "two" might wait for ever
-    for _ in range(10):
-        assert not decoder.step().finished
+    for _, step in zip(range(100), steps(decoder), strict=False):
+        assert not step.finished
     assert vllm.generating == 1
     vllm.may_generate.set()
     assert finish(decoder).keys() == {"one", "two", "three"}
@@ -325,11 +331,9 @@ def test_the_most_probable_tokens_come_first_whatever_was_drawn(new_decoder: New
 def test_progress_counts_tokens(new_decoder: NewDecoder) -> None:
     decoder = new_decoder()
     decoder.add(request(num_samples=2))
-    steps = []
-    while decoder.busy:
-        steps.append(decoder.step())
-    assert sum(step.decoded_tokens for step in steps) == 12
-    assert sum(step.prompt_tokens for step in steps) == len(PROMPT) - 3
+    done = list(steps(decoder))
+    assert sum(step.decoded_tokens for step in done) == 12
+    assert sum(step.prompt_tokens for step in done) == len(PROMPT) - 3
     assert not decoder.step().finished
 
 
@@ -524,18 +528,12 @@ def test_a_request_waits_until_the_folder_of_its_weights_is_written(
     written: dict[str, Path] = {}
     decoder = new_decoder(folder=written.get)
     decoder.add(request("waits", "run-1"))
-    assert tokens(run_one(decoder, request("base"))["base"])
+    decoder.add(request("base"))
+    base = next(step for step in steps(decoder) if step.finished)
+    assert [name for name, _ in base.finished] == ["base"]
     assert decoder.waiting == 1
     written.update(trained.folders)
     assert tokens(finish(decoder)["waits"])
-
-
-def run_one(decoder: VllmDecoder, one: SampleRequest) -> dict[str, SampleOutput | Failure]:
-    decoder.add(one)
-    outputs: dict[str, SampleOutput | Failure] = {}
-    while one.id not in outputs:
-        outputs.update(decoder.step().finished)
-    return outputs
 
 
 def test_weights_that_are_gone_fail_their_request_alone(new_decoder: NewDecoder) -> None:
