@@ -23,10 +23,10 @@ from cotrain_store.messages import ResultKind, sample_id
 from cotrain_store.sample_ends import OWN_SEQS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
     from typing import Any
 
-    from cotrain.sampling_types import SampleResponse, TopK
+    from cotrain.sampling_types import SampledSequence, SampleResponse, TopK
     from cotrain_server.services import Services
     from cotrain_store.messages import Category, RequestId, Result, SamplerRecord
     from cotrain_store.samples import SampleBody
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Proxies close connections on which nothing moves for a minute or so.
 IDLE_S = 15.0
+#: What comes with the result is told in pieces of this size.
+PIECE_TOKENS = 256
 
 
 class GenerationFailed(RequestError):
@@ -94,7 +96,7 @@ class Generation:
     async def start(
         cls, services: Services, sampler: SamplerRecord, bodies: Sequence[SampleBody]
     ) -> Self:
-        """Submit one request per prompt: all of them, or none when one is refused.
+        """Submit one request per prompt; when one is refused, those before it are withdrawn.
 
         Raises:
             TooManyPolls, and what `SampleIntake.submit` raises.
@@ -131,6 +133,7 @@ class Generation:
                 left -= 1
             else:
                 yield event
+                await asyncio.sleep(0)  # a long row of them must not keep others from their turn
 
     async def responses(self) -> list[SampleResponse]:
         """Wait for all results, in the order of the prompts; raises what `events` does."""
@@ -168,11 +171,8 @@ class Generation:
         finally:
             waiting.cancel()
         for sequence, sampled in enumerate(response.sequences):
-            start = told[sequence]
-            if rest := sampled.tokens[start:]:
-                logprobs = (sampled.logprobs or [])[start:]
-                likeliest = (sampled.topk_logprobs or [])[start:]
-                self._events.put_nowait(NewTokens(prompt, sequence, rest, logprobs, likeliest))
+            for new in _rest(prompt, sequence, sampled, told[sequence]):
+                self._events.put_nowait(new)
         self._events.put_nowait(Ended(prompt, response))
 
     async def _pass_on(self, prompt: int, feed: TokenFeed, told: list[int]) -> None:
@@ -210,6 +210,13 @@ class Generation:
         with suppress(StoreError, *CONNECTION_LOST):
             for request in requests:
                 await self._services.sample_intake.cancel(self._sampler.tenant, request)
+
+
+def _rest(prompt: int, sequence: int, sampled: SampledSequence, told: int) -> Iterator[NewTokens]:
+    for start in range(told, len(sampled.tokens), PIECE_TOKENS):
+        piece = slice(start, start + PIECE_TOKENS)
+        logprobs, likeliest = sampled.logprobs or [], sampled.topk_logprobs or []
+        yield NewTokens(prompt, sequence, sampled.tokens[piece], logprobs[piece], likeliest[piece])
 
 
 #: The event loop alone would not keep them.

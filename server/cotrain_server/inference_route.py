@@ -126,22 +126,25 @@ def event(data: dict[str, Any] | str, name: str | None = None) -> str:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Say what an error of TOLD is to a tenant."""
+    """Say what an error of TOLD is to a tenant; of one that no tenant can cause, nothing more."""
     if isinstance(error, RequestValidationError):
         return Refusal(400, sentence(error.errors()), "invalid")
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, str(error.detail), "http_error")
+    if isinstance(error, GenerationFailed):
+        return Refusal(400 if error.category == "user" else 500, str(error), "generation_failed")
     if isinstance(error, CONNECTION_LOST):
         error = StoreUnavailable()
+    status = _status_of(error)
+    if status == 500:
+        return Refusal(500, "Internal error.", "internal_error")
     retry_after_s = getattr(error, "retry_after_s", None)
     if isinstance(error, StoreUnavailable):
         retry_after_s = errors.UNAVAILABLE_RETRY_S
-    return Refusal(_status_of(error), str(error), errors.code_of(error), retry_after_s)
+    return Refusal(status, str(error), errors.code_of(error), retry_after_s)
 
 
 def _status_of(error: Exception) -> int:
-    if isinstance(error, GenerationFailed):
-        return 400 if error.category == "user" else 500
     if isinstance(error, ShuttingDown):
         return 503
     # These APIs say so of a model nobody knows; the Tinker API says 400.

@@ -191,6 +191,20 @@ def test_log_probs_of_streamed_tokens_come_with_them(client: openai.OpenAI, scri
     assert script.seen[0].stream
 
 
+def test_what_comes_with_the_result_comes_in_pieces(
+    client: openai.OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_server.generation.PIECE_TOKENS", 2)
+    script.text = WORDS
+    asked: Any = {"model": MODEL, "messages": HI, "logprobs": True, "top_logprobs": 1}
+    with client.chat.completions.create(**asked, stream=True) as stream:
+        choices = [chunk.choices[0] for chunk in stream]
+    assert "".join(choice.delta.content or "" for choice in choices) == WORDS
+    sizes = [len(choice.logprobs.content or []) for choice in choices if choice.logprobs]
+    assert max(sizes) == 2
+    assert sum(sizes) == len(ids(WORDS)) + 1
+
+
 def test_every_prompt_has_its_choices(client: openai.OpenAI, script: Script) -> None:
     prompts: Any = ["Hi", ids("there")]
     answer = client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=1, seed=5)
