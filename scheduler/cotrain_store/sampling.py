@@ -132,6 +132,13 @@ class Sampling:
         members = self._redis.smembers(keys.cancelled_samples(self._pool, self._worker))
         return sorted(RequestId(member.decode()) for member in members)
 
+    def depth(self) -> int:
+        """Count the requests that wait in this pool, whoever may run them."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for tenant in self._redis.lrange(keys.sample_ring(self._pool), 0, -1):
+            pipeline.hget(keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")
+        return sum(int(waiting or 0) for waiting in pipeline.execute())
+
     def weights(self, ref: WeightsRef) -> WeightsRecord | None:
         """Read what is known of sampler weights; None once they are forgotten."""
         row = self._redis.hmget(keys.weights(ref), ["record", "digest", "size"])

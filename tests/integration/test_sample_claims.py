@@ -47,8 +47,10 @@ async def test_a_claim_gives_what_was_asked(samples: Samples) -> None:
 
 async def test_a_claim_takes_no_more_than_asked_for(samples: Samples) -> None:
     requests = await samples.submit(await samples.sampler(), *range(5))
+    assert samples.sampling.depth() == 5
     assert samples.claim(0) == []
     assert samples.claim(2) + samples.claim(9) == requests
+    assert samples.sampling.depth() == 0
 
 
 async def test_a_claim_whose_answer_was_lost_is_not_lost(
