@@ -1,0 +1,72 @@
+"""What a save leaves in the store, and what it answers."""
+
+from __future__ import annotations
+
+import torch
+
+from cotrain_store.messages import (
+    CheckpointRecord,
+    LoraSpec,
+    OpKind,
+    PoolId,
+    QueuedOp,
+    RunId,
+    SamplerId,
+    SamplerRecord,
+    SaveRequest,
+    Step,
+    TenantId,
+    WorkerId,
+    encode,
+)
+from cotrain_workers.ops import Failure, SaveOutput
+from cotrain_workers.sample_ops import HostWeights
+from cotrain_workers.saves import DoneSave, saves_of
+from cotrain_workers.spec import AdapterSpec
+
+RUN = RunId("s:train:0")
+WEIGHTS = HostWeights(AdapterSpec(rank=2, seed=5, train_mlp=False), torch.zeros(4))
+
+
+def saved(request: SaveRequest) -> DoneSave:
+    op = QueuedOp(RUN, 3, OpKind.SAVE, 0, "inline", 0, 0.0)
+    step = Step(1, WorkerId("w0"), (op,), 0.0, {RUN: TenantId("t")})
+    at = (RUN, 3)
+    saves = saves_of(
+        step, {at: encode(request).encode()}, {at: SaveOutput(WEIGHTS)}, PoolId("p"), "m"
+    )
+    return saves[at]
+
+
+def test_a_save_without_a_name_makes_the_sampler_it_was_asked_for() -> None:
+    done = saved(SaveRequest(sampler=SamplerId("s:sample:4")))
+    sampler, weights = done.records.user, done.records.weights
+    assert isinstance(sampler, SamplerRecord)
+    assert (sampler.id, sampler.session, sampler.tenant) == ("s:sample:4", "s", "t")
+    assert (sampler.ephemeral, sampler.weights) == (True, "s:train:0:3")
+    assert (weights.ref, weights.worker, weights.digest) == ("s:train:0:3", "w0", "")
+    assert weights.lora == LoraSpec(rank=2, seed=5, train_mlp=False)
+    assert done.weights is WEIGHTS
+    assert done.result.json() == {
+        "path": None, "sampling_session_id": "s:sample:4", "type": "save_weights_for_sampler",
+    }  # fmt: skip
+
+
+def test_a_save_with_a_name_makes_a_checkpoint_that_may_expire() -> None:
+    done = saved(SaveRequest(name="best", ttl_seconds=60, user_metadata={"step": 3}))
+    checkpoint = done.records.user
+    assert isinstance(checkpoint, CheckpointRecord)
+    assert checkpoint.expires_at == checkpoint.created_at + 60
+    assert checkpoint.user_metadata == {"step": 3}
+    path = "tinker://s:train:0/sampler_weights/best"
+    assert done.result.json() == {"path": path, "type": "save_weights_for_sampler"}
+    forever = saved(SaveRequest(name="best")).records.user
+    assert isinstance(forever, CheckpointRecord)
+    assert forever.expires_at is None
+
+
+def test_a_save_that_failed_leaves_nothing() -> None:
+    op = QueuedOp(RUN, 3, OpKind.SAVE, 0, "inline", 0, 0.0)
+    step = Step(1, WorkerId("w0"), (op,), 0.0, {RUN: TenantId("t")})
+    at = ("s:train:0", 3)
+    assert saves_of(step, {at: b""}, {at: Failure("No.", "server")}, PoolId("p"), "m") == {}
