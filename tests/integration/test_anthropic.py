@@ -231,6 +231,7 @@ def test_a_stream_on_which_nothing_happens_shows_that_it_lives(
     with httpx.stream("POST", url, json={**HI, "stream": True}, headers=headers) as answer:
         kinds = (line for line in answer.iter_lines() if line.startswith("event: "))
         assert [next(kinds) for _ in range(5)][2:] == ["event: ping"] * 3
+    script.wait_for(cancelled=1)
 
 
 async def test_a_full_queue_says_when_to_come_back(
@@ -239,13 +240,14 @@ async def test_a_full_queue_says_when_to_come_back(
     script.is_holding = True
     quota = served.services.settings.quota_samples
     waiting = [asyncio.create_task(async_client.messages.create(**HI)) for _ in range(quota)]
-    await asyncio.to_thread(script.wait_for, quota)
+    await asyncio.to_thread(script.wait_for, seen=quota)
     with pytest.raises(anthropic.RateLimitError) as busy:
         await async_client.messages.create(**HI)
     assert float(busy.value.response.headers["retry-after"]) > 0
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
+    await asyncio.to_thread(script.wait_for, cancelled=quota)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import openai
 import pytest
 
@@ -301,40 +300,17 @@ def test_a_failed_generation_is_an_error(
             pass
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
 async def test_one_who_leaves_cancels_what_he_asked_for(
-    served: Talking, async_client: openai.AsyncOpenAI, script: Script
+    served: Talking, async_client: openai.AsyncOpenAI, script: Script, is_streamed: bool
 ) -> None:
     script.is_holding = True
-    for is_streamed in (False, True):
-        asked: Any = {"model": MODEL, "messages": HI, "stream": is_streamed}
-        asking = asyncio.create_task(_read(async_client, asked))
-        await asyncio.to_thread(script.wait_for, 1)
-        asking.cancel()
-        await asyncio.wait({asking})
-        assert await asyncio.to_thread(script.cancelled.wait, 10)
-        script.seen.clear()
-        script.cancelled.clear()
+    asking = asyncio.create_task(_read(async_client, is_streamed=is_streamed))
+    await asyncio.to_thread(script.wait_for, seen=1)
+    asking.cancel()
+    await asyncio.wait({asking})
+    await asyncio.to_thread(script.wait_for, cancelled=1)
     assert served.services.polls_by_tenant.total() == 0
-
-
-def test_a_stream_on_which_nothing_happens_shows_that_it_lives(
-    served: Talking, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cotrain_server.generation.IDLE_S", 0.01)
-    script.is_holding = True
-    url, headers = f"{served.address}/oai/api/v1/chat/completions", {"x-api-key": ALICE}
-    asked = {"model": MODEL, "messages": HI, "stream": True}
-    with httpx.stream("POST", url, json=asked, headers=headers) as answer:
-        lines = (line for line in answer.iter_lines() if line)
-        assert next(lines).startswith("data: ")
-        assert next(lines) == next(lines) == ": still working"
-
-
-async def _read(client: openai.AsyncOpenAI, asked: Any) -> None:
-    answer = await client.chat.completions.create(**asked)
-    if asked["stream"]:
-        async for _ in answer:
-            pass
 
 
 async def test_a_full_queue_says_when_to_come_back(
@@ -342,14 +318,20 @@ async def test_a_full_queue_says_when_to_come_back(
 ) -> None:
     script.is_holding = True
     quota = served.services.settings.quota_samples
-    waiting = [
-        asyncio.create_task(_read(async_client, {"model": MODEL, "messages": HI, "stream": False}))
-        for _ in range(quota)
-    ]
-    await asyncio.to_thread(script.wait_for, quota)
+    waiting = [asyncio.create_task(_read(async_client, is_streamed=False)) for _ in range(quota)]
+    await asyncio.to_thread(script.wait_for, seen=quota)
     with pytest.raises(openai.RateLimitError) as busy:
-        await async_client.chat.completions.create(model=MODEL, messages=HI)
+        await _read(async_client, is_streamed=True)
     assert float(busy.value.response.headers["retry-after"]) > 0
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
+    await asyncio.to_thread(script.wait_for, cancelled=quota)
+
+
+async def _read(client: openai.AsyncOpenAI, *, is_streamed: bool) -> None:
+    asked: Any = {"model": MODEL, "messages": HI, "stream": is_streamed}
+    answer = await client.chat.completions.create(**asked)
+    if is_streamed:
+        async for _ in answer:
+            pass

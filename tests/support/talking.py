@@ -53,19 +53,30 @@ class Script:
     cut_at: int | None = None
     """After so many tokens the context is full."""
     seen: list[SampleBody] = field(default_factory=list)
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    _arrival: threading.Condition = field(default_factory=threading.Condition)
+    cancelled: int = 0
+    """How many requests their clients gave up."""
+    _news: threading.Condition = field(default_factory=threading.Condition)
 
     def note(self, body: SampleBody) -> None:
-        """Remember what came."""
-        with self._arrival:
+        """Remember a request that came."""
+        with self._news:
             self.seen.append(body)
-            self._arrival.notify_all()
+            self._news.notify_all()
 
-    def wait_for(self, requests: int) -> None:
-        """Wait until so many have come."""
-        with self._arrival:
-            assert self._arrival.wait_for(lambda: len(self.seen) >= requests, timeout=30)
+    def note_cancelled(self) -> None:
+        """Count a request that its client gave up."""
+        with self._news:
+            self.cancelled += 1
+            self._news.notify_all()
+
+    def wait_for(self, seen: int = 0, cancelled: int = 0) -> None:
+        """Wait until so many have come, and so many were given up."""
+
+        def is_so() -> bool:
+            return len(self.seen) >= seen and self.cancelled >= cancelled
+
+        with self._news:
+            assert self._news.wait_for(is_so, timeout=30)
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ class Talker:
                 self._answer(claimed)
             for request in self._worker.sampling.cancelled():
                 self._worker.sampling.resolve({request: CANCELLED}, {})
-                self._script.cancelled.set()
+                self._script.note_cancelled()
 
     def stop(self) -> None:
         """End the loop."""
