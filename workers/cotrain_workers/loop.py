@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ import structlog
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.messages import RunId
 from cotrain_workers.beside import Beside
 from cotrain_workers.cycle_record import counted_cycle, cycle_record
@@ -26,24 +24,25 @@ from cotrain_workers.heart import Heart, resident_bytes
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
 from cotrain_workers.requests import engine_op, result_of
+from cotrain_workers.runs import Runs
 from cotrain_workers.saves import saves_of
 from cotrain_workers.suspects import CRASHED, run_alone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import Step, TenantId, WeightsRecord
+    from cotrain_store.messages import Step
     from cotrain_workers.engine import Engine
     from cotrain_workers.keeper import Keeper
     from cotrain_workers.ops import CycleOutput, Op, Output
+    from cotrain_workers.runs import Between
     from cotrain_workers.sampling_service import SamplingService
     from cotrain_workers.share import Share
     from cotrain_workers.weights_store import WeightsStore
 
     Place = tuple[str, int]  # a request's run and seq
-    Between = Callable[[], None] | None  # called after each micro-batch
 
 log = structlog.get_logger()
 
@@ -86,12 +85,11 @@ class WorkerLoop:
         self._execution = execution
         self._keeper = keeper
         self._weights = weights
+        self._runs = Runs(execution, keeper, weights)
         self._sampler = sampler
         self._base_model = base_model
         self._device = device
         self._tokens_per_s = tokens_per_s
-        self._replayed_ops = 0
-        self._uncounted: Counter[str] = Counter()
         self._stopping = threading.Event()
         self._beside = Beside(sampler, share, self._stopping)
         self._tended_at = time.monotonic()
@@ -125,9 +123,10 @@ class WorkerLoop:
         self._execution.leave()
 
     def _turn(self) -> None:
-        lost = self._weights.lost()
-        if lost:
-            self._bring_back(lost[0])
+        for weights in self._weights.lost()[:1]:  # more of them in the next turns
+            self._beside.training_begins()
+            self._runs.make_again(weights, self._beside.between)
+            self._beside.training_ends()
         steps = self._execution.open_steps()
         if steps:
             self.execute(steps[0])
@@ -147,7 +146,7 @@ class WorkerLoop:
         started = time.time()
         self._beside.training_begins()
         starts = self._execution.starts(step)
-        lost = self._restore_runs(step, starts)
+        lost = self._restore_runs(step, self._between(starts))
         # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
         step = replace(step, ops=tuple(op for op in step.ops if op.seq > self._keeper.done(op.run)))
         try:
@@ -185,7 +184,7 @@ class WorkerLoop:
             if (op.run, op.seq) not in saves
         } | {at: save.result for at, save in saves.items()}
         record = cycle_record(step, results, cost, started, finished)
-        counted = counted_cycle(step, outputs, cost, record) | self._uncounted
+        counted = counted_cycle(step, outputs, cost, record) | self._runs.uncounted
         crashed = {at for at in results if outputs[at] is CRASHED}
         records = {at: save.records for at, save in saves.items()}
         while True:
@@ -196,21 +195,10 @@ class WorkerLoop:
                     raise
             else:
                 break
-        self._uncounted.clear()
+        self._runs.uncounted.clear()
         for save in saves.values():
             self._weights.put(save.records.weights, save.weights)
         return record
-
-    def _bring_back(self, weights: WeightsRecord) -> None:
-        """Make weights again that were lost before they were on disk: a replay of their run does."""
-        self._beside.training_begins()
-        try:
-            self._restore(weights.run, self._beside.between)
-        except (ReplayDiverged, SpoolCorrupt) as broken:
-            self._stop_run(weights.run, weights.tenant, broken)
-        self._beside.training_ends()
-        if self._weights.is_lost(weights.ref):
-            self._weights.give_up(weights.ref)
 
     def _between(self, starts: int) -> Between:
         """Choose what runs beside a step; nothing beside one that a dead predecessor left open.
@@ -219,33 +207,14 @@ class WorkerLoop:
         """
         return None if starts else self._beside.between
 
-    def _restore_runs(self, step: Step, starts: int) -> dict[RunId, Failure]:
+    def _restore_runs(self, step: Step, between: Between) -> dict[RunId, Failure]:
         """Have every run of the step in memory; those that cannot be restored fail alone."""
         lost: dict[RunId, Failure] = {}
         for run in dict.fromkeys(op.run for op in step.ops):
-            try:
-                self._restore(run, self._between(starts))
-            except (ReplayDiverged, SpoolCorrupt) as broken:
-                lost[run] = self._stop_run(run, step.tenant_by_run[run], broken)
+            failure = self._runs.ensure(run, step.tenant_by_run[run], between)
+            if failure:
+                lost[run] = failure
         return lost
-
-    def _start_over(self, run: RunId) -> None:
-        self._keeper.forget_state(run)
-        self._restore(run, None)
-
-    def _restore(self, run: RunId, between: Between) -> None:
-        replayed = self._keeper.ensure(run, between)
-        self._replayed_ops += replayed
-        self._uncounted["replayed_ops"] += replayed
-
-    def _stop_run(
-        self, run: RunId, tenant: TenantId, broken: ReplayDiverged | SpoolCorrupt
-    ) -> Failure:
-        log.error("run_failed", run=run, reason=str(broken))
-        self._uncounted["diverged_runs"] += isinstance(broken, ReplayDiverged)
-        self._execution.fail_run(run, tenant)
-        self._keeper.forget_state(run)
-        return Failure(RUN_STOPPED.json()["error"], "server")
 
     def _bodies(self, step: Step, lost: dict[RunId, Failure]) -> dict[Place, bytes]:
         """Read the step's bodies; a run of which one is gone joins the lost."""
@@ -253,7 +222,7 @@ class WorkerLoop:
         for op, body in zip(step.ops, self._execution.bodies(step.ops), strict=True):
             if body is None and op.run not in lost:
                 gone = SpoolCorrupt("A body is gone.")
-                lost[op.run] = self._stop_run(op.run, step.tenant_by_run[op.run], gone)
+                lost[op.run] = self._runs.stop(op.run, step.tenant_by_run[op.run], gone)
             bodies[op.run, op.seq] = body or b""
         return bodies
 
@@ -289,13 +258,13 @@ class WorkerLoop:
         outputs: dict[Place, Output] = {}
         for run in dict.fromkeys(RunId(op.run) for op in ops):
             mine = [op for op in ops if op.run == run]
-            start_over = partial(self._start_over, run)
+            start_over = partial(self._runs.start_over, run)
             try:
                 outputs |= run_alone(
                     self._engine, self._execution, mine, start_over, is_deadly=is_deadly
                 )
             except (ReplayDiverged, SpoolCorrupt) as broken:
-                failure = self._stop_run(run, step.tenant_by_run[run], broken)
+                failure = self._runs.stop(run, step.tenant_by_run[run], broken)
                 outputs |= dict.fromkeys(((op.run, op.seq) for op in mine), failure)
         return outputs
 
@@ -315,7 +284,7 @@ class WorkerLoop:
             runs=self._keeper.runs,
             memory_bytes=resident_bytes(),
             seen_at=time.time(),
-            restored_ops=self._replayed_ops,
+            restored_ops=self._runs.replayed_ops,
             samples_running=self._sampler.running,
             samples_waiting=self._sampler.waiting,
         )
