@@ -134,7 +134,12 @@ def test_numbers_have_limits(fields: dict[str, Any]) -> None:
 
 def test_parts_of_text_are_joined_and_developers_are_the_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    told_before: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
+    told_before: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+    }
     asked = chat(
         messages=[
             {"role": "developer", "content": "Be short.", "name": "me"},
