@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -74,9 +75,9 @@ class VllmDecoder:
         self._jobs: dict[str, _Job] = {}
         self._answered: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._adapter_by_key: dict[str, str] = {}
-        self._server = VllmServer(url, api_key)
+        server = VllmServer(url, api_key)
         self._sampler = VllmSampler(
-            self._server,
+            server,
             base_model,
             targets,
             vocab_size,
@@ -85,8 +86,10 @@ class VllmDecoder:
             max_sequences=max_sequences,
         )
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        thread.start()
+        # Nothing in the thread refers to the decoder, so that letting it go ends the thread.
+        self._end = weakref.finalize(self, _end, self._loop, thread, server)
         self._run(self._sampler.ready())
 
     @property
@@ -144,13 +147,8 @@ class VllmDecoder:
             self._run(self._sampler.adapters.drop(name))
 
     def close(self) -> None:
-        """Abort everything and end the thread. Twice is harmless."""
-        if self._loop.is_closed():
-            return
-        self._run(self._shut_down()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Abort everything and end the thread, as happens to a decoder that is let go. Twice is harmless."""
+        self._end()
 
     def _begin(self, job: _Job) -> None:
         key = job.request.weights
@@ -167,7 +165,8 @@ class VllmDecoder:
                 return
             self._adapter_by_key[key] = folder.name
         job.answer = self._run(self._sampler.answer(job.request, folder, job.begun))
-        job.answer.add_done_callback(lambda _: self._answered.put(job))
+        answered = self._answered
+        job.answer.add_done_callback(lambda _: answered.put(job))
 
     def _collect(self) -> Iterator[_Job]:
         with contextlib.suppress(queue.Empty):
@@ -177,12 +176,20 @@ class VllmDecoder:
     def _run(self, work: Coroutine[None, None, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _shut_down(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._server.close()
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, server: VllmServer) -> None:
+    asyncio.run_coroutine_threadsafe(_abort_all(server), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def _abort_all(server: VllmServer) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await server.close()
 
 
 def _outcome(job: _Job) -> SampleOutput | Failure:

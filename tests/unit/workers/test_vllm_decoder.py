@@ -70,6 +70,18 @@ class Trained:
             layout = self.engine.layout(run)
             self.folders[run] = write_folder(root, weights, layout, BASE).path
 
+    def decoder(self, url: str, shared: Path, **settings: object) -> VllmDecoder:
+        """Return a decoder that asks the server at `url` for these runs."""
+        defaults = {"folder": self.folders.__getitem__, "targets": self.engine.targets}
+        return VllmDecoder(
+            url,
+            api_key="",
+            base_model=BASE,
+            vocab_size=VOCAB,
+            shared=shared,
+            **{**defaults, **settings},  # type: ignore[arg-type]
+        )
+
     def logprobs(self, run: str, tokens: Sequence[int]) -> np.ndarray:
         """Return the trainer's log-probs of `tokens[1:]`."""
         inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1)}
@@ -101,17 +113,8 @@ def new_decoder(vllm: FakeVllm, trained: Trained, tmp_path: Path) -> Iterator[Ne
     opened: list[VllmDecoder] = []
 
     def new(**settings: object) -> VllmDecoder:
-        defaults: dict[str, object] = {"folder": trained.folders.__getitem__, "api_key": ""}
-        decoder = VllmDecoder(
-            vllm.url,
-            base_model=BASE,
-            targets=trained.engine._base.targets,
-            vocab_size=VOCAB,
-            shared=tmp_path,
-            **{**defaults, **settings},  # type: ignore[arg-type]
-        )
-        opened.append(decoder)
-        return decoder
+        opened.append(trained.decoder(vllm.url, tmp_path, **settings))
+        return opened[-1]
 
     yield new
     for decoder in opened:
@@ -594,14 +597,14 @@ def test_a_prompt_that_is_too_long_is_refused_also_before_the_server_was_seen(
     assert "65 tokens" in output.message
 
 
-def test_closing_aborts_everything_and_ends_the_thread(
-    new_decoder: NewDecoder, vllm: FakeVllm
+def test_a_decoder_that_is_let_go_aborts_everything_and_ends_its_thread(
+    vllm: FakeVllm, trained: Trained, tmp_path: Path
 ) -> None:
-    decoder = new_decoder()
+    decoder = trained.decoder(vllm.url, tmp_path)
     run(decoder, request("warm"))
     vllm.may_generate.clear()
-    decoder.add(request())
-    vllm.wait_until(generating=1)
-    decoder.close()
-    vllm.wait_until(generating=0, aborted=1)
+    decoder.add(request("one", "run-1", num_samples=2))
+    vllm.wait_until(generating=2)
+    del decoder
+    vllm.wait_until(generating=0, aborted=2)
     assert not any(thread.name == "vllm" for thread in threading.enumerate())

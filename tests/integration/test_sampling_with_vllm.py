@@ -1,0 +1,132 @@
+"""From a saved adapter to its samples, with a worker that trains and leaves sampling to a vLLM server.
+
+The server is a small one of ours over the worker's own tiny model (`fake_vllm.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cotrain.proto import wire_pb2
+from cotrain_store.sample_ends import CANCELLED
+from tests.support.fake_vllm import FakeVllm
+from tests.support.program import LORA, submit
+from tests.support.sampling import (
+    LONG,
+    base_sampler,
+    ended,
+    sample,
+    sampled,
+    saved_sampler,
+    submit_sample,
+)
+from tests.support.stack import MODEL, Stack, worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.loop import WorkerLoop
+    from tests.support.redis_server import EmbeddedRedis
+
+
+@pytest.fixture
+def vllm(tiny_model: Path) -> Iterator[FakeVllm]:
+    with FakeVllm(tiny_model, MODEL) as fake:
+        fake.context_tokens = 512
+        yield fake
+
+
+def vllm_worker(
+    empty_redis: EmbeddedRedis, folder: Path, engine: Engine, vllm: FakeVllm
+) -> AbstractContextManager[WorkerLoop]:
+    settings: dict[str, Any] = {"sampler": "vllm", "vllm_url": vllm.url}
+    return worker(empty_redis.url, folder, engine, **settings)
+
+
+async def test_vllm_says_what_the_engine_says(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm
+) -> None:
+    run = await server.create("a", "a", LORA)
+    greedy: dict[str, Any] = {"temperature": 0.0, "num_samples": 1, "prompt_logprobs": True}
+    with worker(empty_redis.url, tmp_path, engine):
+        await submit(server, run, 1, 4)
+        sampler = await saved_sampler(server, run, 5)
+        ours = wire_pb2.SampleResponse.FromString(await sample(server, sampler, 1, **greedy))
+    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+        theirs = wire_pb2.SampleResponse.FromString(await sample(server, sampler, 2, **greedy))
+    (one,), (other,) = ours.sequences, theirs.sequences
+    assert one.tokens == other.tokens
+    assert difference(one.logprobs, other.logprobs) < 1e-5  # fp32, other orders of summation
+    assert difference(ours.prompt_logprobs, theirs.prompt_logprobs) < 1e-5
+
+
+def difference(one: bytes, other: bytes) -> float:
+    """Return the largest difference of two float32 arrays that leave out the same places."""
+    apart = np.abs(np.frombuffer(one, np.float32) - np.frombuffer(other, np.float32))
+    return float(np.nanmax(apart))
+
+
+async def test_a_sampler_stays_while_its_run_trains_on(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm
+) -> None:
+    run = await server.create("a", "a", LORA)
+    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+        await submit(server, run, 1, 4)
+        sampler = await saved_sampler(server, run, 5)
+        before = await sample(server, sampler, 1)
+        last = await submit(server, run, 5, 8, place=6)
+        during = await sample(server, sampler, 2)
+        await server.result(run, last[-1])
+        later = await saved_sampler(server, run, 10, number=1)
+        assert await sample(server, sampler, 3) == before == during
+        assert await sample(server, later, 1) != before
+
+
+async def test_a_restart_of_vllm_loses_no_request(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm
+) -> None:
+    sampler = await base_sampler(server)
+    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+        first = await sample(server, sampler, 0, seed=0)
+        vllm.may_generate.clear()
+        requests = [await submit_sample(server, sampler, seq, seed=0) for seq in range(1, 6)]
+        vllm.wait_until(generating=10)
+        vllm.stop()
+        vllm.may_generate.set()
+        vllm.start()
+        assert {await sampled(server, sampler, request) for request in requests} == {first}
+
+
+async def test_a_worker_that_leaves_hands_its_requests_on(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm
+) -> None:
+    sampler = await base_sampler(server)
+    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+        await sample(server, sampler, 0)
+        vllm.may_generate.clear()
+        request = await submit_sample(server, sampler, 1)
+        vllm.wait_until(generating=2)
+    vllm.wait_until(generating=0, aborted=2)
+    vllm.may_generate.set()
+    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+        await sampled(server, sampler, request)
+
+
+async def test_a_cancelled_request_is_aborted_on_the_server(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm
+) -> None:
+    sampler = await base_sampler(server)
+    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+        await sample(server, sampler, 0)
+        vllm.may_generate.clear()
+        request = await submit_sample(server, sampler, 1, LONG)
+        vllm.wait_until(generating=1)
+        await server.samples.cancel(sampler.tenant, request)
+        assert await ended(server, sampler, request) == CANCELLED
+        vllm.wait_until(generating=0, aborted=1)
