@@ -159,7 +159,8 @@ def encode_sample_output(output: SampleOutput) -> bytes:
     if output.topk_prompt is not None:
         response.topk_prompt_logprobs.CopyFrom(_topk(output.topk_prompt))
     if output.target_prompt_logprobs is not None:
-        targets = np.ascontiguousarray(output.target_prompt_logprobs, "<f4")
+        # The wire has 0 where nothing was asked for.
+        targets = np.nan_to_num(np.ascontiguousarray(output.target_prompt_logprobs, "<f4"))
         response.target_prompt_logprobs.dtype = wire_pb2.DTYPE_FLOAT32
         response.target_prompt_logprobs.dense = targets.tobytes()
         response.target_prompt_logprobs.shape.extend(targets.shape)
