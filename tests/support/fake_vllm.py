@@ -38,8 +38,8 @@ class FakeVllm:
         self.unembedding = "applied"  # or "refused", or "ignored"
         self.logprobs_mode = "raw_logprobs"  # or "processed_logprobs", or "raw_logits"
         self.max_logprobs = 20
-        self.answers: dict[str, list[Answer | Callable[[], Answer]]] = {}
-        """Path → what to answer first, before behaving."""
+        self.answers: dict[str, list[Answer | Callable[[], Answer] | None]] = {}
+        """Path → what to answer first, before behaving; None behaves once."""
         self.may_generate = threading.Event()
         self.may_generate.set()
         self.calls: list[tuple[str, Any]] = []
@@ -139,8 +139,7 @@ class FakeVllm:
 
     def answer(self, path: str, body: Any, connection: socket.socket) -> Answer | None:
         """Answer one request; None if its client is gone."""
-        if prepared := self.answers.get(path):
-            answer = prepared.pop(0)
+        if (prepared := self.answers.get(path)) and (answer := prepared.pop(0)):
             return answer() if callable(answer) else answer
         match path:
             case "/health":

@@ -16,7 +16,13 @@ from cotrain_workers.bank import initial_weights
 from cotrain_workers.peft_folder import write_folder
 from cotrain_workers.sample_ops import HostWeights
 from cotrain_workers.spec import AdapterSpec, plan_layout
-from cotrain_workers.vllm_server import AdapterRefused, VllmError, VllmRefused
+from cotrain_workers.vllm_server import (
+    AdapterRefused,
+    AdapterUnknown,
+    VllmAway,
+    VllmError,
+    VllmRefused,
+)
 from cotrain_workers.vllm_wire import ServerFacts
 
 if TYPE_CHECKING:
@@ -60,6 +66,8 @@ async def check_server(
     except VllmRefused as refused:
         hint = " Is COTRAIN_VLLM_API_KEY the key it was started with?" * (refused.status == 401)
         raise VllmUnusable(f"vLLM answers {refused.status}: {refused}.{hint}") from refused
+    except AdapterUnknown as unknown:  # another worker's check has just unloaded the same probe
+        raise VllmAway(f"lost a probe: {unknown}", is_reached=False) from unknown
     except (KeyError, TypeError, ValueError) as strange:
         raise VllmUnusable(f"This is no vLLM that cotrain knows: {strange!r}.") from strange
     except OSError as unwritten:

@@ -9,21 +9,13 @@ from cotrain_workers.base_model import find_targets
 from cotrain_workers.vllm_check import VllmUnusable, base_card, check_server
 from cotrain_workers.vllm_server import VllmAway, VllmServer
 from cotrain_workers.vllm_wire import ServerFacts
-from tests.support.fake_vllm import FakeVllm
-from tests.support.tiny_models import build_tiny_qwen3
+from tests.support.vllm_requests import BASE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from cotrain_workers.spec import Target
-
-BASE = "tiny/qwen3"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
+    from tests.support.fake_vllm import FakeVllm
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +23,6 @@ def targets(model: Path) -> tuple[Target, ...]:
     from transformers import AutoConfig
 
     return find_targets(AutoConfig.from_pretrained(model))
-
-
-@pytest.fixture
-def vllm(model: Path) -> Iterator[FakeVllm]:
-    with FakeVllm(model, BASE) as server:
-        yield server
 
 
 def check(vllm: FakeVllm, targets: tuple[Target, ...], shared: Path, key: str = "") -> ServerFacts:
@@ -146,6 +132,20 @@ def test_a_server_that_is_away_or_still_starts_is_no_broken_server(
     with pytest.raises(VllmAway, match="no connection"):
         check(vllm, targets, tmp_path)
     vllm.start()
+
+
+def test_workers_that_check_one_server_at_once_do_not_take_each_other_for_its_fault(
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
+) -> None:
+    def lose_the_probe() -> tuple[int, object]:
+        for name in vllm.loaded:
+            vllm.unload(name)
+        return 404, {"error": {"message": "The model does not exist."}}
+
+    # after the log-probs at two temperatures, and those of the base model beside the first probe
+    vllm.answers["/v1/completions"] = [None, None, None, lose_the_probe]
+    with pytest.raises(VllmAway, match="lost a probe"):
+        check(vllm, targets, tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_explained(

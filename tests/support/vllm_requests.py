@@ -1,0 +1,133 @@
+"""Trained adapters to sample from with the vLLM decoder, and what a test asks of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cotrain_workers.engine import Engine
+from cotrain_workers.ops import Create, Datum, Failure, OptimStep, Pass, PassOutput
+from cotrain_workers.peft_folder import write_folder
+from cotrain_workers.sample_ops import (
+    NO_TOP_K,
+    HostWeights,
+    Progress,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+)
+from cotrain_workers.spec import AdapterSpec
+from cotrain_workers.vllm_decoder import VllmDecoder
+from tests.support.training import random_datum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+BASE = "tiny/qwen3"
+VOCAB = 512
+PROMPT = np.arange(40, 48)
+
+
+class Trained:
+    """An engine with a few runs that were trained one step, and the folders of their weights."""
+
+    SPECS = (
+        AdapterSpec(4, seed=0),
+        AdapterSpec(1, seed=1, train_unembed=False),
+        AdapterSpec(8, seed=2, train_attn=False, train_unembed=False),
+        AdapterSpec(2, seed=3, train_mlp=False, train_unembed=False),
+        AdapterSpec(3, seed=4, train_unembed=False, alpha=7.0),
+    )
+
+    def __init__(self, model: Path, root: Path) -> None:
+        self.engine = Engine.load(str(model))
+        self.folders: dict[str, Path] = {}
+        rng = np.random.default_rng(0)
+        for number, spec in enumerate(self.SPECS):
+            run = f"run-{number}"
+            data = [random_datum(rng, "cross_entropy", 12, vocab=VOCAB)]
+            step = OptimStep(run, 2, 3e-2, 0.9, 0.95, 1e-8, 0.0, grad_clip_norm=0.0)
+            forward_backward = Pass(run, 1, data, "cross_entropy", {}, needs_grad=True)
+            self.engine.run([Create(run, 0, spec), forward_backward, step])
+            weights = HostWeights(spec, self.engine.state(run).weights)
+            layout = self.engine.layout(run)
+            self.folders[run] = write_folder(root, weights, layout, BASE).path
+
+    def decoder(self, url: str, shared: Path, **settings: object) -> VllmDecoder:
+        """Return a decoder that asks the server at `url` for these runs."""
+        defaults = {"folder": self.folders.__getitem__, "targets": self.engine.targets}
+        return VllmDecoder(
+            url,
+            api_key="",
+            base_model=BASE,
+            vocab_size=VOCAB,
+            shared=shared,
+            **{**defaults, **settings},  # type: ignore[arg-type]
+        )
+
+    def logprobs(self, run: str, tokens: Sequence[int]) -> np.ndarray:
+        """Return the trainer's log-probs of `tokens[1:]`."""
+        inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1)}
+        datum = Datum(np.array(tokens[:-1]), inputs)
+        forward = Pass(run, 9, [datum], "cross_entropy", {}, needs_grad=False)
+        output = self.engine.run([forward]).outputs[run, 9]
+        assert isinstance(output, PassOutput)
+        return output.logprobs[0]
+
+
+def request(name: str = "q", weights: str | None = None, **changes: object) -> SampleRequest:
+    plain = SampleRequest(
+        id=name,
+        weights=weights,
+        prompt=PROMPT,
+        num_samples=1,
+        max_tokens=6,
+        temperature=1.0,
+        top_k=NO_TOP_K,
+        top_p=1.0,
+        seed=7,
+        stop_tokens=frozenset(),
+        stop_strings=(),
+        prompt_logprobs=False,
+        topk_prompt_logprobs=0,
+        topk_sample_logprobs=0,
+        prompt_logprobs_last_n=None,
+        target_prompt_logprobs=None,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def run(decoder: VllmDecoder, *requests: SampleRequest) -> dict[str, SampleOutput | Failure]:
+    for each in requests:
+        assert decoder.refuse(each) is None
+        decoder.add(each)
+    return finish(decoder)
+
+
+def finish(decoder: VllmDecoder) -> dict[str, SampleOutput | Failure]:
+    return {name: output for each in steps(decoder) for name, output in each.finished}
+
+
+def steps(decoder: VllmDecoder) -> Iterator[Progress]:
+    """Yield every step until nothing is left to do."""
+    while decoder.busy:
+        yield decoder.step()
+        time.sleep(0.001)  # a step never waits, and the server computes on the same cores
+
+
+def sampled(output: SampleOutput | Failure) -> SampleOutput:
+    assert isinstance(output, SampleOutput), output
+    return output
+
+
+def tokens(output: SampleOutput | Failure) -> list[list[int]]:
+    return [sequence.tokens.tolist() for sequence in sampled(output).sequences]
+
+
+def the_only(output: SampleOutput | Failure) -> SampledSequence:
+    (sequence,) = sampled(output).sequences
+    return sequence

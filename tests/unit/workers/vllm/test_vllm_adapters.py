@@ -1,0 +1,128 @@
+"""Adapters come to a vLLM server when they are asked for, and go when there is no room."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain_workers import vllm_sampler
+from cotrain_workers.sample_ops import WeightsGone
+from tests.support.vllm_requests import Trained, finish, request, run, steps, tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain_workers.vllm_decoder import VllmDecoder
+    from tests.support.fake_vllm import FakeVllm
+
+    NewDecoder = Callable[..., VllmDecoder]
+
+
+def test_many_requests_over_many_adapters_all_finish_with_room_for_two(
+    new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
+) -> None:
+    requests = [
+        request(f"r{n}", [*trained.folders, None][n % 6], num_samples=1 + n % 3) for n in range(48)
+    ]
+    decoder = new_decoder(max_adapters=2, max_sequences=8)
+    outputs = run(decoder, *requests)
+    assert {name: len(tokens(output)) for name, output in outputs.items()} == {
+        each.id: each.num_samples for each in requests
+    }
+    assert vllm.most_loaded == 2
+    assert vllm.pulled_away == []
+    assert vllm.most_generating <= 8
+    names = {body["lora_name"] for body in vllm.bodies("/v1/load_lora_adapter")}
+    assert {path.name for path in trained.folders.values()} < names  # and those of the check
+
+
+def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    decoder = new_decoder(max_adapters=1)
+    run(decoder, request("warm"))
+    vllm.may_generate.clear()
+    decoder.add(request("one", "run-1"))
+    vllm.wait_until(generating=1)
+    decoder.add(request("two", "run-2"))
+    decoder.add(request("three", "run-1"))  # not before its turn: else "two" might wait for ever
+    for _, step in zip(range(100), steps(decoder), strict=False):
+        assert not step.finished
+    assert vllm.generating == 1
+    vllm.may_generate.set()
+    assert finish(decoder).keys() == {"one", "two", "three"}
+    assert vllm.pulled_away == []
+    assert vllm.most_loaded == 1
+
+
+def test_an_adapter_that_the_server_lost_is_loaded_again(
+    new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
+) -> None:
+    decoder = new_decoder()
+    before = run(decoder, request(weights="run-1"))["q"]
+    vllm.unload(trained.folders["run-1"].name)
+    assert tokens(run(decoder, request(weights="run-1"))["q"]) == tokens(before)
+
+
+def test_an_adapter_that_somebody_else_loaded_is_used(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    first = run(new_decoder(), request(weights="run-1"))["q"]
+    assert tokens(run(new_decoder(), request(weights="run-1"))["q"]) == tokens(first)
+
+
+def test_weights_that_the_server_cannot_load_fail_without_naming_a_path(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    decoder = new_decoder()
+    run(decoder, request("warm"))
+    path = "/v1/load_lora_adapter"
+    vllm.answers[path] = [(500, {"error": {"message": "While loading /data/secret: rank 64"}})]
+    outputs = run(decoder, request("big", "run-1"))
+    assert outputs == {"big": vllm_sampler.NOT_LOADED}
+    assert tokens(run(decoder, request("again", "run-1"))["again"])
+
+
+def test_a_request_waits_until_the_folder_of_its_weights_is_written(
+    new_decoder: NewDecoder, trained: Trained
+) -> None:
+    written: dict[str, Path] = {}
+    decoder = new_decoder(folder=written.get)
+    decoder.add(request("waits", "run-1"))
+    decoder.add(request("base"))
+    base = next(step for step in steps(decoder) if step.finished)
+    assert [name for name, _ in base.finished] == ["base"]
+    assert decoder.waiting == 1
+    written.update(trained.folders)
+    assert tokens(finish(decoder)["waits"])
+
+
+def test_weights_that_are_gone_fail_their_request_alone(new_decoder: NewDecoder) -> None:
+    def folder(key: str) -> Path:
+        raise WeightsGone(key)
+
+    decoder = new_decoder(folder=folder)
+    outputs = run(decoder, request("gone", "run-1"), request("base"))
+    assert outputs["gone"] == vllm_sampler.GONE
+    assert tokens(outputs["base"])
+
+
+def test_dropped_weights_are_unloaded_once_nobody_uses_them(
+    new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
+) -> None:
+    name = trained.folders["run-1"].name
+    same = {**trained.folders, "same": trained.folders["run-1"]}
+    decoder = new_decoder(folder=same.__getitem__)
+    run(decoder, request("warm"))
+    vllm.may_generate.clear()
+    decoder.add(request("one", "run-1"))
+    decoder.add(request("two", "same"))
+    vllm.wait_until(generating=2)
+    decoder.drop_weights("run-1")  # "same" still has them
+    decoder.drop_weights("same")
+    decoder.drop_weights("unknown")
+    assert name in vllm.loaded
+    vllm.may_generate.set()
+    assert finish(decoder).keys() == {"one", "two"}
+    vllm.wait_until(unloaded=name)
+    assert vllm.pulled_away == []

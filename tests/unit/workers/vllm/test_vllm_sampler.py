@@ -1,0 +1,173 @@
+"""What becomes of sample requests when a vLLM server is away, refuses them or breaks on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from cotrain_workers import vllm_sampler
+from cotrain_workers.ops import Failure
+from tests.support.vllm_requests import PROMPT, VOCAB, finish, request, run, the_only, tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.vllm_decoder import VllmDecoder
+    from tests.support.fake_vllm import FakeVllm
+
+    NewDecoder = Callable[..., VllmDecoder]
+
+
+def test_a_server_that_restarts_in_the_middle_loses_nothing(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    requests = [request(f"r{n}", f"run-{n % 5}", seed=n) for n in range(10)]
+    decoder = new_decoder()
+    undisturbed = run(decoder, *requests)
+    vllm.may_generate.clear()
+    for each in requests:
+        decoder.add(each)
+    vllm.wait_until(generating=10)
+    vllm.stop()
+    decoder.step()
+    assert decoder.busy
+    vllm.may_generate.set()
+    vllm.start()
+    outputs = finish(decoder)
+    assert {name: tokens(output) for name, output in outputs.items()} == {
+        name: tokens(output) for name, output in undisturbed.items()
+    }
+
+
+def test_requests_wait_for_a_server_that_is_not_up_yet(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    vllm.stop()
+    decoder = new_decoder()
+    decoder.add(request())
+    assert not decoder.step().finished
+    assert decoder.waiting == 1
+    vllm.start()
+    assert len(the_only(finish(decoder)["q"]).tokens) == 6
+    assert decoder.waiting == 0
+
+
+def test_a_request_that_the_server_refuses_fails_alone_with_its_words(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    vllm.max_logprobs = 5
+    outputs = run(new_decoder(), request("many", topk_sample_logprobs=6), request("few"))
+    assert outputs["many"] == Failure(
+        "The sampler refused this: Requested more logprobs than the allowed 5.", "user"
+    )
+    assert tokens(outputs["few"])
+
+
+def test_one_sequence_that_fails_ends_its_request_and_its_other_sequences(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    decoder = new_decoder()
+    run(decoder, request("warm"))
+
+    def refuse() -> tuple[int, object]:
+        vllm.wait_until(generating=3)
+        return 400, {"error": {"message": "No."}}
+
+    vllm.answers["/v1/completions"] = [refuse]
+    vllm.may_generate.clear()
+    outputs = run(decoder, request("bad", num_samples=4))
+    assert outputs == {"bad": Failure("The sampler refused this: No.", "user")}
+    vllm.wait_until(generating=0, aborted=3)
+    vllm.may_generate.set()
+    assert tokens(run(decoder, request("next"))["next"])
+
+
+def test_a_server_that_says_it_is_busy_is_asked_until_it_is_not(
+    new_decoder: NewDecoder, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_sampler, "TRIES", 2)
+    decoder = new_decoder()
+    run(decoder, request("warm"))
+    vllm.fails[99] = [(503, "starting")] * 4
+    assert tokens(run(decoder, request(prompt=np.array([5, 99, 5])))["q"])
+    assert vllm.fails[99] == []
+
+
+def test_an_error_that_passes_is_tried_again(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
+    decoder = new_decoder()
+    undisturbed = run(decoder, request())["q"]
+    vllm.answers["/v1/completions"] = [(500, "oops"), (503, "busy"), (429, "busy")]
+    assert tokens(run(decoder, request())["q"]) == tokens(undisturbed)
+
+
+def test_a_request_that_the_server_always_fails_on_fails_alone(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    vllm.fails[99] = [(500, {"error": {"message": "Internal server error"}})] * 8
+    poisoned = request("poisoned", prompt=np.array([5, 99, 5]))
+    outputs = run(new_decoder(), poisoned, request("sound"))
+    assert outputs["poisoned"] == vllm_sampler.BROKEN
+    assert tokens(outputs["sound"])
+
+
+def test_an_answer_that_cannot_be_read_fails_its_request_alone(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    decoder = new_decoder()
+    run(decoder, request("warm"))
+    vllm.answers["/v1/completions"] = [(200, {"choices": []})]
+    assert run(decoder, request("bad"))["bad"] == vllm_sampler.BROKEN
+    assert tokens(run(decoder, request("good"))["good"])
+
+
+def test_a_key_that_is_refused_later_is_no_fault_of_the_requests(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    decoder = new_decoder()
+    run(decoder, request("warm"))
+    vllm.api_key = "changed"
+    accepted = len(vllm.calls)
+    decoder.add(request())
+    vllm.wait_until(calls=accepted + 3)
+    assert not decoder.step().finished
+    vllm.api_key = ""
+    assert tokens(finish(decoder)["q"])
+
+
+@pytest.mark.parametrize("unembedding", ["refused", "ignored"])
+def test_an_unembedding_that_the_server_leaves_out_is_refused_in_words(
+    new_decoder: NewDecoder, vllm: FakeVllm, unembedding: str
+) -> None:
+    vllm.unembedding = unembedding
+    outputs = run(new_decoder(), request("head", "run-0"), request("body", "run-1"))
+    assert outputs["head"] == vllm_sampler.UNEMBEDDING
+    assert tokens(outputs["body"])
+
+
+def test_what_can_never_run_is_refused_in_words(new_decoder: NewDecoder) -> None:
+    decoder = new_decoder()
+    run(decoder, request("warm"))  # from here on the server's context is known
+    long = decoder.refuse(request(prompt=np.ones(64, np.int64)))
+    assert long == "The prompt has 64 tokens; the context holds 64, one of them generated."
+    many = decoder.refuse(request(topk_prompt_logprobs=VOCAB + 1))
+    assert many == "topk_prompt_logprobs is 513; the vocabulary has 512 tokens."
+    foreign = decoder.refuse(request(target_prompt_logprobs=PROMPT[1:, None] + 1))
+    assert foreign is not None
+    assert foreign.startswith("target_prompt_logprobs: ")
+
+
+def test_a_prompt_that_is_too_long_is_refused_also_before_the_server_was_seen(
+    new_decoder: NewDecoder, vllm: FakeVllm
+) -> None:
+    vllm.stop()
+    decoder = new_decoder()
+    long = request("long", prompt=np.ones(65, np.int64))
+    assert decoder.refuse(long) is None
+    decoder.add(long)
+    vllm.start()
+    output = finish(decoder)["long"]
+    assert isinstance(output, Failure)
+    assert output.category == "user"
+    assert "65 tokens" in output.message
