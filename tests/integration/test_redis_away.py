@@ -12,13 +12,21 @@ from cotrain_store import keys
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.sampling import LONG, sample, sampled, saved_sampler, submit_sample
+from tests.support.sampling import (
+    LONG,
+    base_sampler,
+    sample,
+    sampled,
+    saved_sampler,
+    submit_sample,
+)
 from tests.support.stack import POOL, make_worker, stack, worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from cotrain_store.sampling import ClaimedSample
     from cotrain_workers.engine import Engine
     from tests.support.stack import Stack
 
@@ -175,3 +183,25 @@ async def test_a_lost_connection_loses_no_sample_and_no_weights(
         async with asyncio.timeout(60):
             while loop._weights._owed:  # noqa: ASYNC110  # another thread's doing
                 await asyncio.sleep(0.01)
+
+
+async def test_requests_whose_claim_was_never_answered_are_claimed_again(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    sampler = await base_sampler(server)
+    with worker(empty_redis.url, tmp_path, engine) as loop:
+        sampling, lost = loop._sampler._sampling, 0
+        claim_as_before = sampling.claim
+
+        def claim(most: int) -> list[ClaimedSample]:
+            nonlocal lost
+            claimed = claim_as_before(most)
+            if claimed and lost < 3:
+                lost += 1
+                raise RedisConnectionError("lost")
+            return claimed
+
+        sampling.claim = claim  # type: ignore[method-assign]
+        requests = [await submit_sample(server, sampler, seq) for seq in range(5)]
+        answers = {await sampled(server, sampler, request) for request in requests}
+        assert (lost, len(answers)) == (3, 1)
