@@ -191,6 +191,8 @@ class FakeVllm:
             return _error(404, f"The model `{body['model']}` does not exist.")
         if failures := [self.fails[token] for token in prompt if self.fails.get(token)]:
             return failures[0].pop(0)
+        if not 0 <= body["temperature"] <= 2:
+            return _error(400, f"temperature must be in [0, 2], got {body['temperature']}.")
         if len(prompt) + wanted > self.context_tokens:
             return _error(400, f"This model's maximum context length is {self.context_tokens}.")
         if max(body.get("logprobs") or 0, body.get("prompt_logprobs") or 0) > self.max_logprobs:

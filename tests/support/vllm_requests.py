@@ -57,7 +57,7 @@ class Trained:
             layout = self.engine.layout(run)
             self.folders[run] = write_folder(root, weights, layout, BASE).path
 
-    def decoder(self, url: str, shared: Path, **settings: object) -> VllmDecoder:
+    def decoder(self, url: str, **settings: object) -> VllmDecoder:
         """Return a decoder that asks the server at `url` for these runs."""
         defaults = {"folder": self.folders.__getitem__, "targets": self.engine.targets}
         return VllmDecoder(
@@ -65,7 +65,6 @@ class Trained:
             api_key="",
             base_model=BASE,
             vocab_size=VOCAB,
-            shared=shared,
             **{**defaults, **settings},  # type: ignore[arg-type]
         )
 

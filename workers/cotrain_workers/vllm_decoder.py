@@ -81,7 +81,7 @@ class VllmDecoder:
             base_model,
             targets,
             vocab_size,
-            shared,
+            shared.absolute(),  # the server has another working directory
             max_adapters=max_adapters,
             max_sequences=max_sequences,
         )
@@ -163,6 +163,7 @@ class VllmDecoder:
                 return
             if folder is None:
                 return
+            folder = folder.absolute()
             self._adapter_by_key[key] = folder.name
         job.answer = self._run(self._sampler.answer(job.request, folder, job.begun))
         answered = self._answered

@@ -105,7 +105,7 @@ class VllmServer:
             VllmAway: it may be loaded or not.
             AdapterRefused: it cannot load it, or LoRA or its run-time updating is off.
         """
-        body = {"lora_name": name, "lora_path": str(path.absolute())}
+        body = {"lora_name": name, "lora_path": str(path)}
         response = await self._send("POST", "/v1/load_lora_adapter", body)
         if response.is_success or any(card["id"] == name for card in await self.models()):
             return

@@ -44,7 +44,7 @@ def new_decoder(vllm: FakeVllm, trained: Trained, tmp_path: Path) -> Iterator[Ne
     opened: list[VllmDecoder] = []
 
     def new(**settings: object) -> VllmDecoder:
-        opened.append(trained.decoder(vllm.url, tmp_path, **settings))
+        opened.append(trained.decoder(vllm.url, **{"shared": tmp_path, **settings}))
         return opened[-1]
 
     yield new

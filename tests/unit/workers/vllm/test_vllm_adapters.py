@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotrain_workers import vllm_sampler
@@ -10,7 +12,8 @@ from tests.support.vllm_requests import Trained, finish, request, run, steps, to
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
+    import pytest
 
     from cotrain_workers.vllm_decoder import VllmDecoder
     from tests.support.fake_vllm import FakeVllm
@@ -126,3 +129,20 @@ def test_dropped_weights_are_unloaded_once_nobody_uses_them(
     assert finish(decoder).keys() == {"one", "two"}
     vllm.wait_until(unloaded=name)
     assert vllm.pulled_away == []
+
+
+def test_folders_are_named_so_that_the_server_finds_them_from_anywhere(
+    new_decoder: NewDecoder,
+    vllm: FakeVllm,
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = trained.folders["run-1"].parents[1]
+    monkeypatch.chdir(root)
+    relative = {run: path.relative_to(root) for run, path in trained.folders.items()}
+    shared = Path(os.path.relpath(tmp_path))
+    decoder = new_decoder(folder=relative.__getitem__, shared=shared)
+    assert tokens(run(decoder, request("q", "run-1"))["q"])
+    paths = [body["lora_path"] for body in vllm.bodies("/v1/load_lora_adapter")]
+    assert all(Path(path).is_absolute() for path in paths if path)

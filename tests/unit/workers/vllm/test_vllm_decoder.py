@@ -192,7 +192,7 @@ def test_a_request_may_be_added_again_after_it_was_cancelled(
 def test_a_decoder_that_is_let_go_aborts_everything_and_ends_its_thread(
     vllm: FakeVllm, trained: Trained, tmp_path: Path
 ) -> None:
-    decoder = trained.decoder(vllm.url, tmp_path)
+    decoder = trained.decoder(vllm.url, shared=tmp_path)
     run(decoder, request("warm"))
     vllm.may_generate.clear()
     decoder.add(request("one", "run-1", num_samples=2))
