@@ -30,7 +30,7 @@ from cotrain_workers.peft_folder import (
 )
 from cotrain_workers.sample_ops import HostWeights
 from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
-from tests.support.training import MIX, random_datum
+from tests.support.training import MIX, Tenant, random_datum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -69,7 +69,10 @@ def written(root: Path, weights: HostWeights | None = None) -> WrittenFolder:
     return write_folder(root, weights, layout_of(weights.spec), BASE)
 
 
-@pytest.mark.parametrize("tenant", MIX, ids=lambda tenant: tenant.run)
+ODD_SCALE = Tenant("all-2", AdapterSpec(2, seed=8, alpha=7.5), "cross_entropy", (9, 4))
+
+
+@pytest.mark.parametrize("tenant", [*MIX, ODD_SCALE], ids=lambda tenant: tenant.run)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_plain_peft_loads_the_folder_and_computes_what_the_engine_does(
     new_engine: NewEngine, model_folder: ModelFolder, tmp_path: Path, tenant: Any, tied: bool
