@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from cotrain_store.messages import ResultKind
+from cotrain.proto import wire_pb2
+from cotrain_store import keys
+from cotrain_store.messages import ResultKind, sample_id
 from cotrain_store.sample_ends import CANCELLED
+from cotrain_store.token_stream import TokenStream
 from tests.support.program import LORA, submit
 from tests.support.sampling import (
     LONG,
@@ -22,7 +26,7 @@ from tests.support.sampling import (
     submit_sample,
     submit_save,
 )
-from tests.support.stack import Stack, worker
+from tests.support.stack import POOL, Stack, worker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,3 +122,40 @@ async def test_sampling_leaves_training_as_it_is(
         for request in busy:
             assert (await ended(server, sampler, request)).kind is ResultKind.SAMPLE
     assert engine.state(alone.id).weights.equal(engine.state(beside.id).weights)
+
+
+async def test_tokens_are_told_as_they_come(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    sampler = await base_sampler(server)
+    with worker(empty_redis.url, tmp_path, engine):
+        async with TokenStream(server.futures._redis) as stream:
+            await sample(server, sampler, 0)  # by now it listens
+            with stream.follow(sample_id(sampler.id, 1)) as feed:
+                response = await sample(server, sampler, 1, stream=True, num_samples=2)
+                sequences = wire_pb2.SampleResponse.FromString(response).sequences
+                expected = [np.frombuffer(each.tokens, "<i4").tolist() for each in sequences]
+                complete = set[int]()
+                async for event in feed:
+                    told = slice(event.before, event.before + len(event.tokens))
+                    assert list(event.tokens) == expected[event.sequence][told]
+                    assert len(event.tokens) == len(event.logprobs)
+                    if told.stop == len(expected[event.sequence]):
+                        complete.add(event.sequence)
+                    if len(complete) == len(expected):
+                        break
+
+
+async def test_what_sampling_did_is_counted(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    sampler = await base_sampler(server)
+    prompt = tuple(range(1, 101))
+    with worker(empty_redis.url, tmp_path, engine):
+        for seq in range(2):
+            await sample(server, sampler, seq, prompt=prompt)
+    counted = {name: float(value) for name, value in redis.hgetall(keys.counters(POOL)).items()}
+    assert counted[b"sample_requests"] == 2
+    assert counted[b"sampled_tokens"] == 2 * 2 * 12
+    assert counted[b"prompt_tokens"] == 2 * len(prompt)
+    assert 0 < counted[b"cached_prompt_tokens"] <= len(prompt)

@@ -117,9 +117,10 @@ class WorkerLoop:
             log.warning("drain_cut_short")  # what was not copied out is replayed
 
     def _drain(self) -> None:
+        until = time.monotonic() + DRAIN_S
         self._sampler.drain()
         self._weights.drain(DRAIN_S)  # first: no recovery copy counts before the saves it covers
-        self._keeper.drain(DRAIN_S)
+        self._keeper.drain(max(0.0, until - time.monotonic()))
         self._execution.leave()
 
     def _turn(self) -> None:
