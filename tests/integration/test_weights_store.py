@@ -11,11 +11,12 @@ import torch
 
 from cotrain_store import keys
 from cotrain_store.messages import SamplerId, WeightsRef
-from cotrain_workers.peft_folder import TENSORS
+from cotrain_workers.peft_folder import TENSORS, write_folder
 from cotrain_workers.sample_ops import HostWeights, WeightsGone
 from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
-from cotrain_workers.weights_store import ORPHAN_AGE_S, WeightsStore
+from cotrain_workers.weights_store import ORPHAN_AGE_S, WeightsStore, base_model_of
 from tests.support.samples import Samples, open_samples
+from tests.support.stack import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -47,7 +48,8 @@ async def samples(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[S
 @pytest.fixture
 def store_of(samples: Samples, tmp_path: Path) -> Callable[..., WeightsStore]:
     def make(memory_bytes: int = 10 * SIZE) -> WeightsStore:
-        return WeightsStore(samples.sampling, tmp_path / "weights", layout_of, memory_bytes)
+        folder = tmp_path / "weights"
+        return WeightsStore(samples.sampling, folder, MODEL, layout_of, memory_bytes)
 
     return make
 
@@ -63,6 +65,12 @@ def written(store: WeightsStore) -> None:
         if owed.writing:
             owed.writing.exception(60)
     store._note_written()
+
+
+def make_old(tmp_path: Path) -> None:
+    long_ago = time.time() - 2 * ORPHAN_AGE_S
+    for folder in folders(tmp_path):
+        os.utime(folder, (long_ago, long_ago))
 
 
 def folders(tmp_path: Path) -> list[Path]:
@@ -152,11 +160,21 @@ async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
     assert set(store.sweep()) == {gone.ref, shared.ref}
     store.remove_orphans()
     assert len(folders(tmp_path)) == 2  # young: another worker may be about to refer to one
-    long_ago = time.time() - 2 * ORPHAN_AGE_S
-    for folder in folders(tmp_path):
-        os.utime(folder, (long_ago, long_ago))
+    make_old(tmp_path)
     store.remove_orphans()
     assert folders(tmp_path) == [store.path(kept.ref)]
+
+
+async def test_folders_of_other_base_models_are_their_own_workers_business(
+    store_of: Callable[..., WeightsStore], tmp_path: Path
+) -> None:
+    store = store_of()
+    for base_model in (MODEL, "another"):
+        write_folder(tmp_path / "weights", weights_of(1.0), layout_of(SPEC), base_model)
+    make_old(tmp_path)
+    store.remove_orphans()
+    (left,) = folders(tmp_path)
+    assert base_model_of(left) == "another"
 
 
 async def test_a_folder_that_is_found_there_is_young_again(

@@ -69,7 +69,11 @@ def enter_pool(
     sampling = Sampling(connection, *spools, record.id, worker, execution.epoch)
     sampling.requeue()
     weights = WeightsStore(
-        sampling, settings.weights_dir, engine.layout_of, settings.weights_memory_bytes
+        sampling,
+        settings.weights_dir,
+        record.base_model,
+        engine.layout_of,
+        settings.weights_memory_bytes,
     )
     sampler = SamplingService(
         decoder,

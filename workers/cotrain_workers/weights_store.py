@@ -8,6 +8,8 @@ from two workers, is harmless.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
 from collections import OrderedDict
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_workers.peft_folder import (
+    CONFIG,
     FolderUnreadable,
     folder_of,
     read_folder,
@@ -65,12 +68,17 @@ class WeightsStore:
         self,
         sampling: Sampling,
         folder: Path,
+        base_model: str,
         layout_of: LayoutOf,
         memory_bytes: int,
     ) -> None:
-        """`memory_bytes` is for weights that are on disk too; those that are not stay anyway."""
+        """`memory_bytes` is for weights that are on disk too; those that are not stay anyway.
+
+        Workers of all pools share `folder`; each tidies up behind its own base model only.
+        """
         self._sampling = sampling
         self._folder = folder
+        self._base_model = base_model
         self._layout_of = layout_of
         self._memory_bytes = memory_bytes
         self._owed: dict[WeightsRef, _Owed] = {}
@@ -216,17 +224,18 @@ class WeightsStore:
         Another worker may just be about to refer to a folder that it found there, so only old ones go:
         whoever writes or finds a folder makes it young.
         """
-        remove_unfinished(self._folder)
-        for path in old_folders(self._folder, time.time()):
-            if not self._sampling.knows(path.name):
-                remove_folder(self._folder, path.name)
-                log.info("weights_removed", digest=path.name)
+        with contextlib.suppress(FileNotFoundError):  # another worker was faster; again in an hour
+            remove_unfinished(self._folder)
+            for path in old_folders(self._folder, time.time()):
+                if base_model_of(path) == self._base_model and not self._sampling.knows(path.name):
+                    remove_folder(self._folder, path.name)
+                    log.info("weights_removed", digest=path.name)
 
     def _write(self, owed: _Owed) -> None:
         assert owed.weights is not None
         layout = self._layout_of(owed.weights.spec)
         owed.writing = self._writer.submit(
-            _write_young, self._folder, owed.weights, layout, owed.record.base_model
+            _write_young, self._folder, owed.weights, layout, self._base_model
         )
 
     def _note(self, ref: WeightsRef, owed: _Owed, writing: Future[WrittenFolder]) -> None:
@@ -255,6 +264,15 @@ def old_folders(folder: Path, now: float) -> list[Path]:
     """List the folders that nobody wrote or found lately."""
     found = [path for path in sorted(folder.glob("??/*")) if not path.name.startswith(".")]
     return [path for path in found if now - path.stat().st_mtime > ORPHAN_AGE_S]
+
+
+def base_model_of(folder: Path) -> str | None:
+    """Read which base model an adapter's folder is for; None where that cannot be read."""
+    try:
+        name: str | None = json.loads((folder / CONFIG).read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return name
 
 
 def _write_young(
