@@ -66,8 +66,9 @@ def packed_attention(
     `query` is `[1, heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`; returns `[1, T, heads, d]`.
     Raises NotImplementedError for what it does not implement, so that no model is wrong in silence.
     """
-    refuse_unsupported(attention_mask, dropout, kwargs)
     router: Router = module.cotrain_router  # type: ignore[assignment]
+    is_step = router.step is not None  # which passes a mask that means nothing
+    refuse_unsupported(None if is_step else attention_mask, dropout, kwargs)
     rule = Rule(scaling, sliding_window, softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     if router.step is not None:

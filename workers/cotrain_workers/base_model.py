@@ -67,6 +67,7 @@ class BaseModel:
     backbone: nn.Module  # (input_ids [1, T], position_ids [1, T]) -> hidden states
     head_weight: torch.Tensor  # [vocabulary, d]; may be the input embedding
     final_softcap: float | None
+    score_softcap: float | None
     targets: tuple[Target, ...]
     router: Router
     architecture: str
@@ -97,6 +98,7 @@ def load_base_model(
         backbone=network.model,
         head_weight=network.lm_head.weight,
         final_softcap=getattr(config, "final_logit_softcapping", None),
+        score_softcap=getattr(config, "attn_logit_softcapping", None),
         targets=targets,
         router=router,
         architecture=type(network).__name__,

@@ -164,7 +164,7 @@ class Schedule:
             return
         own = sequence.pages[chunk.page]
         node = self._index.insert(
-            group.request.weights, sequence.node, group.chunks[chunk.page], own
+            group.origin, sequence.node, group.chunks[chunk.page], own
         )
         if node is None:
             sequence.is_indexed = False
@@ -181,7 +181,7 @@ class Schedule:
         chunks = group.chunks
         if sequence.scores_prompt:
             chunks = chunks[: group.first_scored_chunk()]
-        nodes = self._index.match(group.request.weights, chunks)
+        nodes = self._index.match(group.origin, chunks)
         if len(nodes) == len(group.chunks) and lacks_hidden(sequence, nodes[-1]):
             nodes.pop()
         return nodes
@@ -248,7 +248,7 @@ class Schedule:
         """
         group = sequence.group
         self._adopt(sequence)
-        parent: object = sequence.node or group.request.weights
+        parent: object = sequence.node or group.origin
         start = sequence.stored
         while start < len(group.prompt):
             stop = min(start + self._page_tokens, len(group.prompt))
@@ -270,7 +270,7 @@ class Schedule:
         while sequence.is_indexed and not sequence.is_prompt_stored:
             at = sequence.stored // self._page_tokens
             chunk = Chunk(sequence, sequence.stored, sequence.stored + 1)
-            node = self._index.find(group.request.weights, sequence.node, group.chunks[at])
+            node = self._index.find(group.origin, sequence.node, group.chunks[at])
             is_last = at == len(group.chunks) - 1
             if (
                 node is None

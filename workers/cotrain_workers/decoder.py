@@ -97,7 +97,7 @@ class EngineDecoder:
         )
         self._cache = KvCache(base.kv, pages.count, page, device, dtype)
         self._head_chunk_rows = sizes.head_chunk_rows
-        self._step = PackedStep(base, self._cache)
+        self._step = PackedStep(base, self._cache, -(-self._max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
         self._pinned: dict[str | None, Slot | None] = {None: None}
         self._empty: list[tuple[str, SampleOutput]] = []  # finished before they began
@@ -118,6 +118,13 @@ class EngineDecoder:
     def waiting(self) -> int:
         """How many requests were added and have not begun."""
         return sum(not group.has_begun for group in self._groups.values())
+
+    def graph_report(self) -> str:
+        """Say how many CUDA graphs are in use, and why others are not."""
+        graphs = self._step.graphs
+        if graphs is None:
+            return "none: the plain steps run"
+        return "; ".join([f"{graphs.used} in use", *graphs.refused])
 
     def refuse(self, request: SampleRequest) -> str | None:
         """Return why this request can never run, as a sentence for the tenant, or None."""

@@ -9,6 +9,14 @@ import torch
 
 from cotrain_workers.base_model import UNEMBED
 from cotrain_workers.batch_plan import Chunk
+from cotrain_workers.cuda_step import (
+    KernelAttention,
+    grouped_lora,
+    groups_take,
+    kernel_tables,
+    kernel_takes,
+)
+from cotrain_workers.decode_graphs import CudaRecorder, DecodeGraphs
 from cotrain_workers.head import capped, raw_logits
 from cotrain_workers.pack import bucket
 from cotrain_workers.paged_attn import PagedAttention, Span, positions
@@ -21,6 +29,8 @@ if TYPE_CHECKING:
     from cotrain_workers.base_model import BaseModel
     from cotrain_workers.batch_plan import Plan, Row
     from cotrain_workers.kv_cache import KvCache
+    from cotrain_workers.route import StepRoute
+    from cotrain_workers.step_route import Lora
     from cotrain_workers.weight_slots import Slot
 
 
@@ -43,41 +53,71 @@ class Forward:
 class PackedStep:
     """Runs steps over one base model and one key-value memory."""
 
-    def __init__(self, base: BaseModel, cache: KvCache) -> None:
+    def __init__(self, base: BaseModel, cache: KvCache, most_pages: int) -> None:
+        self.graphs: DecodeGraphs | None = None
         self._base = base
         self._cache = cache
         self._device = base.head_weight.device
+        # Given a mask of four dimensions, transformers builds none and hands this one through.
+        self._no_mask = torch.zeros(1, 1, 1, 1, device=self._device)
+        self._has_kernel = kernel_takes(base.head_weight, base.score_softcap)
+        if self._has_kernel and groups_take(base.head_weight, []):
+            record = CudaRecorder()
+            self.graphs = DecodeGraphs(self._run_model, cache, most_pages, self._device, record)
 
     def forward(self, plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> Forward | None:
         """Compute a plan's rows and chunks; None if it has none."""
         items = arrange(plan, slot_of)
         if not items:
             return None
-        tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
-        places = [at for item in items for at in positions(item.span)]
-        filler = [0] * (bucket(len(tokens)) - len(tokens))
-        with self._base.router.use_step(self._route(items)):
-            hidden = self._base.backbone(
-                input_ids=torch.tensor([tokens + filler], device=self._device),
-                position_ids=torch.tensor([places + filler], device=self._device),
-                use_cache=False,
-            ).last_hidden_state[0]
+        hidden = self.graphs.run(items) if self.graphs is not None else None
+        if hidden is None:
+            tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
+            places = [at for item in items for at in positions(item.span)]
+            filler = [0] * (bucket(len(tokens)) - len(tokens))
+            hidden = self._run_model(
+                torch.tensor([tokens + filler], device=self._device),
+                torch.tensor([places + filler], device=self._device),
+                self._route(items),
+            )
         return Forward(hidden, items)
 
+    def _run_model(
+        self, ids: torch.Tensor, positions: torch.Tensor, route: StepRoute
+    ) -> torch.Tensor:
+        """Map token ids and positions, both `[1, T]`, to hidden states `[T, d]`."""
+        with self._base.router.use_step(route):
+            output = self._base.backbone(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=self._no_mask,
+                use_cache=False,
+            )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
     def _route(self, items: Sequence[Item]) -> MixedStep:
+        slots = [item.slot for item in items for _ in positions(item.span)]
+        spans = [item.span for item in items]
+        if self._has_kernel:
+            tables = kernel_tables(spans, self._cache, self._device)
+            return MixedStep(KernelAttention(self._cache, tables), self._lora(slots))
         rows = [item.span for item in items if not isinstance(item.work, Chunk)]
         chunks = [item.span for item in items if isinstance(item.work, Chunk)]
-        slots = [item.slot for item in items for _ in positions(item.span)]
-        return MixedStep(
-            PagedAttention(self._cache, rows, chunks, self._device), RowLora(slots, self._device)
-        )
+        attention = PagedAttention(self._cache, rows, chunks, self._device)
+        return MixedStep(attention, self._lora(slots))
+
+    def _lora(self, slots: Sequence[Slot | None]) -> Lora:
+        if groups_take(self._base.head_weight, slots):
+            return grouped_lora(slots, self._device)
+        return RowLora(slots, self._device)
 
     def logits(self, hidden: torch.Tensor, slots: Sequence[Slot | None]) -> torch.Tensor:
         """Return the raw logits of `n` hidden states `[n, d]`, sorted by slot: `[n padded, V]`, fp32."""
         n = len(slots)
         padded = torch.cat([hidden, hidden.new_zeros(bucket(n) - n, hidden.shape[1])])
         logits = raw_logits(padded, self._base.head_weight)
-        RowLora(slots, self._device).add(UNEMBED, padded, logits)
+        self._lora(slots).add(UNEMBED, padded, logits)
         return capped(logits, self._base.final_softcap)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,6 +66,13 @@ class Pages:
         return self._is_indexed[page] and self._holders[page] == 1
 
 
+class Origin(NamedTuple):
+    """What the first page of a prompt is shared under."""
+
+    weights: str | None
+    tenant: str
+
+
 @dataclass(eq=False)
 class Node:
     """A page of a prompt that is in place: the tokens of this page, after those of all its parents."""
@@ -79,7 +86,7 @@ class Node:
 
 
 class PrefixIndex:
-    """Finds pages by the weights and all tokens up to their end; holds each of them once.
+    """Finds pages by weights, tenant and all tokens up to their end; holds each of them once.
 
     Keys are the tokens themselves, not hashes: nobody can meet another's page by a collision.
     Whoever holds a node's page holds its parents' pages too.
@@ -92,23 +99,23 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, weights: str | None, chunks: Sequence[bytes]) -> list[Node]:
+    def match(self, origin: Origin, chunks: Sequence[bytes]) -> list[Node]:
         """Return the nodes of the longest known prefix of a prompt, cut into pages."""
         found: list[Node] = []
         for chunk in chunks:
-            node = self.find(weights, found[-1] if found else None, chunk)
+            node = self.find(origin, found[-1] if found else None, chunk)
             if node is None:
                 break
             found.append(node)
         self._touch(found[-1] if found else None)
         return found
 
-    def find(self, weights: str | None, parent: Node | None, chunk: bytes) -> Node | None:
+    def find(self, origin: Origin, parent: Node | None, chunk: bytes) -> Node | None:
         """Return the node of one page, or None."""
-        return self._nodes.get(node_key(weights, parent, chunk))
+        return self._nodes.get(node_key(origin, parent, chunk))
 
     def insert(
-        self, weights: str | None, parent: Node | None, chunk: bytes, page: int
+        self, origin: Origin, parent: Node | None, chunk: bytes, page: int
     ) -> Node | None:
         """Index a page that is complete; return the node there was, if another got here first.
 
@@ -116,7 +123,7 @@ class PrefixIndex:
         """
         if parent is not None and self._nodes.get(parent.key) is not parent:
             return None
-        key = node_key(weights, parent, chunk)
+        key = node_key(origin, parent, chunk)
         known = self._nodes.get(key)
         if known is not None:
             return known
@@ -140,7 +147,7 @@ class PrefixIndex:
     def drop(self, weights: str | None) -> None:
         """Forget the prompts of some weights that will not come again."""
         # Parents were used last: in the order of use, every child comes before its parent.
-        for node in [node for node in self._nodes.values() if root(node) == weights]:
+        for node in [node for node in self._nodes.values() if root(node).weights == weights]:
             self._remove(node)
 
     def _remove(self, node: Node) -> None:
@@ -163,12 +170,14 @@ def lineage(node: Node | None) -> Iterator[Node]:
         node = node.parent
 
 
-def root(node: Node) -> object:
-    """Return the weights a node belongs to."""
+def root(node: Node) -> Origin:
+    """Return the origin of a node."""
     *_, first = lineage(node)
-    return first.key[0]
+    origin = first.key[0]
+    assert isinstance(origin, Origin)
+    return origin
 
 
-def node_key(weights: str | None, parent: Node | None, chunk: bytes) -> tuple[object, bytes]:
-    """Return the key of a page: below its parent, or first of a prompt with these weights."""
-    return (weights if parent is None else parent, chunk)
+def node_key(origin: Origin, parent: Node | None, chunk: bytes) -> tuple[object, bytes]:
+    """Return the key of a page: below its parent, or first of a prompt."""
+    return (origin if parent is None else parent, chunk)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cotrain_workers.pages import Origin
+
 if TYPE_CHECKING:
     import torch
 
@@ -39,6 +41,11 @@ class Group:
             tokens[at : at + step].astype(np.int64).tobytes() for at in range(0, len(tokens), step)
         ]
         self.sequences = [Sequence(self, index) for index in range(self.request.num_samples)]
+
+    @property
+    def origin(self) -> Origin:
+        """Return among whom the pages of its prompt are shared."""
+        return Origin(self.request.weights, self.request.tenant)
 
     @property
     def generates_nothing(self) -> bool:

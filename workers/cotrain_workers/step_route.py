@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch.nn import functional
 
@@ -10,14 +10,28 @@ if TYPE_CHECKING:
     import torch
 
     from cotrain_workers.attn import Rule
-    from cotrain_workers.paged_attn import PagedAttention
-    from cotrain_workers.row_lora import RowLora
+
+
+class Attention(Protocol):
+    """Writes the keys and values of a step and attends."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        """Map `q` `[T, heads, d]` to the same shape, each row within its own sequence."""
+
+
+class Lora(Protocol):
+    """Knows the adapter of each row."""
+
+    def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
 
 
 class MixedStep:
     """A `StepRoute` of two independent parts."""
 
-    def __init__(self, attention: PagedAttention, lora: RowLora) -> None:
+    def __init__(self, attention: Attention, lora: Lora) -> None:
         self._attention = attention
         self._lora = lora
 

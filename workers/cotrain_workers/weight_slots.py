@@ -68,12 +68,17 @@ class Pool:
         a, b = (part[slot : slot + 1].expand(n, -1) for part in self._parts(module))
         return self._shaped(module, a, b)
 
+    def stacked(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and scale * B^T of all slots, without a copy."""
+        return self._shaped(module, *self._parts(module))
+
     def grow(self, slots: int) -> None:
-        """Add free slots."""
+        """Add free slots. Slot 0 stays zero: it serves rows that have no adapter, in CUDA graphs."""
         count = self.flat.shape[0]
-        more = self.flat.new_zeros(slots, self.layout.size)
+        kept_zero = 1 if count == 0 else 0
+        more = self.flat.new_zeros(slots + kept_zero, self.layout.size)
         self.flat = torch.cat([self.flat, more])
-        self.free += range(count + slots - 1, count - 1, -1)
+        self.free += range(count + kept_zero + slots - 1, count + kept_zero - 1, -1)
 
     def _parts(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         layout = self.layout

@@ -1,0 +1,260 @@
+"""Decode throughput: the frozen base alone, one adapter, 32 adapters; beside `generate` per adapter.
+
+    python -m bench.decode --device cpu|cuda --out bench/results [--sizes 5m] [--batches 1,16,64]
+
+Needs torch, transformers, peft, safetensors and numpy; no server. Every request has a prompt of its own and
+generates a fixed number of tokens greedily; times are of whole requests, prompts included, taken in
+alternation and given as medians. `generate` is what one would do by hand: transformers with a PEFT adapter
+and its KV cache, one call per adapter for all rows of that adapter.
+
+On CUDA also the decode steps alone, at batch 128 and 1k of context, as a share of what the memory
+bandwidth allows: the weights of the base, those of the adapters in use and the keys and values of every
+sequence, each read once per step, at the bandwidth of a large copy measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "workers")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from bench.engine_check import SIZES, build, machine, show, timed  # noqa: E402
+from cotrain_workers.engine import Engine  # noqa: E402
+from cotrain_workers.ops import Create, Save, SaveOutput  # noqa: E402
+from cotrain_workers.sample_ops import HostWeights, SampleOutput  # noqa: E402
+from cotrain_workers.spec import AdapterSpec  # noqa: E402
+from tests.support.decoding import request  # noqa: E402
+from tests.support.training import PeftOracle  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cotrain_workers.decoder import EngineDecoder
+    from cotrain_workers.sample_ops import SampleRequest
+
+RANK, ADAPTERS = 8, 32
+PROMPT = {"cpu": 32, "cuda": 128}
+NEW_TOKENS = {"cpu": 48, "cuda": 128}
+CEILING_BATCH, CEILING_CONTEXT, CEILING_STEPS = 128, 1024, 64
+TARGET_RATIO, TARGET_SPEEDUP = 1.3, 3.0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One model, its adapters, and what to run on it."""
+
+    size: str
+    device: str
+    engine: Engine
+    decoder: EngineDecoder
+    network: Any  # transformers, with PEFT adapters "default", "t1", ...
+    rng: np.random.Generator
+
+    def requests(self, batch: int, adapters: int) -> list[SampleRequest]:
+        """Return requests over `adapters` adapters (0: the base alone), each adapter's side by side."""
+        return [
+            request(
+                str(at),
+                self.prompt(),
+                f"t{at * min(adapters, batch) // batch}" if adapters else None,
+                temperature=0.0,
+                max_tokens=NEW_TOKENS[self.device],
+            )
+            for at in range(batch)
+        ]
+
+    def prompt(self) -> np.ndarray:
+        return self.rng.integers(0, self.engine.facts.vocab_size, PROMPT[self.device])
+
+    def decode(self, batch: int, adapters: int) -> Callable[[], None]:
+        """Return our way: all requests in one batch."""
+
+        def work() -> None:
+            for each in self.requests(batch, adapters):
+                self.decoder.add(each)
+            while self.decoder.busy:
+                for _, result in self.decoder.step().finished:
+                    assert isinstance(result, SampleOutput), result
+                    assert len(result.sequences[0].tokens) == NEW_TOKENS[self.device]
+
+        return work
+
+    def generate(self, batch: int, adapters: int) -> Callable[[], None]:
+        """Return the way by hand: one adapter after the other."""
+        groups = min(adapters, batch)
+
+        def work() -> None:
+            for at in range(groups):
+                self.network.set_adapter("default" if at == 0 else f"t{at}")
+                ids = np.stack([self.prompt() for _ in range(batch // groups)])
+                tokens = torch.from_numpy(ids).to(self.device)
+                self.network.generate(
+                    input_ids=tokens,
+                    attention_mask=torch.ones_like(tokens),
+                    do_sample=False,
+                    max_new_tokens=NEW_TOKENS[self.device],
+                    min_new_tokens=NEW_TOKENS[self.device],
+                    pad_token_id=0,
+                )
+
+        return work
+
+
+def main() -> int:
+    args = parse()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    report: dict[str, Any] = {"machine": machine(args.device), "rank": RANK}
+    with tempfile.TemporaryDirectory() as folder:
+        report["throughput"] = [
+            row for size in args.sizes.split(",") for row in throughput(Path(folder), size, args)
+        ]
+        if args.device == "cuda":
+            report["ceiling"] = ceiling(Path(folder), args.ceiling_size)
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"decode-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    (args.out / name).write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sizes", help=f"of {', '.join(SIZES)} (default: by device)")
+    parser.add_argument("--batches", default="1,16,64")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--ceiling-size", default="8b", choices=tuple(SIZES))
+    args = parser.parse_args()
+    args.sizes = args.sizes or ("5m" if args.device == "cpu" else "0.6b")
+    return args
+
+
+def throughput(folder: Path, size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield tokens/s per batch size, and what 32 adapters cost and save."""
+    bench = load(folder, size, args.device)
+    for batch in map(int, args.batches.split(",")):
+        ways = {
+            "base": bench.decode(batch, 0),
+            "one": bench.decode(batch, 1),
+            "many": bench.decode(batch, ADAPTERS),
+            "generate_one": bench.generate(batch, 1),
+            "generate_many": bench.generate(batch, ADAPTERS),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for round_ in range(args.rounds + 1):
+            for name, way in ways.items():
+                taken = timed(way, args.device)
+                if round_:  # the first warms up
+                    seconds[name].append(taken)
+        median = {name: statistics.median(times) for name, times in seconds.items()}
+        tokens = batch * NEW_TOKENS[args.device]
+        row: dict[str, Any] = {"size": size, "batch": batch, "adapters": min(batch, ADAPTERS)}
+        row |= {f"{name}_tokens_per_s": tokens / median[name] for name in ways}
+        row["many_over_one"] = median["many"] / median["one"]
+        row["many_over_base"] = median["many"] / median["base"]
+        row["times_generate_one"] = median["generate_one"] / median["one"]
+        row["times_generate_many"] = median["generate_many"] / median["many"]
+        yield show(row)
+        if row["many_over_one"] > TARGET_RATIO:
+            print(f"  above the target: {ADAPTERS} adapters at most {TARGET_RATIO} times one")
+        if batch == 16 and row["times_generate_many"] < TARGET_SPEEDUP:
+            print(f"  below the target: {TARGET_SPEEDUP} times `generate` at batch 16")
+
+
+def load(folder: Path, size: str, device: str) -> Bench:
+    """Build a random model, 32 adapters for us, and as many for PEFT."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = build(folder / size, size, dtype, device)
+    engine = Engine.load(str(model), device=device)
+    weights = adapters_of(engine)
+    oracle = PeftOracle(model, AdapterSpec(RANK, seed=0), dtype, device)
+    for at in range(1, ADAPTERS):
+        config = oracle.model.peft_config["default"]
+        oracle.model.add_adapter(f"t{at}", config, autocast_adapter_dtype=False)
+    oracle.model.eval()
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=None, text=None)
+    return Bench(size, device, engine, decoder, oracle.model, np.random.default_rng(0))
+
+
+def adapters_of(engine: Engine) -> dict[str, HostWeights]:
+    """Return sampler weights in which no matrix is zero."""
+    weights = {}
+    for at in range(ADAPTERS):
+        name = f"t{at}"
+        engine.run([Create(name, 0, AdapterSpec(RANK, seed=at))])
+        saved = engine.run([Save(name, 1)]).outputs[name, 1]
+        assert isinstance(saved, SaveOutput)
+        noise = torch.randn(saved.weights.flat.shape, generator=torch.Generator().manual_seed(at))
+        weights[name] = HostWeights(saved.weights.spec, saved.weights.flat + 1e-3 * noise)
+        engine.drop(name)
+    return weights
+
+
+def ceiling(folder: Path, size: str) -> dict[str, Any]:
+    """Measure decode steps alone on CUDA, against what the memory bandwidth allows."""
+    model = build(folder / size, size, torch.bfloat16, "cuda")
+    engine = Engine.load(str(model), device="cuda")
+    weights = adapters_of(engine)
+    tokens = CEILING_BATCH * (CEILING_CONTEXT + CEILING_STEPS + 512)
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=tokens, text=None)
+    rng = np.random.default_rng(0)
+    for at in range(CEILING_BATCH):
+        prompt = rng.integers(0, engine.facts.vocab_size, CEILING_CONTEXT)
+        decoder.add(request(str(at), prompt, f"t{at * ADAPTERS // CEILING_BATCH}", max_tokens=None))
+    while decoder.step().decoded_tokens < CEILING_BATCH:  # prompts
+        pass
+    for _ in range(8):
+        decoder.step()
+    steps = [timed(decoder.step, "cuda") for _ in range(CEILING_STEPS)]
+    layers, hidden, mlp, heads, kv_heads, head, vocab = SIZES[size]
+    linear = hidden * head * (2 * heads + 2 * kv_heads) + 3 * hidden * mlp
+    base_bytes = 2 * (layers * linear + hidden * vocab)
+    adapter_bytes = 2 * sum(w.flat.numel() for w in weights.values())
+    context = CEILING_CONTEXT + 8 + CEILING_STEPS // 2
+    kv_bytes = CEILING_BATCH * context * 2 * layers * kv_heads * head * 2
+    bandwidth = copy_bandwidth()
+    possible = (base_bytes + adapter_bytes + kv_bytes) / bandwidth
+    median = statistics.median(steps)
+    return show(
+        {
+            "size": size,
+            "batch": CEILING_BATCH,
+            "context": CEILING_CONTEXT,
+            "adapters": ADAPTERS,
+            "tokens_per_s": CEILING_BATCH / median,
+            "step_ms": median * 1e3,
+            "possible_ms": possible * 1e3,
+            "of_ceiling": possible / median,
+            "bandwidth_tb_s": bandwidth / 1e12,
+            "graphs": decoder.graph_report(),
+        }
+    )
+
+
+def copy_bandwidth() -> float:
+    """Return bytes read and written per second by a large copy on the device."""
+    source = torch.empty(2 * 1024**3, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = min(timed(lambda: target.copy_(source), "cuda") for _ in range(10))
+    return 2 * source.numel() / seconds
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
