@@ -31,6 +31,7 @@ import transformers  # noqa: E402
 from cotrain_workers.engine import Engine  # noqa: E402
 from cotrain_workers.ops import Create, Datum, OptimStep, Pass  # noqa: E402
 from cotrain_workers.spec import AdapterSpec  # noqa: E402
+from tests.support.decoding import gap_to_trainer, is_same_alone  # noqa: E402
 from tests.support.engine_checks import (  # noqa: E402
     bf16_gradient_cosine,
     mixed_against_alone,
@@ -112,6 +113,24 @@ def checks(folder: Path, device: str) -> Iterator[dict[str, Any]]:
         # 0.9997 for most; tiny random Qwen2 with its biases rounds worst, 0.9958 on CPU.
         kept = cosine > 0.99
         yield show({"check": "bf16 cosine", "family": family, "kept": kept, "cosine": cosine})
+        yield from sampling_checks(family, model, device)
+
+
+def sampling_checks(family: str, model: Path, device: str) -> Iterator[dict[str, Any]]:
+    """Yield how far sampling is from training, and whether a neighbour changes a sample."""
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = Engine.load(str(model), device=device, dtype=dtype)
+        gap = gap_to_trainer(engine)
+        is_wide = dtype == torch.float32
+        # Rounding in bf16 has no bound of its own: it is reported.
+        kept = not is_wide or gap.largest < (1e-5 if device == "cpu" else 5e-5)
+        row = {"check": "sample = forward", "dtype": str(dtype).removeprefix("torch.")}
+        yield show({**row, "family": family, "kept": kept, **asdict(gap)})
+        if is_wide:
+            same = is_same_alone(engine)
+            yield show(
+                {"check": "sample mixed = alone", "family": family, "kept": same, "same": same}
+            )
 
 
 def throughput(folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:

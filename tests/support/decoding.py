@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,3 +123,64 @@ def assert_same_arrays(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None
     """Equal to the bit, NaN where the other has NaN; or both absent."""
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one, other, strict=True)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far the decoder's log-probabilities are from the trainer's, over all tokens."""
+
+    mean: float
+    largest: float
+
+
+def gap_to_trainer(engine: Engine) -> Gap:
+    """Sample from every tenant of `MIX` at once, and let `forward` score the same tokens."""
+    weights = trained_weights(engine)
+    vocab = engine.facts.vocab_size
+    requests = [
+        request(
+            f"{run}-{size}",
+            np.random.default_rng(size).integers(0, vocab, size),
+            run,
+            max_tokens=40,
+            num_samples=2,
+            prompt_logprobs=True,
+        )
+        for run in weights
+        for size in (2, 16, 45)
+    ]
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=8192, text=None)
+    found, gaps = finish(decoder, requests), []
+    for each in requests:
+        result = found[each.id]
+        assert isinstance(result, SampleOutput), result
+        assert result.prompt_logprobs is not None
+        assert each.weights is not None
+        for sequence in result.sequences:
+            ours = np.concatenate([result.prompt_logprobs[1:], sequence.logprobs])
+            tokens = np.concatenate([each.prompt, sequence.tokens])
+            gaps.append(np.abs(ours - trainer_logprobs(engine, each.weights, tokens)))
+    every = np.concatenate(gaps)
+    return Gap(float(every.mean()), float(every.max()))
+
+
+def is_same_alone(engine: Engine) -> bool:
+    """Return whether seeded requests give the same tokens alone as together."""
+    weights = trained_weights(engine)
+    requests = [
+        request(
+            run, np.random.default_rng(at).integers(0, engine.facts.vocab_size, 9 * at + 1), run
+        )
+        for at, run in enumerate(weights)
+    ]
+
+    def fresh() -> EngineDecoder:
+        return engine.decoder(weights.__getitem__, kv_tokens=8192, text=None)
+
+    together = finish(fresh(), requests)
+    for each in requests:
+        alone, beside = output(fresh(), each), together[each.id]
+        assert isinstance(beside, SampleOutput), beside
+        if not np.array_equal(alone.sequences[0].tokens, beside.sequences[0].tokens):
+            return False
+    return True

@@ -440,6 +440,17 @@ def test_waiting_counts_requests_that_have_not_begun(new_engine: NewEngine) -> N
     assert decoder.waiting == 2
 
 
+def test_a_cached_prompt_is_no_other_tenants(new_engine: NewEngine) -> None:
+    decoder = decoder_of(new_engine(), {})
+    output(decoder, request("first", np.arange(40), tenant="one"))
+
+    same = output(decoder, request("same", np.arange(40), tenant="one"))
+    other = output(decoder, request("other", np.arange(40), tenant="two"))
+
+    assert same.cached_prompt_tokens == 40
+    assert other.cached_prompt_tokens == 0
+
+
 def test_dropped_weights_leave_no_cached_prompt(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)

@@ -3,14 +3,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_workers.pages import Node, Pages, PrefixIndex
+from cotrain_workers.pages import Node, Origin, Pages, PrefixIndex
 
+W = Origin("w", "t")
 CHUNKS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=4)
 
 
 def stored(pages: Pages, index: PrefixIndex, weights: str | None, chunks: list[bytes]) -> list[int]:
     """Compute a prompt as a sequence does: share what is known, index the rest; return its pages."""
-    nodes = index.match(weights, chunks)
+    nodes = index.match(Origin(weights, "t"), chunks)
     for node in nodes:
         pages.hold(node.page)
     held = [node.page for node in nodes]
@@ -21,7 +22,7 @@ def stored(pages: Pages, index: PrefixIndex, weights: str | None, chunks: list[b
             page = pages.take()
         if page is None:
             break
-        parent = index.insert(weights, parent, chunk, page)
+        parent = index.insert(Origin(weights, "t"), parent, chunk, page)
         held.append(page)
     return held
 
@@ -52,10 +53,11 @@ def test_a_prompt_is_found_as_far_as_it_is_known() -> None:
     index = PrefixIndex(pages)
     held = stored(pages, index, "w", [b"a", b"b", b"c"])
 
-    assert [node.page for node in index.match("w", [b"a", b"b", b"x", b"c"])] == held[:2]
-    assert index.match("other", [b"a"]) == []
-    assert index.match(None, [b"a"]) == []
-    assert index.match("w", [b"b"]) == []
+    assert [node.page for node in index.match(W, [b"a", b"b", b"x", b"c"])] == held[:2]
+    assert index.match(Origin("other", "t"), [b"a"]) == []
+    assert index.match(Origin(None, "t"), [b"a"]) == []
+    assert index.match(Origin("w", "another"), [b"a"]) == []
+    assert index.match(W, [b"b"]) == []
 
 
 def test_only_pages_that_nobody_else_holds_are_evicted_and_the_oldest_first() -> None:
@@ -68,13 +70,15 @@ def test_only_pages_that_nobody_else_holds_are_evicted_and_the_oldest_first() ->
         pages.release(page)
 
     assert index.evict()
-    assert len(index.match("old", [b"a", b"b"])) == 1  # its end goes before its beginning
-    index.match("new", [b"a"])
+    assert (
+        len(index.match(Origin("old", "t"), [b"a", b"b"])) == 1
+    )  # its end goes before its beginning
+    index.match(Origin("new", "t"), [b"a"])
     assert index.evict()
-    assert index.match("old", [b"a"]) == []
+    assert index.match(Origin("old", "t"), [b"a"]) == []
     assert index.evict()
     assert not index.evict()
-    assert [node.page for node in index.match("w", [b"a"])] == in_use
+    assert [node.page for node in index.match(W, [b"a"])] == in_use
 
 
 def test_a_page_computed_twice_is_indexed_once() -> None:
@@ -84,9 +88,9 @@ def test_a_page_computed_twice_is_indexed_once() -> None:
     assert first is not None
     assert second is not None
 
-    known = index.insert("w", None, b"a", first)
+    known = index.insert(W, None, b"a", first)
 
-    assert index.insert("w", None, b"a", second) is known
+    assert index.insert(W, None, b"a", second) is known
     assert len(index) == 1
 
 
@@ -94,12 +98,12 @@ def test_below_a_dropped_page_nothing_is_indexed() -> None:
     pages = Pages(4)
     index = PrefixIndex(pages)
     held = stored(pages, index, "w", [b"a"])
-    parent = index.find("w", None, b"a")
+    parent = index.find(W, None, b"a")
     index.drop("w")
     page = pages.take()
     assert page is not None
 
-    assert index.insert("w", parent, b"b", page) is None
+    assert index.insert(W, parent, b"b", page) is None
 
     for each in (*held, page):
         pages.release(each)
