@@ -163,9 +163,7 @@ class Schedule:
         if not sequence.is_indexed:
             return
         own = sequence.pages[chunk.page]
-        node = self._index.insert(
-            group.origin, sequence.node, group.chunks[chunk.page], own
-        )
+        node = self._index.insert(group.origin, sequence.node, group.chunks[chunk.page], own)
         if node is None:
             sequence.is_indexed = False
             return

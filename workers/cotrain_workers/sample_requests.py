@@ -15,13 +15,14 @@ from cotrain_workers.sample_ops import SampleRequest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cotrain_store.messages import RequestId, WeightsRef
+    from cotrain_store.messages import RequestId
     from cotrain_store.samples import SampleBody
+    from cotrain_store.sampling import ClaimedSample
     from cotrain_workers.sample_ops import SampleOutput
 
 
 def sample_request(
-    request: RequestId, weights: WeightsRef | None, body: SampleBody, end_of_sequence: Iterable[int]
+    claimed: ClaimedSample, body: SampleBody, end_of_sequence: Iterable[int]
 ) -> SampleRequest:
     """Fill in what the client left to the server.
 
@@ -30,15 +31,15 @@ def sample_request(
     """
     tokens, strings = _stops(body.stop, end_of_sequence)
     return SampleRequest(
-        id=request,
-        weights=weights,
+        id=claimed.request,
+        weights=claimed.weights,
         prompt=np.array(body.prompt, np.int64),
         num_samples=body.num_samples,
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_k=body.top_k,
         top_p=body.top_p,
-        seed=seed_of(request) if body.seed is None else body.seed,
+        seed=seed_of(claimed.request) if body.seed is None else body.seed,
         stop_tokens=tokens,
         stop_strings=strings,
         prompt_logprobs=body.prompt_logprobs,
@@ -46,6 +47,7 @@ def sample_request(
         topk_sample_logprobs=body.topk_sample_logprobs,
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         target_prompt_logprobs=_targets(body),
+        tenant=claimed.tenant,
     )
 
 

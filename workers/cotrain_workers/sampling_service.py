@@ -152,7 +152,7 @@ class SamplingService:
         elif ref and not self._weights.is_known(ref):
             self._finish(claimed.request, GONE)
         else:
-            request = sample_request(claimed.request, ref, claimed.body, self._end_of_sequence)
+            request = sample_request(claimed, claimed.body, self._end_of_sequence)
             if claimed.body.stream:
                 self._streamed.add(request.id)
             if claimed.starts > MAX_STARTS:

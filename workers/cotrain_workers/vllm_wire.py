@@ -103,6 +103,8 @@ def completion_body(
         "return_tokens_as_token_ids": True,
         "stream": False,
     }
+    if request.tenant:
+        body["cache_salt"] = request.tenant  # else a hit tells one tenant what another has sent
     if sequence == 0 and _scores_prompt(request):
         body["prompt_logprobs"] = request.topk_prompt_logprobs
     return body
