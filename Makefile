@@ -24,7 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[all]" --group dev
 	@touch $@
 
-demo: $(INSTALLED) ## Train four tenants at once on this machine and show what each learned
+demo: $(INSTALLED) ## Train four tenants at once on this machine, then a policy from its own samples
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED) ## Run every test that needs no GPU and no container engine

@@ -1,8 +1,8 @@
 """Reinforcement: a policy that is told nothing but how good its answers were.
 
 The task is small enough to be checked by eye: continue `int('7') == ` with `7` and the end of the
-line. Every step samples a group of answers per question, rewards each, and trains on how much better
-than its group it was; the next step samples from what came of it.
+line. Every step samples a group of answers to each question, rewards each, and trains on how much
+better than its group it was; the next step samples from what came of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, field
+from statistics import pstdev
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain import SampleResponse, SamplingClient
+    from cotrain import Future, SampleResponse, SamplingClient, TrainingClient
 
 mpl.use("Agg")  # draws into a file; needs no screen
 from matplotlib import pyplot
@@ -30,12 +31,15 @@ KEY = "tml-eve_demo-key"
 STEPS = 40
 QUESTIONS, ANSWERS = 24, 16
 """Questions per step, and answers to each."""
-RANK, LEARNING_RATE = 8, 5e-3
+PASSES = 3
+"""Optimizer steps per step of sampling. It takes a clipped loss: under `importance_sampling`, whose
+ratio nothing bounds, two of three seeds forgot what they had learned."""
+RANK, LEARNING_RATE = 16, 3e-3
 ANSWER = SamplingParams(max_tokens=4, stop="\n")
 EDGE = 5
 """The first and the last so many steps are what the claim compares."""
-MARGIN = 0.25
-"""By how much the mean reward must have risen between them."""
+MARGIN = 0.4
+"""By how much the mean reward must have risen between them; five seeds gained 0.8 and more."""
 
 
 @dataclass
@@ -59,26 +63,38 @@ class Learning:
         return _mean(self.rewards[-EDGE:])
 
 
-def reinforce(address: str, base_model: str, on_step: Callable[[Learning], None]) -> Learning:
+def reinforce(
+    address: str, base_model: str, on_step: Callable[[Learning], None], seed: int = 1
+) -> Learning:
     """Train a policy from its own samples; `on_step` hears how it goes."""
-    learning, started_at, digits = Learning(), time.monotonic(), random.Random(0)
+    learning, started_at, digits = Learning(), time.monotonic(), random.Random(seed)
     with ServiceClient(address, KEY) as service:
-        run = service.create_lora_training_client(
-            base_model, RANK, seed=1, **targets("attn", "mlp")
-        )
+        run = service.create_lora_training_client(base_model, RANK, seed, **targets("attn", "mlp"))
         tokenizer = run.get_tokenizer()
         sampler = run.save_weights_and_get_sampling_client()
         for _ in range(STEPS):
             asked = [digits.randrange(10) for _ in range(QUESTIONS)]
             data = _rewarded_answers(sampler, tokenizer, asked, learning)
-            # All three at once: they keep this order, and the step takes one cycle.
-            loss = run.forward_backward(data, "importance_sampling")
-            step = run.optim_step(AdamParams(learning_rate=LEARNING_RATE, eps=1e-8))
-            sampler = run.save_weights_and_get_sampling_client()
-            loss.result(), step.result()
+            if data:
+                sampler = _learn(run, data)
             learning.seconds = time.monotonic() - started_at
             on_step(learning)
     return learning
+
+
+def _learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
+    """Train on answers and sample from what comes of it.
+
+    Everything is sent at once and keeps this order: a pass, its step, …, the copy to sample from.
+    """
+    sent: list[Future[Any]] = []
+    for _ in range(PASSES):
+        sent.append(run.forward_backward(data, "ppo"))
+        sent.append(run.optim_step(AdamParams(learning_rate=LEARNING_RATE, eps=1e-8)))
+    sampler = run.save_weights_and_get_sampling_client()
+    for each in sent:
+        each.result()
+    return sampler
 
 
 def plot(learning: Learning, path: Path) -> None:
@@ -122,12 +138,12 @@ def _reward(text: str, digit: int) -> float:
 
 
 def _datums(prompt: list[int], response: SampleResponse, rewards: list[float]) -> list[Datum]:
-    """Weigh each answer by how much better than the mean of its group it was."""
-    baseline = _mean(rewards)
-    if all(reward == baseline for reward in rewards):
+    """Weigh each answer by how many standard deviations of its group it was better than the mean."""
+    mean, deviation = _mean(rewards), pstdev(rewards)
+    if not deviation:
         return []  # nothing to tell them apart by
     return [
-        _datum(prompt, sequence.tokens, sequence.logprobs or [], reward - baseline)
+        _datum(prompt, sequence.tokens, sequence.logprobs or [], (reward - mean) / deviation)
         for sequence, reward in zip(response.sequences, rewards, strict=True)
     ]
 

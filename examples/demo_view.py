@@ -1,18 +1,23 @@
-"""What the demo shows: the live table, the matrix of adapters and texts, the costs of the loops."""
+"""What the demo shows: the live tables, the matrix of adapters and texts, the costs of the loops."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from demo_rl import STEPS as RL_STEPS
 from demo_tenants import STEPS, TENANTS
 from demo_texts import TENANT_KINDS
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from demo_clock import Cost
+    from demo_rl import Learning
     from demo_tenants import Progress
+
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def training_table(progress: Sequence[Progress]) -> Table:
@@ -61,6 +66,18 @@ def loops_table(costs: Mapping[str, Cost], period_s: float) -> Table:
     table.add_column("seconds", justify="right")
     for name, cost in costs.items():
         table.add_row(name, f"{cost.cycles:.1f}", f"{cost.seconds:.2f}")
+    return table
+
+
+def learning_table(learning: Learning) -> Table:
+    """Show how the policy's reward goes: a bar per step, and an answer of the last one."""
+    table = Table(title="One policy, told nothing but how good its answers were", min_width=72)
+    for column in ("step", "mean reward", "by step", "an answer"):
+        table.add_column(column)
+    latest = learning.rewards[-1] if learning.rewards else 0.0
+    bars = "".join(BARS[min(int(reward * len(BARS)), len(BARS) - 1)] for reward in learning.rewards)
+    step = f"{len(learning.rewards)}/{RL_STEPS}"
+    table.add_row(step, f"{latest:.2f}", bars.ljust(RL_STEPS), escape(learning.latest))
     return table
 
 
