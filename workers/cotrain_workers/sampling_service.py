@@ -156,7 +156,7 @@ class SamplingService:
             if claimed.body.stream:
                 self._streamed.add(request.id)
             if claimed.starts > MAX_STARTS:
-                log.error("request_keeps_killing", request=request.id, starts=claimed.starts)
+                log.warning("request_runs_alone", request=request.id, starts=claimed.starts)
                 self._suspects.append(request)
             else:
                 self._begin(request)

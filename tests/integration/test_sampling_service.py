@@ -1,0 +1,200 @@
+"""What a worker claims, holds back and answers: a real store, and a decoder that does as told."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_store import keys
+from cotrain_store.messages import TenantId
+from cotrain_store.sample_ends import CANCELLED
+from cotrain_store.token_stream import TokenPublisher
+from cotrain_workers.sample_ops import HostWeights, Progress, SampledSequence, SampleOutput
+from cotrain_workers.sampling_service import AHEAD, GONE, UNREADABLE, SamplingService
+from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
+from cotrain_workers.weights_store import WeightsStore
+from tests.support.samples import LARGE_BODY, Samples, open_samples, sampler_record
+from tests.support.stack import MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from cotrain_store.messages import RequestId, Result
+    from cotrain_workers.ops import Failure
+    from cotrain_workers.sample_ops import SampleRequest
+    from tests.support.redis_server import EmbeddedRedis
+
+OUTPUT = SampleOutput(
+    [SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", None)],
+    None, None, None, cached_prompt_tokens=0,
+)  # fmt: skip
+
+
+@dataclass
+class ScriptedDecoder:
+    """Holds what it is given; a step finishes as many requests as there are `turns` for."""
+
+    held: dict[str, SampleRequest] = field(default_factory=dict)
+    turns: deque[int] = field(default_factory=deque)
+    dropped: list[str] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.held)
+
+    @property
+    def waiting(self) -> int:
+        return len(self.held)
+
+    def refuse(self, request: SampleRequest) -> str | None:
+        return None
+
+    def add(self, request: SampleRequest) -> None:
+        self.held[request.id] = request
+
+    def cancel(self, request_id: str) -> None:
+        self.held.pop(request_id, None)
+
+    def step(self) -> Progress:
+        most = self.turns.popleft() if self.turns else 0
+        finished: list[tuple[str, SampleOutput | Failure]] = [
+            (name, OUTPUT) for name in list(self.held)[:most]
+        ]
+        for name, _ in finished:
+            del self.held[name]
+        return Progress(finished, (), len(finished), 0)
+
+    def drop_weights(self, key: str) -> None:
+        self.dropped.append(key)
+
+
+@dataclass
+class Bench:
+    """A service on a real store, its decoder, and the weights it knows."""
+
+    samples: Samples
+    decoder: ScriptedDecoder
+    weights: WeightsStore
+    service: SamplingService
+
+    def ended(self, request: RequestId) -> Result | None:
+        return self.samples.result(request)
+
+
+def layout_of(spec: AdapterSpec) -> Layout:
+    return plan_layout(spec, [Target("model.q_proj", "attn", 16, 16)])
+
+
+@pytest.fixture
+async def bench(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Bench]:
+    async with open_samples(empty_redis.url, tmp_path) as samples:
+        decoder = ScriptedDecoder()
+        weights = WeightsStore(samples.sampling, tmp_path / "weights", MODEL, layout_of, 10**6)
+        publisher = TokenPublisher(samples.log.redis)
+        service = SamplingService(
+            decoder, ScriptedDecoder, samples.sampling, weights, publisher, (2,)
+        )
+        yield Bench(samples, decoder, weights, service)
+
+
+async def test_no_more_is_claimed_than_the_decoder_can_soon_begin(bench: Bench) -> None:
+    sampler = await bench.samples.sampler()
+    requests = await bench.samples.submit(sampler, *range(AHEAD + 10))
+    assert not bench.service.advance()
+    assert bench.samples.load()[:2] == (10, AHEAD)
+    bench.decoder.turns.append(4)
+    assert bench.service.advance()
+    assert bench.service.waiting == AHEAD - 4
+    assert all(bench.ended(request) for request in requests[:4])
+    bench.service.advance()
+    assert bench.samples.load()[:2] == (6, AHEAD)
+
+
+async def test_a_decoder_that_got_nothing_done_says_so(bench: Bench) -> None:
+    sampler = await bench.samples.sampler()
+    await bench.samples.submit(sampler, 1)
+    assert not bench.service.advance()
+    assert bench.service.running == 1
+    bench.decoder.turns.append(1)
+    assert bench.service.advance()
+    assert bench.service.running == 0
+
+
+async def test_a_request_waits_aside_until_its_lost_weights_are_made_again(bench: Bench) -> None:
+    run = await bench.samples.log.new_run()
+    _, saves = await bench.samples.save(run, 1, sampler=3)
+    ref = saves[run.id, 1].weights.ref
+    bench.weights.recall()
+    sampler = sampler_record("a", 3, ref, ephemeral=True)
+    (held,) = await bench.samples.submit(sampler, 1)
+    (other,) = await bench.samples.submit(await bench.samples.sampler("b"), 1)
+    bench.service.advance()
+    assert list(bench.decoder.held) == [other]
+    assert bench.service.running == 2
+    spec = AdapterSpec(rank=1, seed=0)
+    bench.weights.put_again(ref, HostWeights(spec, torch.zeros(layout_of(spec).size)))
+    bench.service.advance()
+    assert list(bench.decoder.held) == [other, held]
+    assert bench.decoder.held[held].weights == ref
+
+
+async def test_weights_and_bodies_that_are_gone_fail_who_needs_them(
+    bench: Bench, tmp_path: Path
+) -> None:
+    base = await bench.samples.sampler("a")
+    unread = await bench.samples.intake.submit(base, 1, LARGE_BODY)
+    for segment in (tmp_path / "spool").iterdir():
+        segment.unlink()
+    run = await bench.samples.log.new_run("b")
+    _, saves = await bench.samples.save(run, 1, sampler=3)
+    ref = saves[run.id, 1].weights.ref
+    bench.weights.give_up(ref)
+    (gone,) = await bench.samples.submit(sampler_record("b", 3, ref, ephemeral=True), 1)
+    bench.service.advance()
+    for request, failure in ((unread, UNREADABLE), (gone, GONE)):
+        result = bench.ended(request)
+        assert result is not None
+        assert result.json() == {"error": failure.message, "category": failure.category}
+    assert not bench.decoder.held
+
+
+async def test_a_cancelled_request_leaves_wherever_it_is(bench: Bench) -> None:
+    run = await bench.samples.log.new_run()
+    _, saves = await bench.samples.save(run, 1, sampler=3)
+    bench.weights.recall()
+    aside = sampler_record("a", 3, saves[run.id, 1].weights.ref, ephemeral=True)
+    requests = [
+        *await bench.samples.submit(aside, 1),
+        *await bench.samples.submit(await bench.samples.sampler("b"), 1),
+    ]
+    bench.service.advance()
+    for request in requests:
+        tenant = TenantId("a" if "of-a" in request else "b")
+        await bench.samples.intake.cancel(tenant, request)
+    bench.service.advance()
+    assert bench.service.running == 0
+    assert not bench.decoder.held
+    assert [bench.ended(request) for request in requests] == [CANCELLED, CANCELLED]
+
+
+async def test_what_has_ended_is_answered_before_the_rest_is_given_back(bench: Bench) -> None:
+    sampler = await bench.samples.sampler()
+    first, second = await bench.samples.submit(sampler, 1, 2)
+    bench.service.advance()
+    bench.service._finish(first, OUTPUT)
+    bench.service.drain()
+    assert bench.ended(first) is not None
+    assert bench.ended(second) is None
+    assert bench.samples.load()[:2] == (1, 0)
+    assert bench.samples.log.redis.hget(keys.sample(second), "starts") in (None, b"0")
+
+
+async def test_device_copies_of_forgotten_weights_are_dropped(bench: Bench) -> None:
+    bench.service.forget(["r:1", "r:2"])
+    assert bench.decoder.dropped == ["r:1", "r:2"]
