@@ -477,9 +477,12 @@ def test_dropping_weights_in_use_disturbs_nobody(new_engine: NewEngine) -> None:
     assert_same(found["mine"], alone)
 
 
-def test_decoding_between_micro_batches_leaves_training_bit_equal(new_engine: NewEngine) -> None:
-    alone = new_engine(micro_batch_tokens=64)
-    shared = new_engine(micro_batch_tokens=64)
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "gemma3"])
+def test_decoding_between_micro_batches_leaves_training_bit_equal(
+    new_engine: NewEngine, family: str
+) -> None:
+    alone = new_engine(family, micro_batch_tokens=64)
+    shared = new_engine(family, micro_batch_tokens=64)
     weights = trained_weights(alone)
     trained_weights(shared)
     decoder = decoder_of(shared, weights)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from cotrain_workers.base_model import eos_token_ids
+from cotrain_workers.ops import Create, Failure, Save, SaveOutput
+from tests.support.training import MIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.engine import Engine
+
+    NewEngine = Callable[..., Engine]
+
+
+class Named:
+    """Stand in for settings that name end-of-sequence tokens."""
+
+    def __init__(self, eos_token_id: int | list[int] | None) -> None:
+        self.eos_token_id = eos_token_id
+
+
+class Network:
+    """Stand in for a model."""
+
+    def __init__(self, generation: int | list[int] | None, config: int | list[int] | None) -> None:
+        self.generation_config = Named(generation)
+        self.config = Named(config)
+
+
+def test_a_save_is_the_weights_after_the_step_of_its_cycle(new_engine: NewEngine) -> None:
+    engine, tenant = new_engine(), MIX[0]
+
+    saved = engine.run([Save(tenant.run, 9), *tenant.ops(0)]).outputs[tenant.run, 9]
+
+    assert isinstance(saved, SaveOutput)
+    assert saved.weights.spec == tenant.spec
+    assert saved.weights.flat.dtype == torch.float32
+    assert torch.equal(saved.weights.flat, engine.state(tenant.run).weights)
+
+
+def test_a_save_stays_as_it_is_while_the_run_trains_on(new_engine: NewEngine) -> None:
+    engine, tenant = new_engine(), MIX[0]
+    saved = engine.run([*tenant.ops(0), Save(tenant.run, 9)]).outputs[tenant.run, 9]
+    assert isinstance(saved, SaveOutput)
+    before = saved.weights.flat.clone()
+
+    engine.run(tenant.ops(1))
+
+    assert torch.equal(saved.weights.flat, before)
+    assert not torch.equal(saved.weights.flat, engine.state(tenant.run).weights)
+
+
+def test_two_saves_of_one_cycle_are_equal(new_engine: NewEngine) -> None:
+    engine, tenant = new_engine(), MIX[0]
+
+    outputs = engine.run([*tenant.ops(0), Save(tenant.run, 9), Save(tenant.run, 10)]).outputs
+
+    first, second = outputs[tenant.run, 9], outputs[tenant.run, 10]
+    assert isinstance(first, SaveOutput)
+    assert isinstance(second, SaveOutput)
+    assert torch.equal(first.weights.flat, second.weights.flat)
+
+
+def test_a_run_that_is_not_here_cannot_be_saved(new_engine: NewEngine) -> None:
+    output = new_engine().run([Save("nobody", 1)]).outputs["nobody", 1]
+
+    assert output == Failure("The run's adapter is not loaded.", "server")
+
+
+def test_others_work_after_every_micro_batch(new_engine: NewEngine) -> None:
+    engine, turns = new_engine(micro_batch_tokens=64), []
+
+    cycle = engine.run(
+        [op for tenant in MIX for op in tenant.ops(0)], between=lambda: turns.append(1)
+    )
+
+    assert len(turns) == cycle.forwards > 3
+
+
+def test_without_passes_nobody_gets_a_turn(new_engine: NewEngine) -> None:
+    engine, turns = new_engine(), []
+
+    engine.run([Create("run", 0, MIX[0].spec)], between=lambda: turns.append(1))
+
+    assert turns == []
+
+
+def test_what_ends_a_generation_is_read_from_the_model(new_engine: NewEngine) -> None:
+    assert new_engine().facts.eos_token_ids == (2,)
+    assert eos_token_ids(Network([7, 3], 1)) == (3, 7)
+    assert eos_token_ids(Network(None, 1)) == (1,)
+    assert eos_token_ids(Network(None, None)) == ()
