@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from cotrain_workers.weight_slots import Slot
 
 
+FEWEST_ROWS = 16
+
+
 class Item(NamedTuple):
     """A page of a prompt or a generated token, in its place in the packed row."""
 
@@ -74,7 +77,7 @@ class PackedStep:
         if hidden is None:
             tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
             places = [at for item in items for at in positions(item.span)]
-            filler = [0] * (bucket(len(tokens)) - len(tokens))
+            filler = [0] * (padded(len(tokens)) - len(tokens))
             hidden = self._run_model(
                 torch.tensor([tokens + filler], device=self._device),
                 torch.tensor([places + filler], device=self._device),
@@ -115,10 +118,19 @@ class PackedStep:
     def logits(self, hidden: torch.Tensor, slots: Sequence[Slot | None]) -> torch.Tensor:
         """Return the raw logits of `n` hidden states `[n, d]`, sorted by slot: `[n padded, V]`, fp32."""
         n = len(slots)
-        padded = torch.cat([hidden, hidden.new_zeros(bucket(n) - n, hidden.shape[1])])
-        logits = raw_logits(padded, self._base.head_weight)
-        self._lora(slots).add(UNEMBED, padded, logits)
+        rows = torch.cat([hidden, hidden.new_zeros(padded(n) - n, hidden.shape[1])])
+        logits = raw_logits(rows, self._base.head_weight)
+        self._lora(slots).add(UNEMBED, rows, logits)
         return capped(logits, self._base.final_softcap)
+
+
+def padded(rows: int) -> int:
+    """Return the length to pad a step to.
+
+    A row of a product with a weight matrix has the same bits for every number of rows from 12 on
+    (measured on CPU fp32); 16 rather than 32 saves a quarter of the time of a step for few sequences.
+    """
+    return FEWEST_ROWS if rows <= FEWEST_ROWS else bucket(rows)
 
 
 def slot_order(slot: Slot | None) -> tuple[int, int]:
