@@ -114,9 +114,7 @@ class PrefixIndex:
         """Return the node of one page, or None."""
         return self._nodes.get(node_key(origin, parent, chunk))
 
-    def insert(
-        self, origin: Origin, parent: Node | None, chunk: bytes, page: int
-    ) -> Node | None:
+    def insert(self, origin: Origin, parent: Node | None, chunk: bytes, page: int) -> Node | None:
         """Index a page that is complete; return the node there was, if another got here first.
 
         Return None, and index nothing, if the parent was dropped meanwhile.
