@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cotrain_workers.batch_plan import Chunk
 from cotrain_workers.cuda_step import (
     Grouped,
     GroupedLora,
@@ -19,6 +18,7 @@ from cotrain_workers.cuda_step import (
     KernelTables,
     slot_ends,
 )
+from cotrain_workers.step_plan import Chunk
 from cotrain_workers.step_route import MixedStep
 
 if TYPE_CHECKING:

@@ -7,39 +7,39 @@ log-probabilities, to the bit, alone and in any batch, with cached pages and aft
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
-from cotrain_workers.batch_plan import Chunk, Row, Schedule
-from cotrain_workers.choose import Choice, choose, uniform
+from cotrain_workers.batch_plan import Schedule
+from cotrain_workers.choose import choose
 from cotrain_workers.head import picked_logprobs
 from cotrain_workers.kv_cache import PAGE_TOKENS, KvCache, affordable_tokens
 from cotrain_workers.ops import Failure
 from cotrain_workers.packed_step import PackedStep, slot_order
 from cotrain_workers.pages import Pages, PrefixIndex
 from cotrain_workers.sample_admission import refuse_sample
-from cotrain_workers.sample_ops import (
-    NewTokens,
-    Progress,
-    SampledSequence,
-    SampleOutput,
-    TopK,
-    WeightsGone,
-)
+from cotrain_workers.sample_ops import NewTokens, WeightsGone
+from cotrain_workers.sample_results import StepLog, choice_of, output_of, sampled
 from cotrain_workers.score import PromptScores, asks_about_prompt, top
 from cotrain_workers.sequence import Group
+from cotrain_workers.step_plan import Chunk, Row
 from cotrain_workers.stops import has_stop_string
-from cotrain_workers.weight_slots import WeightSlots, WeightsNotFinite
+from cotrain_workers.weight_slots import WeightSlots, WeightsNotFinite, WeightsUnfit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_workers.base_model import BaseModel
     from cotrain_workers.packed_step import Forward
-    from cotrain_workers.sample_ops import HostWeights, SampleRequest, TextOf
+    from cotrain_workers.sample_ops import (
+        HostWeights,
+        Progress,
+        SampleOutput,
+        SampleRequest,
+        TextOf,
+    )
     from cotrain_workers.sequence import Sequence
     from cotrain_workers.weight_slots import Slot
 
@@ -56,15 +56,6 @@ class DecoderSizes:
     step_tokens: int | None
     weights_bytes: int | None
     head_chunk_rows: int
-
-
-@dataclass
-class StepLog:
-    """What a step did, so far."""
-
-    finished: list[tuple[str, SampleOutput | Failure]] = field(default_factory=list)
-    tokens: list[NewTokens] = field(default_factory=list)
-    prompt_tokens: int = 0
 
 
 class EngineDecoder:
@@ -176,7 +167,7 @@ class EngineDecoder:
         if forward is not None:
             self._absorb(forward, log)
         self._generate(forward, log)
-        return Progress(log.finished, log.tokens, len(log.tokens), log.prompt_tokens)
+        return log.progress()
 
     def _admit(self, log: StepLog) -> None:
         """Let sequences begin, oldest first, until one has no room; fail those without weights."""
@@ -193,6 +184,8 @@ class EngineDecoder:
                 self._fail(group, "The weights are gone.", "user", log)
             except WeightsNotFinite:
                 self._fail(group, "The weights hold values that are not finite.", "user", log)
+            except WeightsUnfit:
+                self._fail(group, "The weights do not fit this base model.", "server", log)
             else:
                 self.schedule.admit(sequence)
                 group.has_begun = True
@@ -333,38 +326,3 @@ class EngineDecoder:
         key = sequence.group.request.weights
         if key is not None:
             self.slots.unpin(key)
-
-
-def choice_of(sequence: Sequence) -> Choice:
-    """Return how the next token of a sequence is chosen."""
-    request = sequence.group.request
-    point = uniform(request.seed, sequence.index, len(sequence.tokens))
-    return Choice(request.temperature, request.top_k, request.top_p, point)
-
-
-def sampled(sequence: Sequence, reason: Literal["stop", "length"]) -> SampledSequence:
-    """Return a finished sequence as plain data."""
-    k = sequence.group.request.topk_sample_logprobs
-    topk = None
-    if k:
-        ids, logprobs = (
-            np.array([pair[part] for pair in sequence.topk]).reshape(-1, k) for part in (0, 1)
-        )
-        topk = TopK(ids.astype(np.int32), logprobs.astype(np.float32))
-    tokens = np.array(sequence.tokens, dtype=np.int32)
-    return SampledSequence(tokens, np.array(sequence.logprobs, dtype=np.float32), reason, topk)
-
-
-def output_of(group: Group) -> SampleOutput:
-    """Return a finished request as plain data; sequences without a token ended by length."""
-    scores = group.scores
-    return SampleOutput(
-        sequences=[
-            group.finished.get(sequence.index) or sampled(sequence, "length")
-            for sequence in group.sequences
-        ],
-        prompt_logprobs=scores.logprobs if scores else None,
-        topk_prompt=scores.topk if scores else None,
-        target_prompt_logprobs=scores.targets if scores else None,
-        cached_prompt_tokens=group.cached_prompt_tokens,
-    )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from cotrain_workers.base_model import UNEMBED
-from cotrain_workers.batch_plan import Chunk
 from cotrain_workers.cuda_step import (
     KernelAttention,
     grouped_lora,
@@ -21,15 +20,16 @@ from cotrain_workers.head import capped, raw_logits
 from cotrain_workers.pack import bucket
 from cotrain_workers.paged_attn import PagedAttention, Span, positions
 from cotrain_workers.row_lora import RowLora
+from cotrain_workers.step_plan import Chunk
 from cotrain_workers.step_route import MixedStep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cotrain_workers.base_model import BaseModel
-    from cotrain_workers.batch_plan import Plan, Row
     from cotrain_workers.kv_cache import KvCache
     from cotrain_workers.route import StepRoute
+    from cotrain_workers.step_plan import Plan, Row
     from cotrain_workers.step_route import Lora
     from cotrain_workers.weight_slots import Slot
 

@@ -30,6 +30,10 @@ class WeightsNotFinite(ValueError):
     """The weights hold NaN or infinity."""
 
 
+class WeightsUnfit(ValueError):
+    """The weights were made for another base model."""
+
+
 @dataclass(frozen=True)
 class SlotLayout:
     """Where the padded matrices of each module lie in a slot."""
@@ -130,7 +134,7 @@ class WeightSlots:
     def pin(self, key: str) -> Slot | None:
         """Return the slot of some weights and keep it until `unpin`; None while all are in use.
 
-        Raises WeightsGone, WeightsNotFinite.
+        Raises WeightsGone, WeightsUnfit, WeightsNotFinite.
         """
         slot = self._slots.get(key) or self._fill(key)
         if slot is not None:
@@ -212,11 +216,11 @@ def slot_layout(targets: Sequence[Target], rank: int) -> SlotLayout:
 
 
 def stage(host: HostWeights, layout: SlotLayout) -> torch.Tensor:
-    """Return a slot's content, `[layout.size]` on the host. Raises ValueError, WeightsNotFinite."""
+    """Return a slot's content, `[layout.size]` on the host. Raises WeightsUnfit, WeightsNotFinite."""
     targets = list(layout.target_by_name.values())
     own = plan_layout(host.spec, targets)
     if host.flat.shape != (own.size,):
-        raise ValueError(f"The weights hold {host.flat.numel()} values, not {own.size}.")
+        raise WeightsUnfit(f"The weights hold {host.flat.numel()} values, not {own.size}.")
     if not torch.isfinite(host.flat).all():
         raise WeightsNotFinite
     staged, rank = torch.zeros(layout.size, dtype=host.flat.dtype), host.spec.rank

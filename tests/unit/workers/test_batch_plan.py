@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotrain_workers.batch_plan import Chunk, Plan, Row, Schedule
+from cotrain_workers.batch_plan import Schedule
 from cotrain_workers.pages import Pages, PrefixIndex
 from cotrain_workers.sequence import Group, Sequence
+from cotrain_workers.step_plan import Chunk, Plan, Row
 from tests.support.decoding import request
 
 PAGE, BUDGET, MOST = 4, 12, 6

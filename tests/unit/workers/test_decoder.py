@@ -390,6 +390,18 @@ def test_weights_that_are_gone_fail_their_request_alone(new_engine: NewEngine) -
     assert isinstance(found["base"], SampleOutput)
 
 
+def test_weights_of_another_model_fail_their_request_alone(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    other = replace(weights["all-8"], flat=torch.zeros(5))
+
+    decoder = decoder_of(engine, {"other": other})
+    found = finish(decoder, [request("other", [1, 2], "other"), request("base", [1, 2])])
+
+    assert found["other"] == Failure("The weights do not fit this base model.", "server")
+    assert isinstance(found["base"], SampleOutput)
+
+
 def test_more_adapters_than_fit_take_turns(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)

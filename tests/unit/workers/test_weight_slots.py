@@ -9,7 +9,7 @@ import torch
 from cotrain_workers.row_lora import LONG_RUN, RowLora
 from cotrain_workers.sample_ops import HostWeights, WeightsGone
 from cotrain_workers.spec import AdapterSpec, Target, plan_layout
-from cotrain_workers.weight_slots import WeightSlots, WeightsNotFinite, slot_layout
+from cotrain_workers.weight_slots import WeightSlots, WeightsNotFinite, WeightsUnfit, slot_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -164,7 +164,7 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
 def test_weights_of_another_model_are_refused() -> None:
     bad = replace(host(8), flat=torch.zeros(7))
 
-    with pytest.raises(ValueError, match="The weights hold 7 values, not"):
+    with pytest.raises(WeightsUnfit, match="The weights hold 7 values, not"):
         slots_of({"a": bad}).pin("a")
 
 
