@@ -195,6 +195,27 @@ async def test_what_has_ended_is_answered_before_the_rest_is_given_back(bench: B
     assert bench.samples.log.redis.hget(keys.sample(second), "starts") in (None, b"0")
 
 
+async def test_a_full_disk_delays_answers_and_claims_and_loses_none(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("cotrain_workers.sampling_service.RETRY_S", 0.0)
+    sampler = await bench.samples.sampler()
+    requests = await bench.samples.submit(sampler, *range(AHEAD + 1))
+    bench.service.advance()
+    bench.decoder.turns.append(3)
+    with monkeypatch.context() as broken:
+        broken.setattr(bench.samples.sampling, "resolve", full)
+        bench.service.advance()
+        bench.service.advance()
+        assert bench.samples.load()[:2] == (1, AHEAD)
+    bench.service.advance()
+    assert all(bench.ended(request) for request in requests[:3])
+    assert bench.samples.load()[:2] == (0, AHEAD - 2)
+
+
 async def test_device_copies_of_forgotten_weights_are_dropped(bench: Bench) -> None:
     bench.service.forget(["r:1", "r:2"])
     assert bench.decoder.dropped == ["r:1", "r:2"]

@@ -8,6 +8,7 @@ dies, or drains) runs again, here or elsewhere, and gives the same tokens.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ log = structlog.get_logger()
 
 #: Requests held here and not yet begun: enough to fill the batch of the next steps.
 AHEAD = 16
+#: Results that could not be written (a full disk, most likely) are tried again after so long.
+RETRY_S = 1.0
 #: A request that was running when so many processes died is then run alone; one that so many died
 #: over, alone, is what kills them. High enough for kills that come from outside.
 MAX_STARTS = 2
@@ -70,6 +73,7 @@ class SamplingService:
         self._streamed: set[str] = set()
         self._uncounted: Counter[str] = Counter()
         self._in_doubt = False
+        self._answer_at = 0.0
         self.waiting = 0
         """How many of the claimed requests had not begun after the last step."""
 
@@ -115,7 +119,7 @@ class SamplingService:
 
         A claim whose answer was lost may have happened, so everything is given back and claimed again.
         """
-        if most <= 0:
+        if most <= 0 or self._finished:  # nothing more while answers cannot be stored
             return []
         if self._in_doubt:
             self._sampling.give_back()
@@ -230,8 +234,14 @@ class SamplingService:
             self._finished[request] = CANCELLED
 
     def _answer(self) -> None:
-        """Store the results there are; while Redis is away they are kept."""
-        if self._finished:
+        """Store the results there are; while Redis is away, or the disk full, they are kept."""
+        if not self._finished or time.monotonic() < self._answer_at:
+            return
+        try:
             self._sampling.resolve(self._finished, self._uncounted)
-            self._finished.clear()
-            self._uncounted.clear()
+        except OSError as full:
+            log.error("results_not_written", reason=str(full))  # noqa: TRY400
+            self._answer_at = time.monotonic() + RETRY_S
+            return
+        self._finished.clear()
+        self._uncounted.clear()
