@@ -131,6 +131,7 @@ def train_policy(model: Path) -> Learning:
             address, str(model), lambda now: live.update(learning_table(now), refresh=True)
         )
     plot(learning, PLOT)
+    console.print()
     console.print(
         f"Mean reward {learning.at_first:.2f} at first, {learning.at_last:.2f} at last, "
         f"in {learning.seconds:.0f} s; drawn in {PLOT}",

@@ -28,18 +28,17 @@ mpl.use("Agg")  # draws into a file; needs no screen
 from matplotlib import pyplot
 
 KEY = "tml-eve_demo-key"
-STEPS = 40
+STEPS = 48
 QUESTIONS, ANSWERS = 24, 16
 """Questions per step, and answers to each."""
 PASSES = 3
 """Optimizer steps per step of sampling. It takes a clipped loss: under `importance_sampling`, whose
 ratio nothing bounds, two of three seeds forgot what they had learned."""
-RANK, LEARNING_RATE = 16, 3e-3
-ANSWER = SamplingParams(max_tokens=4, stop="\n")
+RANK, LEARNING_RATE = 16, 2e-3
 EDGE = 5
 """The first and the last so many steps are what the claim compares."""
-MARGIN = 0.4
-"""By how much the mean reward must have risen between them; five seeds gained 0.8 and more."""
+MARGIN = 0.3
+"""By how much the mean reward must have risen between them; three seeds gained 0.7 and more."""
 
 
 @dataclass
@@ -113,7 +112,15 @@ def _rewarded_answers(
 ) -> list[Datum]:
     """Sample answers to every question, and make datums of those that say something."""
     prompts = [tokenizer.encode(_question(digit), add_special_tokens=False) for digit in asked]
-    futures = [sampler.sample(ModelInput.from_ints(prompt), ANSWERS, ANSWER) for prompt in prompts]
+    first_seed = len(learning.rewards) * QUESTIONS  # so that it goes the same way each time
+    futures = [
+        sampler.sample(
+            ModelInput.from_ints(prompt),
+            ANSWERS,
+            SamplingParams(max_tokens=4, stop="\n", seed=seed),
+        )
+        for seed, prompt in enumerate(prompts, start=first_seed)
+    ]
     data, all_rewards = [], []
     for digit, prompt, future in zip(asked, prompts, futures, strict=True):
         response = future.result()
