@@ -61,6 +61,8 @@ class PackedStep:
         self._base = base
         self._cache = cache
         self._device = base.head_weight.device
+        self._last_slots: list[Slot | None] = []
+        self._last_lora = RowLora([], self._device)
         # Given a mask of four dimensions, transformers builds none and hands this one through.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self._device)
         self._has_kernel = kernel_takes(base.head_weight, base.score_softcap)
@@ -110,12 +112,15 @@ class PackedStep:
         attention = PagedAttention(self._cache, rows, chunks, self._device)
         return MixedStep(attention, self._lora(slots))
 
-    def _lora(self, slots: Sequence[Slot | None]) -> Lora:
+    def _lora(self, slots: list[Slot | None]) -> Lora:
+        """Return the adapters of some rows: as the last step had them, if nobody joined or left."""
         if groups_take(self._base.head_weight, slots):
             return grouped_lora(slots, self._device)
-        return RowLora(slots, self._device)
+        if self._last_slots != slots:
+            self._last_slots, self._last_lora = slots, RowLora(slots, self._device)
+        return self._last_lora
 
-    def logits(self, hidden: torch.Tensor, slots: Sequence[Slot | None]) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, slots: list[Slot | None]) -> torch.Tensor:
         """Return the raw logits of `n` hidden states `[n, d]`, sorted by slot: `[n padded, V]`, fp32."""
         n = len(slots)
         rows = torch.cat([hidden, hidden.new_zeros(padded(n) - n, hidden.shape[1])])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LONG_RUN = 16  # rows of one adapter that are worth a call of their own, which copies no matrix
 GATHER_BYTES = 32 * 1024**2  # copy no more than this for a call that serves several adapters
+KEEP_BYTES = 128 * 1024**2  # of copies kept for the next step, if it has the same rows
 
 
 class Run(NamedTuple):
@@ -45,6 +46,8 @@ class RowLora:
     def __init__(self, slots: Sequence[Slot | None], device: torch.device) -> None:
         self._long: list[Run] = []
         self._short: list[Gathered] = []
+        self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._room = KEEP_BYTES
         short: list[Run] = []
         for run in runs(slots):
             if run.stop - run.start >= LONG_RUN:
@@ -61,16 +64,28 @@ class RowLora:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
         for run in self._long:
             add_run(run, module, x, y)
-        for group in self._short:
+        for at, group in enumerate(self._short):
             if module not in group.modules:
                 continue
             width = (group.stop - group.start) * group.pool.layout.rank
-            if width * (x.shape[1] + y.shape[1]) * x.element_size() > GATHER_BYTES:
+            size = width * (x.shape[1] + y.shape[1]) * x.element_size()
+            if size > GATHER_BYTES:
                 for run in group.runs:
                     add_run(run, module, x, y)
             else:
-                matrices = group.pool.matrices(module, group.slots)
+                matrices = self._gather(at, module, size)
                 add_products(slice(group.start, group.stop), x, y, *matrices)
+
+    def _gather(self, at: int, module: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the matrices of a group's rows side by side, or find the copy of an earlier step."""
+        kept = self._kept.get((at, module))
+        if kept is not None:
+            return kept
+        found = self._short[at].pool.matrices(module, self._short[at].slots)
+        if size <= self._room:
+            self._room -= size
+            self._kept[at, module] = found
+        return found
 
 
 def add_run(run: Run, module: str, x: torch.Tensor, y: torch.Tensor) -> None:

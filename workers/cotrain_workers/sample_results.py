@@ -60,5 +60,5 @@ def output_of(group: Group) -> SampleOutput:
         prompt_logprobs=scores.logprobs if scores else None,
         topk_prompt=scores.topk if scores else None,
         target_prompt_logprobs=scores.targets if scores else None,
-        cached_prompt_tokens=group.cached_prompt_tokens,
+        cached_prompt_tokens=group.cached_prompt_tokens if group.has_begun else 0,
     )

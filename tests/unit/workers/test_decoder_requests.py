@@ -106,6 +106,7 @@ def test_few_or_no_tokens(decoder: EngineDecoder, max_tokens: int) -> None:
     mine = request("m", PROMPT, RUN, max_tokens=max_tokens, num_samples=2, topk_sample_logprobs=3)
     found = output(decoder, mine)
 
+    assert found.cached_prompt_tokens == 0
     for sequence in found.sequences:
         assert sequence.stop_reason == "length"
         assert sequence.tokens.shape == sequence.logprobs.shape == (max_tokens,)
