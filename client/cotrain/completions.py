@@ -7,11 +7,12 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from cotrain.errors import APIError
+from cotrain.errors import APIError, MalformedMessage
 from cotrain.transport import is_transient, read
 from cotrain.types import RetrieveFuturesRequest, RetrieveFuturesResponse
 
 if TYPE_CHECKING:
+    from cotrain.errors import CotrainError
     from cotrain.transport import Transport
     from cotrain.types import SamplingSessionTarget
 
@@ -70,12 +71,16 @@ class Completions:
                 try:
                     await self._poll_once()
                     failures, last_contact = 0, time.monotonic()
+                except MalformedMessage as error:
+                    self._fail(error)
+                    return
                 except APIError as error:
                     failures += 1
-                    given_up = (
-                        time.monotonic() - last_contact > self._transport.policy.give_up_after_s
-                    )
-                    if not is_transient(error) or given_up:
+                    silence_s = time.monotonic() - last_contact
+                    if (
+                        not is_transient(error)
+                        or silence_s > self._transport.policy.give_up_after_s
+                    ):
                         self._fail(error)
                         return
                     await self._transport.pause(failures, error)
@@ -107,7 +112,7 @@ class Completions:
         else:
             waiting.set()
 
-    def _fail(self, error: APIError) -> None:
+    def _fail(self, error: CotrainError) -> None:
         log.warning("polling for each sample by itself from now on: %s", error)
         self._failed = True
         for waiting in self._waiting.values():

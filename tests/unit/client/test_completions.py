@@ -95,7 +95,11 @@ def test_a_disturbance_is_waited_out(answer: Answer) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "policy"),
-    [(refusal(404), None), (refusal(500), RetryPolicy(give_up_after_s=-1))],
+    [
+        (refusal(404), None),
+        (refusal(500), RetryPolicy(give_up_after_s=-1)),
+        (httpx.Response(200, json={"completions": "none"}), None),
+    ],
 )
 def test_where_batch_polling_fails_everybody_asks_for_themselves(
     answer: Answer, policy: RetryPolicy | None
