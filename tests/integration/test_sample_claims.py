@@ -229,9 +229,11 @@ async def test_what_a_dead_worker_ran_comes_back_first_and_in_order(samples: Sam
 async def test_what_a_leaving_worker_gives_back_counts_no_death(samples: Samples) -> None:
     requests = await samples.submit(await samples.sampler(), 0, 1)
     samples.claim()
+    samples.sampling.risk(requests[0])
     assert samples.sampling.give_back() == 2
     again = samples.sampling.claim(9)
-    assert [(one.request, one.starts) for one in again] == [(request, 0) for request in requests]
+    assert [one.request for one in again] == requests
+    assert [(one.starts, one.deaths) for one in again] == [(0, 0), (0, 0)]
 
 
 async def test_a_request_that_kills_its_worker_alone_is_known(samples: Samples) -> None:

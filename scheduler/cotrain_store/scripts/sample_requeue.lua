@@ -24,6 +24,9 @@ while request do
   redis.call('LPUSH', prefix .. 'waiting:' .. row[2] .. ':' .. row[1], request)
   redis.call('HSET', sample, 'state', 'waiting')
   redis.call('HINCRBY', sample, 'starts', deaths)
+  if deaths == '0' then
+    redis.call('HDEL', sample, 'deaths') -- it was counted in advance, and nobody died
+  end
   redis.call('HINCRBY', load, 'running', -1)
   if redis.call('HINCRBY', load, 'waiting', 1) == 1 then
     redis.call('LPUSH', prefix .. 'sample_ring', row[1])
