@@ -169,6 +169,17 @@ def test_a_request_that_joins_later_gives_the_same_bits(new_engine: NewEngine) -
     assert_same(among, alone)
 
 
+def test_a_small_head_chunk_changes_no_bit(new_engine: NewEngine) -> None:
+    wide, narrow = new_engine(), new_engine(head_chunk_rows=5)
+    weights = trained_weights(wide)
+    mine = whole("mine", "all-8")
+
+    expected = output(decoder_of(wide, weights), mine, neighbours(seed=6, count=8))
+    found = output(decoder_of(narrow, weights), mine, neighbours(seed=6, count=8))
+
+    assert_same(found, expected)
+
+
 def test_a_prefix_that_is_cached_changes_no_bit(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)

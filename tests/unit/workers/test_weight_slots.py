@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from cotrain_workers import row_lora
 from cotrain_workers.row_lora import LONG_RUN, RowLora
 from cotrain_workers.sample_ops import HostWeights, WeightsGone
 from cotrain_workers.spec import AdapterSpec, Target, plan_layout
@@ -75,6 +76,25 @@ def test_rows_have_the_same_bits_however_they_are_mixed() -> None:
             found = torch.zeros(len(mixed), target.outputs)
             RowLora(mixed, torch.device("cpu")).add(target.name, rows, found)
             torch.testing.assert_close(found[at : at + 3], long[:3], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("gather", "keep"), [(0, 0), (1 << 20, 0), (1 << 20, 1 << 20)])
+def test_copying_matrices_or_not_and_keeping_them_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, gather: int, keep: int
+) -> None:
+    slots = slots_of({str(at): host(8, at) for at in range(5)})
+    pinned = [slots.pin(str(at)) for at in range(5)]
+    x, expected = torch.randn(5, 24), torch.zeros(5, 131)
+    RowLora(pinned, torch.device("cpu")).add("lm_head", x, expected)
+
+    monkeypatch.setattr(row_lora, "GATHER_BYTES", gather)
+    monkeypatch.setattr(row_lora, "KEEP_BYTES", keep)
+    lora = RowLora(pinned, torch.device("cpu"))
+    for _ in range(2):
+        found = torch.zeros(5, 131)
+        lora.add("lm_head", x, found)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        lora.add("q_proj", x, torch.zeros(5, 40))
 
 
 def test_modules_that_an_adapter_does_not_train_stay_as_they_are() -> None:
