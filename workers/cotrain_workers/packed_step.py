@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -63,8 +64,9 @@ class PackedStep:
         self._device = base.head_weight.device
         self._last_slots: list[Slot | None] = []
         self._last_lora = RowLora([], self._device)
-        # Given a mask of four dimensions, transformers builds none and hands this one through.
-        self._no_mask = torch.zeros(1, 1, 1, 1, device=self._device)
+        self._run_model = partial(
+            run_model, base
+        )  # no method: whoever drops a step frees its memory
         self._has_kernel = kernel_takes(base.head_weight, base.score_softcap)
         if self._has_kernel and groups_take(base.head_weight, []):
             record = CudaRecorder()
@@ -86,20 +88,6 @@ class PackedStep:
                 self._route(items),
             )
         return Forward(hidden, items)
-
-    def _run_model(
-        self, ids: torch.Tensor, positions: torch.Tensor, route: StepRoute
-    ) -> torch.Tensor:
-        """Map token ids and positions, both `[1, T]`, to hidden states `[T, d]`."""
-        with self._base.router.use_step(route):
-            output = self._base.backbone(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=self._no_mask,
-                use_cache=False,
-            )
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
 
     def _route(self, items: Sequence[Item]) -> MixedStep:
         slots = [item.slot for item in items for _ in positions(item.span)]
@@ -127,6 +115,22 @@ class PackedStep:
         logits = raw_logits(rows, self._base.head_weight)
         self._lora(slots).add(UNEMBED, rows, logits)
         return capped(logits, self._base.final_softcap)
+
+
+def run_model(
+    base: BaseModel, ids: torch.Tensor, positions: torch.Tensor, route: StepRoute
+) -> torch.Tensor:
+    """Map token ids and positions, both `[1, T]`, to hidden states `[T, d]`."""
+    with base.router.use_step(route):
+        output = base.backbone(
+            input_ids=ids,
+            position_ids=positions,
+            # Given a mask of four dimensions, transformers builds none; ours is not looked at.
+            attention_mask=ids.new_zeros(1, 1, 1, 1),
+            use_cache=False,
+        )
+    hidden: torch.Tensor = output.last_hidden_state[0]
+    return hidden
 
 
 def padded(rows: int) -> int:

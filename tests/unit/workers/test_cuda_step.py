@@ -5,6 +5,8 @@ What stays for a real device: the kernels themselves (`tests/gpu`).
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -180,6 +182,29 @@ def test_a_graph_that_cannot_be_captured_is_not_used(
 
     assert len(found) == 10
     assert decoder.graph_report().startswith("0 in use; 8 rows: operation not permitted when")
+
+
+@pytest.mark.parametrize("is_on_cuda", [False, True])
+def test_dropping_a_decoder_frees_its_memory_at_once(
+    new_engine: NewEngine, request: pytest.FixtureRequest, is_on_cuda: bool
+) -> None:
+    if is_on_cuda:
+        request.getfixturevalue("as_on_cuda")
+    engine = new_engine()
+    weights = trained_weights(engine)
+    decoder = decoder_of(engine, weights)
+    for each in requests():
+        decoder.add(each)
+    for _ in range(4):
+        decoder.step()
+    memory = weakref.ref(decoder._cache)
+
+    gc.disable()
+    try:
+        del decoder
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_without_a_gpu_there_are_no_graphs(new_engine: NewEngine) -> None:
