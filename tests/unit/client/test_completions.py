@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -76,6 +77,32 @@ def test_what_has_arrived_is_told_until_the_server_has_heard_it() -> None:
     assert [body["retrieved_request_ids"] for body in asked] == [[], ["a"], ["a"]]
     # Nobody waits, so the server need not either.
     assert [body.get("timeout") for body in asked] == [None, 0.0, 0.0]
+
+
+def test_what_arrives_during_a_poll_is_told_with_the_next() -> None:
+    told: list[list[str]] = []
+
+    async def run() -> None:
+        is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            told.append(json.loads(request.content)["retrieved_request_ids"])
+            is_asked.set()
+            await may_answer.wait()
+            return ended(0)
+
+        transport = Transport("http://server", "k", network=httpx.MockTransport(answer))
+        completions = Completions(transport, TARGET)
+        completions.retrieved("a")
+        await is_asked.wait()
+        completions.retrieved("b")
+        may_answer.set()
+        assert completions.task is not None
+        await completions.task
+        await transport.close()
+
+    asyncio.run(run())
+    assert told == [["a"], ["b"]]
 
 
 def test_nobody_polls_when_there_is_nothing_to_hear_or_say() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from pydantic import ValidationError
 
 from cotrain import BadRequestError, ModelInput, SamplingParams, ServiceClient
 from tests.support.fake_api import refusal
-from tests.support.fake_sampling import FakeSampling
+from tests.support.fake_sampling import FakeSampling, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,11 +80,13 @@ def test_a_refused_save_leaves_no_gap_in_the_order(api: FakeSampling, run: Train
 def test_a_training_result_that_is_given_up_leaves_no_gap(
     api: FakeSampling, run: TrainingClient
 ) -> None:
-    api.hold["step:1"] = threading.Event()
+    api.answers["optim_step"] = [refusal(429, **{"Retry-After": "0.05"})]
     future = run.optim_step()
+    asyncio.run(until(lambda: "optim_step" in api.paths()))  # and refused for the moment
     assert future.cancel()
     with pytest.raises(CancelledError):
         future.result()
     run.optim_step().result()
-    assert sorted(body["seq_id"] for body in api.bodies("optim_step")) == [1, 2]
+    asyncio.run(until(lambda: len(api.bodies("optim_step")) == 3))
+    assert sorted(body["seq_id"] for body in api.bodies("optim_step")) == [1, 1, 2]
     assert not api.cancelled
