@@ -66,14 +66,15 @@ def packed_attention(
     `query` is `[1, heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`; returns `[1, T, heads, d]`.
     Raises NotImplementedError for what it does not implement, so that no model is wrong in silence.
     """
+    refuse_unsupported(dropout, kwargs)
     router: Router = module.cotrain_router  # type: ignore[assignment]
-    is_step = router.step is not None  # which passes a mask that means nothing
-    refuse_unsupported(None if is_step else attention_mask, dropout, kwargs)
     rule = Rule(scaling, sliding_window, softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     if router.step is not None:
         layer: int = module.cotrain_layer  # type: ignore[assignment]
         return router.step.attend(layer, q, k, v, rule)[None], None
+    if attention_mask is not None:  # that of a decoder step means nothing
+        raise NotImplementedError("Packed attention does not implement attention_mask.")
     table = router.route.sequences
     if softcap is None and varlen_takes(query):
         return varlen_attention(q, k, v, table, rule)[None], None
@@ -86,11 +87,9 @@ def packed_attention(
     return (torch.cat(outs) if len(outs) > 1 else outs[0])[None], None
 
 
-def refuse_unsupported(mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
+def refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
     """Raise NotImplementedError if the model asks for attention that this file does not compute."""
     asked = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
-    if mask is not None:
-        asked.append("attention_mask")
     if dropout:
         asked.append("dropout")
     if kwargs.get("is_causal") is False:
