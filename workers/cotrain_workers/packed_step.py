@@ -64,9 +64,8 @@ class PackedStep:
         self._device = base.head_weight.device
         self._last_slots: list[Slot | None] = []
         self._last_lora = RowLora([], self._device)
-        self._run_model = partial(
-            run_model, base
-        )  # no method: whoever drops a step frees its memory
+        # No method of this object: whoever drops it frees its memory at once.
+        self._run_model = partial(run_model, base)
         self._has_kernel = kernel_takes(base.head_weight, base.score_softcap)
         if self._has_kernel and groups_take(base.head_weight, []):
             record = CudaRecorder()
