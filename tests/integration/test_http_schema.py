@@ -36,7 +36,7 @@ def server(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("api")
     redis_server.flush()
     publish_pool(redis_server.url, folder)
-    config = uvicorn.Config(_app(redis_server.url, folder), port=0, log_level="error")
+    config = uvicorn.Config(_app(redis_server.url, folder), port=0, log_config=None)
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run)
     thread.start()

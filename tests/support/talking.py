@@ -102,7 +102,7 @@ def talking_api(redis_url: str, folder: Path, **changes: Any) -> Iterator[Talkin
         }
     )
     app, script = create_app(settings), Script()
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
     with in_thread(server.run, lambda: setattr(server, "should_exit", True)) as thread:
         while not server.started:
             thread.join(0.01)
