@@ -7,7 +7,9 @@ sends all requests at once, each tenant from a client of its own. Then the same 
 trains without a pause:
 
   latency     of a request, from its call to its result (s, p50 and p95)
-  training    tokens/s beside the requests over tokens/s without them; its promised share is 0.5
+  training    of the worker's time between the first and the last of its cycles that ran beside the
+              requests, what training took (promised: 1 - COTRAIN_SAMPLING_SHARE), by the server's records;
+              and tokens/s beside the requests over tokens/s without them
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import numpy as np
 
 from bench.model import VOCAB, build
@@ -52,13 +55,16 @@ def main() -> None:
         training_alone = args.batch * args.length / drive([trainer], args.steps)
         with Training(args, trainer) as training:
             beside = measure(args, samplers)
-        share = training.tokens_per_s / training_alone
-    print(f"training beside them: {share:.2f} of its speed alone ({training_alone:.0f} tokens/s)")
+        time_share = share_of_time(url)
+    speed = training.tokens_per_s / training_alone
+    print(f"training beside them: {time_share:.3f} of the worker's time")
+    print(f"   {speed:.2f} of its speed alone ({training_alone:.0f} tokens/s)")
     command = " ".join(["python -m bench.sampling_through_http", *sys.argv[1:]])
     report = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": machine(args),
               "shape": vars(args), "alone": alone, "beside_training": beside,
               "training": {"alone_tokens_per_s": training_alone,
-                           "beside_tokens_per_s": training.tokens_per_s, "share": share}}  # fmt: skip
+                           "beside_tokens_per_s": training.tokens_per_s,
+                           "speed": speed, "share_of_time": time_share}}  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"sampling_through_http-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     path.write_text(json.dumps(report, indent=1, default=str) + "\n")
@@ -118,6 +124,19 @@ def measure(args: argparse.Namespace, samplers: list[SamplingClient]) -> dict[st
         flush=True,
     )
     return row
+
+
+def share_of_time(url: str) -> float:
+    """Return what training took of the time from the first to the last cycle that had company."""
+    (pool,) = httpx.get(f"{url}/status").json()["pools"]
+    busy = [record for record in pool["cycles"] if record["sampling_ms"]]
+    first, last = min(r["started_at"] for r in busy), max(r["started_at"] for r in busy)
+    trained_ms = sum(
+        record["duration_ms"] - record["sampling_ms"]
+        for record in pool["cycles"]
+        if first <= record["started_at"] < last
+    )
+    return float(trained_ms / 1000 / (last - first))
 
 
 async def sample(

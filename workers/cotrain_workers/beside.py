@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from cotrain_workers.share import Share
 
 
+#: A step that begins so soon after another was on its way when that ended: training did not rest.
+ROAD_S = 0.1
+
+
 class Beside:
     """Measures what training takes and what the decoder takes, and gives each its turn."""
 
@@ -24,14 +29,27 @@ class Beside:
         self._share = share
         self._stopping = stopping
         self._trained_until = 0.0
+        self._rests_since = -math.inf
+        self._decoded_at_rest = 0.0
 
     def training_begins(self) -> None:
         """From here on time is training's."""
         self._trained_until = time.monotonic()
+        if self._trained_until - self._rests_since < ROAD_S:
+            self._share.decoded(self._decoded_at_rest)
 
     def training_ends(self) -> None:
-        """From here on nobody waits for the decoder."""
-        self._share.trained(time.monotonic() - self._trained_until)
+        """From here on nobody waits for the decoder, unless the next step is on its way."""
+        self._rests_since = time.monotonic()
+        self._share.trained(self._rests_since - self._trained_until)
+        self._decoded_at_rest = 0.0
+
+    def rest(self) -> bool:
+        """Decode a step while no training is open; False when there was nothing to decode."""
+        began = time.monotonic()
+        worked = self._sampler.advance()
+        self._decoded_at_rest += time.monotonic() - began
+        return worked
 
     def between(self) -> None:
         """Decode while there is credit; to be called when the model is free.

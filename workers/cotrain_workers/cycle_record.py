@@ -38,6 +38,7 @@ def cycle_record(
         "duration_ms": round((finished - started) * 1000, 3),
         "wave_ms": round(cost.wave_s * 1000, 3) if cost else None,
         "optim_ms": round(cost.optim_s * 1000, 3) if cost else None,
+        "sampling_ms": round(cost.beside_s * 1000, 3) if cost else None,
         "tokens": sum(op.tokens for op in step.ops),
         "padded_tokens": cost.padded_tokens if cost else None,
         "forwards": cost.forwards if cost else None,

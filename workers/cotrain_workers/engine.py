@@ -131,8 +131,9 @@ class Engine:
             forwards=cost.forwards,
             tokens=cost.tokens,
             padded_tokens=cost.padded_tokens,
-            wave_s=middle - began,
+            wave_s=middle - began - cost.beside_s,
             optim_s=time.perf_counter() - middle,
+            beside_s=cost.beside_s,
         )
 
     def decoder(

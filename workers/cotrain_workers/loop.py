@@ -131,7 +131,7 @@ class WorkerLoop:
         steps = self._execution.open_steps()
         if steps:
             self.execute(steps[0])
-        elif not self._sampler.advance():
+        elif not self._beside.rest():
             self._tend()
             self._execution.wait(SOON_S if self._sampler.running else IDLE_S)
         if time.monotonic() - self._tended_at > TEND_S:
@@ -272,7 +272,8 @@ class WorkerLoop:
     def _measure(self, cost: CycleOutput | None) -> None:
         if cost is None or cost.tokens < _MEASURABLE_TOKENS:
             return
-        measured = cost.tokens / (cost.wave_s + cost.optim_s)
+        # What sampled beside it counts: a cycle shall not last longer for that.
+        measured = cost.tokens / (cost.wave_s + cost.optim_s + cost.beside_s)
         self._tokens_per_s += _SMOOTHING * (measured - self._tokens_per_s)
 
     def _beat(self) -> WorkerBeat:

@@ -121,3 +121,4 @@ class CycleOutput:
     padded_tokens: int  # tokens plus the filler of every micro-batch
     wave_s: float  # forward/backward
     optim_s: float
+    beside_s: float  # what `between` took; in none of the other two

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -50,6 +51,7 @@ class WaveCost:
     forwards: int = 0
     tokens: int = 0
     padded_tokens: int = 0
+    beside_s: float = 0.0  # in `between`
 
 
 class Wave:
@@ -87,7 +89,9 @@ class Wave:
             else:
                 waiting.extendleft(reversed(batch.halves()))
             if between is not None:
+                began = time.perf_counter()
                 between()
+                cost.beside_s += time.perf_counter() - began
         return cost
 
     def _fits(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> bool:

@@ -38,7 +38,9 @@ RESULTS = {
     (A, 2): Result.of_json({}),
     (B, 1): Result.of_json({}),
 }
-COST = CycleOutput(OUTPUTS, forwards=2, tokens=42, padded_tokens=64, wave_s=0.5, optim_s=0.25)
+COST = CycleOutput(
+    OUTPUTS, forwards=2, tokens=42, padded_tokens=64, wave_s=0.5, optim_s=0.25, beside_s=0.125
+)
 
 
 def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
@@ -46,6 +48,7 @@ def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
     assert (record["cycle"], record["worker"], record["planned_at"]) == (4, "w0", 100.0)
     assert (record["tokens"], record["padded_tokens"], record["forwards"]) == (42, 64, 2)
     assert (record["duration_ms"], record["wave_ms"], record["optim_ms"]) == (800.0, 500.0, 250.0)
+    assert record["sampling_ms"] == 125.0
     assert record["outcome"] == "ok"
     assert record["runs"] == [
         {
