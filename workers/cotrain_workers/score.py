@@ -24,7 +24,10 @@ class PromptScores:
 
     def __init__(self, request: SampleRequest) -> None:
         size, last_n = len(request.prompt), request.prompt_logprobs_last_n
-        self.first_row = 0 if last_n is None else max(0, size - 1 - last_n)
+        self._first_own_row = 0 if last_n is None else max(0, size - 1 - last_n)
+        # The targets are asked for everywhere, whatever `last_n` says.
+        has_targets = request.target_prompt_logprobs is not None
+        self.first_row = 0 if has_targets else self._first_own_row
         self._prompt = request.prompt
         self._targets = request.target_prompt_logprobs
         k = request.topk_prompt_logprobs
@@ -53,16 +56,18 @@ class PromptScores:
         columns = self._columns(rows, after, logits.device)
         found, _ = picked_logprobs(logits, columns)
         values = found.float().cpu().numpy()
+        before = max(0, self._first_own_row - rows.start)  # rows that only the targets ask about
+        own = slice(rows.start + 1 + before, rows.stop + 1)
         if self.logprobs is not None:
-            self.logprobs[after] = values[:, 0]
+            self.logprobs[own] = values[before:, 0]
         if self._targets is not None and self.targets is not None:
             here = slice(rows.start, rows.stop)
             skipped = self._targets[here] == SKIPPED
             self.targets[here] = np.where(skipped, np.nan, values[:, 1:])
-        if self.topk is not None:
-            ids, logprobs = top(logits, self.topk.token_ids.shape[1])
-            self.topk.token_ids[after] = ids
-            self.topk.logprobs[after] = logprobs
+        if self.topk is not None and before < len(rows):
+            ids, logprobs = top(logits[before:], self.topk.token_ids.shape[1])
+            self.topk.token_ids[own] = ids
+            self.topk.logprobs[own] = logprobs
         return True
 
     def _columns(self, rows: range, after: slice, device: torch.device) -> torch.Tensor:

@@ -124,11 +124,12 @@ def sample_output(request: SampleRequest, completions: Sequence[Completion]) -> 
     scores: list[Row] = []
     if _scores_prompt(request):
         scores = _prompt_rows(request, completions[0].choice["prompt_logprobs"])
+    last = _last_rows(request, scores)
     k = request.topk_prompt_logprobs
     return SampleOutput(
         sequences=[_sequence(request, each.choice) for each in completions],
-        prompt_logprobs=_own_logprobs(request, scores) if request.prompt_logprobs else None,
-        topk_prompt=_top_k(scores, k) if k else None,
+        prompt_logprobs=_own_logprobs(request, last) if request.prompt_logprobs else None,
+        topk_prompt=_top_k(last, k) if k else None,
         target_prompt_logprobs=_target_logprobs(request, scores),
         cached_prompt_tokens=completions[0].cached_prompt_tokens,
     )
@@ -164,17 +165,22 @@ def _token_id(token: str) -> int:
 
 
 def _prompt_rows(request: SampleRequest, answered: Sequence[Mapping[str, Any] | None]) -> list[Row]:
-    """Return the log-probs at each prompt position; none at the first and before the last N."""
-    length, last_n = len(request.prompt), request.prompt_logprobs_last_n
+    """Return the log-probs at each prompt position; none at the first."""
+    length = len(request.prompt)
     if len(answered) != length:
         raise ValueError(f"vLLM scored {len(answered)} tokens of a prompt of {length}")
-    first = 1 if last_n is None else max(1, length - last_n)
-    return [
+    scored = [
         {int(token): entry["logprob"] for token, entry in (row or {}).items()}
-        if at >= first
-        else {}
-        for at, row in enumerate(answered)
+        for row in answered[1:]
     ]
+    return [{}, *scored]
+
+
+def _last_rows(request: SampleRequest, rows: Sequence[Row]) -> Sequence[Row]:
+    """Empty the rows before the last N; the targets are asked for everywhere all the same."""
+    last_n = request.prompt_logprobs_last_n
+    hidden = 0 if last_n is None else max(0, len(rows) - last_n)
+    return [{}] * hidden + list(rows[hidden:])
 
 
 def _own_logprobs(request: SampleRequest, rows: Sequence[Row]) -> np.ndarray:

@@ -173,7 +173,6 @@ def test_prompt_logprobs_of_the_last_positions_only(engine: Engine, decoder: Eng
         prompt_logprobs=True,
         prompt_logprobs_last_n=4,
         topk_prompt_logprobs=3,
-        target_prompt_logprobs=targets,
     )
     found = output(decoder, mine)
 
@@ -185,9 +184,16 @@ def test_prompt_logprobs_of_the_last_positions_only(engine: Engine, decoder: Eng
     assert found.topk_prompt is not None
     assert (found.topk_prompt.logprobs[:-4] == NOT_COMPUTED_LOGPROB).all()
     assert (found.topk_prompt.logprobs[-4:] > NOT_COMPUTED_LOGPROB).all()
-    assert found.target_prompt_logprobs is not None
-    assert np.isnan(found.target_prompt_logprobs[:-4]).all()
-    np.testing.assert_array_equal(np.isnan(found.target_prompt_logprobs[-4:]), targets[-4:] == -1)
+
+    with_targets = output(decoder, replace(mine, id="t", target_prompt_logprobs=targets))
+
+    assert with_targets.target_prompt_logprobs is not None
+    skipped = np.isnan(with_targets.target_prompt_logprobs)
+    np.testing.assert_array_equal(skipped, targets == -1)  # everywhere, whatever the last N
+    assert with_targets.prompt_logprobs is not None
+    np.testing.assert_array_equal(with_targets.prompt_logprobs, found.prompt_logprobs)
+    assert with_targets.topk_prompt is not None
+    np.testing.assert_array_equal(with_targets.topk_prompt.logprobs, found.topk_prompt.logprobs)
 
 
 def test_topk_and_target_logprobs_are_the_models(engine: Engine, decoder: EngineDecoder) -> None:

@@ -134,6 +134,7 @@ def test_what_is_asked_about_the_prompt_is_answered(
     assert np.array_equal(
         output.target_prompt_logprobs[-3:, 0], output.prompt_logprobs[-3:], equal_nan=True
     )
+    assert np.abs(output.target_prompt_logprobs[:, 0] - theirs[-len(targets) :]).max() < 1e-5
     assert np.isnan(output.target_prompt_logprobs[:, 1]).all()
     assert output.cached_prompt_tokens == 3
 

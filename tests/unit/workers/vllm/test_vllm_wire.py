@@ -151,7 +151,7 @@ def test_prompt_positions_that_were_not_computed_are_marked() -> None:
     assert output.topk_prompt.logprobs[:2].tolist() == [[none, none], [none, none]]
     assert output.target_prompt_logprobs is not None
     np.testing.assert_array_equal(
-        output.target_prompt_logprobs, np.array([[nan, nan], [nan, -0.2]], np.float32)
+        output.target_prompt_logprobs, np.array([[-2.0, nan], [nan, -0.2]], np.float32)
     )
 
 
