@@ -124,7 +124,7 @@ def run_scenarios(
         env=environment,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr}"
     facts: Facts = json.loads(done.stdout)
     assert facts["version"] == sdk
     return facts
