@@ -90,7 +90,7 @@ class EngineDecoder:
         self._head_chunk_rows = sizes.head_chunk_rows
         self._step = PackedStep(base, self._cache, -(-self._max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
-        self._pinned: dict[str | None, Slot | None] = {None: None}
+        self._pinned: dict[str | None, Slot | None] = {None: None}  # of the sequences that run
         self._empty: list[tuple[str, SampleOutput]] = []  # finished before they began
         self._arrivals = 0
         self.preemptions = 0  # since the decoder was made
@@ -241,7 +241,8 @@ class EngineDecoder:
 
     def _choose(self, ready: list[tuple[Sequence, torch.Tensor]], log: StepLog) -> None:
         sequences = [sequence for sequence, _ in ready]
-        slots = [self._pinned[sequence.group.request.weights] for sequence in sequences]
+        # A request that failed a moment ago has no slot any more; what its rows give is not used.
+        slots = [self._pinned.get(sequence.group.request.weights) for sequence in sequences]
         logits = self._step.logits(torch.stack([hidden for _, hidden in ready]), slots)
         tokens = choose(logits, [choice_of(sequence) for sequence in sequences])
         found, _ = picked_logprobs(logits[: len(ready)], tokens[:, None])
@@ -326,3 +327,6 @@ class EngineDecoder:
         key = sequence.group.request.weights
         if key is not None:
             self.slots.unpin(key)
+            slot = self._pinned[key]
+            if slot is not None and not slot.users:
+                del self._pinned[key]  # else it would keep the memory of a pool that was given up
