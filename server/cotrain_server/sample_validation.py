@@ -24,6 +24,8 @@ MAX_STOP_CHARACTERS = 1_024
 MAX_TOPK = 128
 #: Cells of `target_prompt_logprobs`: as many numbers come back.
 MAX_TARGETS = 1 << 20
+#: Log-probs of other tokens that the samples of one request may bring back: a worker holds them all.
+MAX_TOPK_CELLS = 1 << 24
 SKIPPED = -1
 """A cell of `target_prompt_logprobs` that asks for nothing."""
 
@@ -100,6 +102,7 @@ def _check_logprobs(body: SampleBody, pool: PoolRecord) -> None:
     limit = min(MAX_TOPK, pool.vocab_size)
     _check_range("topk_prompt_logprobs", body.topk_prompt_logprobs, 0, limit)
     _check_range("topk_sample_logprobs", body.topk_sample_logprobs, 0, limit)
+    _check_answer(body, pool)
     last_n, positions = body.prompt_logprobs_last_n, len(body.prompt) - 1
     if last_n is not None:
         if not body.prompt_logprobs:
@@ -111,6 +114,18 @@ def _check_logprobs(body: SampleBody, pool: PoolRecord) -> None:
             )
     if body.target_prompt_logprobs is not None:
         _check_targets(body.target_prompt_logprobs, positions, pool.vocab_size)
+
+
+def _check_answer(body: SampleBody, pool: PoolRecord) -> None:
+    room = pool.max_sequence_tokens - len(body.prompt)
+    tokens = room if body.max_tokens is None else min(room, body.max_tokens)
+    cells = body.num_samples * tokens * body.topk_sample_logprobs
+    if cells > MAX_TOPK_CELLS:
+        raise Invalid(
+            f"topk_sample_logprobs: {body.num_samples} samples of up to {tokens} tokens with "
+            f"{body.topk_sample_logprobs} each are {cells} log-probs; at most {MAX_TOPK_CELLS} are "
+            "taken. Ask for fewer samples, a smaller max_tokens, or fewer log-probs."
+        )
 
 
 def _check_targets(targets: tuple[tuple[int, ...], ...], positions: int, vocab_size: int) -> None:

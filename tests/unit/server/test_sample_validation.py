@@ -163,3 +163,14 @@ def test_no_token_outside_the_vocabulary_ever_passes(prompt: list[int], stop: li
         return
     assert all(0 <= token < POOL.vocab_size for token in (*prompt, *stop))
     assert 1 <= len(prompt) <= POOL.max_sequence_tokens
+
+
+def test_samples_bring_back_no_more_logprobs_than_a_worker_can_hold() -> None:
+    wide = replace(POOL, max_sequence_tokens=2**15)
+    most = {"num_samples": 1_024, "topk_sample_logprobs": 128, "max_tokens": 128}
+    check_sample(body(**most), wide)
+    for more in ({"max_tokens": 129}, {"max_tokens": None}):
+        message = refusal(wide, **{**most, **more})
+        assert message.startswith("topk_sample_logprobs: 1024 samples of up to ")
+        assert "at most 16777216" in message
+    check_sample(body(num_samples=1_024), wide)
