@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy as np
+    import torch
 
     from cotrain_workers.sample_ops import HostWeights
     from cotrain_workers.spec import AdapterSpec
@@ -62,13 +63,48 @@ class OptimStep:
 
 @dataclass(frozen=True)
 class Save:
-    """Copy a run's weights to the host, as they are after its ops so far."""
+    """Copy a run's weights to the host, as they are after its ops so far; `optimizer` its state, too."""
 
     run: str
     seq: int
+    optimizer: bool = False
 
 
-Op = Create | Pass | OptimStep | Save
+@dataclass(frozen=True)
+class HostOptimizer:
+    """The AdamW state of an adapter on the host, in the arena layout of `spec`."""
+
+    spec: AdapterSpec
+    m: torch.Tensor  # fp32 [layout.size]
+    v: torch.Tensor  # fp32 [layout.size]
+    step: int  # optimizer steps taken
+
+
+@dataclass(frozen=True)
+class Load:
+    """Put `weights` in place of the run's; a pending gradient is gone, and AdamW goes on or starts anew.
+
+    With `creates` the run begins with them, and takes its spec from them.
+    """
+
+    run: str
+    seq: int
+    path: str  # what the tenant calls the checkpoint; for messages
+    weights: HostWeights
+    optimizer: HostOptimizer | None  # None: zero moments, step 0
+    creates: bool = False
+
+
+@dataclass(frozen=True)
+class Import:
+    """Start a run with an adapter that was made elsewhere: an upload, as `encode_import` writes it."""
+
+    run: str
+    seq: int
+    content: bytes
+
+
+Op = Create | Import | Pass | OptimStep | Save | Load
 
 
 @dataclass(frozen=True)
@@ -98,6 +134,14 @@ class SaveOutput:
     """The copy; later ops of the run leave it as it is."""
 
     weights: HostWeights
+    optimizer: HostOptimizer | None = None  # as asked for
+
+
+@dataclass(frozen=True)
+class LoadOutput:
+    """The run's state was replaced by that of a checkpoint."""
+
+    path: str
 
 
 @dataclass(frozen=True)
@@ -108,7 +152,7 @@ class Failure:
     category: Literal["user", "server"]
 
 
-Output = CreateOutput | PassOutput | StepOutput | SaveOutput | Failure
+Output = CreateOutput | PassOutput | StepOutput | SaveOutput | LoadOutput | Failure
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from cotrain_workers.ops import (
     CreateOutput,
     Datum,
     Failure,
+    LoadOutput,
     Op,
     OptimStep,
     Output,
@@ -84,6 +85,8 @@ def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
             return Result.of_json({"metrics": metrics})
         case CreateOutput():
             return Result.of_json({"model_id": op.run, "type": "create_model"})
+        case LoadOutput(path):
+            return Result.of_json({"path": path, "model_id": op.run, "type": "load_weights"})
         case SaveOutput():
             raise AssertionError("what a save resolves to is made with its records")
         case Failure(message, category):
