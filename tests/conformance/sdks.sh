@@ -1,13 +1,21 @@
 #!/usr/bin/env bash
-# Fetch the older official SDK that the conformance tests run beside the one in .venv.
+# Fetch the published SDKs that are judged beside the one in .venv.
 #
-# It goes to .sdk/ without its dependencies: those of .venv satisfy it, and PYTHONPATH puts it first.
+#   sdks.sh        those that `make test` runs
+#   sdks.sh all    every one of docs/compatibility.md
+#
+# Each goes to a folder of its own in .sdk/, without its dependencies: those of .venv satisfy it, and
+# PYTHONPATH puts it first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-version=0.22.0
-folder=.sdk/tinker-$version
+sdks=(tinker==0.22.0 mindlab-toolkit==0.2.0)
+[ "${1:-}" = all ] && sdks+=(tinker==0.25.0 tinker==0.30.1 tinker==0.33.1)
 
-[ -d "$folder/tinker-$version.dist-info" ] && exit
-rm -rf "$folder"
-"${PYTHON:-python}" -m pip install --quiet --no-deps --target "$folder" "tinker==$version"
+for sdk in "${sdks[@]}"; do
+  folder=.sdk/${sdk/==/-}
+  [ -f "$folder/.fetched" ] && continue
+  rm -rf "$folder"
+  "${PYTHON:-python}" -m pip install --quiet --no-deps --target "$folder" "$sdk"
+  touch "$folder/.fetched"
+done
