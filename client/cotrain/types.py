@@ -38,7 +38,7 @@ from cotrain.sampling_types import (
     SaveWeightsForSamplerResponse,
 )
 from cotrain.tensors import TensorData
-from cotrain.wire_model import Name, SeqId, SequencedRequest, WireModel
+from cotrain.wire_model import ModelSeqId, Name, SeqId, SequencedRequest, WireModel
 
 __all__ = [
     "AdamParams",
@@ -99,9 +99,6 @@ __all__ = [
     "UnloadModelResponse",
     "UntypedAPIFuture",
 ]
-
-ModelSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-
 
 # ---- Session -------------------------------------------------------------------------------------
 

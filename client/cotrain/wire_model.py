@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 SeqId = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 """Place of a request in its run's order; the wire gives it 32 bits."""
+ModelSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+"""Number of a run in its session, given by the client."""
 
 
 class WireModel(BaseModel):
