@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cotrain_server.auth import FailureCounter
 from cotrain_server.errors import TooManyPolls
+from cotrain_store.audit import Audit
 from cotrain_store.completions import Completions
 from cotrain_store.connection import Connection, check_store, open_connection
 from cotrain_store.futures import Futures
@@ -19,6 +20,7 @@ from cotrain_store.sample_intake import SampleIntake
 from cotrain_store.spool import Spool, new_writer
 from cotrain_store.tenants import Tenants
 from cotrain_store.token_stream import TokenStream
+from cotrain_store.usage import Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -40,6 +42,8 @@ class Services:
     futures: Futures
     completions: Completions
     token_stream: TokenStream
+    usage: Usage
+    audit: Audit
     failures: FailureCounter = field(default_factory=FailureCounter)
     polls_by_tenant: Counter[TenantId] = field(default_factory=Counter)
     draining: bool = False
@@ -95,6 +99,8 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
                 futures=futures,
                 completions=completions,
                 token_stream=token_stream,
+                usage=Usage(connection),
+                audit=Audit(connection),
             )
     finally:
         await asyncio.to_thread(spool.close)
