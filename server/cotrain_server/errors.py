@@ -11,6 +11,9 @@ RequestError
 ├── UnsupportedMediaType
 ├── TooManyFailures         (wrong API keys from one address)
 ├── TooManyPolls            (held open by one tenant)
+├── InvalidToken            (not ours, expired, or its key was revoked)
+├── BadLink                 (to a file)
+├── KeyOfTheOperator        (its tenant cannot revoke it)
 └── OperatorsOnly           (answered as if the endpoint did not exist)
 """
 
@@ -75,6 +78,22 @@ class TooManyPolls(RequestError):
     retry_after_s = 1.0
 
 
+class InvalidToken(RequestError):
+    """The token is expired or not valid; get a new one with your API key."""
+
+    def __init__(self, *, expired: bool = False) -> None:
+        super().__init__()
+        self.expired = expired
+
+
+class BadLink(RequestError):
+    """Link expired or invalid."""
+
+
+class KeyOfTheOperator(RequestError):
+    """This API key stands in the server's settings; only its operator can take it back."""
+
+
 class OperatorsOnly(RequestError):
     """Not Found"""
 
@@ -88,6 +107,9 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (UnsupportedMediaType, 415),
     (TooManyFailures, 429),
     (TooManyPolls, 429),
+    (InvalidToken, 401),
+    (BadLink, 403),
+    (KeyOfTheOperator, 403),
     (OperatorsOnly, 404),
     (store.BaseModelNotServed, 400),
     # The SDK samples again at 410, which is what such a request needs.
@@ -146,6 +168,9 @@ def error_response(
     """Answer a refusal."""
     headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
     body = ErrorBody(detail=message, code=code, request_id=request_id)
+    if code == "invalid_token":
+        # SDK 0.38 gets a new token at this, and sends the request again.
+        headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
     return JSONResponse(body.model_dump(), status, headers)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
@@ -30,6 +30,11 @@ class ServerSettings(StoreSettings):
     """Keys to accept beside those made with `cotrain keys create`; each is a tenant of its own."""
     admin_key: SecretStr | None = None
     """Opens `/metrics` and the whole of `/status`. Without it, only callers on loopback get them."""
+    public_url: Annotated[str | None, Field(pattern=r"^https?://[^\s?#]+$")] = None
+    """How clients reach this server, for links to files; by default as their request reached it."""
+    jwt_auth: Literal["needed", "always"] = "needed"
+    """Which clients exchange their key for a token: those whose key an SDK takes in no other way
+    (`sk-…`), or all."""
 
     max_rank: Annotated[int, Field(ge=1)] = 128
     max_body_bytes: Annotated[int, Field(ge=1024)] = 64 * MIB
@@ -45,6 +50,9 @@ class ServerSettings(StoreSettings):
     """Polls one tenant may hold open in one API process."""
     quota_samples: Annotated[int, Field(ge=1)] = 2_000
     """Sample requests one tenant may have waiting or running; over it, clients slow down."""
+    quota_checkpoints: Annotated[int, Field(ge=1)] = 10_000
+    quota_checkpoint_bytes: Annotated[int, Field(ge=1)] = 100_000_000_000
+    """Checkpoints one tenant may have stored, and their bytes; over it, saves fail."""
     batch_polling: bool = True
     """Whether SDKs that can (0.38) wait for all results of a sampler with one poll."""
 
@@ -59,7 +67,7 @@ class ServerSettings(StoreSettings):
     def _split(cls, value: object) -> object:
         return value.replace(",", " ").split() if isinstance(value, str) else value
 
-    @field_validator("admin_key", mode="before")
+    @field_validator("admin_key", "public_url", mode="before")
     @classmethod
     def _unset_if_empty(cls, value: object) -> object:
         # A container passes an unset variable on as an empty one; no empty key may open anything.

@@ -1,0 +1,125 @@
+"""Sign what this server will have to believe later: download links, and tokens that stand for keys.
+
+Everything is derived from two secrets that all API processes share: what the current one signed and
+what the previous one signed is believed. A link is no API key: it opens one file of one checkpoint
+for some minutes, and the checkpoint is looked up again for the tenant that the link was made for.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
+
+import jwt
+
+from cotrain_server.errors import BadLink, InvalidToken
+from cotrain_store.messages import TenantId, WeightsRef
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LINK_LIFE_S = 15 * 60
+#: SDKs ask for the next token at half of this.
+TOKEN_LIFE_S = 3600
+_ALGORITHM = "HS256"
+_CLAIMS = ["sub", "jti", "iat", "exp"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Leave to fetch one file, whoever asks, until some time."""
+
+    tenant: TenantId
+    """For whom it was made; whether that tenant may still read the checkpoint is asked again."""
+    path: str
+    weights: WeightsRef
+    """What the path named then: a link never gives what it names later."""
+    file: str
+    expires_at: int
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token that stands for an API key for an hour."""
+
+    tenant: TenantId
+    key_id: str
+
+
+class Signer:
+    """Signs and reads links and tokens."""
+
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        """Take the secrets, the current one first."""
+        self._link_keys = [_derive(secret, b"link") for secret in secrets]
+        self._token_keys = [_derive(secret, b"token") for secret in secrets]
+
+    def sign_link(self, link: Link) -> str:
+        """Write a link as the part of a URL that makes it one."""
+        content = _to_text(json.dumps(astuple(link), separators=(",", ":")).encode())
+        return f"{content}.{_seal(self._link_keys[0], content)}"
+
+    def read_link(self, text: str, now: float) -> Link:
+        """Read what `sign_link` wrote. Raises BadLink for anything else, and for one that expired."""
+        content, _, seal = text.partition(".")
+        if not text.isascii() or not any(
+            hmac.compare_digest(_seal(key, content), seal) for key in self._link_keys
+        ):
+            raise BadLink
+        tenant, path, weights, file, expires_at = json.loads(_from_text(content))
+        if expires_at <= now:
+            raise BadLink
+        return Link(TenantId(tenant), path, WeightsRef(weights), file, expires_at)
+
+    def make_token(self, token: Token, now: float, not_after: float | None = None) -> str:
+        """Write a token, valid for an hour and no longer than its key (`not_after`)."""
+        expires_at = int(now) + TOKEN_LIFE_S
+        claims = {
+            "sub": token.tenant,
+            "org_id": token.tenant,
+            "jti": token.key_id,
+            "iat": int(now),
+            "exp": expires_at if not_after is None else min(expires_at, int(not_after)),
+        }
+        return jwt.encode(claims, self._token_keys[0], algorithm=_ALGORITHM)
+
+    def read_token(self, text: str) -> Token:
+        """Read what `make_token` wrote.
+
+        Raises:
+            InvalidToken: expired (`expired` is true, and it was ours), or not ours.
+        """
+        claims = self._claims(text)
+        return Token(TenantId(str(claims["sub"])), str(claims["jti"]))
+
+    def _claims(self, text: str) -> dict[str, object]:
+        for key in self._token_keys:
+            try:
+                return jwt.decode(text, key, algorithms=[_ALGORITHM], options={"require": _CLAIMS})
+            except jwt.InvalidSignatureError:
+                continue
+            except jwt.ExpiredSignatureError as expired:
+                raise InvalidToken(expired=True) from expired
+            except jwt.InvalidTokenError as wrong:
+                raise InvalidToken from wrong
+        raise InvalidToken
+
+
+def _derive(secret: bytes, purpose: bytes) -> bytes:
+    """Make a key for one purpose, so that nothing signed for the one passes for the other."""
+    return hmac.digest(secret, b"cotrain " + purpose, "sha256")
+
+
+def _seal(key: bytes, content: str) -> str:
+    return _to_text(hmac.digest(key, content.encode(), "sha256"))
+
+
+def _to_text(content: bytes) -> str:
+    return urlsafe_b64encode(content).decode().rstrip("=")
+
+
+def _from_text(text: str) -> bytes:
+    return urlsafe_b64decode(text + "=" * (-len(text) % 4))
