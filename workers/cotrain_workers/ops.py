@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +25,29 @@ class Datum:
     tokens: np.ndarray  # int64 [n]
     inputs: Mapping[str, np.ndarray]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of what is found of it: one value per target."""
+        return self.inputs["target_tokens"].shape
+
+
+@dataclass(frozen=True)
+class KlDatum:
+    """One example of a reverse KL: a continuation of `n` tokens after two contexts.
+
+    Both sequences are a context and the continuation without its last token, which is predicted only:
+    target `i` is predicted at row `-n + i` of each.
+    """
+
+    tokens: np.ndarray  # int64: what the run reads
+    reference: np.ndarray  # int64: what the reference reads
+    weights: np.ndarray  # float32 [n], n >= 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of what is found of it: one value per target."""
+        return self.weights.shape
+
 
 @dataclass(frozen=True)
 class Create:
@@ -45,6 +68,21 @@ class Pass:
     loss_fn: str
     loss_config: Mapping[str, float]
     needs_grad: bool
+
+
+@dataclass(frozen=True)
+class ReverseKl:
+    """Add up `weight * KL(run || reference)` over whole distributions, and its gradient to the run's.
+
+    Both are softmaxes of logits / `temperature`. The reference is never differentiated.
+    """
+
+    run: str
+    seq: int
+    datums: Sequence[KlDatum]
+    reference: HostWeights | None  # None: the base model alone
+    temperature: float
+    needs_grad: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -104,7 +142,7 @@ class Import:
     content: bytes
 
 
-Op = Create | Import | Pass | OptimStep | Save | Load
+Op = Create | Import | Pass | ReverseKl | OptimStep | Save | Load
 
 
 @dataclass(frozen=True)
@@ -120,6 +158,16 @@ class PassOutput:
 
     logprobs: Sequence[np.ndarray]  # each of the shape of its datum's target_tokens
     loss_sum: float
+
+
+@dataclass(frozen=True)
+class ReverseKlOutput:
+    """What a reverse KL found; a target of weight 0 counts nowhere."""
+
+    losses: Sequence[np.ndarray]  # per datum float32 [n]: weight * divergence of each target
+    loss_sum: float
+    kl_sum: float  # of the divergences themselves
+    weighted_tokens: int
 
 
 @dataclass(frozen=True)
@@ -152,7 +200,9 @@ class Failure:
     category: Literal["user", "server"]
 
 
-Output = CreateOutput | PassOutput | StepOutput | SaveOutput | LoadOutput | Failure
+Output = (
+    CreateOutput | PassOutput | ReverseKlOutput | StepOutput | SaveOutput | LoadOutput | Failure
+)
 
 
 @dataclass(frozen=True)
