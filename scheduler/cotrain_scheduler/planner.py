@@ -1,9 +1,9 @@
 """Decide what the next cycle of one worker holds. Pure: the queue in, a plan out.
 
 Order: a run's ops are taken in seq order, as the longest prefix of the form
-`create? (forward | forward_backward)* optim_step? save*`, so that a step submitted whole trains in one
-cycle, weights never change under a forward, and what is saved is what the step left. A barrier holds
-back its own run only.
+`(create | import)? (forward | forward_backward | reverse_kl)* optim_step? (save | load)*`, so that a
+step submitted whole trains in one cycle, weights never change under a forward, and what is saved is
+what the step left. A barrier holds back its own run only.
 
 Fairness: deficit round robin by tokens between tenants (Shreedhar and Varghese, SIGCOMM 1995), op by
 op over the runs of one tenant. Among tenants that always have work, the tokens served since they all
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 #: Tokens a tenant may take per visit. Small against a cycle, so that a cycle visits everybody.
 QUANTUM_TOKENS = 2_048
-#: After one of these, a cycle takes nothing of their run but saves.
-_LAST = (OpKind.OPTIM_STEP, OpKind.SAVE)
+#: These run last in a cycle, in order…
+_TAIL = (OpKind.SAVE, OpKind.LOAD)
+#: … and after one of these a cycle takes nothing else of their run.
+_LAST = (OpKind.OPTIM_STEP, *_TAIL)
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,12 @@ def select(
 def runnable_prefix(ops: Iterable[QueuedOp]) -> list[QueuedOp]:
     """Take the ops of one run that one cycle may hold."""
     prefix: list[QueuedOp] = []
-    takes_only_saves = False
+    takes_only_tail = False
     for op in ops:
         if op.kind is not OpKind.REJECTED:
-            if takes_only_saves and op.kind is not OpKind.SAVE:
+            if takes_only_tail and op.kind not in _TAIL:
                 break
-            takes_only_saves = op.kind in _LAST
+            takes_only_tail = op.kind in _LAST
         prefix.append(op)
     return prefix
 

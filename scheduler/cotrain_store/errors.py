@@ -8,6 +8,7 @@ StoreError
 │   │   └── SampleExpired
 │   ├── SamplerNotFound
 │   ├── CheckpointNotFound
+│   ├── WeightsGone
 │   └── BaseModelNotServed
 ├── AuthenticationFailed
 │   ├── InvalidKey
@@ -69,6 +70,10 @@ class SamplerNotFound(NotFound):
 
 class CheckpointNotFound(NotFound):
     """Checkpoint not found."""
+
+
+class WeightsGone(NotFound):
+    """The weights of this checkpoint are gone: it was deleted meanwhile."""
 
 
 class BaseModelNotServed(NotFound):

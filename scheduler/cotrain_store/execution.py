@@ -22,6 +22,7 @@ from cotrain_store.messages import (
     Result,
     RunId,
     RunState,
+    RunUsage,
     SamplerRecord,
     SaveRecords,
     Step,
@@ -167,11 +168,15 @@ class Execution:
         counted: Mapping[str, float],
         crashed: Collection[tuple[RunId, int]] = (),
         saves: Mapping[tuple[RunId, int], SaveRecords] | None = None,
+        usage: Mapping[RunId, RunUsage] | None = None,
     ) -> None:
         """Make a step's results visible and end its cycle. Twice is harmless.
 
-        `saves` are the records of the SAVE ops that succeeded. `record` is what the cycle's history keeps; `counted` is added to the pool's totals. Ops in
-        `crashed` changed nothing and must never be run again: the log keeps their place only.
+        `saves` are the records of the SAVE ops that succeeded. The result of a named one appears only
+        when its weights are stored (`Sampling.stored`); where its name is in use it fails here, and
+        has no weights. `record` is what the cycle's history keeps; `counted` is added to the pool's
+        totals, `usage` to what the tenants used. Ops in `crashed` changed nothing and must never be
+        run again: the log keeps their place only.
 
         Raises:
             Fenced: another worker took this one's place; nothing was written.
@@ -278,6 +283,16 @@ class Execution:
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
+
+    def close_run(self, run: RunId, tenant: TenantId) -> None:
+        """End a run whose last save failed; `Sampling.stored` ends one whose last save succeeded.
+
+        What waits fails, as after `Intake.close_run`. Twice is harmless.
+
+        Raises:
+            Fenced: another worker took this one's place.
+        """
+        raise NotImplementedError
 
     def fail_run(self, run: RunId, tenant: TenantId) -> None:
         """Stop a run that cannot go on: what waits fails, what is planned commits. Others go on.

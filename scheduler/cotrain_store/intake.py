@@ -37,9 +37,10 @@ from cotrain_store.messages import (
 from cotrain_store.spool import SpoolRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from cotrain_store.connection import Connection
+    from cotrain_store.messages import WeightsRef
     from cotrain_store.spool import Spool
 
 #: A seq further ahead of the last committed one than this is a client's mistake.
@@ -72,29 +73,61 @@ class Intake:
         self._submit = async_script(connection, "submit")
         self._close = async_script(connection, "close")
 
-    async def create_run(self, run: RunRecord) -> RequestId:
-        """Make a run: its seq 0. Twice with the same settings is one run.
+    async def create_run(
+        self,
+        run: RunRecord,
+        *,
+        kind: OpKind = OpKind.CREATE,
+        body: bytes | None = None,
+        digest: str = "",
+        uses: Sequence[WeightsRef] = (),
+    ) -> RequestId:
+        """Make a run: its seq 0, by CREATE, LOAD or IMPORT. Twice with the same settings is one run.
+
+        `body` is that of a LOAD or IMPORT. `digest` identifies what the client sent; without, that
+        is the base model, the LoRA settings and the body. The weights in `uses` stay while the log
+        needs the op.
 
         Raises:
             SeqConflict: the same run id with other settings.
+            WeightsGone: some of `uses` are forgotten.
             RunQuotaReached, QueueFull, StoreFull, DiskReserveReached, StoreUnavailable: later.
         """
-        lora = encode(run.lora).encode()
-        digest = hashlib.sha256(run.base_model.encode() + b"\0" + lora).hexdigest()
-        return await self._accept(run, 0, OpKind.CREATE, lora, 0, digest, record=encode(run))
+        body = encode(run.lora).encode() if body is None else body
+        digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
+        return await self._accept(run, 0, kind, body, 0, digest, record=encode(run))
 
     async def submit(
-        self, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, digest: str
+        self,
+        run: RunRecord,
+        seq: int | None,
+        kind: OpKind,
+        body: bytes,
+        tokens: int,
+        digest: str,
+        *,
+        uses: Sequence[WeightsRef] = (),
+        idempotency_key: str = "",
     ) -> RequestId:
-        """Accept one op; durable when this returns. `digest` identifies its content.
+        """Accept one op; durable when this returns. `digest` identifies what the client sent.
+
+        An op without a `seq` is a rider: it runs behind all that is accepted by now, and before what
+        the client sends later. Two with the same `idempotency_key` are one. The weights in `uses` stay
+        while the log needs the op; a repeat does not ask whether they are still there.
 
         Raises:
-            SeqConflict: this seq was used with other content.
+            SeqConflict: this seq, or key, was used with other content.
+            WeightsGone: some of `uses` are forgotten.
             SeqTooFar: more than MAX_AHEAD ops before it are missing.
             RunClosed, RunFailed, RunNotFound: the run takes no more ops.
             QueueFull, StoreFull, DiskReserveReached, StoreUnavailable: nothing is wrong; later.
         """
+        assert seq is not None
         return await self._accept(run, seq, kind, body, tokens, digest, record="")
+
+    async def repeated(self, run: RunRecord, seq: int, digest: str) -> RequestId | None:
+        """Name the request that was accepted for this seq with this content; None if there is none."""
+        raise NotImplementedError
 
     async def close_run(self, run: RunRecord) -> RequestId:
         """End a run without saving: waiting ops fail, planned ones still commit. Twice is harmless.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
 
 #: Bumped when a key or a message changes; a process refuses a store of another version.
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 
 #: A session that sent no heartbeat for this long is shown as gone; the SDK beats every 10 s and
 #: itself warns after 120 s.
@@ -44,6 +44,8 @@ EPHEMERAL_SAMPLER_IDLE_MS = 6 * 3600 * 1000
 SAMPLER_IDLE_MS = 30 * 24 * 3600 * 1000
 #: That a sample request has ended is told for this long, to a client that slept.
 COMPLETION_TTL_MS = 24 * 3600 * 1000
+#: What a tenant used is told for this long after its hour.
+USAGE_TTL_S = 100 * 24 * 3600
 #: The lane of sample requests that any worker of the pool may run; no worker has this id.
 ANY_LANE = "*"
 #: Cycle records kept for the dashboard and for debugging.
@@ -88,6 +90,16 @@ def run(run_id: RunId) -> str:
 def tenant_runs(tenant: TenantId) -> str:
     """Name the set of a tenant's live runs: the quota counts it."""
     return f"cotrain:tenant:{tenant}:runs"
+
+
+def training_runs(tenant: TenantId) -> str:
+    """Name the sorted set of all runs of a tenant (score: created_at, in s)."""
+    return f"cotrain:tenant:{tenant}:training_runs"
+
+
+def tenant_sessions(tenant: TenantId) -> str:
+    """Name the sorted set of a tenant's sessions (score: created_at, in s)."""
+    return f"cotrain:tenant:{tenant}:sessions"
 
 
 def pools() -> str:
@@ -146,8 +158,19 @@ def ops(pool: PoolId, run_id: RunId) -> str:
 
 
 def digests(pool: PoolId, run_id: RunId) -> str:
-    """Name the hash seq → digest of what was accepted; the last 1,024 outlive their ops."""
+    """Name the hash seq → digest of what was accepted; the last 1,024 outlive their ops.
+
+    Riders: also `key:<idempotency key>` → seq, and `rider:<seq>` → idempotency key.
+    """
     return f"{prefix(pool)}digests:{run_id}"
+
+
+def riders(pool: PoolId, run_id: RunId) -> str:
+    """Name the sorted set of a run's riders (score: the first seq of the client behind it).
+
+    A seq of the client has its place behind all riders with a score up to it. Goes with the log.
+    """
+    return f"{prefix(pool)}riders:{run_id}"
 
 
 def bodies(pool: PoolId, run_id: RunId) -> str:
@@ -242,31 +265,106 @@ def session_samplers(session_id: SessionId) -> str:
 
 def checkpoint(run_id: RunId, kind: str, name: str) -> str:
     """Name a checkpoint's record; expires when its tenant said so."""
-    return f"cotrain:checkpoint:{run_id}/{kind}/{name}"
+    return f"cotrain:checkpoint:{checkpoint_member(run_id, kind, name)}"
+
+
+def checkpoint_member(run_id: RunId, kind: str, name: str) -> str:
+    """Name a checkpoint in a set of checkpoints of many runs."""
+    return f"{run_id}/{kind}/{name}"
+
+
+def pending_checkpoint(run_id: RunId, kind: str, name: str) -> str:
+    """Name the sorted set of weights that shall get this name once stored (score: their seq)."""
+    return f"{checkpoint(run_id, kind, name)}:pending"
+
+
+def run_checkpoints(run_id: RunId) -> str:
+    """Name the sorted set of a run's checkpoints, `<kind>/<name>` (score: created_at, in s)."""
+    return f"cotrain:run:{run_id}:checkpoints"
+
+
+def tenant_checkpoints(tenant: TenantId) -> str:
+    """Name the sorted set of a tenant's checkpoints, as `checkpoint_member` (score: created_at, in s)."""
+    return f"cotrain:tenant:{tenant}:checkpoints"
+
+
+def expiring_checkpoints(tenant: TenantId) -> str:
+    """Name the sorted set of a tenant's checkpoints that expire (score: expires_at, in s)."""
+    return f"cotrain:tenant:{tenant}:expiring"
+
+
+def checkpoint_sizes(tenant: TenantId) -> str:
+    """Name the hash `checkpoint_member` → bytes of a tenant's checkpoints."""
+    return f"cotrain:tenant:{tenant}:checkpoint_sizes"
+
+
+def owed_checkpoints(tenant: TenantId) -> str:
+    """Name the set of a tenant's named saves, as weights, that are not stored yet."""
+    return f"cotrain:tenant:{tenant}:owed"
+
+
+def published() -> str:
+    """Name the set of checkpoints, as `checkpoint_member`, that every tenant may read."""
+    return "cotrain:published"
+
+
+def usage(tenant: TenantId, hour: int) -> str:
+    """Name the hash `<what>|<base model>|<session>|<run or sampler>` → amount of one hour.
+
+    `hour` is its start, in s since the epoch. What: training_tokens, device_s, prefill_tokens (all
+    of the prompt), cached_tokens (of them), sampled_tokens, checkpoints. USAGE_TTL_S.
+    """
+    return f"cotrain:usage:{tenant}:{hour}"
+
+
+def audit(tenant: TenantId) -> str:
+    """Name the stream of what a tenant did with its records; its last 10,000 or so are kept."""
+    return f"cotrain:audit:{tenant}"
+
+
+def signing_secret() -> str:
+    """Name the hash of the secrets that links and tokens are signed with (current, previous)."""
+    return "cotrain:secret:signing"
 
 
 def weights(ref: WeightsRef) -> str:
-    """Name the hash of sampler weights (record, digest, size); a worker forgets unused ones."""
+    """Name the hash of weights (record, digest, size, optimizer); a worker forgets unused ones.
+
+    While a named save is not stored: also its checkpoint, result and whatever else becomes of it then.
+    """
     return f"cotrain:weights:{ref}"
 
 
 def weights_users(ref: WeightsRef) -> str:
-    """Name the set of samplers and checkpoints that refer to weights; goes with the weights."""
+    """Name the set of who refers to weights; goes with the weights.
+
+    `s:` a sampler, `c:` a checkpoint, `l:{pool}:<run>:<seq>` a load that the run's log holds.
+    """
     return f"cotrain:weights:{ref}:users"
 
 
 def pool_weights(pool: PoolId) -> str:
-    """Name the set of all sampler weights of a pool."""
+    """Name the set of all weights of a pool."""
     return f"{prefix(pool)}weights"
 
 
 def content(pool: PoolId, digest: str) -> str:
-    """Name the set of sampler weights with one and the same content, hence one folder."""
+    """Name the set of weights with one and the same content, hence one folder."""
     return f"{prefix(pool)}content:{digest}"
 
 
+def optimizer_content(pool: PoolId, digest: str) -> str:
+    """Name the set of weights with one and the same optimizer state, hence one file."""
+    return f"{prefix(pool)}optimizer:{digest}"
+
+
+def external_folders(pool: PoolId) -> str:
+    """Name the set of folders of encrypted files, as `external_folder` names them."""
+    return f"{prefix(pool)}external"
+
+
 def unstored_weights(pool: PoolId, worker_id: WorkerId) -> str:
-    """Name the set of sampler weights that only one worker has, until it has stored them."""
+    """Name the set of weights that only one worker has, until it has stored them."""
     return f"{prefix(pool)}unstored:{worker_id}"
 
 

@@ -6,10 +6,11 @@ read by the next one (unknown fields are ignored), so that a rolling upgrade los
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, NewType, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NewType, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,11 +22,12 @@ RequestId = NewType("RequestId", str)
 PoolId = NewType("PoolId", str)
 WorkerId = NewType("WorkerId", str)
 SamplerId = NewType("SamplerId", str)
-#: Sampler weights are named by the save that made them: `<run>:<seq>`, its request id.
+#: Weights are named by the save that made them: `<run>:<seq>`, its request id.
 WeightsRef = NewType("WeightsRef", str)
 
 Category = Literal["user", "server", "unknown"]
-CheckpointKind = Literal["weights", "sampler_weights"]
+#: `weights` has the optimizer state too, when its save says so; `external_weights` are to be fetched.
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 _Message = TypeVar("_Message")
 
 
@@ -34,14 +36,20 @@ class OpKind(StrEnum):
 
     #: Make the run's adapter. Always seq 0.
     CREATE = "create"
+    #: Make the run's adapter of an uploaded one. Always seq 0.
+    IMPORT = "import"
     #: Log-probs and losses, no gradient.
     FORWARD = "forward"
     #: Log-probs, losses, and the gradient added to what the run has accumulated.
     FORWARD_BACKWARD = "forward_backward"
+    #: The like, of the KL divergence from a student to a reference.
+    REVERSE_KL = "reverse_kl"
     #: AdamW on the accumulated gradient, then zero it. A barrier for its own run.
     OPTIM_STEP = "optim_step"
-    #: Copy the adapter out for sampling, as the ops before it left it.
+    #: Copy the adapter out, as the ops before it left it.
     SAVE = "save"
+    #: Replace the adapter, and the optimizer state, by a checkpoint's. As seq 0 it makes the run.
+    LOAD = "load"
     #: A request that failed validation: it only takes its place in the order and fails.
     REJECTED = "rejected"
 
@@ -94,7 +102,10 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One LoRA training. Immutable but for `state`."""
+    """One LoRA training. Immutable but for `state` and `last_request_at`.
+
+    A copy of a checkpoint lies in a run of its own, which is closed from the start and has no log.
+    """
 
     id: RunId
     tenant: TenantId
@@ -105,6 +116,7 @@ class RunRecord:
     created_at: float
     user_metadata: dict[str, Any] = field(default_factory=dict)
     state: RunState = RunState.LIVE
+    last_request_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -139,8 +151,54 @@ class SaveRequest:
 
     name: str | None = None
     sampler: SamplerId | None = None
+    kind: CheckpointKind = "sampler_weights"
+    overwrite: bool = False
+    """Of kind `weights`: take the name even if it is in use. The other kinds always take it."""
     ttl_seconds: int | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
+    age_recipients: tuple[str, ...] = ()
+    """Of kind `external_weights`: whom the files are encrypted to; nobody: they are as they are."""
+    answer: dict[str, Any] = field(default_factory=dict)
+    """Added to the result of the save, over what it says by itself."""
+    last: bool = False
+    """The run ends when this is stored."""
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Read what `encode` wrote."""
+        raw = json.loads(body)
+        raw["age_recipients"] = tuple(raw.get("age_recipients", ()))
+        return decode(cls, raw)
+
+
+@dataclass(frozen=True)
+class LoadSource:
+    """Weights to load, and how much of them."""
+
+    ref: WeightsRef
+    coefficient: float = 1.0
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """The body of a LOAD op. Its weights are stored, and stay while the log needs them."""
+
+    path: str
+    """As the client wrote it: what the result names."""
+    sources: tuple[LoadSource, ...]
+    """One, or several to be added up."""
+    optimizer: bool
+    """Also the optimizer state; else it starts afresh."""
+    lora: LoraSpec | None = None
+    """Set at seq 0: it makes the run, with this adapter."""
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Read what `encode` wrote."""
+        raw = json.loads(body)
+        raw["sources"] = tuple(decode(LoadSource, source) for source in raw["sources"])
+        raw["lora"] = decode(LoraSpec, raw["lora"]) if raw.get("lora") else None
+        return decode(cls, raw)
 
 
 @dataclass(frozen=True)
@@ -163,7 +221,10 @@ class SamplerRecord:
 
 @dataclass(frozen=True)
 class WeightsRecord:
-    """Sampler weights: an immutable copy of a run's adapter. Lives as long as something uses it."""
+    """An immutable copy of a run's adapter, and of its optimizer state where a save asked for it.
+
+    It lives as long as something uses it.
+    """
 
     ref: WeightsRef
     run: RunId
@@ -177,12 +238,17 @@ class WeightsRecord:
     digest: str = ""
     """Names the folder that holds it; empty until that is durable."""
     size: int = 0
-    """Bytes of that folder."""
+    """Bytes of all its files."""
+    optimizer_digest: str = ""
+    """Names the file of the optimizer state; empty until that is durable, and where there is none."""
+    has_optimizer: bool = False
+    external: bool = False
+    """Encrypted files of its own lie in `external_folder(ref)`."""
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A name that a tenant gave to a copy of its run; naming again moves the name."""
+    """A name that a tenant gave to a copy of its run, once that is durable; naming again moves it."""
 
     run: RunId
     tenant: TenantId
@@ -193,6 +259,10 @@ class CheckpointRecord:
     created_at: float
     expires_at: float | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
+    public: bool = False
+    """Every tenant may read it."""
+    size: int = 0
+    """Bytes of its files."""
 
     @property
     def path(self) -> str:
@@ -202,10 +272,35 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class SaveRecords:
-    """What the commit of a save writes beside its result: the weights, and what refers to them."""
+    """What a save leaves: the weights, and what refers to them.
+
+    A sampler appears with the commit, a checkpoint when its weights are durable.
+    """
 
     weights: WeightsRecord
     user: CheckpointRecord | SamplerRecord
+    overwrite: bool = False
+    """As its request says."""
+    last: bool = False
+    """As its request says."""
+
+
+@dataclass(frozen=True)
+class RunUsage:
+    """What the ops of one run took in one step."""
+
+    tokens: int
+    device_s: float
+
+
+@dataclass(frozen=True)
+class SampleUsage:
+    """What one sample request took. Of `prompt_tokens`, `cached_tokens` were not computed for it."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    device_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -275,6 +370,8 @@ class ResultKind(StrEnum):
     JSON = "j"
     #: A serialized ForwardBackwardOutput message.
     PASS = "p"  # noqa: S105  # a forward pass
+    #: A large JSON object; the payload is its spool reference.
+    SPOOLED_JSON = "k"
     #: `{"error": …, "category": …}`: the op failed.
     FAILURE = "e"
     #: A large ForwardBackwardOutput message; the payload is its spool reference.
@@ -341,6 +438,11 @@ def sampler_id(session: SessionId, sampling_seq_id: int) -> SamplerId:
 def sample_id(sampler: SamplerId, seq: int) -> RequestId:
     """Name a sample request by its sampler and the number its client gave it (64 bits)."""
     return RequestId(f"{sampler}:{seq}")
+
+
+def external_folder(ref: WeightsRef) -> str:
+    """Name the folder of the encrypted files of weights."""
+    return hashlib.sha256(ref.encode()).hexdigest()
 
 
 def encode(record: Any) -> str:

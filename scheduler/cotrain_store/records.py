@@ -51,9 +51,11 @@ if TYPE_CHECKING:
 #: Session ids, and run ids (`<session>:train:<n>`). Anything else a client sends names no record.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}(:train:[0-9]{1,20})?")
 _SAMPLER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:sample:[0-9]{1,20}")
+#: What `weights_record` reads.
+WEIGHTS_FIELDS = ("record", "digest", "size", "optimizer")
 _PATH = re.compile(
     r"tinker://(?P<run>[A-Za-z0-9_-]{1,64}:train:[0-9]{1,20})"
-    r"/(?P<kind>weights|sampler_weights)/(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
+    r"/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
 )
 
 
@@ -94,7 +96,7 @@ class Records:
         row = await self._row(keys.session(SessionId(session_id)), session_id)
         if not row:
             raise SessionNotFound
-        session = _session(row)
+        session = session_record(row)
         if session.tenant != tenant:
             raise SessionNotFound
         return session
@@ -120,7 +122,7 @@ class Records:
         row = await self._row(keys.run(RunId(run_id)), run_id)
         if not row:
             raise RunNotFound
-        run = _run(row)
+        run = run_record(row)
         if run.tenant != tenant:
             raise RunNotFound
         return run
@@ -195,7 +197,7 @@ class Records:
 
         Raises:
             MalformedPath: it is none.
-            CheckpointNotFound: unknown, expired, or another tenant's.
+            CheckpointNotFound: unknown, expired, not stored yet, or another tenant's that is not public.
         """
         named = _PATH.fullmatch(path)
         if not named or ".." in named["name"]:
@@ -203,13 +205,13 @@ class Records:
         name = keys.checkpoint(RunId(named["run"]), named["kind"], named["name"])
         text = await self._redis.get(name)
         record = decode(CheckpointRecord, json.loads(text)) if text else None
-        if record is None or record.tenant != tenant:
+        if record is None or not (record.public or record.tenant == tenant):
             raise CheckpointNotFound
         return record
 
     async def weights(self, ref: WeightsRef) -> WeightsRecord:
-        """Read what sampler weights are; raises CheckpointNotFound once they are forgotten."""
-        row = await self._redis.hmget(keys.weights(ref), ["record", "digest", "size"])
+        """Read what weights are; raises CheckpointNotFound once they are forgotten."""
+        row = await self._redis.hmget(keys.weights(ref), WEIGHTS_FIELDS)
         if row[0] is None:
             raise CheckpointNotFound
         return weights_record(row)
@@ -227,10 +229,15 @@ class Records:
 
 
 def weights_record(row: Sequence[bytes]) -> WeightsRecord:
-    """Read a record of weights and what became of them (record, digest, size)."""
+    """Read a record of weights and what became of them (WEIGHTS_FIELDS)."""
     raw = json.loads(row[0])
     raw["lora"] = decode(LoraSpec, raw["lora"])
-    return replace(decode(WeightsRecord, raw), digest=row[1].decode(), size=int(row[2]))
+    return replace(
+        decode(WeightsRecord, raw),
+        digest=row[1].decode(),
+        size=int(row[2]),
+        optimizer_digest=(row[3] or b"").decode(),
+    )
 
 
 def _settings(sampler: SamplerRecord) -> tuple[str, str | None, bool]:
@@ -238,7 +245,8 @@ def _settings(sampler: SamplerRecord) -> tuple[str, str | None, bool]:
     return sampler.base_model, sampler.model_path, sampler.ephemeral
 
 
-def _session(row: dict[bytes, bytes]) -> SessionRecord:
+def session_record(row: dict[bytes, bytes]) -> SessionRecord:
+    """Read a session, as its hash has it."""
     raw = json.loads(row[b"record"])
     raw["tags"] = tuple(raw["tags"])
     session = decode(SessionRecord, raw)
@@ -246,10 +254,13 @@ def _session(row: dict[bytes, bytes]) -> SessionRecord:
     return replace(session, finished_at=float(finished)) if finished else session
 
 
-def _run(row: dict[bytes, bytes]) -> RunRecord:
+def run_record(row: dict[bytes, bytes]) -> RunRecord:
+    """Read a run, as its hash has it."""
     raw = json.loads(row[b"record"])
     raw["lora"] = decode(LoraSpec, raw["lora"])
     raw["state"] = RunState(row.get(b"state", b"live").decode())
+    last = row.get(b"last_request_at")
+    raw["last_request_at"] = float(last) if last else None
     return decode(RunRecord, raw)
 
 

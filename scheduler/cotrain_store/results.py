@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cotrain_store.spool import Spool
 
 _SPOOLED = {
+    ResultKind.JSON: ResultKind.SPOOLED_JSON,
     ResultKind.PASS: ResultKind.SPOOLED_PASS,
     ResultKind.SAMPLE: ResultKind.SPOOLED_SAMPLE,
 }

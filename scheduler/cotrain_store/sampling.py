@@ -15,7 +15,7 @@ from cotrain_store import keys
 from cotrain_store.connection import sync_script
 from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
 from cotrain_store.messages import RequestId, ResultKind, SamplerId, TenantId, WeightsRef
-from cotrain_store.records import weights_record
+from cotrain_store.records import WEIGHTS_FIELDS, weights_record
 from cotrain_store.results import pack_results
 from cotrain_store.sample_ends import CANCELLED, lives
 from cotrain_store.samples import decode_sample
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
-    from cotrain_store.messages import PoolId, Result, WeightsRecord, WorkerId
+    from cotrain_store.messages import PoolId, Result, SampleUsage, WeightsRecord, WorkerId
     from cotrain_store.samples import SampleBody
     from cotrain_store.spool import Spool
 
@@ -109,11 +109,16 @@ class Sampling:
         """Count a death over this claimed request in advance: nobody may be left to do it after."""
         self._redis.hincrby(keys.sample(request), "deaths", 1)
 
-    def resolve(self, results: Mapping[RequestId, Result], counted: Mapping[str, float]) -> None:
+    def resolve(
+        self,
+        results: Mapping[RequestId, Result],
+        counted: Mapping[str, float],
+        usage: Mapping[RequestId, SampleUsage] | None = None,
+    ) -> None:
         """Make results visible, free what the requests held, tell their clients.
 
         The first result of each wins. `counted` is added to the pool's totals, unless none did: so
-        twice is harmless.
+        twice is harmless. `usage` is added to what their tenants used.
         """
         script_keys = [
             self._epoch_key, keys.spool_segment_refs(), keys.notify_results(),
@@ -141,7 +146,7 @@ class Sampling:
 
     def weights(self, ref: WeightsRef) -> WeightsRecord | None:
         """Read what is known of sampler weights; None once they are forgotten."""
-        row = self._redis.hmget(keys.weights(ref), ["record", "digest", "size"])
+        row = self._redis.hmget(keys.weights(ref), WEIGHTS_FIELDS)
         return weights_record(row) if row[0] else None
 
     def unstored(self) -> list[WeightsRecord]:
@@ -152,8 +157,13 @@ class Sampling:
         found = [self.weights(WeightsRef(member.decode())) for member in members]
         return sorted((w for w in found if w), key=lambda weights: weights.created_at)
 
-    def stored(self, ref: WeightsRef, digest: str, size: int) -> bool:
-        """Note that a folder is durable; False when the weights are forgotten. The first digest stays."""
+    def stored(self, ref: WeightsRef, digest: str, size: int, optimizer_digest: str = "") -> bool:
+        """Note that all files of weights are durable, `size` bytes together.
+
+        What a named save owed appears with it: its checkpoint, its result, the end of its run if it
+        was the last one. False when there are no such weights: forgotten, lost, or their save was
+        refused because its name was in use. The first digest stays.
+        """
         pool = self._pool
         script_keys = [
             self._epoch_key, keys.weights(ref), keys.content(pool, digest),
@@ -163,6 +173,13 @@ class Sampling:
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
+
+    def lost(self, ref: WeightsRef, message: str) -> None:
+        """Give up a named save that nothing can make again: it fails, category server.
+
+        Its name is free again. Nothing happens to weights that are stored, and to those of a sampler.
+        """
+        raise NotImplementedError
 
     def unused_weights(self) -> list[WeightsRecord]:
         """List the stored weights of this pool that no checkpoint and no living sampler refers to."""
@@ -191,6 +208,14 @@ class Sampling:
     def knows(self, digest: str) -> bool:
         """Tell whether some weights have this content: a folder without is a leftover."""
         return bool(self._redis.exists(keys.content(self._pool, digest)))
+
+    def knows_optimizer(self, digest: str) -> bool:
+        """Tell whether some weights have this optimizer state: a file without is a leftover."""
+        return bool(self._redis.exists(keys.optimizer_content(self._pool, digest)))
+
+    def knows_external(self, folder: str) -> bool:
+        """Tell whether some weights have this folder (`external_folder`) of encrypted files."""
+        return bool(self._redis.sismember(keys.external_folders(self._pool), folder))
 
     def _put_back(self, *, deaths: int) -> int:
         pool, me = self._pool, self._worker

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cotrain_store import keys
 from cotrain_store.errors import ExpiredKey, InvalidKey
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 #: A revoked key stops working within this time.
 CACHE_S = 5.0
 _CACHE_SIZE = 10_000
+
+KeyPrefix = Literal["tml", "sk"]
 
 _FORM = re.compile(r"tml-([A-Za-z0-9]{1,64})_([A-Za-z0-9_-]{1,256})")
 _NO_DIGEST = hashlib.sha256(b"").hexdigest()
@@ -47,6 +49,14 @@ class Tenants:
         self._redis = connection
         self._known: dict[str, tuple[float, Tenant]] = {}
 
+    async def key(self, api_key: str) -> KeyRecord:
+        """Find a key by what its owner shows; raises InvalidKey or ExpiredKey."""
+        raise NotImplementedError
+
+    async def is_live(self, key_id: str) -> bool:
+        """Tell whether a key exists and has not expired; the answer may be CACHE_S old."""
+        raise NotImplementedError
+
     async def authenticate(self, api_key: str) -> Tenant:
         """Find the tenant of a key; raises InvalidKey or ExpiredKey."""
         key_id, digest = _key_id(api_key), _digest(api_key)  # in this order: it must be of our form
@@ -66,13 +76,18 @@ class Tenants:
         return tenant
 
     async def issue(
-        self, name: str, *, tenant: TenantId | None = None, not_after: float | None = None
+        self,
+        name: str,
+        *,
+        tenant: TenantId | None = None,
+        not_after: float | None = None,
+        prefix: KeyPrefix = "tml",
     ) -> str:
         """Make a key and return it: the only time anybody sees its secret.
 
         Without `tenant` the key starts a new one; with it, it is one more key of that tenant.
         """
-        api_key = f"tml-{secrets.token_hex(8)}_{secrets.token_urlsafe(32)}"
+        api_key = f"{prefix}-{secrets.token_hex(8)}_{secrets.token_urlsafe(32)}"
         await self._store(api_key, name, tenant or TenantId(f"t-{secrets.token_hex(8)}"), not_after)
         return api_key
 
