@@ -103,7 +103,7 @@ class AdapterBank:
 
     def create(self, run: str, spec: AdapterSpec) -> Adapter:
         """Add a fresh adapter: A random from the spec's seed, B zero, so that it starts as the base."""
-        layout = self._layout(spec)
+        layout = self.layout_of(spec)
         weights = initial_weights(spec, layout).to(self._arena_dtype)
         zeros = torch.zeros_like(weights)
         state = AdapterState(spec, weights, zeros, zeros, zeros, step=0, grads_pending=False)
@@ -131,7 +131,7 @@ class AdapterBank:
 
         Raises ValueError if the state was made for other modules than this base model has.
         """
-        layout = self._layout(state.spec)
+        layout = self.layout_of(state.spec)
         if state.weights.shape != (layout.size,):
             raise ValueError(f"The state holds {state.weights.numel()} values, not {layout.size}.")
         weights, grads, m, v = (
@@ -153,7 +153,8 @@ class AdapterBank:
         self._adapter_by_run[run] = adapter
         return adapter
 
-    def _layout(self, spec: AdapterSpec) -> Layout:
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        """Return where the matrices of such an adapter lie in its arenas."""
         shape = (spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
         if shape not in self._layout_by_shape:
             self._layout_by_shape[shape] = plan_layout(spec, self._targets)

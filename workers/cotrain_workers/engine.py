@@ -17,25 +17,22 @@ import transformers
 
 from cotrain_workers import attn, pack
 from cotrain_workers.adam import adamw_step, discard_gradient, gradient_norm, refuse_step
+from cotrain_workers.adapter_ops import begin, begins_run, load, save, unknown_run
 from cotrain_workers.admission import refuse_pass
-from cotrain_workers.bank import AdapterBank, AdapterState, host_copy
+from cotrain_workers.bank import AdapterBank, AdapterState
 from cotrain_workers.base_model import load_base_model
 from cotrain_workers.decoder import DecoderSizes, EngineDecoder
 from cotrain_workers.heap import keep_freed_memory
 from cotrain_workers.ops import (
-    Create,
-    CreateOutput,
     CycleOutput,
     Failure,
+    Load,
     OptimStep,
     Output,
     Pass,
     Save,
-    SaveOutput,
     StepOutput,
 )
-from cotrain_workers.sample_ops import HostWeights
-from cotrain_workers.spec import plan_layout
 from cotrain_workers.wave import OpenPass, Wave
 
 if TYPE_CHECKING:
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
 
     from cotrain_workers.base_model import BaseModel
     from cotrain_workers.ops import Op
-    from cotrain_workers.sample_ops import TextOf
+    from cotrain_workers.sample_ops import HostWeights, TextOf
     from cotrain_workers.spec import AdapterSpec, Family, Layout, Target
 
 
@@ -102,7 +99,8 @@ class Engine:
         return cls(model_facts(model, base, numerics_id(place, dtype, sizes)), base, wave, bank)
 
     def run(self, ops: Sequence[Op], between: Callable[[], None] | None = None) -> CycleOutput:
-        """Run one cycle: per run, ascending `seq`, `Create? Pass* OptimStep? Save*`.
+        """Run one cycle: per run, ascending `seq`,
+        `(Create | Import | Load)? Pass* OptimStep? (Save | Load)*`.
 
         Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
         `between` is called after each micro-batch; a decoder of this engine may step in it.
@@ -110,8 +108,8 @@ class Engine:
         """
         outputs: dict[tuple[str, int], Output] = {}
         for op in ops:
-            if isinstance(op, Create):
-                outputs[op.run, op.seq] = self._create(op)
+            if begins_run(op):
+                outputs[op.run, op.seq] = begin(self._bank, op, self.facts.max_rank)
         began = time.perf_counter()
         passes = self._admit([op for op in ops if isinstance(op, Pass)], outputs)
         cost = self._wave.run(passes, between)
@@ -124,7 +122,9 @@ class Engine:
                 outputs[op.run, op.seq] = self._step(op)
         for op in ops:
             if isinstance(op, Save):
-                outputs[op.run, op.seq] = self._save(op)
+                outputs[op.run, op.seq] = save(self._bank, op)
+            elif isinstance(op, Load) and not op.creates:
+                outputs[op.run, op.seq] = load(self._bank, op)
         self.base_forwards += cost.forwards
         return CycleOutput(
             outputs=outputs,
@@ -184,18 +184,7 @@ class Engine:
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
         """Return where the matrices of such an adapter lie in its arenas."""
-        return plan_layout(spec, self._base.targets)
-
-    def _create(self, op: Create) -> Output:
-        spec = op.spec
-        if op.run in self._bank:
-            return Failure("The run exists already.", "server")
-        if not 1 <= spec.rank <= self.facts.max_rank:
-            return Failure(f"Rank {spec.rank} is outside 1..{self.facts.max_rank}.", "user")
-        if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
-            return Failure("Nothing to train: set train_attn, train_mlp or train_unembed.", "user")
-        adapter = self._bank.create(op.run, spec)
-        return CreateOutput(adapter.layout.trainable_parameters)
+        return self._bank.layout_of(spec)
 
     def _admit(self, ops: Sequence[Pass], outputs: dict[tuple[str, int], Output]) -> list[OpenPass]:
         """Open the passes that can run; write why the others cannot."""
@@ -225,17 +214,6 @@ class Engine:
             return Failure(f"Gradient is not finite (seq {op.seq}); it was discarded.", "user")
         adamw_step(adapter, op, norm)
         return StepOutput(norm)
-
-    def _save(self, op: Save) -> Output:
-        if op.run not in self._bank:
-            return unknown_run()
-        adapter = self._bank[op.run]
-        return SaveOutput(HostWeights(adapter.spec, host_copy(adapter.weights).float()))
-
-
-def unknown_run() -> Failure:
-    """Return the answer to an op of a run whose adapter is not here."""
-    return Failure("The run's adapter is not loaded.", "server")
 
 
 def model_facts(model: str, base: BaseModel, numerics: str) -> ModelFacts:

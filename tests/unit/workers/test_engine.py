@@ -224,8 +224,8 @@ def test_a_pass_without_datums_is_answered(new_engine: NewEngine) -> None:
 @pytest.mark.parametrize(
     ("op", "message", "category"),
     [
-        (pass_of("ghost", 1, 3), "not loaded", "server"),
-        (replace(STEP, run="ghost", seq=1), "not loaded", "server"),
+        (pass_of("ghost", 1, 3), "its creation failed", "user"),
+        (replace(STEP, run="ghost", seq=1), "its creation failed", "user"),
         (replace(STEP, seq=1, eps=0.0), "eps=0.0 is out of range", "user"),
         (Create("a", 1, SPEC), "exists already", "server"),
         (Create("b", 1, AdapterSpec(0, seed=0)), r"Rank 0 is outside 1\.\.64", "user"),

@@ -1,0 +1,125 @@
+"""Ops on a whole adapter: begin a run with one, copy it to the host, put another in its place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+
+from cotrain_workers.bank import AdapterState, host_copy
+from cotrain_workers.ops import (
+    Create,
+    CreateOutput,
+    Failure,
+    HostOptimizer,
+    Import,
+    Load,
+    LoadOutput,
+    SaveOutput,
+)
+from cotrain_workers.peft_import import ImportRefused, read_import
+from cotrain_workers.sample_ops import HostWeights
+
+if TYPE_CHECKING:
+    from cotrain_workers.bank import AdapterBank
+    from cotrain_workers.ops import Op, Save
+    from cotrain_workers.spec import AdapterSpec
+
+    Beginning = Create | Import | Load
+
+
+def begins_run(op: Op) -> TypeGuard[Beginning]:
+    """Tell whether an op makes the run it belongs to."""
+    return isinstance(op, Create | Import) or (isinstance(op, Load) and op.creates)
+
+
+def begin(bank: AdapterBank, op: Beginning, max_rank: int) -> CreateOutput | LoadOutput | Failure:
+    """Make a run's adapter: fresh, from a checkpoint, or from an upload."""
+    if op.run in bank:
+        return Failure("The run exists already.", "server")
+    if isinstance(op, Import):
+        return _import(bank, op, max_rank)
+    spec = op.spec if isinstance(op, Create) else op.weights.spec
+    reason = refuse_spec(spec, max_rank)
+    if reason:
+        return Failure(reason, "user")
+    if isinstance(op, Load):
+        _put(bank, op.run, op.weights, op.optimizer)
+        return LoadOutput(op.path)
+    return CreateOutput(bank.create(op.run, spec).layout.trainable_parameters)
+
+
+def save(bank: AdapterBank, op: Save) -> SaveOutput | Failure:
+    """Copy a run's adapter to the host; with its optimizer state, if asked for."""
+    if op.run not in bank:
+        return unknown_run()
+    adapter = bank[op.run]
+    weights = HostWeights(adapter.spec, host_copy(adapter.weights).float())
+    if not op.optimizer:
+        return SaveOutput(weights)
+    m, v = (host_copy(moment).float() for moment in (adapter.m, adapter.v))
+    return SaveOutput(weights, HostOptimizer(adapter.spec, m, v, adapter.step))
+
+
+def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
+    """Put a checkpoint in place of a run's adapter; its spec stays as it is."""
+    if op.run not in bank:
+        return unknown_run()
+    spec = bank[op.run].spec
+    if shape_of(op.weights.spec) != shape_of(spec):
+        theirs, ours = describe(op.weights.spec), describe(spec)
+        return Failure(f"Checkpoint {op.path} has {theirs}; this run has {ours}.", "user")
+    _put(bank, op.run, HostWeights(spec, op.weights.flat), op.optimizer)
+    return LoadOutput(op.path)
+
+
+def refuse_spec(spec: AdapterSpec, max_rank: int) -> str | None:
+    """Return why no run can have such an adapter, as a sentence for the tenant, or None."""
+    if not 1 <= spec.rank <= max_rank:
+        return f"Rank {spec.rank} is outside 1..{max_rank}."
+    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+        return "Nothing to train: set train_attn, train_mlp or train_unembed."
+    return None
+
+
+def shape_of(spec: AdapterSpec) -> tuple[object, ...]:
+    """Return what two adapters share if each can take the other's place: all but the seed."""
+    return spec.rank, spec.alpha, spec.train_attn, spec.train_mlp, spec.train_unembed
+
+
+def describe(spec: AdapterSpec) -> str:
+    """Name what `shape_of` compares; `alpha` is the same for every run."""
+    return (
+        f"rank {spec.rank}, train_attn={spec.train_attn}, train_mlp={spec.train_mlp}, "
+        f"train_unembed={spec.train_unembed}"
+    )
+
+
+def unknown_run() -> Failure:
+    """Return the answer to an op of a run that has no adapter: the op that makes it has failed."""
+    return Failure("This run has no adapter: its creation failed. Create another run.", "user")
+
+
+def _import(bank: AdapterBank, op: Import, max_rank: int) -> CreateOutput | Failure:
+    try:
+        weights = read_import(op.content, bank.layout_of, max_rank)
+    except ImportRefused as refused:
+        return Failure(str(refused), "user")
+    _put(bank, op.run, weights, None)
+    return CreateOutput(bank[op.run].layout.trainable_parameters)
+
+
+def _put(
+    bank: AdapterBank, run: str, weights: HostWeights, optimizer: HostOptimizer | None
+) -> None:
+    zeros = torch.zeros_like(weights.flat)
+    state = AdapterState(
+        weights.spec,
+        weights.flat,
+        grads=zeros,
+        m=optimizer.m if optimizer else zeros,
+        v=optimizer.v if optimizer else zeros,
+        step=optimizer.step if optimizer else 0,
+        grads_pending=False,
+    )
+    bank.restore(run, state)
