@@ -98,6 +98,7 @@ class SessionRecord:
     project_id: str | None = None
     display_name: str | None = None
     finished_at: float | None = None
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,11 @@ class Records:
             raise SessionFinished
         await self._mark_alive(session.id)
 
+    async def assign_project(self, tenant: TenantId, session_id: str, project_id: str) -> None:
+        """Put a session, with all it has, into a project; raises SessionNotFound."""
+        session = await self.session(tenant, session_id)
+        await self._redis.hset(keys.session(session.id), "project_id", project_id)
+
     async def finish(self, tenant: TenantId, session_id: str, reason: str) -> tuple[RunId, ...]:
         """End a session and name its runs, for the caller to close. The first reason wins."""
         session = await self.session(tenant, session_id)
@@ -249,9 +254,11 @@ def session_record(row: dict[bytes, bytes]) -> SessionRecord:
     """Read a session, as its hash has it."""
     raw = json.loads(row[b"record"])
     raw["tags"] = tuple(raw["tags"])
-    session = decode(SessionRecord, raw)
+    raw["project_id"] = row.get(b"project_id", b"").decode() or raw["project_id"]
+    raw["finish_reason"] = row.get(b"reason", b"").decode()
     finished = row.get(b"finished_at")
-    return replace(session, finished_at=float(finished)) if finished else session
+    raw["finished_at"] = float(finished) if finished else None
+    return decode(SessionRecord, raw)
 
 
 def run_record(row: dict[bytes, bytes]) -> RunRecord:
