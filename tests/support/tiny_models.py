@@ -25,7 +25,6 @@ SHAPE: Mapping[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
     "initializer_range": 0.15,  # large enough for a tiny model to have opinions
     "pad_token_id": 0,
     "bos_token_id": None,
@@ -73,6 +72,7 @@ def build_tiny(
     vocab: int = 128,
     hidden: int = 64,
     layers: int = 2,
+    context: int = 512,
     seed: int = 0,
 ) -> Path:
     """Write a random model of one of `FAMILIES` to `folder`; no tokenizer, fp32 safetensors."""
@@ -85,6 +85,7 @@ def build_tiny(
             "intermediate_size": 2 * hidden,
             "vocab_size": vocab,
             "tie_word_embeddings": tied,
+            "max_position_embeddings": context,
             **own,
         }
     )

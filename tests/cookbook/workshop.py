@@ -1,0 +1,67 @@
+"""A folder in which the cookbook's programs find model and data under the names they ask for.
+
+`datasets` and `transformers` take a folder of that name, seen from the working directory, before they
+ask a hub. So a program started here needs no change and no network: `Qwen/Qwen3-8B` is a tiny model
+with a real tokenizer, `openai/gsm8k` a few lines.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from tests.support.chat_model import build_chat_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    Row = Mapping[str, object]
+
+BASE_MODEL = "Qwen/Qwen3-8B"  # a name that the cookbook has a renderer for
+CHATS = "chats.jsonl"
+THINGS = ("lamp", "river", "button", "cloud", "window", "spoon", "ladder", "engine")
+#: What every gsm8k question here has for an answer: one of the numbers the model says by itself.
+ANSWER = 3
+
+
+def build_workshop(folder: Path) -> Path:
+    """Write model and data; the folder."""
+    build_chat_model(folder / BASE_MODEL)
+    chats = [chat(thing, number) for number in range(1, 9) for thing in THINGS]
+    write(folder / CHATS, chats)
+    write(folder / "HuggingFaceH4/no_robots/train.jsonl", chats)
+    write(folder / "openai/gsm8k/train.jsonl", (question(thing) for thing in THINGS))
+    (folder / "openai/gsm8k/README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n"
+    )
+    write(folder / "zwhe99/DeepMath-103K/train.jsonl", (question(thing) for thing in THINGS))
+    for split in ("train", "test"):
+        pairs = (comparison(thing, number) for thing in THINGS for number in range(2))
+        write(folder / f"Anthropic/hh-rlhf/{split}.jsonl", pairs)
+    return folder
+
+
+def chat(thing: str, number: int) -> Row:
+    """Make a conversation of the form of no_robots."""
+    asked = {"role": "user", "content": f"How many {thing}s are {number} {thing}s?"}
+    answered = {"role": "assistant", "content": f"That makes {number} {thing}s."}
+    return {"messages": [asked, answered]}
+
+
+def question(thing: str) -> Row:
+    """Make a problem of the form of gsm8k, which DeepMath reads as well."""
+    answer = f"There are {ANSWER} of them.\n#### {ANSWER}"
+    return {"question": f"How many {thing}s?", "answer": answer}
+
+
+def comparison(thing: str, number: int) -> Row:
+    """Make a pair of the form of hh-rlhf: which of two answers is better."""
+    opening = f"\n\nHuman: Is a {thing} number {number} good?\n\nAssistant:"
+    return {"chosen": f"{opening} Yes, it is.", "rejected": f"{opening} No, never."}
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Write one JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
