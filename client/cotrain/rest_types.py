@@ -5,7 +5,7 @@ Times are UTC. Metadata is text by name on the wire; what a client stored otherw
 
 from __future__ import annotations
 
-from datetime import datetime  # noqa: TC003  # pydantic reads it at run time
+from datetime import datetime  # pydantic reads it at run time
 from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
@@ -180,7 +180,7 @@ class SessionSearchRequest(WireModel):
 
     session_id: str | None = None
     project_ids: list[str] | None = None
-    user_metadata: dict[str, str] = {}
+    user_metadata: dict[str, str] = Field(default={})
     """Every pair must hold."""
     display_name: str | None = Field(default=None, min_length=1)
     """Each of its words is part of the name. With `session_id`, one of both must match."""

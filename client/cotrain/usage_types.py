@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime  # noqa: TC003  # pydantic reads it at run time
+from datetime import datetime  # pydantic reads it at run time
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -72,7 +72,7 @@ class BillingUsageResponse(WireModel):
     """GET billing/usage/events: by hour, then the largest first."""
 
     data: list[UsageEvent]
-    sessions: dict[str, UsageSession] = {}
+    sessions: dict[str, UsageSession] = Field(default={})
     cost_data_through: None = None
 
 
@@ -140,7 +140,7 @@ class AuditLogEntry(WireModel):
     timestamp: datetime
     event: str
     """`<resource>_<action>`."""
-    event_details: dict[str, object] = {}
+    event_details: dict[str, object] = Field(default={})
     model_id: str | None = None
     tinker_path: str | None = None
     purpose: str | None = None
