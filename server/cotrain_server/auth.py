@@ -1,4 +1,5 @@
-"""Who is asking: an API key names a tenant, the admin key or loopback names the operator."""
+"""Who is asking: an API key, or a token that stands for one, names a tenant; the admin key or loopback
+names the operator."""
 
 from __future__ import annotations
 
@@ -8,17 +9,17 @@ from collections import OrderedDict, deque
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from cotrain_server.errors import TooManyFailures
-from cotrain_store.errors import AuthenticationFailed
+from cotrain_server.errors import InvalidToken, TooManyFailures
+from cotrain_store.errors import AuthenticationFailed, InvalidKey
+from cotrain_store.messages import Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.requests import Request
 
+    from cotrain_server.services import Services
     from cotrain_server.settings import ServerSettings
-    from cotrain_store.messages import Tenant
-    from cotrain_store.tenants import Tenants
 
 FAILURES_PER_MINUTE = 10
 _WINDOW_S = 60.0
@@ -52,18 +53,50 @@ class FailureCounter:
         times.append(now)
 
 
-async def authenticate(request: Request, tenants: Tenants, failures: FailureCounter) -> Tenant:
+async def authenticate(request: Request, services: Services) -> Tenant:
     """Find the tenant of a request's `X-API-Key`, or of its `Authorization: Bearer`.
 
     Raises:
-        InvalidKey, ExpiredKey: no key, or not a good one.
+        InvalidKey, ExpiredKey, InvalidToken: no key and no token, or not a good one.
         TooManyFailures: and this address has shown too many of those.
     """
+    return await identify(request, services, shown_key(request))
+
+
+async def identify(request: Request, services: Services, credential: str) -> Tenant:
+    """Find the tenant of some key or token that a request holds; raises as `authenticate` does."""
     try:
-        return await tenants.authenticate(shown_key(request))
-    except AuthenticationFailed:
-        failures.note(request.client.host if request.client else "")
+        return await _tenant_of(services, credential)
+    except (AuthenticationFailed, InvalidToken) as error:
+        # Nobody guesses a token that expired: a busy client shows one many times at once.
+        if not (isinstance(error, InvalidToken) and error.expired):
+            services.failures.note(request.client.host if request.client else "")
         raise
+
+
+async def _tenant_of(services: Services, credential: str) -> Tenant:
+    if not is_token(credential):
+        return await services.tenants.authenticate(credential)
+    token = services.signer.read_token(credential)
+    if not await services.tenants.is_live(token.key_id):
+        raise InvalidKey
+    return Tenant(token.tenant, token.name)
+
+
+def is_token(credential: str) -> bool:
+    """Tell a token from an API key: it starts with `{"` in base64."""
+    return credential.startswith("eyJ")
+
+
+def exchanges_key(request: Request, settings: ServerSettings) -> bool:
+    """Tell whether the client of this request shall exchange its key for a token.
+
+    SDKs show nothing but a `tml-…` key or a token without an exchange.
+    """
+    credential = shown_key(request)
+    if is_token(credential):
+        return False
+    return settings.jwt_auth == "always" or not credential.startswith("tml-")
 
 
 def is_operator(request: Request, settings: ServerSettings) -> bool:

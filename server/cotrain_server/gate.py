@@ -65,7 +65,7 @@ class TenantRoute(APIRoute):
 
         async def pass_gate(request: Request) -> Response:
             services: Services = request.app.state.services
-            tenant = await authenticate(request, services.tenants, services.failures)
+            tenant = await authenticate(request, services)
             request.state.tenant = tenant
             body = await read_body(request, self.body_limit(request, services.settings))
             return await handle(CheckedRequest(request, body))

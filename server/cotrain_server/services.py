@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 
 from cotrain_server.auth import FailureCounter
 from cotrain_server.errors import TooManyPolls
+from cotrain_server.signing import Signer
 from cotrain_store.audit import Audit
+from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.completions import Completions
 from cotrain_store.connection import Connection, check_store, open_connection
 from cotrain_store.futures import Futures
 from cotrain_store.intake import Intake
 from cotrain_store.records import Records
 from cotrain_store.sample_intake import SampleIntake
+from cotrain_store.secrets import signing_keys
 from cotrain_store.spool import Spool, new_writer
 from cotrain_store.tenants import Tenants
 from cotrain_store.token_stream import TokenStream
@@ -37,11 +40,13 @@ class Services:
     connection: Connection
     tenants: Tenants
     records: Records
+    checkpoints: Checkpoints
     intake: Intake
     sample_intake: SampleIntake
     futures: Futures
     completions: Completions
     token_stream: TokenStream
+    signer: Signer
     usage: Usage
     audit: Audit
     failures: FailureCounter = field(default_factory=FailureCounter)
@@ -92,6 +97,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
                 connection=connection,
                 tenants=tenants,
                 records=Records(connection),
+                checkpoints=Checkpoints(connection),
                 intake=Intake(connection, spool, settings.tenant_limits, reserve_bytes),
                 sample_intake=SampleIntake(
                     connection, spool, settings.sample_limits, reserve_bytes
@@ -99,6 +105,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
                 futures=futures,
                 completions=completions,
                 token_stream=token_stream,
+                signer=Signer(await signing_keys(connection)),
                 usage=Usage(connection),
                 audit=Audit(connection),
             )

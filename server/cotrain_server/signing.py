@@ -11,7 +11,7 @@ import hmac
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jwt
 
@@ -25,7 +25,7 @@ LINK_LIFE_S = 15 * 60
 #: SDKs ask for the next token at half of this.
 TOKEN_LIFE_S = 3600
 _ALGORITHM = "HS256"
-_CLAIMS = ["sub", "jti", "iat", "exp"]
+_CLAIMS = ["sub", "jti", "name", "iat", "exp"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Token:
 
     tenant: TenantId
     key_id: str
+    name: str
+    """Of the key."""
 
 
 class Signer:
@@ -74,15 +76,15 @@ class Signer:
             raise BadLink
         return Link(TenantId(tenant), path, WeightsRef(weights), file, expires_at)
 
-    def make_token(self, token: Token, now: float, not_after: float | None = None) -> str:
-        """Write a token, valid for an hour and no longer than its key (`not_after`)."""
-        expires_at = int(now) + TOKEN_LIFE_S
+    def make_token(self, token: Token, now: float) -> str:
+        """Write a token, valid for an hour, or for as long as its key is."""
         claims = {
             "sub": token.tenant,
             "org_id": token.tenant,
             "jti": token.key_id,
+            "name": token.name,
             "iat": int(now),
-            "exp": expires_at if not_after is None else min(expires_at, int(not_after)),
+            "exp": int(now) + TOKEN_LIFE_S,
         }
         return jwt.encode(claims, self._token_keys[0], algorithm=_ALGORITHM)
 
@@ -93,9 +95,9 @@ class Signer:
             InvalidToken: expired (`expired` is true, and it was ours), or not ours.
         """
         claims = self._claims(text)
-        return Token(TenantId(str(claims["sub"])), str(claims["jti"]))
+        return Token(TenantId(claims["sub"]), claims["jti"], claims["name"])
 
-    def _claims(self, text: str) -> dict[str, object]:
+    def _claims(self, text: str) -> dict[str, Any]:
         for key in self._token_keys:
             try:
                 return jwt.decode(text, key, algorithms=[_ALGORITHM], options={"require": _CLAIMS})

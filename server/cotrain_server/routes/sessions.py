@@ -19,7 +19,7 @@ from cotrain.types import (
     SupportedModel,
     TelemetryResponse,
 )
-from cotrain_server.auth import is_local
+from cotrain_server.auth import exchanges_key, is_local
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.gate import TenantRoute
 from cotrain_server.sample_validation import is_sampleable
@@ -40,6 +40,7 @@ async def client_config(
     settings = services.settings
     compress = settings.compress_requests
     return ClientConfigResponse(
+        pjwt_auth_enabled=exchanges_key(request, settings),
         fwdbwd_max_chunk_len=settings.chunk_datums,
         fwdbwd_max_chunk_bytes_count=settings.chunk_bytes,
         proto_compress_fwdbwd=not is_local(request) if compress is None else compress,

@@ -52,7 +52,7 @@ async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
     """Show the operator everything, and a tenant (by its API key) its own part."""
     if is_operator(request, services.settings):
         return await _everything(services)
-    tenant = await authenticate(request, services.tenants, services.failures)
+    tenant = await authenticate(request, services)
     return {"version": __version__, "pools": await _own_pools(services, tenant.id)}
 
 

@@ -1,0 +1,91 @@
+"""Decide whether a checkpoint may be made, loaded or kept as asked. Pure; the message is for its tenant."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pyrage
+
+from cotrain_server.errors import Invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_store.messages import CheckpointRecord, LoraSpec, RunRecord, WeightsRecord
+
+#: How long a checkpoint may be kept, as the hosted services have it; without one, until deleted.
+MIN_TTL_S = 3_600
+MAX_TTL_S = 10 * 365 * 24 * 3_600
+MAX_METADATA_BYTES = 64 * 1024
+MAX_RECIPIENTS = 64
+_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(name: str) -> None:
+    """Check the name of a checkpoint. Raises Invalid."""
+    if not _NAME.fullmatch(name):
+        raise Invalid(
+            "path must be a name of 1 to 128 letters, digits, '.', '_' or '-' that starts with a "
+            "letter or digit and has no '..'."
+        )
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    """Check how long a checkpoint is to be kept. Raises Invalid."""
+    if ttl_seconds is not None and not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
+        raise Invalid(f"ttl_seconds must be between {MIN_TTL_S} and {MAX_TTL_S} (10 years).")
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> None:
+    """Check the size of what a tenant notes about a checkpoint or a run. Raises Invalid."""
+    if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
+        raise Invalid(f"user_metadata may have at most {MAX_METADATA_BYTES} bytes as JSON.")
+
+
+def check_recipients(recipients: Sequence[str]) -> None:
+    """Check whom an export is to be encrypted to. Raises Invalid."""
+    if not 1 <= len(recipients) <= MAX_RECIPIENTS:
+        raise Invalid(f"age_encryption_recipients must have 1 to {MAX_RECIPIENTS} entries.")
+    for number, recipient in enumerate(recipients):
+        try:
+            pyrage.x25519.Recipient.from_str(recipient)
+        except pyrage.RecipientError as wrong:
+            raise Invalid(
+                f"age_encryption_recipients[{number}]: not an age X25519 recipient."
+            ) from wrong
+
+
+def check_loadable(checkpoint: CheckpointRecord) -> None:
+    """Raise Invalid for files that were made to be downloaded, maybe for others' eyes only."""
+    if checkpoint.kind == "external_weights":
+        raise Invalid(
+            "external_weights are for download only; load or sample from weights or "
+            "sampler_weights."
+        )
+
+
+def check_optimizer(weights: WeightsRecord, *, optimizer: bool) -> None:
+    """Raise Invalid where an optimizer state is asked for and was not saved."""
+    if optimizer and not weights.has_optimizer:
+        raise Invalid("This checkpoint has no optimizer state; load it without.")
+
+
+def check_fits(weights: WeightsRecord, run: RunRecord) -> None:
+    """Check that a run can take over what a checkpoint holds. Raises Invalid naming both."""
+    if weights.base_model != run.base_model:
+        raise Invalid(
+            f"The checkpoint is of base model {weights.base_model}, the run of {run.base_model}."
+        )
+    if _shape(weights.lora) != _shape(run.lora):
+        raise Invalid(f"The checkpoint has {_words(weights.lora)}; the run has {_words(run.lora)}.")
+
+
+def _shape(lora: LoraSpec) -> tuple[int, bool, bool, bool]:
+    return lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed
+
+
+def _words(lora: LoraSpec) -> str:
+    rank, attn, mlp, unembed = _shape(lora)
+    return f"rank {rank}, train_attn={attn}, train_mlp={mlp}, train_unembed={unembed}"

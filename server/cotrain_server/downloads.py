@@ -1,0 +1,163 @@
+"""A checkpoint's files on their way out: one by one with ranges, or all of them as one tar.
+
+Only regular files that a worker wrote for this checkpoint are opened, by names of our own, and never
+through a link. Once open, a file that a worker sweeps away is still sent to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import tarfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+from starlette.responses import FileResponse, StreamingResponse
+from typing_extensions import override
+
+from cotrain_store.errors import CheckpointNotFound
+from cotrain_store.messages import external_folder
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from starlette.types import Receive, Scope, Send
+
+    from cotrain_store.messages import CheckpointRecord, WeightsRecord
+
+#: What PEFT reads, and all that a download holds.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ARCHIVE = "checkpoint.tar"
+#: SDK 0.22 looks for this empty file in an archive.
+COMPLETE = "checkpoint_complete"
+CHUNK_BYTES = 1024**2
+_BLOCK = tarfile.BLOCKSIZE
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file that is being sent; whoever holds it closes it."""
+
+    name: str
+    content: BinaryIO
+    size: int
+
+
+def is_encrypted(checkpoint: CheckpointRecord, weights: WeightsRecord) -> bool:
+    """Tell whether all there is to download of a checkpoint is encrypted."""
+    return checkpoint.kind == "external_weights" and weights.external
+
+
+def names_of(checkpoint: CheckpointRecord, weights: WeightsRecord) -> tuple[str, ...]:
+    """Name the files of a checkpoint."""
+    encrypted = is_encrypted(checkpoint, weights)
+    return tuple(f"{name}.age" for name in ADAPTER_FILES) if encrypted else ADAPTER_FILES
+
+
+def folder_of(data_dir: Path, checkpoint: CheckpointRecord, weights: WeightsRecord) -> Path:
+    """Say where a worker put the files of a checkpoint."""
+    if is_encrypted(checkpoint, weights):
+        return data_dir / "external" / external_folder(weights.ref)
+    return data_dir / "weights" / weights.digest[:2] / weights.digest
+
+
+async def open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
+    """Open regular files for reading. Raises CheckpointNotFound when one is not there any more."""
+    return await asyncio.to_thread(_open_files, folder, names)
+
+
+def _open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
+    with ExitStack() as opened:
+        files = [_open(folder, name, opened) for name in names]
+        opened.pop_all()  # all of them: the response closes them
+        return files
+
+
+def _open(folder: Path, name: str, opened: ExitStack) -> OpenFile:
+    try:
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as missing:
+        raise CheckpointNotFound from missing
+    content = opened.enter_context(os.fdopen(descriptor, "rb", buffering=0))
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointNotFound
+    return OpenFile(name, content, found.st_size)
+
+
+class FileDownload(FileResponse):
+    """One file, whole or the ranges that are asked for."""
+
+    chunk_size = CHUNK_BYTES
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+        descriptor = file.content.fileno()
+        super().__init__(
+            f"/dev/fd/{descriptor}",  # this very file, whatever has its name by now
+            media_type="application/octet-stream",
+            filename=file.name,
+            stat_result=os.fstat(descriptor),
+        )
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, and close it."""
+        with self._file.content:
+            await super().__call__(scope, receive, send)
+
+
+class TarDownload(StreamingResponse):
+    """Files as one tar, made while it is sent; its length is known before."""
+
+    def __init__(self, files: Sequence[OpenFile], name: str, made_at: float) -> None:
+        self._files = files
+        headers = {
+            "Content-Length": str(tar_size([file.size for file in files])),
+            "Content-Disposition": f'attachment; filename="{name}"',
+            "Accept-Ranges": "none",
+        }
+        super().__init__(_tar(files, int(made_at)), media_type="application/x-tar", headers=headers)
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, and close its files."""
+        with ExitStack() as opened:
+            for file in self._files:
+                opened.enter_context(file.content)
+            await super().__call__(scope, receive, send)
+
+
+def tar_size(sizes: Sequence[int]) -> int:
+    """Count the bytes of a tar of files of these sizes and the empty COMPLETE.
+
+    A header and whole blocks for each, and two empty blocks at the end.
+    """
+    return sum(_BLOCK + size + _padding(size) for size in [*sizes, 0]) + 2 * _BLOCK
+
+
+async def _tar(files: Sequence[OpenFile], made_at: int) -> AsyncIterator[bytes]:
+    for file in files:
+        yield _header(file.name, file.size, made_at)
+        async for part in _content(file):
+            yield part
+        yield bytes(_padding(file.size))
+    yield _header(COMPLETE, 0, made_at) + bytes(2 * _BLOCK)
+
+
+async def _content(file: OpenFile) -> AsyncIterator[bytes]:
+    while part := await asyncio.to_thread(file.content.read, CHUNK_BYTES):
+        yield part
+
+
+def _header(name: str, size: int, made_at: int) -> bytes:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime = size, made_at
+    return entry.tobuf(tarfile.GNU_FORMAT)
+
+
+def _padding(size: int) -> int:
+    return -size % _BLOCK
