@@ -55,7 +55,10 @@ def _refuse_unsupported(request: SampleRequest) -> None:
     if request.prompt_alt_tokens_k:
         raise Invalid("prompt_alt_tokens_k is not supported here.")
     if request.record_stability_info:
-        raise Invalid("record_stability_info is not supported here.")
+        raise Invalid(
+            "record_stability_info is not supported here: it serves the loss stable_reinforce, whose "
+            "formula is not published. Choose another loss_fn, such as importance_sampling."
+        )
 
 
 def _body(request: SampleRequest) -> SampleBody:

@@ -106,7 +106,7 @@ def test_other_targets_are_refused(tensor: dict[str, Any], message: str) -> None
             "prompt: chunks of type image cannot be read here; send text tokens.",
         ),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not supported here."),
-        ({"record_stability_info": True}, "record_stability_info is not supported here."),
+        ({"record_stability_info": True}, "record_stability_info is not supported here: "),
         ({"seq_id": None}, "sampling_session_id and seq_id are needed"),
         (
             {"sampling_session_id": None, "base_model": "tiny/model"},
