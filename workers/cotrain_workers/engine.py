@@ -18,11 +18,12 @@ import transformers
 from cotrain_workers import attn, pack
 from cotrain_workers.adam import adamw_step, discard_gradient, gradient_norm, refuse_step
 from cotrain_workers.adapter_ops import begin, begins_run, load, save, unknown_run
-from cotrain_workers.admission import refuse_pass
+from cotrain_workers.admission import refuse_pass, refuse_reverse_kl
 from cotrain_workers.bank import AdapterBank, AdapterState
 from cotrain_workers.base_model import load_base_model
 from cotrain_workers.decoder import DecoderSizes, EngineDecoder
 from cotrain_workers.heap import keep_freed_memory
+from cotrain_workers.open_pass import OpenPass
 from cotrain_workers.ops import (
     CycleOutput,
     Failure,
@@ -30,10 +31,11 @@ from cotrain_workers.ops import (
     OptimStep,
     Output,
     Pass,
+    ReverseKl,
     Save,
     StepOutput,
 )
-from cotrain_workers.wave import OpenPass, Wave
+from cotrain_workers.wave import Wave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +102,7 @@ class Engine:
 
     def run(self, ops: Sequence[Op], between: Callable[[], None] | None = None) -> CycleOutput:
         """Run one cycle: per run, ascending `seq`,
-        `(Create | Import | Load)? Pass* OptimStep? (Save | Load)*`.
+        `(Create | Import | Load)? (Pass | ReverseKl)* OptimStep? (Save | Load)*`.
 
         Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
         `between` is called after each micro-batch; a decoder of this engine may step in it.
@@ -111,7 +113,7 @@ class Engine:
             if begins_run(op):
                 outputs[op.run, op.seq] = begin(self._bank, op, self.facts.max_rank)
         began = time.perf_counter()
-        passes = self._admit([op for op in ops if isinstance(op, Pass)], outputs)
+        passes = self._admit([op for op in ops if isinstance(op, Pass | ReverseKl)], outputs)
         cost = self._wave.run(passes, between)
         for done in passes:
             assert done.output is not None
@@ -186,21 +188,27 @@ class Engine:
         """Return where the matrices of such an adapter lie in its arenas."""
         return self._bank.layout_of(spec)
 
-    def _admit(self, ops: Sequence[Pass], outputs: dict[tuple[str, int], Output]) -> list[OpenPass]:
+    def _admit(
+        self, ops: Sequence[Pass | ReverseKl], outputs: dict[tuple[str, int], Output]
+    ) -> list[OpenPass]:
         """Open the passes that can run; write why the others cannot."""
         admitted = []
         for op in ops:
             if op.run not in self._bank:
                 outputs[op.run, op.seq] = unknown_run()
                 continue
-            reason = refuse_pass(
-                op, vocab_size=self.facts.vocab_size, context_length=self.facts.context_length
-            )
+            reason = self._refuse(op)
             if reason:
                 outputs[op.run, op.seq] = Failure(reason, "user")
             else:
                 admitted.append(OpenPass(op, self._bank[op.run]))
         return admitted
+
+    def _refuse(self, op: Pass | ReverseKl) -> str | None:
+        limits = (self.facts.vocab_size, self.facts.context_length)
+        if isinstance(op, ReverseKl):
+            return refuse_reverse_kl(op, *limits, layout_of=self.layout_of)
+        return refuse_pass(op, *limits)
 
     def _step(self, op: OptimStep) -> Output:
         if op.run not in self._bank:

@@ -39,7 +39,7 @@ class HeadInput:
 class HeadResult:
     """What the head found for one piece."""
 
-    logprobs: torch.Tensor  # [n, K]
+    found: torch.Tensor  # [n, K]: log-probabilities; or [n]: divergences
     loss: torch.Tensor  # float64 scalar
 
 
@@ -96,7 +96,9 @@ class Head:
             yield slice(start, start + self._chunk_rows)
 
     def _visit(self, given: HeadInput, rows: slice) -> Chunk:
-        return Chunk(self._weight, self._softcap, given, rows)
+        grad = None if given.hidden_grad is None else given.hidden_grad[rows]
+        projection = Projection(self._weight, self._softcap, given.part, given.hidden[rows], grad)
+        return Chunk(projection, given.targets[rows])
 
 
 def datum_rows(given: HeadInput) -> Iterator[slice]:
@@ -136,27 +138,45 @@ def picked_logprobs(
     return picked.sub_(peak).add_(top.log_()), probabilities
 
 
-class Chunk:
-    """Some rows of a piece, visited: `c` rows, `V` the vocabulary."""
+class Projection:
+    """Some rows of a piece under the unembedding and the adapter's LoRA on it, and the way back.
 
-    logprobs: torch.Tensor  # of the targets, [c, K], fp32 (fp64 under an fp64 base)
+    `c` rows, `V` the vocabulary. `logits` first, then `backward`, once each.
+    """
 
     def __init__(
-        self, weight: torch.Tensor, softcap: float | None, given: HeadInput, rows: slice
+        self,
+        weight: torch.Tensor,
+        softcap: float | None,
+        part: Part | None,
+        hidden: torch.Tensor,
+        hidden_grad: torch.Tensor | None = None,
     ) -> None:
         self._weight = weight
         self._softcap = softcap
-        self._part = given.part
-        self._hidden = given.hidden[rows]
-        self._targets = given.targets[rows]
-        self._hidden_grad = None if given.hidden_grad is None else given.hidden_grad[rows]
+        self._part = part
+        self._hidden = hidden
+        self._hidden_grad = hidden_grad
         self._low: torch.Tensor | None = None  # A @ hidden^T, [rank, c]
         self._capped: torch.Tensor | None = None  # tanh(logits / softcap), [c, V]
-        self.logprobs, self._probabilities = picked_logprobs(self._logits(), self._targets)
+
+    def logits(self) -> torch.Tensor:
+        """Return a new tensor `[c, V]`, fp32 under a 16-bit base."""
+        logits = raw_logits(self._hidden, self._weight)
+        if self._part is not None:
+            self._low = torch.mm(self._part.weights.a, self._hidden.t())
+            add_product(logits, self._low.t(), self._part.weights.b.t(), self._part.scale)
+        if self._softcap is not None and self._hidden_grad is not None:
+            self._capped = torch.tanh(logits / self._softcap)
+        return capped(logits, self._softcap)
 
     def backward(self, slope: torch.Tensor) -> None:
-        """Given d loss / d logprob `[c, K]`, write d loss / d hidden and add the LoRA gradients."""
-        grad = self._logits_grad(slope).to(self._weight.dtype)
+        """Given d loss / d logits `[c, V]`, which it overwrites, write d loss / d hidden and add the
+        LoRA gradients.
+        """
+        if self._capped is not None:
+            slope.mul_(1 - self._capped**2)
+        grad = slope.to(self._weight.dtype)
         hidden_grad = torch.mm(grad, self._weight)
         if self._part is not None:
             assert self._low is not None
@@ -168,23 +188,26 @@ class Chunk:
         assert self._hidden_grad is not None
         self._hidden_grad.copy_(hidden_grad)
 
-    def _logits(self) -> torch.Tensor:
-        logits = raw_logits(self._hidden, self._weight)
-        if self._part is not None:
-            self._low = torch.mm(self._part.weights.a, self._hidden.t())
-            add_product(logits, self._low.t(), self._part.weights.b.t(), self._part.scale)
-        if self._softcap is not None and self._hidden_grad is not None:
-            self._capped = torch.tanh(logits / self._softcap)
-        return capped(logits, self._softcap)
 
-    def _logits_grad(self, slope: torch.Tensor) -> torch.Tensor:
-        """Return d loss / d logits `[c, V]`: `sum_k slope_k (1[v = target_k] - p_v)`."""
+class Chunk:
+    """Some rows of a piece, visited: the log-probabilities of their targets, and the way back."""
+
+    logprobs: torch.Tensor  # of the targets, [c, K], fp32 (fp64 under an fp64 base)
+
+    def __init__(self, projection: Projection, targets: torch.Tensor) -> None:
+        self._projection = projection
+        self._targets = targets
+        self.logprobs, self._probabilities = picked_logprobs(projection.logits(), targets)
+
+    def backward(self, slope: torch.Tensor) -> None:
+        """Given d loss / d logprob `[c, K]`, pass d loss / d logits on.
+
+        `d loss / d logit_v = sum_k slope_k (1[v = target_k] - p_v)`.
+        """
         grad = self._probabilities.mul_(-slope.sum(dim=1, keepdim=True))
         # One column after the other: two columns of a row may name the same token, and adding both in
         # one call would need atomics on CUDA.
         for column in range(slope.shape[1]):
             at = self._targets[:, column : column + 1]
             grad.scatter_(1, at, grad.gather(1, at) + slope[:, column : column + 1])
-        if self._capped is not None:
-            grad.mul_(1 - self._capped**2)
-        return grad
+        self._projection.backward(grad)

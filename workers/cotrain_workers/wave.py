@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,35 +13,27 @@ import torch
 
 from cotrain_workers.admission import TARGETS
 from cotrain_workers.base_model import UNEMBED
+from cotrain_workers.forward import hidden_states, pack_row
 from cotrain_workers.head import Head, HeadInput, HeadResult
 from cotrain_workers.losses import LOSSES
-from cotrain_workers.ops import Failure, PassOutput
+from cotrain_workers.open_pass import claim_gradient, output_of, settle
+from cotrain_workers.ops import ReverseKl
 from cotrain_workers.pack import MicroBatch, Piece, cut, fill
+from cotrain_workers.reverse_kl import KlHead, KlInput, Question, References, weighted_rows
 from cotrain_workers.route import Route, Segment, SequenceTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from cotrain_workers.bank import Adapter, Gradient
     from cotrain_workers.base_model import BaseModel
+    from cotrain_workers.open_pass import OpenPass
     from cotrain_workers.ops import Datum, Pass
+    from cotrain_workers.reverse_kl import Referred
+    from cotrain_workers.route import Part
 
-
-@dataclass
-class OpenPass:
-    """A pass in progress."""
-
-    op: Pass
-    adapter: Adapter
-    pieces_left: int = 0
-    gradient: Gradient | None = None  # where its weight gradients go, once a piece has run
-    logprobs: list[np.ndarray] = field(default_factory=list)  # per datum
-    loss_sum: float = 0.0
-    output: PassOutput | Failure | None = None
-
-    def datums(self, piece: Piece) -> Sequence[Datum]:
-        """Return the datums of one of this pass's pieces."""
-        return self.op.datums[piece.first : piece.last]
+    States = tuple[
+        torch.Tensor, torch.Tensor | None
+    ]  # hidden [n, d] and its gradient, to be filled
 
 
 @dataclass
@@ -53,6 +45,12 @@ class WaveCost:
     padded_tokens: int = 0
     beside_s: float = 0.0  # in `between`
 
+    def add(self, batches: Sequence[MicroBatch]) -> None:
+        """Count micro-batches that ran."""
+        self.forwards += len(batches)
+        self.tokens += sum(batch.tokens for batch in batches)
+        self.padded_tokens += sum(batch.padded_tokens for batch in batches)
+
 
 class Wave:
     """Runs passes over one base model. Knows micro-batches and sums, not cycles or optimizers."""
@@ -62,6 +60,8 @@ class Wave:
         self._device = base.head_weight.device
         self.head_chunk_rows = head_chunk_rows
         self._head = Head(base.head_weight, base.final_softcap, head_chunk_rows)
+        self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
+        self._references = References(base, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
         wide = base.head_weight.dtype == torch.float64
         self._loss_dtype = torch.float64 if wide else torch.float32
@@ -77,66 +77,79 @@ class Wave:
             open_pass.pieces_left = len(cuts)
             pieces += cuts
             if not cuts:
-                open_pass.output = PassOutput([], 0.0)
+                open_pass.output = output_of(open_pass)
         cost = WaveCost()
         waiting = deque(fill(pieces, self._micro_batch_tokens))
         while waiting:
             batch = waiting.popleft()
-            cost.forwards += 1
-            if self._fits(batch, passes):
-                cost.tokens += batch.tokens
-                cost.padded_tokens += batch.padded_tokens
-            else:
+            ran = self._try(batch, passes)
+            if ran is None:
+                cost.forwards += 1
                 waiting.extendleft(reversed(batch.halves()))
+            else:
+                cost.add(ran)
             if between is not None:
                 began = time.perf_counter()
                 between()
                 cost.beside_s += time.perf_counter() - began
         return cost
 
-    def _fits(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> bool:
-        """Run a micro-batch; if memory runs out, undo it and return False (raise, if it is one piece).
+    def _try(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> list[MicroBatch] | None:
+        """Run a micro-batch and return it, after those that its references took.
 
+        If memory runs out, undo it and return None (raise, if it is one piece).
         Pieces stay as they are, so that the retry in halves adds up what this one would have.
         """
         owners = [passes[at] for at in dict.fromkeys(piece.owner for piece in batch.pieces)]
         of_earlier_pieces = [(p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient]
         try:
-            self._run_micro_batch(batch, passes)
+            return self._run_micro_batch(batch, passes)
         except torch.OutOfMemoryError:
             if len(batch.pieces) == 1:
                 raise
-        else:
-            return True
         # Here the exception is gone, and with it the tensors that its frames held.
         for owner in owners:
             if owner.gradient is not None:
                 owner.gradient.flat.zero_()
         for gradient, before in of_earlier_pieces:
             gradient.flat.copy_(before)
-        return False
+        return None
 
-    def _cut(self, at: int, op: Pass) -> list[Piece]:
+    def _cut(self, at: int, op: Pass | ReverseKl) -> list[Piece]:
         lengths = [len(datum.tokens) for datum in op.datums]
-        columns = [datum.inputs[TARGETS][0].size for datum in op.datums]
+        columns = [math.prod(datum.shape[1:]) for datum in op.datums]
         limit = self._micro_batch_tokens
         return list(cut(at, lengths, columns, limit, needs_grad=op.needs_grad))
 
-    def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> None:
-        datums = [datum for p in batch.pieces for datum in passes[p.owner].datums(p)]
-        ids, positions, lengths = pack_row(datums, batch.padded_tokens)
-        route = Route(self._segments(batch, passes), SequenceTable(lengths, self._device))
+    def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> list[MicroBatch]:
+        referred, ran = self._ask_references(batch, passes)
+        row = pack_row(
+            [datum.tokens for p in batch.pieces for datum in passes[p.owner].datums(p)],
+            batch.padded_tokens,
+        )
+        route = Route(self._segments(batch, passes), SequenceTable(row.lengths, self._device))
         with self._base.router.use(route):
             with torch.set_grad_enabled(batch.needs_grad):
-                hidden = self._base.backbone(
-                    input_ids=torch.from_numpy(ids)[None].to(self._device),
-                    position_ids=torch.from_numpy(positions)[None].to(self._device),
-                    use_cache=False,  # with a cache transformers would not see the packing
-                ).last_hidden_state
-            results, hidden_grad = self._run_head(batch, passes, route, hidden.detach()[0])
+                hidden = hidden_states(self._base, row)
+            results, hidden_grad = self._run_head(
+                batch, passes, route, hidden.detach()[0], referred
+            )
             if hidden.requires_grad:
-                hidden.backward(hidden_grad[None])
+                hidden.backward(hidden_grad[None])  # type: ignore[no-untyped-call]
         self._collect(batch, passes, results)
+        return [*ran, batch]
+
+    def _ask_references(
+        self, batch: MicroBatch, passes: Sequence[OpenPass]
+    ) -> tuple[dict[Piece, Referred], list[MicroBatch]]:
+        """Run the references of a micro-batch's reverse KLs; return what they say of each piece."""
+        asked = {
+            piece: Question(op.datums[piece.first : piece.last], op.reference)
+            for piece in batch.pieces
+            if isinstance(op := passes[piece.owner].op, ReverseKl)
+        }
+        answers, ran = self._references.ask(list(asked.values()))
+        return dict(zip(asked, answers, strict=True)), ran
 
     def _segments(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> list[Segment]:
         segments, start = [], 0
@@ -152,27 +165,57 @@ class Wave:
         return segments
 
     def _run_head(
-        self, batch: MicroBatch, passes: Sequence[OpenPass], route: Route, hidden: torch.Tensor
+        self,
+        batch: MicroBatch,
+        passes: Sequence[OpenPass],
+        route: Route,
+        hidden: torch.Tensor,
+        referred: Mapping[Piece, Referred],
     ) -> tuple[list[HeadResult], torch.Tensor]:
         hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
         part_by_start = {part.start: part for part in route.parts(UNEMBED)}
         results = []
         for piece, segment in zip(batch.pieces, route.segments, strict=True):
             rows = slice(segment.start, segment.stop)
-            op, datums = passes[piece.owner].op, passes[piece.owner].datums(piece)
-            loss = LOSSES[op.loss_fn]
-            given = HeadInput(
-                hidden=hidden[rows],
-                targets=self._column(datums, TARGETS, torch.int64),
-                inputs={name: self._column(datums, name, self._loss_dtype) for name in loss.inputs},
-                datum_lengths=[len(datum.tokens) for datum in datums],
-                loss=loss,
-                config={**loss.defaults, **op.loss_config},
-                part=part_by_start.get(segment.start),
-                hidden_grad=hidden_grad[rows] if piece.needs_grad else None,
-            )
-            results.append(self._head.run(given))
+            op, part = passes[piece.owner].op, part_by_start.get(segment.start)
+            states = (hidden[rows], hidden_grad[rows] if piece.needs_grad else None)
+            if isinstance(op, ReverseKl):
+                result = self._compare(op, piece, part, states, referred[piece])
+            else:
+                result = self._evaluate(op, piece, part, states)
+            results.append(result)
         return results, hidden_grad
+
+    def _evaluate(self, op: Pass, piece: Piece, part: Part | None, states: States) -> HeadResult:
+        """Evaluate the loss of a piece of a pass."""
+        loss, datums = LOSSES[op.loss_fn], op.datums[piece.first : piece.last]
+        given = HeadInput(
+            hidden=states[0],
+            targets=self._column(datums, TARGETS, torch.int64),
+            inputs={name: self._column(datums, name, self._loss_dtype) for name in loss.inputs},
+            datum_lengths=[len(datum.tokens) for datum in datums],
+            loss=loss,
+            config={**loss.defaults, **op.loss_config},
+            part=part,
+            hidden_grad=states[1],
+        )
+        return self._head.run(given)
+
+    def _compare(
+        self, op: ReverseKl, piece: Piece, part: Part | None, states: States, referred: Referred
+    ) -> HeadResult:
+        """Evaluate the divergences of a piece of a reverse KL; those of weight 0 are left out as 0."""
+        datums, (hidden, hidden_grad) = op.datums[piece.first : piece.last], states
+        assert hidden_grad is not None
+        rows = weighted_rows([datum.tokens for datum in datums], datums).to(self._device)
+        all_weights = torch.from_numpy(np.concatenate([datum.weights for datum in datums]))
+        weighted = all_weights.nonzero()[:, 0].to(self._device)
+        weights = all_weights.to(self._device, self._loss_dtype)
+        gradient = hidden.new_empty(len(rows), hidden.shape[1])
+        given = KlInput(hidden[rows], part, referred, weights[weighted], op.temperature, gradient)
+        divergences = torch.zeros_like(weights).index_copy_(0, weighted, self._kl_head.run(given))
+        hidden_grad.index_copy_(0, rows, gradient)
+        return HeadResult(divergences, (weights * divergences).sum(dtype=torch.float64))
 
     def _column(self, datums: Sequence[Datum], name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return one input of a piece's datums, `[n, K]`; a 1-D input is one column."""
@@ -183,79 +226,17 @@ class Wave:
         self, batch: MicroBatch, passes: Sequence[OpenPass], results: Sequence[HeadResult]
     ) -> None:
         """Copy log-probabilities and losses to the host, and settle the passes that are complete."""
-        flat = torch.cat([result.logprobs.flatten() for result in results]).float().cpu().numpy()
+        flat = torch.cat([result.found.flatten() for result in results]).float().cpu().numpy()
         losses = torch.stack([result.loss for result in results]).tolist()
         start = 0
         for piece, loss in zip(batch.pieces, losses, strict=True):
             open_pass = passes[piece.owner]
             for datum in open_pass.datums(piece):
-                shape = datum.inputs[TARGETS].shape
-                size = int(np.prod(shape))
-                open_pass.logprobs.append(flat[start : start + size].reshape(shape))
+                size = math.prod(datum.shape)
+                open_pass.found.append(flat[start : start + size].reshape(datum.shape))
                 start += size
             open_pass.loss_sum += loss
             open_pass.pieces_left -= 1
         for at in dict.fromkeys(piece.owner for piece in batch.pieces):
             if passes[at].pieces_left == 0:
                 settle(passes[at])
-
-
-def pack_row(
-    datums: Sequence[Datum], padded_tokens: int
-) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Return token ids and positions `[padded_tokens]` and the sequence lengths, filler included."""
-    lengths = [len(datum.tokens) for datum in datums]
-    filler = padded_tokens - sum(lengths)
-    if filler:
-        lengths.append(filler)
-    ids = np.zeros(padded_tokens, dtype=np.int64)
-    ids[: padded_tokens - filler] = np.concatenate([datum.tokens for datum in datums])
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    return ids, positions, lengths
-
-
-def claim_gradient(adapter: Adapter) -> Gradient:
-    """Return where an op may add its gradient: the adapter's own arena while that is clean, else scratch.
-
-    An op that fails is then undone by zeroing the arena or dropping the scratch. Both start from zeros,
-    so the bits of the sum do not depend on which it was.
-    """
-    if adapter.grads_pending or adapter.gradient_in_use:
-        return adapter.scratch_gradient()
-    adapter.gradient_in_use = True
-    return adapter.gradient
-
-
-def settle(done: OpenPass) -> None:
-    """Accept a complete pass and keep its gradient, or fail it and leave no trace of it."""
-    is_finite = math.isfinite(done.loss_sum) and all(np.isfinite(lp).all() for lp in done.logprobs)
-    if done.gradient is not None:
-        is_finite = is_finite and is_all_finite(done.gradient.flat)
-        settle_gradient(done.adapter, done.gradient, keep=is_finite)
-        done.gradient = None
-    done.output = PassOutput(done.logprobs, done.loss_sum) if is_finite else not_finite(done.op)
-
-
-def settle_gradient(adapter: Adapter, gradient: Gradient, *, keep: bool) -> None:
-    """Add a claimed gradient to the adapter's, or drop it; those of earlier ops stay as they are."""
-    is_own = gradient is adapter.gradient
-    if is_own:
-        adapter.gradient_in_use = False
-    if keep:
-        adapter.grads_pending = True
-        if not is_own:
-            adapter.gradient.flat.add_(gradient.flat)
-    elif is_own:
-        gradient.flat.zero_()
-
-
-def is_all_finite(arena: torch.Tensor) -> bool:
-    """Return whether an arena holds no NaN and no infinity. Waits for the device."""
-    low, high = arena.aminmax()
-    return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def not_finite(op: Pass) -> Failure:
-    """Return the answer to a pass whose loss, log-probabilities or gradient are not finite."""
-    kept = "; the gradient was discarded" if op.needs_grad else ""
-    return Failure(f"Loss is not finite (seq {op.seq}){kept}.", "user")

@@ -14,7 +14,7 @@ PPO = Pass("a", 1, [GOOD, GOOD], "ppo", {"clip_low_threshold": 0.9}, needs_grad=
 
 
 def refusal(op: Pass) -> str | None:
-    return refuse_pass(op, vocab_size=128, context_length=16)
+    return refuse_pass(op, 128, 16)
 
 
 def with_input(**inputs: np.ndarray) -> Pass:

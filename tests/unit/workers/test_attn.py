@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cotrain_workers import attn, wave
+from cotrain_workers import attn, forward, wave
 from cotrain_workers.ops import Create, Datum, Pass, PassOutput
 from cotrain_workers.route import SequenceTable
 from cotrain_workers.spec import AdapterSpec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_workers.engine import Engine
+    from cotrain_workers.forward import PackedRow
     from cotrain_workers.ops import Op
 
     NewEngine = Callable[..., Engine]
@@ -72,19 +74,14 @@ def test_that_comparison_sees_wrong_positions_and_leaks(
     new_engine: NewEngine, model_folder: ModelFolder, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpacked = unpacked_logprobs(model_folder(family), datums())
-    right = wave.pack_row
+    right = forward.pack_row
 
-    def positions_run_on(
-        datums: Sequence[Datum], padded: int
-    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        ids, _, lengths = right(datums, padded)
-        return ids, 5 * np.arange(padded), lengths  # rotary embeddings see distances only
+    def positions_run_on(sequences: Sequence[np.ndarray], padded: int) -> PackedRow:
+        # rotary embeddings see distances only
+        return replace(right(sequences, padded), positions=5 * np.arange(padded))
 
-    def one_long_sequence(
-        datums: Sequence[Datum], padded: int
-    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        ids, positions, _ = right(datums, padded)
-        return ids, positions, [padded]
+    def one_long_sequence(sequences: Sequence[np.ndarray], padded: int) -> PackedRow:
+        return replace(right(sequences, padded), lengths=[padded])
 
     for wrong in (positions_run_on, one_long_sequence):
         monkeypatch.setattr(wave, "pack_row", wrong)

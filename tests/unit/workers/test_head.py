@@ -90,7 +90,7 @@ def test_the_chunked_head_equals_the_dense_one(
     result = head.run(given)
 
     logprobs, total, (hidden_grad, a_grad, b_grad) = dense(s, loss, softcap)
-    assert_close(result.logprobs, logprobs.detach())
+    assert_close(result.found, logprobs.detach())
     assert_close(result.loss, total)
     assert given.hidden_grad is not None
     assert_close(given.hidden_grad, hidden_grad)
@@ -98,7 +98,7 @@ def test_the_chunked_head_equals_the_dense_one(
     assert_close(grads.b, b_grad)
 
     forward_only = head.run(replace(given, hidden_grad=None))
-    assert torch.equal(forward_only.logprobs, result.logprobs)
+    assert torch.equal(forward_only.found, result.found)
     assert torch.equal(forward_only.loss, result.loss)
 
 

@@ -1,0 +1,130 @@
+"""Read and write the body of a reverse-KL request, and write what it found.
+
+JSON for what is small and plain arrays for what is long, as in a sample request.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cotrain_store.errors import MalformedBody
+from cotrain_store.messages import WeightsRef
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: Bytes of the JSON part.
+_HEADER = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class KlArrays:
+    """One example: a continuation of `n` tokens, and the two contexts it is judged in."""
+
+    student_context: np.ndarray  # int64 [s], s >= 1
+    reference_context: np.ndarray  # int64 [r], r >= 1
+    targets: np.ndarray  # int64 [n], n >= 1
+    weights: np.ndarray  # float32 [n]
+
+    @property
+    def student_tokens(self) -> np.ndarray:
+        """Return what the run reads: the last target is predicted only."""
+        return np.concatenate([self.student_context, self.targets[:-1]])
+
+    @property
+    def reference_tokens(self) -> np.ndarray:
+        """Return what the reference reads."""
+        return np.concatenate([self.reference_context, self.targets[:-1]])
+
+
+@dataclass(frozen=True)
+class ReverseKlBody:
+    """One request, as the worker needs it."""
+
+    reference: WeightsRef | None
+    """None: the base model alone."""
+    temperature: float
+    datums: tuple[KlArrays, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read, by the run and by the reference: what the budget counts."""
+        return sum(
+            len(d.student_context) + len(d.reference_context) + 2 * (len(d.targets) - 1)
+            for d in self.datums
+        )
+
+
+def encode_reverse_kl(body: ReverseKlBody) -> bytes:
+    """Write a body; equal bodies give equal bytes."""
+    shapes = [
+        [len(d.student_context), len(d.reference_context), len(d.targets)] for d in body.datums
+    ]
+    settings = {"reference": body.reference, "temperature": body.temperature, "shapes": shapes}
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
+    arrays = [
+        np.asarray(array, dtype).tobytes()
+        for d in body.datums
+        for array, dtype in (
+            (d.student_context, "<i4"),
+            (d.reference_context, "<i4"),
+            (d.targets, "<i4"),
+            (d.weights, "<f4"),
+        )
+    ]
+    return b"".join([_HEADER.pack(len(text)), text, *arrays])
+
+
+def decode_reverse_kl(body: bytes) -> ReverseKlBody:
+    """Read what `encode_reverse_kl` wrote, in this version or the next.
+
+    Raises:
+        MalformedBody: it is not such a body.
+    """
+    try:
+        (length,) = _HEADER.unpack_from(body)
+        at = _HEADER.size + length
+        settings = json.loads(body[_HEADER.size : at])
+        datums = []
+        for s, r, n in settings["shapes"]:
+            tokens = np.frombuffer(body, "<i4", s + r + n, at).astype(np.int64)
+            at += 4 * (s + r + n)
+            weights = np.frombuffer(body, "<f4", n, at)
+            at += 4 * n
+            datums.append(KlArrays(tokens[:s], tokens[s : s + r], tokens[s + r :], weights))
+        reference = settings["reference"]
+        return ReverseKlBody(
+            WeightsRef(reference) if reference is not None else None,
+            float(settings["temperature"]),
+            tuple(datums),
+        )
+    except (struct.error, ValueError, LookupError, TypeError) as broken:
+        raise MalformedBody("The body of a reverse-KL request cannot be read.") from broken
+
+
+def reverse_kl_answer(losses: Sequence[np.ndarray], metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Write what a request resolves to: per datum its summed `loss`, as `mint` reads it.
+
+    `token_losses` has the terms of that sum; `mint` 0.2.0 ignores it.
+    """
+    outputs = [
+        {
+            "loss": _tensor([float(each.sum(dtype=np.float64))]),
+            "token_losses": _tensor(each.tolist()),
+        }
+        for each in losses
+    ]
+    return {
+        "outputs": outputs,
+        "metrics": dict(metrics),
+        "type": "mint_forward_backward_reverse_kl",
+    }
+
+
+def _tensor(data: list[float]) -> dict[str, Any]:
+    return {"data": data, "shape": [len(data)], "dtype": "float32"}
