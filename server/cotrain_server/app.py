@@ -20,6 +20,7 @@ from cotrain_server.routes import (
     sessions,
     status,
     training,
+    uploads,
     weights,
 )
 from cotrain_server.services import open_services
@@ -36,6 +37,7 @@ PARTS = (
     runs,
     training,
     weights,
+    uploads,
     samplers,
     sampling,
     futures,

@@ -11,6 +11,7 @@ RequestError
 ├── UnsupportedMediaType
 ├── TooManyFailures         (wrong API keys from one address)
 ├── TooManyPolls            (held open by one tenant)
+├── TooManyUploads          (sent at once by one tenant)
 ├── InvalidToken            (not ours, expired, or its key was revoked)
 ├── BadLink                 (to a file)
 ├── KeyOfTheOperator        (its tenant cannot revoke it)
@@ -94,6 +95,12 @@ class KeyOfTheOperator(RequestError):
     """This API key stands in the server's settings; only its operator can take it back."""
 
 
+class TooManyUploads(RequestError):
+    """Too many uploads of this tenant are on their way."""
+
+    retry_after_s = 5.0
+
+
 class OperatorsOnly(RequestError):
     """Not Found"""
 
@@ -107,6 +114,7 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (UnsupportedMediaType, 415),
     (TooManyFailures, 429),
     (TooManyPolls, 429),
+    (TooManyUploads, 429),
     (InvalidToken, 401),
     (BadLink, 403),
     (KeyOfTheOperator, 403),

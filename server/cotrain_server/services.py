@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cotrain_server.auth import FailureCounter
 from cotrain_server.errors import TooManyPolls
 from cotrain_server.signing import Signer
+from cotrain_server.uploads import Uploads
 from cotrain_store.audit import Audit
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.completions import Completions
@@ -51,6 +52,7 @@ class Services:
     audit: Audit
     failures: FailureCounter = field(default_factory=FailureCounter)
     polls_by_tenant: Counter[TenantId] = field(default_factory=Counter)
+    uploads: Uploads = field(default_factory=Uploads)
     draining: bool = False
 
     @contextmanager

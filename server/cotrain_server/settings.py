@@ -39,6 +39,8 @@ class ServerSettings(StoreSettings):
     max_rank: Annotated[int, Field(ge=1)] = 128
     max_body_bytes: Annotated[int, Field(ge=1024)] = 64 * MIB
     """Largest request, as sent and once decompressed."""
+    max_upload_bytes: Annotated[int, Field(ge=1024)] = 512 * MIB
+    """Largest adapter that can be uploaded, as sent and once unpacked."""
     long_poll_s: Annotated[float, Field(gt=0, le=40)] = 25.0
     """How long a poll for a result is held; the SDK's socket gives up after 45 s."""
 

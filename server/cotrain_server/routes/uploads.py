@@ -1,0 +1,167 @@
+"""training_runs/upload: bring an adapter that was made elsewhere.
+
+It becomes a run of its own, whose first op imports it and whose second saves it under the name that the
+tenant gives. From then on it is a checkpoint like any other: loaded, sampled from, trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from functools import partial
+from typing import IO, TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.routing import APIRoute
+from typing_extensions import override
+
+from cotrain.upload_types import UploadQuery, UploadResponse
+from cotrain_server.archive import unpack
+from cotrain_server.auth import authenticate
+from cotrain_server.checkpoint_validation import check_metadata, check_name, check_ttl
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import Invalid
+from cotrain_server.peft_reading import read_adapter
+from cotrain_server.strict_json import read_object
+from cotrain_server.uploads import received
+from cotrain_server.validation import check_rank
+from cotrain_store import metrics
+from cotrain_store.audit import AuditEvent
+from cotrain_store.errors import SessionFinished
+from cotrain_store.imports import PeftAdapter, encode_import
+from cotrain_store.messages import OpKind, RunRecord, SaveRequest, encode, run_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastapi import Response
+
+    from cotrain_server.gate import Handler
+    from cotrain_server.services import Services
+    from cotrain_store.messages import LoraSpec, PoolRecord, RequestId, SessionRecord, Tenant
+
+#: What an upload leaves out begins the same way in every run.
+SEED = 0
+FOLDER = "uploads"
+ARCHIVE = {
+    "requestBody": {
+        "required": True,
+        "description": "A tar (plain, gzip or zstd) or zip with adapter_config.json and "
+        "adapter_model.safetensors.",
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+class UploadRoute(APIRoute):
+    """A route that knows its tenant, and then reads its body by itself, piece by piece."""
+
+    @override
+    def get_route_handler(self) -> Handler:
+        """Put the key before the route."""
+        handle = super().get_route_handler()
+
+        async def pass_gate(request: Request) -> Response:
+            request.state.tenant = await authenticate(request, request.app.state.services)
+            return await handle(request)
+
+        return pass_gate
+
+
+router = APIRouter(
+    prefix="/api/v1", tags=["uploads"], route_class=UploadRoute, dependencies=[api_key]
+)
+
+
+@router.post("/training_runs/upload", response_model_exclude_none=True, openapi_extra=ARCHIVE)
+async def upload_checkpoint(
+    request: Request,
+    query: Annotated[UploadQuery, Query()],
+    services: ServicesDep,
+    tenant: TenantDep,
+) -> UploadResponse:
+    """Queue the import of an archive's adapter as a checkpoint of a new run.
+
+    What is wrong with its files is said here and now; whether they fit the base model, by the future.
+    """
+    save, pool = _save_request(query), await services.records.pool_of(query.base_model)
+    session = await _session(services, tenant, query)
+    with services.uploads.slot(tenant.id):
+        run, imported = await _import(request, services, pool, partial(_run, session, query, pool))
+    content = encode(save).encode()
+    digest = hashlib.sha256(content).hexdigest()
+    saved = await services.intake.submit(run, 1, OpKind.SAVE, content, 0, digest)
+    path = f"tinker://{run.id}/weights/{save.name}"
+    metrics.REQUESTS_ACCEPTED.labels(OpKind.IMPORT).inc()
+    await services.audit.note(tenant.id, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
+    return UploadResponse(request_id=saved, model_id=run.id, import_request_id=imported, path=path)
+
+
+def _save_request(query: UploadQuery) -> SaveRequest:
+    check_name(query.name)
+    check_ttl(query.ttl_seconds)
+    metadata = read_object("user_metadata", (query.user_metadata or "{}").encode())
+    if not all(isinstance(text, str) for text in metadata.values()):
+        raise Invalid("user_metadata must map names to texts.")
+    check_metadata(metadata)
+    return SaveRequest(
+        name=query.name,
+        kind="weights",
+        ttl_seconds=query.ttl_seconds,
+        user_metadata=metadata,
+        last=True,
+    )
+
+
+async def _session(services: Services, tenant: Tenant, query: UploadQuery) -> SessionRecord:
+    if (query.session_id is None) != (query.model_seq_id is None):
+        raise Invalid("session_id and model_seq_id are given together, or neither is.")
+    if query.session_id is None:
+        return await services.records.create_session(tenant.id, sdk_version="upload")
+    session = await services.records.session(tenant.id, query.session_id)
+    if session.finished_at is not None:
+        raise SessionFinished
+    return session
+
+
+async def _import(
+    request: Request, services: Services, pool: PoolRecord, run_of: Callable[[LoraSpec], RunRecord]
+) -> tuple[RunRecord, RequestId]:
+    """Receive, unpack and queue an archive: the run it becomes, and the request that makes it."""
+    settings = services.settings
+    folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
+    async with (
+        received(request, folder, limit, settings.disk_reserve_bytes) as archive,
+        services.uploads.unpacking,
+    ):
+        adapter = await asyncio.to_thread(_read_archive, archive, limit)
+        check_rank(adapter.lora.rank, min(pool.max_rank, settings.max_rank))
+        run = run_of(adapter.lora)
+        body, digest = await asyncio.to_thread(_encode, adapter, run.base_model)
+        imported = await services.intake.create_run(
+            run, kind=OpKind.IMPORT, body=body, digest=digest
+        )
+    return run, imported
+
+
+def _run(session: SessionRecord, query: UploadQuery, pool: PoolRecord, lora: LoraSpec) -> RunRecord:
+    return RunRecord(
+        id=run_id(session.id, query.model_seq_id or 0),
+        tenant=session.tenant,
+        session=session.id,
+        pool=pool.id,
+        base_model=pool.base_model,
+        lora=lora,
+        created_at=time.time(),
+    )
+
+
+def _read_archive(archive: IO[bytes], limit_bytes: int) -> PeftAdapter:
+    files = unpack(archive, limit_bytes)
+    return read_adapter(files.config, files.tensors, SEED)
+
+
+def _encode(adapter: PeftAdapter, base_model: str) -> tuple[bytes, str]:
+    body = encode_import(adapter)
+    return body, hashlib.sha256(base_model.encode() + b"\0" + body).hexdigest()
