@@ -1,0 +1,84 @@
+"""Reverse-KL examples for tests of the engine, and a dense oracle: plain PEFT in fp64, all logits at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from cotrain_workers.ops import KlDatum
+from cotrain_workers.sample_ops import HostWeights
+from cotrain_workers.spec import AdapterSpec
+from tests.support.training import PeftOracle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain_workers.ops import ReverseKl
+    from cotrain_workers.spec import Layout
+
+
+def kl_datum(
+    rng: np.random.Generator, student: int, reference: int, targets: int, *, vocab: int = 128
+) -> KlDatum:
+    """Return a datum with contexts of so many tokens; about a third of its weights are 0."""
+    continuation = rng.integers(0, vocab, targets)[:-1]
+    weights = rng.normal(size=targets) * (rng.random(targets) > 0.3)
+    weights[-1] = 1.0
+    return KlDatum(
+        np.concatenate([rng.integers(0, vocab, student), continuation]),
+        np.concatenate([rng.integers(0, vocab, reference), continuation]),
+        weights.astype(np.float32),
+    )
+
+
+def kl_datums(seed: int) -> list[KlDatum]:
+    """Return examples of lengths that differ in every way."""
+    rng = np.random.default_rng(seed)
+    shapes = ((5, 5, 7), (1, 30, 12), (20, 2, 1), (3, 9, 33))
+    return [kl_datum(rng, *shape) for shape in shapes]
+
+
+def random_weights(spec: AdapterSpec, layout_of: Callable[[AdapterSpec], Layout]) -> HostWeights:
+    """Return weights of which neither A nor B is zero."""
+    layout = layout_of(spec)
+    weights = HostWeights(spec, torch.zeros(layout.size))
+    generator = torch.Generator().manual_seed(spec.seed)
+    for pair in layout.views(weights.flat).values():
+        pair.a.copy_(torch.randn(pair.a.shape, generator=generator) / 8)
+        pair.b.copy_(torch.randn(pair.b.shape, generator=generator) / 16)
+    return weights
+
+
+def dense_losses(student: PeftOracle, reference: PeftOracle, op: ReverseKl) -> list[torch.Tensor]:
+    """Return each datum's weighted divergences `[n]`, differentiable by the student's weights."""
+    losses = []
+    for datum in op.datums:
+        last = len(datum.weights)
+        ours = log_softmax(student, datum.tokens, last, op.temperature)
+        with torch.no_grad():
+            theirs = log_softmax(reference, datum.reference, last, op.temperature)
+        divergence = (ours.exp() * (ours - theirs)).sum(-1)
+        losses.append(torch.from_numpy(datum.weights).double() * divergence)
+    return losses
+
+
+def reference_oracle(
+    folder: Path, reference: HostWeights | None, layout_of: Callable[[AdapterSpec], Layout]
+) -> PeftOracle:
+    """Return plain PEFT with the reference's weights; a fresh adapter changes nothing."""
+    if reference is None:
+        return PeftOracle(folder, AdapterSpec(1, 0), torch.float64)
+    oracle = PeftOracle(folder, reference.spec, torch.float64)
+    oracle.load(layout_of(reference.spec), reference.flat)
+    return oracle
+
+
+def log_softmax(
+    oracle: PeftOracle, tokens: np.ndarray, last: int, temperature: float
+) -> torch.Tensor:
+    """Return the log-probabilities of everything at the last positions, `[last, V]`."""
+    logits: torch.Tensor = oracle.model(input_ids=torch.from_numpy(tokens)[None]).logits[0]
+    return torch.log_softmax(logits[-last:] / temperature, -1)
