@@ -75,10 +75,14 @@ class Records:
         user_metadata: dict[str, Any] | None = None,
         project_id: str | None = None,
         display_name: str | None = None,
+        session_id: SessionId | None = None,
     ) -> SessionRecord:
-        """Open a session. Its id is 128 random bits: it is part of every run and request id."""
+        """Open a session. Its id is 128 random bits: it is part of every run and request id.
+
+        With a `session_id` that only this tenant's requests can lead to, twice is one session.
+        """
         session = SessionRecord(
-            id=SessionId(secrets.token_hex(16)),
+            id=session_id or SessionId(secrets.token_hex(16)),
             tenant=tenant,
             created_at=time.time(),
             sdk_version=sdk_version,
@@ -87,7 +91,10 @@ class Records:
             project_id=project_id,
             display_name=display_name,
         )
-        await self._redis.hset(keys.session(session.id), "record", encode(session))
+        async with self._redis.pipeline() as pipeline:
+            pipeline.hset(keys.session(session.id), "record", encode(session))
+            pipeline.zadd(keys.tenant_sessions(tenant), {session.id: session.created_at})
+            await pipeline.execute()
         await self._mark_alive(session.id)
         return session
 
