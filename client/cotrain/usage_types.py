@@ -113,13 +113,14 @@ class Amounts(WireModel):
     checkpoints: int = 0
 
 
-class SourceUsage(Amounts):
+class SourceUsage(WireModel):
     """What one run or sampler used."""
 
     source: str
     """The id of a run or of a sampler."""
     session_id: str
     base_model: str
+    amounts: Amounts
 
 
 class UsageResponse(WireModel):

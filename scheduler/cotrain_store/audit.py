@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Redis cuts in whole nodes of its stream, so somewhat more are kept.
 EVENTS_KEPT = 10_000
 
-_DAY = timedelta(days=1)
+_DAY_MS = 24 * 3600 * 1000
 
 
 class AuditEvent(StrEnum):
@@ -65,9 +65,9 @@ class Audit:
 
     async def entries(self, tenant: TenantId, day: date, resource: str = "") -> list[AuditEntry]:
         """Read the events of one day (UTC), oldest first; of one resource where it is named."""
-        start = datetime(day.year, day.month, day.day, tzinfo=UTC)
-        first_ms, after_ms = (int(at.timestamp()) * 1000 for at in (start, start + _DAY))
-        rows = await self._redis.xrange(keys.audit(tenant), first_ms, after_ms - 1)
+        start_ms = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) * 1000
+        first, last = max(0, start_ms), max(0, start_ms + _DAY_MS - 1)
+        rows = await self._redis.xrange(keys.audit(tenant), first, last)
         entries = [_entry(name, fields) for name, fields in rows]
         return [
             entry for entry in entries if entry.event.startswith(f"{resource}_" if resource else "")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from cotrain_store import keys
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from cotrain_store.connection import Connection
     from cotrain_store.messages import TenantId
 
@@ -51,11 +53,6 @@ class Usage:
             pipeline.hgetall(keys.usage(tenant, int(hour.timestamp())))
         found = zip(hours, await pipeline.execute(), strict=True)
         return [_row(hour, *item) for hour, fields in found for item in fields.items()]
-
-
-def this_hour(now: datetime) -> datetime:
-    """Cut a time down to the start of its hour."""
-    return now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
 
 
 def _row(hour: datetime, field: bytes, amount: bytes) -> UsageRow:

@@ -12,14 +12,23 @@ from cotrain_server import errors
 from cotrain_server.edge import Edge
 from cotrain_server.routes import (
     anthropic,
+    audit,
+    auth,
+    billing,
+    checkpoints,
+    files,
     futures,
+    loads,
     openai,
     runs,
     samplers,
     sampling,
+    search,
+    session_lists,
     sessions,
     status,
     training,
+    training_runs,
     uploads,
     weights,
 )
@@ -33,11 +42,17 @@ if TYPE_CHECKING:
 
 
 PARTS = (
+    auth,
     sessions,
     runs,
     training,
     weights,
     uploads,
+    training_runs,
+    session_lists,
+    search,
+    billing,
+    audit,
     samplers,
     sampling,
     futures,

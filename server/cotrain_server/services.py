@@ -13,6 +13,7 @@ from cotrain_server.errors import TooManyPolls
 from cotrain_server.signing import Signer
 from cotrain_server.uploads import Uploads
 from cotrain_store.audit import Audit
+from cotrain_store.catalog import Catalog
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.completions import Completions
 from cotrain_store.connection import Connection, check_store, open_connection
@@ -21,6 +22,7 @@ from cotrain_store.intake import Intake
 from cotrain_store.records import Records
 from cotrain_store.sample_intake import SampleIntake
 from cotrain_store.secrets import signing_keys
+from cotrain_store.session_search import SessionSearch
 from cotrain_store.spool import Spool, new_writer
 from cotrain_store.tenants import Tenants
 from cotrain_store.token_stream import TokenStream
@@ -48,6 +50,8 @@ class Services:
     completions: Completions
     token_stream: TokenStream
     signer: Signer
+    catalog: Catalog
+    session_search: SessionSearch
     usage: Usage
     audit: Audit
     failures: FailureCounter = field(default_factory=FailureCounter)
@@ -89,6 +93,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
         for key in settings.api_keys:
             await tenants.register(key.get_secret_value(), "operator's key")
         reserve_bytes = settings.disk_reserve_bytes
+        records, checkpoints = Records(connection), Checkpoints(connection)
         async with (
             Futures(connection, spool) as futures,
             Completions(connection) as completions,
@@ -98,8 +103,8 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
                 settings=settings,
                 connection=connection,
                 tenants=tenants,
-                records=Records(connection),
-                checkpoints=Checkpoints(connection),
+                records=records,
+                checkpoints=checkpoints,
                 intake=Intake(connection, spool, settings.tenant_limits, reserve_bytes),
                 sample_intake=SampleIntake(
                     connection, spool, settings.sample_limits, reserve_bytes
@@ -108,6 +113,8 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
                 completions=completions,
                 token_stream=token_stream,
                 signer=Signer(await signing_keys(connection)),
+                catalog=Catalog(connection, records, checkpoints),
+                session_search=SessionSearch(connection, checkpoints),
                 usage=Usage(connection),
                 audit=Audit(connection),
             )

@@ -1,0 +1,113 @@
+"""What a tenant used: in the shape in which the hosted services bill it, and in our own.
+
+Nothing here has a price. Storage by the hour is not told either: what was deleted meanwhile, or has
+expired, would be missing from it. What is stored now is told.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+
+from cotrain.usage_types import (
+    BillingUsageResponse,
+    StorageItem,
+    StorageResponse,
+    UsageResponse,
+    UsageSession,
+)
+from cotrain.wire_model import Name  # noqa: TC001  # FastAPI reads it at run time
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import Invalid
+from cotrain_server.gate import TenantRoute
+from cotrain_server.rest_answers import text_by_name
+from cotrain_server.usage_answers import events_of, last_day, sources_of, total_of, window
+from cotrain_store.messages import SessionId
+from cotrain_store.session_search import Stored
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_store.messages import Tenant
+
+router = APIRouter(
+    prefix="/api/v1", tags=["usage"], route_class=TenantRoute, dependencies=[api_key]
+)
+
+
+@router.get("/billing/usage/events")
+async def billing_usage(
+    starting_on: datetime, ending_before: datetime, services: ServicesDep, tenant: TenantDep
+) -> BillingUsageResponse:
+    """Tell what each session used, by the hour; whole hours in UTC, at most 14 days."""
+    asked = window(starting_on, ending_before, datetime.now(UTC))
+    rows = await services.usage.rows(tenant.id, asked.start, asked.end)
+    names = {SessionId(row.session) for row in rows if row.session}
+    sessions = await services.catalog.session_records(names)
+    return BillingUsageResponse(
+        data=events_of(rows, sessions, tenant),
+        sessions={
+            name: UsageSession(user_metadata=text_by_name(session.user_metadata))
+            for name, session in sessions.items()
+        },
+    )
+
+
+@router.get("/billing/usage/checkpoints/current")
+async def checkpoint_storage(
+    services: ServicesDep, tenant: TenantDep, project_id: Name | None = None
+) -> StorageResponse:
+    """Tell what the checkpoints of each project hold now; each is counted, also where it shares files."""
+    by_project = await _stored_by_project(services, tenant)
+    return StorageResponse(
+        data=[
+            StorageItem(
+                project_id=project,
+                org_user_urn=tenant.id,
+                user_name=tenant.name,
+                checkpoint_count=stored.count,
+                size_bytes=stored.size_bytes,
+                size_gigabytes=stored.size_bytes / 1e9,
+            )
+            for project, stored in sorted(by_project.items(), key=lambda item: item[0] or "")
+            if project_id in (None, project)
+        ]
+    )
+
+
+@router.get("/usage")
+async def usage(
+    services: ServicesDep,
+    tenant: TenantDep,
+    starting_on: datetime | None = None,
+    ending_before: datetime | None = None,
+) -> UsageResponse:
+    """Tell what you used, with the seconds of the accelerator, in all and by run and sampler.
+
+    Whole hours in UTC, at most 14 days; without `starting_on` and `ending_before`, the last 24 hours.
+    """
+    now = datetime.now(UTC)
+    if starting_on is None and ending_before is None:
+        asked = last_day(now)
+    elif starting_on is None or ending_before is None:
+        raise Invalid("starting_on and ending_before are needed together.")
+    else:
+        asked = window(starting_on, ending_before, now)
+    rows = await services.usage.rows(tenant.id, asked.start, asked.end)
+    return UsageResponse(
+        starting_on=asked.start,
+        ending_before=asked.end,
+        total=total_of(rows),
+        sources=sources_of(rows),
+    )
+
+
+async def _stored_by_project(services: Services, tenant: Tenant) -> dict[str | None, Stored]:
+    by_session = await services.session_search.stored(tenant.id)
+    sessions = await services.catalog.session_records(by_session)
+    by_project: defaultdict[str | None, Stored] = defaultdict(Stored)
+    for session, stored in by_session.items():
+        by_project[sessions[session].project_id] += stored
+    return dict(by_project)

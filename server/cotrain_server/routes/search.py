@@ -1,0 +1,63 @@
+"""Search one's sessions, newest first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+
+from cotrain.rest_types import SessionSearchRequest, SessionSearchResponse
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.gate import TenantRoute
+from cotrain_server.session_filter import cursor_at, matches, may_find, place_of, summary_of
+from cotrain_store.session_search import Stored
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_store.messages import TenantId
+    from cotrain_store.session_search import Place, SessionEntry
+
+router = APIRouter(
+    prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]
+)
+
+READ_AT_ONCE = 200
+#: One page looks at no more than this many; a rare match may be some pages away.
+LOOKED_AT = 10_000
+
+
+@router.post("/sessions/search")
+async def search_sessions(
+    request: SessionSearchRequest, services: ServicesDep, tenant: TenantDep
+) -> SessionSearchResponse:
+    """Find sessions. Go on with `next_cursor` until there is none: a page may be short."""
+    if not may_find(request.owner, tenant.id):
+        return SessionSearchResponse(sessions=[])
+    found, place = await _look(request, services, tenant.id)
+    stored = await services.session_search.stored(tenant.id)
+    return SessionSearchResponse(
+        sessions=[
+            summary_of(entry, tenant.id, stored.get(entry.record.id, Stored())) for entry in found
+        ],
+        next_cursor=cursor_at(place) if place else None,
+    )
+
+
+async def _look(
+    wanted: SessionSearchRequest, services: Services, tenant: TenantId
+) -> tuple[list[SessionEntry], Place | None]:
+    """Find a page of sessions, and the place to go on from; None where nothing is left."""
+    place = place_of(wanted.cursor) if wanted.cursor else None
+    found: list[SessionEntry] = []
+    for _ in range(LOOKED_AT // READ_AT_ONCE):
+        entries = await services.session_search.behind(tenant, place, READ_AT_ONCE)
+        for number, entry in enumerate(entries, 1):
+            place = entry.place
+            if matches(wanted, entry):
+                found.append(entry)
+            if len(found) == wanted.limit:
+                was_last = number == len(entries) < READ_AT_ONCE
+                return found, None if was_last else place
+        if len(entries) < READ_AT_ONCE:
+            return found, None
+    return found, place

@@ -1,0 +1,78 @@
+"""Sessions as their tenant sees them afterwards: which there were, what is in them, their project."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from cotrain.rest_types import (
+    AssignProjectRequest,
+    GetSessionResponse,
+    ListSessionsResponse,
+    TraceExportResponse,
+)
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.gate import TenantRoute
+from cotrain_server.paging import Limit, Offset, Scope  # noqa: TC001  # FastAPI reads them
+from cotrain_server.rest_answers import text_by_name
+from cotrain_store.audit import AuditEvent
+
+router = APIRouter(
+    prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]
+)
+
+
+@router.get("/sessions")
+async def list_sessions(
+    services: ServicesDep,
+    tenant: TenantDep,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: Scope = "owned",
+) -> ListSessionsResponse:
+    """List your sessions, newest first. Nobody else's are accessible."""
+    return ListSessionsResponse(
+        sessions=list(await services.catalog.sessions(tenant.id, offset, limit))
+    )
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(
+    session_id: str, services: ServicesDep, tenant: TenantDep, access_scope: Scope = "owned"
+) -> GetSessionResponse:
+    """Show what is in a session: its runs, and its samplers as long as they live."""
+    session = await services.records.session(tenant.id, session_id)
+    samplers = await services.records.samplers_of(session.id)
+    return GetSessionResponse(
+        training_run_ids=list(await services.catalog.session_runs(session.id)),
+        sampler_ids=[sampler.id for sampler in samplers],
+        user_metadata=text_by_name(session.user_metadata),
+        display_name=session.display_name,
+    )
+
+
+@router.put("/sessions/{session_id}/project", status_code=204)
+async def assign_session_project(
+    session_id: str, request: AssignProjectRequest, services: ServicesDep, tenant: TenantDep
+) -> None:
+    """Put a session, with its runs and samplers, into a project.
+
+    A project is a name that you give; it exists by being given.
+    """
+    await services.records.assign_project(tenant.id, session_id, request.project_id)
+    details = {"session_id": session_id, "project_id": request.project_id}
+    await services.audit.note(tenant.id, AuditEvent.PROJECT_ASSIGN, details)
+
+
+@router.get("/sessions/{session_id}/trace_export")
+async def export_session_trace(
+    session_id: str, services: ServicesDep, tenant: TenantDep
+) -> TraceExportResponse:
+    """Say that there is no trace: the clock's cycles are recorded for the pool, not for a tenant."""
+    await services.records.session(tenant.id, session_id)
+    return TraceExportResponse(status="failed", error=NO_TRACE)
+
+
+NO_TRACE = (
+    "This server keeps no trace of a session. GET /api/v1/usage shows what each of its runs took; "
+    "the operator sees the last cycles in /status."
+)
