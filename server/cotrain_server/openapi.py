@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-def body_of(model: type[BaseModel], *, binary: bool = False) -> dict[str, Any]:
-    """Describe a JSON body of this model, or with `binary` its message of the same name."""
-    content: dict[str, Any] = {"application/json": {"schema": _whole(model.model_json_schema())}}
+def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
+    """Describe a JSON body of one of these models, or with `binary` its message of the same name."""
+    schemas = [_whole(model.model_json_schema()) for model in models]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
     if binary:
         content[PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
     return {"requestBody": {"required": True, "content": content}}

@@ -21,20 +21,19 @@ from cotrain.types import (
     ForwardBackwardRequest,
     ForwardRequest,
     OptimStepRequest,
-    SaveWeightsForSamplerRequest,
     SequencedRequest,
 )
 from cotrain_server.errors import Invalid, Unreadable, sentence
-from cotrain_server.validation import check_adam, check_pass, check_save
+from cotrain_server.validation import check_adam, check_pass
 from cotrain_store.bodies import decode_pass, parse_pass
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import OpKind, SaveRequest, encode, sampler_id
+from cotrain_store.messages import OpKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
-    from cotrain_store.messages import PoolRecord, RunRecord
+    from cotrain_store.messages import PoolRecord, WeightsRef
 
 #: Sparse tensors are small on the wire and full size here; this many elements is 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
@@ -48,12 +47,18 @@ class Op:
     body: bytes
     tokens: int
     digest: str
+    """Of what the client sent, not of what that named at the time: a repeat is the same request."""
+    uses: tuple[WeightsRef, ...] = ()
+    """Weights that must stay while the log needs this op."""
 
     @classmethod
     def rejected(cls, message: str, content: bytes) -> Self:
         """Make an op that only takes its place in the order and fails with this message."""
-        body = json.dumps({"error": message, "category": "user"}).encode()
-        return cls(OpKind.REJECTED, body, 0, _digest(content))
+        return cls(OpKind.REJECTED, _failure(message), 0, digest_of(content))
+
+    def refused(self, message: str) -> Op:
+        """Make of an op that may not run one that takes its place and fails."""
+        return Op(OpKind.REJECTED, _failure(message), 0, self.digest)
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
     Raises:
         Unreadable: not a JSON object, or without a run and a place in its order.
     """
-    fields = _json_object(body)
+    fields = json_object(body)
     address = _address(fields)
     message, refusal = None, ""
     try:
@@ -112,13 +117,13 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
         refusal = sentence(error.errors(include_url=False, include_input=False))
     except UnsupportedInput as error:
         refusal = str(error)
-    content = _canonical_json(fields) if message is None else _canonical(message)
+    content = canonical_json(fields) if message is None else _canonical(message)
     return AddressedPass(address.model_id, address.seq_id, message, refusal, content)
 
 
 def read_fields(body: bytes) -> AddressedFields:
     """Read an optim_step or a save. Raises Unreadable as `read_json_pass` does."""
-    fields = _json_object(body)
+    fields = json_object(body)
     address = _address(fields)
     return AddressedFields(address.model_id, address.seq_id, fields)
 
@@ -134,23 +139,16 @@ def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
     except (Invalid, MalformedBody) as error:
         return Op.rejected(str(error), request.content)
     kind = OpKind.FORWARD if decoded.forward_only else OpKind.FORWARD_BACKWARD
-    return Op(kind, request.content, decoded.num_tokens, _digest(request.content))
+    return Op(kind, request.content, decoded.num_tokens, digest_of(request.content))
 
 
 def step_op(request: AddressedFields) -> Op:
     """Check an optim_step and make its op."""
-    return _op_or_refusal(lambda: _step_op(request.fields), _canonical_json(request.fields))
+    return op_or_refusal(lambda: _step_op(request.fields), canonical_json(request.fields))
 
 
-def save_op(request: AddressedFields, run: RunRecord) -> Op:
-    """Check a save_weights_for_sampler and make its op."""
-    # SDK 0.38 numbers the sampler anew each time it sends the same save; the first number counts.
-    is_unnamed = request.fields.get("sampling_session_seq_id") is not None
-    content = _canonical_json({**request.fields, "sampling_session_seq_id": is_unnamed})
-    return _op_or_refusal(lambda: _save_op(request.fields, run, content), content)
-
-
-def _op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
+def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
+    """Make an op, or where that raises Invalid or a ValidationError a rejected one that says why."""
     try:
         return make()
     except ValidationError as error:
@@ -164,23 +162,11 @@ def _step_op(fields: dict[str, Any]) -> Op:
     params = OptimStepRequest.model_validate(fields).adam_params
     check_adam(params)
     body = params.model_dump_json().encode()
-    return Op(OpKind.OPTIM_STEP, body, 0, _digest(body))
+    return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
 
 
-def _save_op(fields: dict[str, Any], run: RunRecord, content: bytes) -> Op:
-    wanted = SaveWeightsForSamplerRequest.model_validate(fields)
-    check_save(wanted)
-    number = wanted.sampling_session_seq_id
-    save = SaveRequest(
-        name=wanted.path,
-        sampler=None if number is None else sampler_id(run.session, number),
-        ttl_seconds=wanted.ttl_seconds,
-        user_metadata=wanted.user_metadata or {},
-    )
-    return Op(OpKind.SAVE, encode(save).encode(), 0, _digest(content))
-
-
-def _json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> dict[str, Any]:
+    """Read a JSON object; raises Unreadable."""
     try:
         fields = from_json(body)
     except ValueError as error:
@@ -226,13 +212,19 @@ def _refuse_vast_sparse(message: PassMessage) -> None:
                 )
 
 
+def _failure(message: str) -> bytes:
+    return json.dumps({"error": message, "category": "user"}).encode()
+
+
 def _canonical(message: PassMessage) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def _canonical_json(fields: dict[str, Any]) -> bytes:
+def canonical_json(fields: Any) -> bytes:
+    """Write fields as the same bytes, in whatever order they were sent."""
     return json.dumps(fields, sort_keys=True).encode()
 
 
-def _digest(content: bytes) -> str:
+def digest_of(content: bytes) -> str:
+    """Name content by its hash."""
     return hashlib.sha256(content).hexdigest()

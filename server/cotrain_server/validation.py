@@ -7,7 +7,6 @@ must never meet an op that cannot run. What is refused here still takes its plac
 
 from __future__ import annotations
 
-import re
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -19,14 +18,9 @@ from cotrain_server.losses import NEEDS_BY_LOSS, TARGETS, LossNeeds
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain.types import AdamParams, SaveWeightsForSamplerRequest
+    from cotrain.types import AdamParams
     from cotrain_store.bodies import DatumArrays, PassBody
     from cotrain_store.messages import PoolRecord
-
-#: How long named weights may be kept, as the hosted services have it; without one, until deleted.
-MIN_TTL_S = 3_600
-MAX_TTL_S = 10 * 365 * 24 * 3_600
-_CHECKPOINT_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_pass(request: PassBody, pool: PoolRecord) -> None:
@@ -53,20 +47,6 @@ def check_adam(params: AdamParams) -> None:
     # A row that never got a gradient has m = v = 0, and 0 / (0 + 0) is not a number.
     if params.eps <= 0:
         raise Invalid("adam_params.eps must be greater than 0.")
-
-
-def check_save(request: SaveWeightsForSamplerRequest) -> None:
-    """Check what the wire type leaves open about saved weights: their name and life. Raises Invalid."""
-    if (request.path is None) == (request.sampling_session_seq_id is None):
-        raise Invalid("Exactly one of path and sampling_session_seq_id is needed.")
-    if request.path is not None and not _CHECKPOINT_NAME.fullmatch(request.path):
-        raise Invalid(
-            "path must be a name of 1 to 128 letters, digits, '.', '_' or '-' that starts with a "
-            "letter or digit and has no '..'."
-        )
-    ttl_s = request.ttl_seconds
-    if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
-        raise Invalid(f"ttl_seconds must be between {MIN_TTL_S} and {MAX_TTL_S} (10 years).")
 
 
 def check_rank(rank: int, max_rank: int) -> None:

@@ -16,6 +16,7 @@ from cotrain.types import (
     UnloadModelRequest,
     UntypedAPIFuture,
 )
+from cotrain_server.checkpoint_validation import check_metadata
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
 from cotrain_server.gate import TenantRoute
@@ -39,6 +40,7 @@ async def create_model(
     session = await services.records.session(tenant.id, request.session_id)
     if session.finished_at is not None:
         raise SessionFinished
+    check_metadata(request.user_metadata)
     pool = await services.records.pool_of(request.base_model)
     check_rank(request.lora_config.rank, min(pool.max_rank, services.settings.max_rank))
     name = run_id(session.id, request.model_seq_id)

@@ -12,6 +12,7 @@ from cotrain.types import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
 )
+from cotrain_server.checkpoint_validation import check_loadable
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
 from cotrain_server.gate import TenantRoute
@@ -74,6 +75,7 @@ async def _source(
     """Find the base model and the weights; a path wins over a base model."""
     if request.model_path is not None:
         checkpoint = await services.records.checkpoint(tenant, request.model_path)
+        check_loadable(checkpoint)
         return checkpoint.base_model, checkpoint.weights
     if request.base_model is not None:
         return request.base_model, None

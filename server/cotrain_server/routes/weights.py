@@ -1,20 +1,46 @@
-"""save_weights_for_sampler: keep a run's weights as they are, under a name or for one sampler."""
+"""save_weights, save_weights_for_sampler, save_weights_external, weights_info: keep what a run has."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastapi import APIRouter, Request
 
+from cotrain.checkpoint_types import (
+    SaveWeightsExternalRequest,
+    SaveWeightsRequest,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
 from cotrain.types import SaveWeightsForSamplerRequest, UntypedAPIFuture
 from cotrain_server.bodies import json_body
+from cotrain_server.checkpoint_reading import save_op
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.gate import TenantRoute
 from cotrain_server.openapi import body_of
-from cotrain_server.reading import read_fields, save_op
+from cotrain_server.reading import read_fields
 from cotrain_server.routes.training import submit
+from cotrain_server.sources import find_source
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_store.messages import CheckpointKind, Tenant, TenantId
 
 router = APIRouter(
     prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]
 )
+
+
+@router.post(
+    "/save_weights",
+    response_model_exclude_none=True,
+    openapi_extra=body_of(SaveWeightsRequest),
+)
+async def save_weights(
+    request: Request, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue a copy of the weights and of the optimizer's state, to train on from."""
+    return await _save(request, services, tenant, "weights")
 
 
 @router.post(
@@ -29,6 +55,55 @@ async def save_weights_for_sampler(
 
     Of `kind` inflight a snapshot is made as well: its sampler never sees later weights.
     """
+    return await _save(request, services, tenant, "sampler_weights")
+
+
+@router.post(
+    "/save_weights_external",
+    response_model_exclude_none=True,
+    openapi_extra=body_of(SaveWeightsExternalRequest),
+)
+async def save_weights_external(
+    request: Request, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue files to download, encrypted where recipients are named."""
+    return await _save(request, services, tenant, "external_weights")
+
+
+async def _save(
+    request: Request, services: Services, tenant: Tenant, kind: CheckpointKind
+) -> UntypedAPIFuture:
     save = read_fields(await json_body(request))
     run = await services.records.run(tenant.id, save.model_id)
-    return await submit(services, run, save.seq, save_op(save, run))
+    op = save_op(save, run, kind)
+    is_named = save.fields.get("sampling_session_seq_id") is None
+    full = await _quota_reached(services, tenant.id) if is_named else ""
+    return await submit(services, run, save.seq, op.refused(full) if full else op)
+
+
+async def _quota_reached(services: Services, tenant: TenantId) -> str:
+    """Say which quota of stored checkpoints a tenant has reached; nothing where none."""
+    settings = services.settings
+    count, size_bytes = await services.checkpoints.stored_bytes(tenant)
+    if count >= settings.quota_checkpoints:
+        limit = f"{settings.quota_checkpoints} checkpoints"
+    elif size_bytes >= settings.quota_checkpoint_bytes:
+        limit = f"{settings.quota_checkpoint_bytes} bytes"
+    else:
+        return ""
+    return f"Checkpoint storage quota reached ({limit}). Delete some that are not needed."
+
+
+@router.post("/weights_info")
+async def weights_info(
+    wanted: WeightsInfoRequest, services: ServicesDep, tenant: TenantDep
+) -> WeightsInfoResponse:
+    """Tell what a run must be like to load a checkpoint."""
+    weights = (await find_source(services, tenant.id, wanted.tinker_path)).weights
+    return WeightsInfoResponse(
+        base_model=weights.base_model,
+        lora_rank=weights.lora.rank,
+        train_unembed=weights.lora.train_unembed,
+        train_mlp=weights.lora.train_mlp,
+        train_attn=weights.lora.train_attn,
+    )

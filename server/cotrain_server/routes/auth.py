@@ -1,0 +1,80 @@
+"""auth/token and auth/apikey/me: a token in place of the key, and what the shown key is."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+
+from cotrain.checkpoint_types import ApiKeyResponse, KeyDetails, OrganizationDetails, UserDetails
+from cotrain.types import AuthTokenResponse
+from cotrain_server.auth import is_token, shown_key
+from cotrain_server.deps import ServicesDep, api_key
+from cotrain_server.errors import KeyOfTheOperator
+from cotrain_server.gate import TenantRoute
+from cotrain_server.signing import Token
+from cotrain_store.audit import AuditEvent
+from cotrain_store.errors import InvalidKey
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_store.tenants import KeyRecord
+
+router = APIRouter(
+    prefix="/api/v1/auth", tags=["auth"], route_class=TenantRoute, dependencies=[api_key]
+)
+
+
+@router.post("/token")
+async def exchange(request: Request, services: ServicesDep) -> AuthTokenResponse:
+    """Give a token that stands for the shown API key for an hour, or until the key is revoked."""
+    key = await _shown(request, services)
+    token = Token(key.tenant, key.id, key.name)
+    return AuthTokenResponse(jwt=services.signer.make_token(token, time.time()))
+
+
+@router.get("/apikey/me")
+async def show_key(request: Request, services: ServicesDep) -> ApiKeyResponse:
+    """Say what the shown API key is. This server knows tenants, not their people."""
+    key = await _shown(request, services)
+    return ApiKeyResponse(
+        key_id=_number(key.id),
+        name=key.name,
+        note=f"cotrain keys revoke {key.id}",
+        details=KeyDetails(
+            org_details=OrganizationDetails(name=key.tenant),
+            user_details=UserDetails(email=key.name),
+        ),
+    )
+
+
+@router.delete("/apikey/me", status_code=204)
+async def revoke_key(request: Request, services: ServicesDep) -> None:
+    """Revoke the shown API key, and with it every token that stands for it; within five seconds.
+
+    No other key: not those of the same tenant, and not one that stands in the server's settings,
+    which would be back after the next start.
+    """
+    key = await _shown(request, services)
+    shown = shown_key(request).encode()
+    for known in services.settings.api_keys:
+        if hmac.compare_digest(known.get_secret_value().encode(), shown):
+            raise KeyOfTheOperator
+    await services.tenants.revoke(key.id)
+    await services.audit.note(key.tenant, AuditEvent.APIKEY_REVOKE, {"key_id": key.id})
+
+
+async def _shown(request: Request, services: Services) -> KeyRecord:
+    """Find the key of a request that shows one; a token cannot make tokens, nor end its key."""
+    credential = shown_key(request)
+    if is_token(credential):
+        raise InvalidKey("Show the API key itself here, not a token.")
+    return await services.tenants.key(credential)
+
+
+def _number(key_id: str) -> int:
+    """Make a number of a key's id, since that is what the CLI of the SDK stores it as."""
+    return int.from_bytes(hashlib.sha256(key_id.encode()).digest()[:6])

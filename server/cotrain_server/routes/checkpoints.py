@@ -1,0 +1,183 @@
+"""What becomes of checkpoints: delete, publish, keep for so long, copy. Writes are for owners only."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Header, Request
+
+from cotrain.checkpoint_types import (
+    CheckpointTtlRequest,
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+)
+from cotrain_server.checkpoint_validation import check_ttl
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import Invalid
+from cotrain_server.gate import TenantRoute
+from cotrain_server.sources import find_source, reader_of
+from cotrain_store.audit import AuditEvent
+from cotrain_store.errors import CheckpointNotFound, RunNotFound, SessionFinished
+from cotrain_store.messages import RunRecord, RunState, SessionId, run_id
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_server.sources import Source
+    from cotrain_store.messages import CheckpointRecord, RunId, TenantId
+
+router = APIRouter(
+    prefix="/api/v1", tags=["checkpoints"], route_class=TenantRoute, dependencies=[api_key]
+)
+
+#: A name has no slash in it, so a checkpoint called `publish` is none of the routes below it.
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+#: What the metadata of a copy's run says: the path that was copied.
+COPIED_FROM = "copied_from"
+
+
+def path_of(run_id: str, kind: str, name: str) -> str:
+    """Write the parts of a URL as the path they stand for; whether it is one, the records tell."""
+    return f"tinker://{run_id}/{kind}/{name}"
+
+
+@router.delete(CHECKPOINT, status_code=204)
+async def delete_checkpoint(
+    run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
+) -> None:
+    """Take a checkpoint's name away. What was loaded from it, or is being, stays."""
+    found = await _own(services, tenant.id, path_of(run_id, kind, name))
+    await services.checkpoints.delete(tenant.id, found.run, found.kind, found.name)
+    await _note(services, AuditEvent.CHECKPOINT_DELETE, found)
+
+
+@router.post(f"{CHECKPOINT}/publish", status_code=204)
+async def publish_checkpoint(
+    run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
+) -> None:
+    """Let every tenant of this server load, sample and download a checkpoint."""
+    found = await _own(services, tenant.id, path_of(run_id, kind, name))
+    await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=True)
+    await _note(services, AuditEvent.CHECKPOINT_PUBLISH, found)
+
+
+@router.delete(f"{CHECKPOINT}/publish", status_code=204)
+async def unpublish_checkpoint(
+    run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
+) -> None:
+    """Keep a checkpoint to its owner again; what others made of it meanwhile is theirs."""
+    found = await _own(services, tenant.id, path_of(run_id, kind, name))
+    await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=False)
+    await _note(services, AuditEvent.CHECKPOINT_UNPUBLISH, found)
+
+
+@router.put(f"{CHECKPOINT}/ttl", status_code=204)
+async def set_ttl(
+    run_id: str,
+    kind: str,
+    name: str,
+    wanted: CheckpointTtlRequest,
+    services: ServicesDep,
+    tenant: TenantDep,
+) -> None:
+    """Let a checkpoint expire so many seconds from now, or with null never."""
+    check_ttl(wanted.ttl_seconds)
+    found = await _own(services, tenant.id, path_of(run_id, kind, name))
+    await services.checkpoints.set_ttl(
+        tenant.id, found.run, found.kind, found.name, wanted.ttl_seconds
+    )
+    await _note(services, AuditEvent.CHECKPOINT_SET_TTL, found)
+
+
+async def _own(services: Services, tenant: TenantId, path: str) -> CheckpointRecord:
+    """Find a checkpoint that its owner may change; somebody else's is not found, published or not."""
+    checkpoint = await services.records.checkpoint(tenant, path)
+    if checkpoint.tenant != tenant:
+        raise CheckpointNotFound
+    return checkpoint
+
+
+async def _note(services: Services, event: AuditEvent, checkpoint: CheckpointRecord) -> None:
+    await services.audit.note(checkpoint.tenant, event, {"tinker_path": checkpoint.path})
+
+
+# ---- Copy ----------------------------------------------------------------------------------------
+
+
+@router.post("/copy_weights")
+async def copy_weights(
+    wanted: CopyWeightsRequest,
+    request: Request,
+    services: ServicesDep,
+    tenant: TenantDep,
+    x_idempotency_key: Annotated[str | None, Header()] = None,
+    x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
+) -> CopyWeightsResponse:
+    """Give a checkpoint to a new run that cannot be trained on; both share the bytes.
+
+    Twice is harmless: the run is named by its place in a session, or by the idempotency key, which
+    an SDK keeps for all attempts of one call.
+    """
+    check_ttl(wanted.ttl_seconds)
+    session = await _destination(services, tenant.id, wanted, x_idempotency_key)
+    name = run_id(session, wanted.model_seq_id or 0)
+    if await _is_copied(services, tenant.id, name, wanted.source_path):
+        return CopyWeightsResponse(tinker_path=_moved(wanted.source_path, name))
+    token = x_tinker_weights_access_token or wanted.weights_access_token
+    reader = await reader_of(request, services, tenant.id, token)
+    source = await find_source(services, reader, wanted.source_path)
+    run = _closed_run(name, tenant.id, session, source)
+    copy = await services.checkpoints.copy(source.checkpoint, run, wanted.ttl_seconds)
+    await _note(services, AuditEvent.CHECKPOINT_COPY, copy)
+    return CopyWeightsResponse(tinker_path=copy.path)
+
+
+async def _destination(
+    services: Services, tenant: TenantId, wanted: CopyWeightsRequest, key: str | None
+) -> SessionId:
+    """Find the session that a copy goes to, or make one for it in the project."""
+    if wanted.session_id is not None and wanted.model_seq_id is not None:
+        session = await services.records.session(tenant, wanted.session_id)
+        if session.finished_at is not None:
+            raise SessionFinished
+        return session.id
+    if wanted.destination_project_id is None:
+        raise Invalid("destination_project_id, or session_id with model_seq_id, is needed.")
+    made_of = f"{tenant}\0{key or secrets.token_hex(16)}"
+    made = await services.records.create_session(
+        tenant,
+        project_id=wanted.destination_project_id,
+        session_id=SessionId("copy-" + hashlib.sha256(made_of.encode()).hexdigest()[:32]),
+    )
+    return made.id
+
+
+async def _is_copied(services: Services, tenant: TenantId, run: RunId, source_path: str) -> bool:
+    """Tell whether this copy was made before, whatever became of its source since."""
+    try:
+        known = await services.records.run(tenant, run)
+    except RunNotFound:
+        return False
+    return known.user_metadata.get(COPIED_FROM) == source_path
+
+
+def _moved(path: str, run: RunId) -> str:
+    return path_of(run, *path.split("/")[-2:])
+
+
+def _closed_run(name: RunId, tenant: TenantId, session: SessionId, source: Source) -> RunRecord:
+    weights = source.weights
+    return RunRecord(
+        id=name,
+        tenant=tenant,
+        session=session,
+        pool=weights.pool,
+        base_model=weights.base_model,
+        lora=weights.lora,
+        created_at=time.time(),
+        user_metadata={COPIED_FROM: source.checkpoint.path},
+        state=RunState.CLOSED,
+    )

@@ -1,0 +1,130 @@
+"""load_weights: go on from a checkpoint, in a run that is there or in a new one."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+
+from cotrain.checkpoint_types import CreateFromWeightsRequest, LoadWeightsRequest
+from cotrain.types import UntypedAPIFuture
+from cotrain_server.bodies import json_body
+from cotrain_server.checkpoint_reading import load_body, load_op, read_as
+from cotrain_server.checkpoint_validation import check_metadata, check_optimizer
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import Invalid
+from cotrain_server.gate import TenantRoute
+from cotrain_server.openapi import body_of
+from cotrain_server.reading import Op, canonical_json, digest_of, json_object, read_fields
+from cotrain_server.routes.training import submit
+from cotrain_server.sources import find_loadable, reader_of
+from cotrain_server.validation import check_rank
+from cotrain_store import metrics
+from cotrain_store.errors import (
+    CheckpointNotFound,
+    MalformedPath,
+    RunNotFound,
+    SessionFinished,
+    WeightsGone,
+)
+from cotrain_store.messages import OpKind, RequestId, RunRecord, run_id
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_server.sources import Source
+    from cotrain_store.messages import SessionRecord, Tenant
+
+router = APIRouter(
+    prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]
+)
+
+#: What a tenant can get wrong about a load; into a run, it takes its place in the order and fails.
+_WRONG = (Invalid, MalformedPath, CheckpointNotFound, WeightsGone)
+
+
+@router.post(
+    "/load_weights",
+    response_model_exclude_none=True,
+    openapi_extra=body_of(LoadWeightsRequest, CreateFromWeightsRequest),
+)
+async def load_weights(
+    request: Request, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue the loading of a checkpoint into a run, or with `session_id` start a run with it."""
+    content = await json_body(request)
+    fields = json_object(content)
+    if fields.get("session_id") is not None:
+        return await _create(request, services, tenant, fields)
+    load = read_fields(content)
+    run = await services.records.run(tenant.id, load.model_id)
+    try:
+        wanted = read_as(LoadWeightsRequest, load.fields)
+        reader = await reader_of(request, services, tenant.id, wanted.weights_access_token)
+        source = await find_loadable(services, reader, wanted.path)
+        return await submit(services, run, load.seq, load_op(load, wanted, source.weights, run))
+    except _WRONG as error:
+        op = Op.rejected(str(error), canonical_json(load.fields))
+        return await submit(services, run, load.seq, op)
+
+
+async def _create(
+    request: Request, services: Services, tenant: Tenant, fields: dict[str, Any]
+) -> UntypedAPIFuture:
+    """Start a run by a load. Its client names it by a number of its own, so twice is harmless."""
+    wanted = read_as(CreateFromWeightsRequest, fields)
+    session = await services.records.session(tenant.id, wanted.session_id)
+    digest = digest_of(canonical_json(fields))
+    request_id = await _known(services, session, wanted.model_seq_id, digest)
+    if request_id is None:
+        check_metadata(wanted.user_metadata)
+        reader = await reader_of(request, services, tenant.id, wanted.weights_access_token)
+        source = await find_loadable(services, reader, wanted.path)
+        request_id = await _start(services, session, wanted, source, digest)
+        metrics.REQUESTS_ACCEPTED.labels(OpKind.LOAD).inc()
+    model_id = run_id(session.id, wanted.model_seq_id)
+    return UntypedAPIFuture(request_id=request_id, model_id=model_id)
+
+
+async def _known(
+    services: Services, session: SessionRecord, model_seq_id: int, digest: str
+) -> RequestId | None:
+    """Find the request that made this run before; whatever its path names by now."""
+    try:
+        run = await services.records.run(session.tenant, run_id(session.id, model_seq_id))
+    except RunNotFound:
+        return None
+    return await services.intake.repeated(run, 0, digest)
+
+
+async def _start(
+    services: Services,
+    session: SessionRecord,
+    wanted: CreateFromWeightsRequest,
+    source: Source,
+    digest: str,
+) -> RequestId:
+    weights = source.weights
+    if session.finished_at is not None:
+        raise SessionFinished
+    if wanted.optimizer_config.type != "adamw":
+        raise Invalid("optimizer_config.type: adamw is the only optimizer here.")
+    if wanted.base_model not in (None, weights.base_model):
+        raise Invalid(f"The checkpoint is of base model {weights.base_model}.")
+    check_optimizer(weights, optimizer=wanted.optimizer)
+    pool = await services.records.pool_of(weights.base_model)
+    check_rank(weights.lora.rank, pool.max_rank)
+    run = RunRecord(
+        id=run_id(session.id, wanted.model_seq_id),
+        tenant=session.tenant,
+        session=session.id,
+        pool=pool.id,
+        base_model=pool.base_model,
+        lora=weights.lora,
+        created_at=time.time(),
+        user_metadata=wanted.user_metadata or {},
+    )
+    body = load_body(wanted.path, weights, optimizer=wanted.optimizer, creates=weights.lora)
+    return await services.intake.create_run(
+        run, kind=OpKind.LOAD, body=body, digest=digest, uses=(weights.ref,)
+    )
