@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conformance.running import (
+    CHECKPOINT_SCENARIOS,
+    CHECKPOINT_SCENARIOS_OF,
+    CHECKPOINTS,
     KEYS,
     LOSES_ANSWERS_OF,
+    LOSES_CHECKPOINT_ANSWERS_OF,
     LOSES_SAMPLING_ANSWERS_OF,
     SAMPLING,
     SAMPLING_SCENARIOS,
     SCENARIOS,
     SDKS,
+    CheckpointReport,
     Report,
     SamplingReport,
     Server,
@@ -61,6 +66,31 @@ def sampled_from_afar(sampled: SamplingReport, server: Server) -> tuple[LossyPro
     with LossyProxy(server.address, LOSES_SAMPLING_ANSWERS_OF) as proxy:
         names = ["undisturbed"]
         return proxy, run_scenarios(sampled.sdk, proxy.address, server.base_model, names, SAMPLING)
+
+
+@pytest.fixture(scope="session", params=SDKS)
+def checkpointed(
+    request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> CheckpointReport:
+    """Run every scenario of checkpoints under one SDK."""
+    sdk, folder = request.param, tmp_path_factory.mktemp("downloads")
+    names = [*CHECKPOINT_SCENARIOS, *CHECKPOINT_SCENARIOS_OF[sdk], "undisturbed"]
+    facts = run_scenarios(
+        sdk, server.address, server.base_model, names, CHECKPOINTS, FOLDER=str(folder)
+    )
+    return CheckpointReport(sdk, facts, folder)
+
+
+@pytest.fixture(scope="session")
+def checkpointed_from_afar(
+    checkpointed: CheckpointReport, server: Server
+) -> tuple[LossyProxy, Facts]:
+    """Save and load under the same SDK through a proxy that loses answers."""
+    with LossyProxy(server.address, LOSES_CHECKPOINT_ANSWERS_OF) as proxy:
+        facts = run_scenarios(
+            *(checkpointed.sdk, proxy.address, server.base_model, ["undisturbed"], CHECKPOINTS)
+        )
+        return proxy, facts
 
 
 @pytest.fixture(scope="session")

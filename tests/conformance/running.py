@@ -56,6 +56,27 @@ SAMPLING_SCENARIOS = (
     "refused",
     "reinforced",
 )
+CHECKPOINTS = "checkpoint_scenarios"
+CHECKPOINT_SCENARIOS = (
+    "restored",
+    "discarded",
+    "named",
+    "kept",
+    "deleted",
+    "published",
+    "sampled",
+)
+# What only one of them can ask for.
+CHECKPOINT_SCENARIOS_OF = {"0.38.0": ("copied", "exported"), "0.22.0": ("archived",)}
+LOSES_CHECKPOINT_ANSWERS_OF = {
+    *LOSES_ANSWERS_OF,
+    "copy_weights",
+    "load_weights",
+    "save_weights",
+    "save_weights_external",
+    "save_weights_for_sampler",
+    "weights_info",
+}
 LOSES_SAMPLING_ANSWERS_OF = {
     *LOSES_ANSWERS_OF,
     "asample",
@@ -98,10 +119,27 @@ class SamplingReport:
     facts: Facts
 
 
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What one SDK met when it saved and loaded, and where it put what it downloaded."""
+
+    sdk: str
+    facts: Facts
+    folder: Path
+
+
 def run_scenarios(
-    sdk: str, address: str, base_model: str, names: Sequence[str], program: str = "scenarios"
+    sdk: str,
+    address: str,
+    base_model: str,
+    names: Sequence[str],
+    program: str = "scenarios",
+    **variables: str,
 ) -> Facts:
-    """Run scenarios of a program in a process of its own and return their facts, by scenario."""
+    """Run scenarios of a program in a process of its own and return their facts, by scenario.
+
+    `variables` are more of its environment.
+    """
     folder = SDKS[sdk]
     if folder is not None and not folder.is_dir():
         pytest.fail(f"tinker {sdk} is missing: run tests/conformance/sdks.sh")
@@ -111,6 +149,7 @@ def run_scenarios(
         **dict(zip(KEY_NAMES, KEYS, strict=True)),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        **variables,
     }
     done = subprocess.run(
         [

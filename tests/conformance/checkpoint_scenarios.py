@@ -1,0 +1,392 @@
+"""What a user's program does with checkpoints, under whichever official SDK is first on the path.
+
+Run as `python -m tests.conformance.checkpoint_scenarios BASE_URL BASE_MODEL SCENARIO…` from the root;
+prints one JSON object, scenario → facts. Judging the facts is the tests' work. FOLDER is where
+downloads go; CHECKPOINT is the path that `resumed` goes on from.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import tinker
+from tinker import types
+
+from tests.conformance.sampling_scenarios import made, sample, sampler_of, told
+from tests.conformance.scenarios import (
+    IS_OLD,
+    Bench,
+    Facts,
+    batch,
+    error_of,
+    logprobs,
+    run_named,
+    step,
+)
+
+STEPS = 2
+"""Steps before the checkpoint, and steps after it."""
+TTL_S = 7200
+
+
+def seen(run: Any) -> list[list[float]]:
+    """Look at a run through the log-probs of one batch."""
+    return logprobs(run.forward(batch(), "cross_entropy").result())
+
+
+def steps(run: Any, count: int = STEPS) -> Any:
+    """Train a few steps; each batch is another one."""
+    for number in range(count):
+        step(run, batch(number))
+    return run
+
+
+def saved(run: Any, name: str, **options: Any) -> str:
+    """Save a run's state under a name."""
+    return str(run.save_state(name, **options).result().path)
+
+
+def from_state(bench: Bench, path: str, **options: Any) -> Any:
+    """Start a run from a checkpoint's weights."""
+    return made(bench.service.create_training_client_from_state(path, **options))
+
+
+def from_all_of_state(bench: Bench, path: str, **options: Any) -> Any:
+    """Start a run from a checkpoint's weights and optimizer state."""
+    return made(bench.service.create_training_client_from_state_with_optimizer(path, **options))
+
+
+def rest_of(bench: Bench) -> Any:
+    """Talk to the REST half."""
+    return bench.service.create_rest_client()
+
+
+def listed(rest: Any, run: Any) -> dict[str, Facts]:
+    """List a run's checkpoints as the SDK understands them, by id."""
+    checkpoints = rest.list_checkpoints(run.model_id).result().checkpoints
+    return {
+        each.checkpoint_id: {
+            "type": each.checkpoint_type,
+            "path": each.tinker_path,
+            "size": each.size_bytes,
+            "public": each.public,
+            "lives_s": each.expires_at and (each.expires_at - each.time).total_seconds(),
+            "user_metadata": getattr(each, "user_metadata", None),
+        }
+        for each in checkpoints
+    }
+
+
+def download(url: str, path: Path) -> int:
+    """Fetch a signed URL as the SDK does, without a key; returns the length it was promised."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with urllib.request.urlopen(url) as response:
+        path.write_bytes(response.read())
+        return int(response.headers["Content-Length"])
+
+
+# ---- Scenarios -----------------------------------------------------------------------------------
+
+
+def restored(bench: Bench) -> Facts:
+    """Save, go astray, come back in every way there is, and go on beside a run that never left."""
+    straight = steps(bench.run())
+    halfway = seen(straight)
+    end = seen(steps(straight))
+
+    run = steps(bench.run())
+    path = saved(run, "halfway")
+    steps(run, 1)
+    astray = seen(run)
+    run.load_state_with_optimizer(path).result()
+    facts: Facts = {"halfway": halfway, "end": end, "astray": astray, "loaded": seen(run)}
+    facts["loaded_end"] = seen(steps(run))
+    run.load_state(path).result()
+    facts["loaded_fresh"] = seen(run)
+    facts["loaded_fresh_end"] = seen(steps(run))
+
+    created = from_all_of_state(bench, path)
+    facts["created"] = seen(created)
+    facts["created_end"] = seen(steps(created))
+    fresh = from_state(bench, path)
+    facts["created_fresh"] = seen(fresh)
+    facts["created_fresh_end"] = seen(steps(fresh))
+    facts["runs"] = [run.model_id, created.model_id, fresh.model_id]
+    facts["rank"] = fresh.get_info().lora_rank
+    return facts
+
+
+def discarded(bench: Bench) -> Facts:
+    """Load over a gradient that no step has used: it is gone, as the weights it was taken at."""
+    run = steps(bench.run())
+    path = saved(run, "clean")
+    clean = run.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics
+    run.load_state_with_optimizer(path).result()
+    run.forward_backward(batch(), "cross_entropy").result()
+    run.load_state_with_optimizer(path).result()
+    loaded = run.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics
+    return {"clean": clean["grad_norm"], "loaded": loaded["grad_norm"]}
+
+
+def named(bench: Bench) -> Facts:
+    """Take a name twice, first without and then with leave to overwrite."""
+    run, rest = steps(bench.run()), rest_of(bench)
+    path = saved(run, "name", **_metadata({"kept": "no", "a": "1"}))
+    facts: Facts = {"path": path, "run": run.model_id, "before": seen(run)}
+    facts["first"] = listed(rest, run)
+    steps(run, 1)
+    facts["collision"] = error_of(lambda: saved(run, "name"))
+    facts["unmoved"] = seen(from_state(bench, path))
+    facts["moved_path"] = saved(run, "name", overwrite=True, **_metadata({"b": "2"}))
+    facts["after"] = seen(run)
+    facts["moved"] = seen(from_state(bench, path))
+    facts["listed"] = listed(rest, run)
+    facts["wrong"] = {
+        name: error_of(lambda name=name: saved(run, name)) for name in ("a/b", "..", "", "x" * 200)
+    }
+    facts["next"] = saved(run, "next")
+    return facts
+
+
+def _metadata(user_metadata: dict[str, str]) -> dict[str, Any]:
+    return {} if IS_OLD else {"user_metadata": user_metadata}
+
+
+def kept(bench: Bench) -> Facts:
+    """Keep checkpoints for a while, longer, for ever, and for less than one may."""
+    run, rest = steps(bench.run(), 1), rest_of(bench)
+    path = saved(run, "for-a-while", ttl_seconds=TTL_S)
+    run.save_weights_for_sampler("for-a-while", ttl_seconds=TTL_S).result()
+    facts: Facts = {
+        "too_short": error_of(lambda: saved(run, "too-short", ttl_seconds=60)),
+        "saved": listed(rest, run),
+    }
+    rest.set_checkpoint_ttl_from_tinker_path(path, 2 * TTL_S).result()
+    facts["longer"] = listed(rest, run)["weights/for-a-while"]["lives_s"]
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    facts["for_ever"] = listed(rest, run)["weights/for-a-while"]["lives_s"]
+    too_short = rest.set_checkpoint_ttl_from_tinker_path
+    facts["set_too_short"] = error_of(lambda: too_short(path, 60).result())
+    return facts
+
+
+def deleted(bench: Bench) -> Facts:
+    """List and describe what there is, delete some of it, and list again."""
+    run = made(
+        bench.service.create_lora_training_client(
+            bench.base_model, rank=3, seed=7, train_mlp=False, user_metadata={"renderer": "plain"}
+        )
+    )
+    rest = rest_of(bench)
+    steps(run, 1)
+    path = saved(run, "one")
+    sampler = run.save_weights_for_sampler("two").result().path
+    facts: Facts = {"run": run.model_id, "before": listed(rest, run)}
+    of_tenant = rest.list_user_checkpoints(limit=50).result()
+    facts["of_tenant"] = [each.tinker_path for each in of_tenant.checkpoints]
+    about = rest.get_training_run(run.model_id).result()
+    facts["about"] = {
+        "id": about.training_run_id,
+        "base_model": about.base_model,
+        "rank": about.lora_rank,
+        "corrupted": about.corrupted,
+        "user_metadata": about.user_metadata,
+        "last": about.last_checkpoint and about.last_checkpoint.checkpoint_id,
+        "last_sampler": about.last_sampler_checkpoint
+        and about.last_sampler_checkpoint.checkpoint_id,
+    }
+    weights = rest.get_weights_info_by_tinker_path(path).result()
+    facts["weights"] = {
+        name: getattr(weights, name)
+        for name in ("base_model", "is_lora", "lora_rank", "train_attn", "train_mlp")
+    }
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    facts["after"] = listed(rest, run)
+    facts["load"] = error_of(lambda: run.load_state(path).result())
+    facts["create"] = error_of(lambda: from_state(bench, path))
+    facts["delete"] = error_of(lambda: rest.delete_checkpoint_from_tinker_path(path).result())
+    rest.delete_checkpoint(run.model_id, "sampler_weights/two").result()
+    facts["none"] = listed(rest, run)
+    facts["sample"] = error_of(
+        lambda: made(bench.service.create_sampling_client(model_path=sampler))
+    )
+    facts["saved_again"] = saved(run, "one")
+    return facts
+
+
+def published(bench: Bench) -> Facts:
+    """Let another tenant have a checkpoint, and take it back."""
+    stranger = bench.of_key(1)
+    run, rest, foreign = steps(bench.run()), rest_of(bench), rest_of(stranger)
+    path = saved(run, "shared")
+    own = stranger.run()
+
+    def tried() -> Facts:
+        return {
+            "create": error_of(lambda: from_state(stranger, path)),
+            "load": error_of(lambda: own.load_state(path).result()),
+            "weights_info": error_of(
+                lambda: foreign.get_weights_info_by_tinker_path(path).result()
+            ),
+            "sample": error_of(
+                lambda: made(stranger.service.create_sampling_client(model_path=path))
+            ),
+        }
+
+    def taken() -> Facts:
+        return {
+            "delete": error_of(lambda: foreign.delete_checkpoint_from_tinker_path(path).result()),
+            "publish": error_of(lambda: foreign.publish_checkpoint_from_tinker_path(path).result()),
+            "ttl": error_of(
+                lambda: foreign.set_checkpoint_ttl_from_tinker_path(path, None).result()
+            ),
+            "list": error_of(lambda: foreign.list_checkpoints(run.model_id).result()),
+        }
+
+    facts: Facts = {"private": tried(), "private_writes": taken()}
+    rest.publish_checkpoint_from_tinker_path(path).result()
+    facts["is_public"] = listed(rest, run)["weights/shared"]["public"]
+    facts["mine"] = seen(run)
+    own.load_state(path).result()
+    facts["theirs"] = [seen(from_state(stranger, path)), seen(own)]
+    facts["public"] = tried()
+    facts["public_writes"] = taken()
+    rest.unpublish_checkpoint_from_tinker_path(path).result()
+    facts["again_private"] = tried()
+    facts["is_private"] = listed(rest, run)["weights/shared"]["public"]
+    return facts
+
+
+def sampled(bench: Bench) -> Facts:
+    """Sample from the same weights by every road that leads to them."""
+    run = steps(bench.run())
+    path = saved(run, "both")
+    named_path = run.save_weights_for_sampler("both").result().path
+    create = bench.service.create_sampling_client
+    return {
+        "now": told(sample(sampler_of(run), 2)),
+        "training": told(sample(made(create(model_path=path)), 2)),
+        "sampler": told(sample(made(create(model_path=named_path)), 2)),
+        "base": told(sample(made(create(base_model=bench.base_model)), 2)),
+    }
+
+
+def copied(bench: Bench) -> Facts:
+    """Copy a checkpoint, delete the original, and load the copy."""
+    run, rest = steps(bench.run()), rest_of(bench)
+    path = saved(run, "original")
+    copies = [
+        bench.service.copy_weights(path).result(),
+        rest.copy_weights(path, "a-project").result(),
+    ]
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    owner = copies[0].removeprefix("tinker://").partition("/")[0]
+    stranger = rest_of(bench.of_key(1))
+    return {
+        "path": path,
+        "copies": copies,
+        "original": seen(run),
+        "loaded": [seen(from_all_of_state(bench, copy)) for copy in copies],
+        "listed": [each.tinker_path for each in rest.list_checkpoints(owner).result().checkpoints],
+        "foreign": error_of(lambda: stranger.copy_weights(copies[0], "a-project").result()),
+    }
+
+
+def exported(bench: Bench) -> Facts:
+    """Export for other programs, openly and to two age recipients, and download both."""
+    import pyrage
+
+    folder, run = Path(os.environ["FOLDER"]), steps(bench.run())
+    rest, identities = rest_of(bench), [pyrage.x25519.Identity.generate() for _ in range(2)]
+    recipients = [str(identity.to_public()) for identity in identities]
+    plain = run.save_weights_external("plain").result().path
+    locked = run.save_weights_external("locked", age_encryption_recipients=recipients)
+    paths = {"plain": plain, "locked": locked.result().path}
+    urls = {name: _urls(rest, path) for name, path in paths.items()}
+    address = next(iter(urls["plain"].values()))
+    return {
+        "paths": paths,
+        "files": {
+            name: {file: download(url, folder / name / file) for file, url in of_path.items()}
+            for name, of_path in urls.items()
+        },
+        "identities": [str(identity) for identity in identities],
+        "logprobs": seen(run),
+        "listed": listed(rest, run),
+        "recipient": error_of(
+            lambda: run.save_weights_external("bad", age_encryption_recipients=["age1x"]).result()
+        ),
+        "statuses": [_status_of(address), _status_of(address.replace("/files/", "/files/x"))],
+    }
+
+
+def _urls(rest: Any, path: str) -> dict[str, str]:
+    answer = rest.get_external_weights_urls(path).result()
+    assert answer.expires.tzinfo is not None
+    return dict(answer.urls)
+
+
+def _status_of(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return int(error.code)
+
+
+def archived(bench: Bench) -> Facts:
+    """Download a checkpoint's archive, as the older SDKs do."""
+    run = steps(bench.run())
+    path = run.save_weights_for_sampler("archived").result().path
+    answer = rest_of(bench).get_checkpoint_archive_url_from_tinker_path(path).result()
+    length = download(answer.url, Path(os.environ["FOLDER"]) / "archive.tar")
+    return {"logprobs": seen(run), "length": length, "expires": answer.expires.timestamp()}
+
+
+def begun(bench: Bench) -> Facts:
+    """Save halfway, and go on to the end: what a resumed run has to arrive at."""
+    run = steps(bench.run())
+    path = saved(run, "halfway")
+    return {"path": path, "halfway": seen(run), "end": seen(steps(run))}
+
+
+def resumed(bench: Bench) -> Facts:
+    """Go on from CHECKPOINT, which another process saved."""
+    path = os.environ["CHECKPOINT"]
+    run = from_all_of_state(bench, path)
+    rest = rest_of(bench)
+    owner = path.removeprefix("tinker://").partition("/")[0]
+    paths = [each.tinker_path for each in rest.list_checkpoints(owner).result().checkpoints]
+    return {"halfway": seen(run), "end": seen(steps(run)), "listed": paths}
+
+
+def undisturbed(bench: Bench) -> Facts:
+    """Do each thing with checkpoints once, so that it can be told whether it went the same way."""
+    run, rest = steps(bench.run()), rest_of(bench)
+    path = saved(run, "saved")
+    run.load_state(path).result()
+    created = from_all_of_state(bench, path)
+    rest.publish_checkpoint_from_tinker_path(path).result()
+    paths = [path, run.save_weights_for_sampler("sampled").result().path]
+    if not IS_OLD:
+        paths.append(run.save_weights_external("exported").result().path)
+        copy = bench.service.copy_weights(path).result()
+        paths.append(rest.list_checkpoints(_run_of(copy)).result().checkpoints[0].tinker_path)
+    return {
+        "seen": [seen(run), seen(created), seen(steps(created))],
+        "listed": sorted(listed(rest, run)),
+        "paths": len(set(paths)),
+    }
+
+
+def _run_of(path: str) -> str:
+    return path.removeprefix("tinker://").partition("/")[0]
+
+
+if __name__ == "__main__":
+    assert tinker.__name__  # the SDK under test, imported before anything is asked of it
+    run_named(globals())

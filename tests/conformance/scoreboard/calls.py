@@ -1,0 +1,124 @@
+"""Try one call, and say how it went: supported, refused with whose words, or failed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import tinker
+
+from tests.conformance.scoreboard.marks import ABSENT, FAILED, REFUSED, SUPPORTED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE_S = 60
+# What an SDK raises when it refuses by itself; their subclasses are faults of another kind.
+OWN_REFUSALS = {tinker.TinkerError, NotImplementedError, RuntimeError, ValueError}
+Outcome = tuple[str, str]
+"""What became of a call, and why if it is not supported."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of `on` with real arguments, and what its answer must satisfy."""
+
+    on: Any
+    args: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    holds: Callable[[Any], bool] | None = None
+
+
+class UnexpectedAnswer(Exception):
+    """The call returned something else than it should have."""
+
+
+class NotOffered(Exception):
+    """This version's method does not take this argument."""
+
+
+def attempt(act: Callable[[], Any]) -> Outcome:
+    """Act in a thread of its own, for at most PATIENCE_S."""
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(_judged(act)), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return outcomes[0] if outcomes else (FAILED, f"No answer within {PATIENCE_S} s.")
+
+
+def perform(call: Call, name: str) -> set[str]:
+    """Call the method, or read the property, and wait for what it promises.
+
+    Returns the names of the parameters that were passed.
+    """
+    if isinstance(inspect.getattr_static(type(call.on), name, None), property):
+        answer, passed = getattr(call.on, name), set()
+    else:
+        method = getattr(call.on, name)
+        passed = _bound(method, call)
+        answer = settled(method(*call.args, **call.options))
+    if call.holds is not None and not call.holds(answer):
+        raise UnexpectedAnswer(f"Answered {answer!r:.200}")
+    return passed
+
+
+def parameters(owner: Any, name: str) -> set[str]:
+    """Name what a method can be given, besides itself."""
+    method = inspect.getattr_static(owner, name)
+    if isinstance(method, property):
+        return set()
+    named = inspect.signature(getattr(owner, name)).parameters.values()
+    return {
+        each.name
+        for each in named
+        if each.name != "self" and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    }
+
+
+def _bound(method: Any, call: Call) -> set[str]:
+    try:
+        return set(inspect.signature(method).bind(*call.args, **call.options).arguments)
+    except TypeError as error:
+        raise NotOffered(*error.args) from error
+
+
+def settled(answer: Any) -> Any:
+    """Wait for coroutines and futures, whichever kind and however nested."""
+    while True:
+        if inspect.iscoroutine(answer):
+            answer = asyncio.run(answer)
+        elif callable(getattr(answer, "result", None)):
+            answer = answer.result(PATIENCE_S)
+        else:
+            return answer
+
+
+def _judged(act: Callable[[], Any]) -> Outcome:
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - whatever an SDK raises is what is measured
+        return judge(error)
+    return (SUPPORTED, "")
+
+
+def judge(error: Exception) -> Outcome:
+    """Tell a refusal from a failure, and find the words for it."""
+    if isinstance(error, NotOffered) or getattr(error, "obj", None) is tinker.types:
+        return (ABSENT, "")
+    if isinstance(error, tinker.APIStatusError) and not 500 <= error.status_code != 501:
+        return (REFUSED, words(error))
+    if isinstance(error, tinker.RequestFailedError) and error.category == "user":
+        return (REFUSED, words(error))
+    if type(error) in OWN_REFUSALS:
+        return (REFUSED, f"The SDK itself: {words(error)}")
+    return (FAILED, f"{type(error).__name__}: {words(error)}")
+
+
+def words(error: Exception) -> str:
+    """The server's own sentence where there is one, else the exception's."""
+    body = getattr(error, "body", None)
+    detail = body.get("detail") if isinstance(body, dict) else None
+    return str(detail or error)

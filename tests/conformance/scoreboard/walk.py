@@ -1,0 +1,139 @@
+"""Walk through everything one SDK offers, against a live server, and print how each row went.
+
+Run as `python -m tests.conformance.scoreboard.walk BASE_URL BASE_MODEL [ROW…]` from the root, under the
+SDK that is first on the path; with names of rows, those alone are walked. TINKER_BASE_URL and
+TINKER_API_KEY say where and who, as they do for a user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.conformance.scoreboard import surface
+from tests.conformance.scoreboard.calls import Outcome, attempt, parameters, perform
+from tests.conformance.scoreboard.commands import COMMANDS, type_command
+from tests.conformance.scoreboard.marks import NOT_TRIED
+from tests.conformance.scoreboard.place import Place
+from tests.conformance.scoreboard.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tests.conformance.scoreboard.recipes import Recipe
+
+ASYNC = "_async"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to call one method."""
+
+    owner: str
+    method: str
+    option: str
+    """What the call shows beside the method itself: `(overwrite)`, or nothing."""
+    recipe: Recipe | None
+
+    @property
+    def name(self) -> str:
+        """What the row is called on the page."""
+        return f"{self.owner}.{self.method}{self.option}"
+
+
+@dataclass
+class Walk:
+    """Tries rows, and remembers which arguments were ever passed."""
+
+    at: Place
+    home: Path
+    passed: dict[str, set[str]] = field(default_factory=dict)
+
+    def method(self, row: Row) -> Outcome:
+        """Call a method by its recipe."""
+        if row.recipe is None:
+            return (NOT_TRIED, "")
+        recipe = row.recipe
+
+        def act() -> None:
+            names = perform(recipe(self.at), row.method)
+            self.passed.setdefault(f"{row.owner}.{row.method}", set()).update(names)
+
+        return attempt(act)
+
+    def command(self, name: str) -> Outcome:
+        """Type a command by its recipe."""
+        typed = COMMANDS.get(name)
+        if typed is None:
+            return (NOT_TRIED, "")
+        outcomes: list[Outcome] = []
+        folder = self.home / name.replace(" ", "-")
+        prepared = attempt(lambda: outcomes.append(type_command(name, typed(self.at), folder)))
+        return outcomes[0] if outcomes else prepared
+
+
+def rows(
+    recipes: Mapping[str, Mapping[str, Recipe]], members: Mapping[str, list[str]]
+) -> list[Row]:
+    """Lay out the rows: each method with its own recipe, then with each of its options."""
+    return [
+        row
+        for owner, methods in members.items()
+        for method in methods
+        for row in _rows_of(owner, method, recipes.get(owner, {}))
+    ]
+
+
+def _rows_of(owner: str, method: str, recipes: Mapping[str, Recipe]) -> Iterator[Row]:
+    yield Row(owner, method, "", recipes.get(method) or recipes.get(method.removesuffix(ASYNC)))
+    for name in recipes:
+        if name.startswith(f"{method}("):
+            yield Row(owner, method, name.removeprefix(method), recipes[name])
+
+
+def walk(at: Place, home: Path, wanted: set[str]) -> dict[str, Any]:
+    """Try every row that is wanted; nothing wanted is everything."""
+    walker = Walk(at, home)
+    members = surface.members()
+    tried = {
+        row.name: walker.method(row)
+        for row in rows(RECIPES, members)
+        if not wanted or row.name in wanted
+    }
+    typed = {
+        f"tinker {name}": walker.command(name)
+        for name in surface.commands()
+        if not wanted or f"tinker {name}" in wanted
+    }
+    return {
+        "version": version("tinker"),
+        "rows": {**tried, **typed},
+        "unpassed": {} if wanted else _unpassed(members, walker.passed),
+    }
+
+
+def _unpassed(members: Mapping[str, list[str]], passed: Mapping[str, set[str]]) -> dict[str, Any]:
+    """List the arguments that no row passes, of each method that has such."""
+    offered = {
+        f"{owner}.{method}": parameters(surface.owner(owner), method)
+        for owner, methods in members.items()
+        for method in methods
+        if not method.endswith(ASYNC)
+    }
+    left = {name: sorted(given - passed.get(name, set())) for name, given in offered.items()}
+    return {name: arguments for name, arguments in left.items() if arguments}
+
+
+if __name__ == "__main__":
+    base_url, base_model, *names = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        found = walk(Place(base_url, base_model), Path(folder), set(names))
+    json.dump(found, sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)  # clients are left open, and threads of calls that never answered
