@@ -11,7 +11,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-compose test-gpu lint format proto bench up down clean distclean
+.PHONY: help install demo test test-compose test-gpu compatibility lint format proto bench up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,10 @@ test-compose: $(INSTALLED) ## Build the containers, train through them, kill and
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+compatibility: $(INSTALLED) ## Measure every published SDK version, and write docs/compatibility.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh all
+	$(BIN)/python -m tests.conformance.scoreboard
 
 lint: $(INSTALLED) ## Check style, types and who imports whom
 	$(BIN)/ruff check .
