@@ -35,11 +35,11 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
     _check_config(request.loss_fn, needs, request.loss_config)
     for number, datum in enumerate(request.datums):
         _check_shapes(number, datum, request.loss_fn, needs, pool)
-    _check_tokens("Token", [datum.tokens for datum in request.datums], pool.vocab_size)
+    check_tokens("Token", [datum.tokens for datum in request.datums], pool.vocab_size)
     targets = [datum.inputs[TARGETS] for datum in request.datums]
-    _check_tokens("Target token", targets, pool.vocab_size)
+    check_tokens("Target token", targets, pool.vocab_size)
     for name in needs.inputs:
-        _check_finite(name, [datum.inputs[name] for datum in request.datums])
+        check_finite(f"loss_fn_inputs.{name}", [datum.inputs[name] for datum in request.datums])
 
 
 def check_adam(params: AdamParams) -> None:
@@ -106,7 +106,8 @@ def _wrong_shape(number: int, name: str, shape: tuple[int, ...], because: str) -
     return f"data[{number}].loss_fn_inputs.{name} has shape {list(shape)}, but {because}."
 
 
-def _check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None:
+def check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None:
+    """Check the token ids of some datums. Raises Invalid with the place of the first bad one."""
     # One look at everything; only a bad request pays for finding out where.
     everything = np.concatenate([array.ravel() for array in ids])
     if everything.min() >= 0 and everything.max() < vocab_size:
@@ -120,14 +121,15 @@ def _check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None
             )
 
 
-def _check_finite(name: str, values: Sequence[np.ndarray]) -> None:
+def check_finite(name: str, values: Sequence[np.ndarray]) -> None:
+    """Check a field of some datums for NaN and infinity. Raises Invalid."""
     if np.isfinite(np.concatenate([array.ravel() for array in values])).all():
         return
     for number, array in enumerate(values):
         bad = np.argwhere(~np.isfinite(array))
         if len(bad):
             place = _place(bad[0])
-            raise Invalid(f"data[{number}].loss_fn_inputs.{name}[{place}] is not finite.")
+            raise Invalid(f"data[{number}].{name}[{place}] is not finite.")
 
 
 def _place(index: np.ndarray) -> str:

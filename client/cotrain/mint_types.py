@@ -1,0 +1,74 @@
+"""The JSON shapes of the two extensions of the `mint` SDK, in its own spelling."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cotrain.data import ModelInput
+from cotrain.tensors import TensorData
+from cotrain.wire_model import Name, SeqId, WireModel
+
+Path = Annotated[str, Field(min_length=1, max_length=1_024)]
+"""A `tinker://` path, or the name of a base model where one will do."""
+
+
+class ReverseKlDatum(WireModel):
+    """A continuation, and the two contexts it follows: the run's and the reference's."""
+
+    student_input: ModelInput
+    reference_input: ModelInput
+    target_tokens: TensorData
+    weights: TensorData
+
+
+class ReverseKlRequest(WireModel):
+    """POST mint/forward_backward_reverse_kl: pull a run towards a reference that stays as it is."""
+
+    model_id: Name
+    reference_model_path: Path
+    data: list[ReverseKlDatum]
+    temperature: float = 1.0
+    seq_id: SeqId | None = None
+    """None: behind all that the run was sent so far."""
+    type: Literal["mint_forward_backward_reverse_kl"] = "mint_forward_backward_reverse_kl"
+
+
+class ReverseKlItemOutput(WireModel):
+    """What was found of one datum."""
+
+    loss: TensorData
+    """[1]: the weighted sum over its targets."""
+    token_losses: TensorData
+    """[n]: the terms of that sum. Not in the hosted service's answer; its SDK ignores it."""
+
+
+class ReverseKlResponse(WireModel):
+    """The gradient is added to the run's."""
+
+    outputs: list[ReverseKlItemOutput]
+    metrics: dict[str, float]
+    type: Literal["mint_forward_backward_reverse_kl"] = "mint_forward_backward_reverse_kl"
+
+
+class InterpolateRequest(WireModel):
+    """POST mint/checkpoints/interpolate: make a checkpoint that is a linear combination of others."""
+
+    source_paths: list[Path]
+    coefficients: list[float]
+    output_path: str | None = None
+    """The name of the new checkpoint, without a `/`; None: the server names it."""
+    output_checkpoint_type: Literal["sampler"] = "sampler"
+    type: Literal["mint_interpolate_checkpoints"] = "mint_interpolate_checkpoints"
+
+
+class InterpolateResponse(WireModel):
+    """The combination can be sampled from, and loaded from."""
+
+    path: str
+    checkpoint_type: Literal["sampler"] = "sampler"
+    source_paths: list[str]
+    coefficients: list[float]
+    has_rank_shards: bool = False
+    type: Literal["mint_interpolate_checkpoints"] = "mint_interpolate_checkpoints"

@@ -1,0 +1,145 @@
+"""The two extensions of the `mint` SDK: reverse KL to a reference, and interpolation of checkpoints."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+
+from cotrain.mint_types import InterpolateRequest, ReverseKlRequest
+from cotrain.types import UntypedAPIFuture
+from cotrain_server.bodies import away_from_the_loop, json_body
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import Invalid
+from cotrain_server.gate import DataRoute
+from cotrain_server.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
+from cotrain_server.openapi import body_of
+from cotrain_server.reading import Op, digest_of
+from cotrain_server.reverse_kl_reading import read_reverse_kl, reverse_kl_op
+from cotrain_server.sources import find_loadable
+from cotrain_server.validation import check_rank
+from cotrain_store import metrics
+from cotrain_store.errors import (
+    BaseModelNotServed,
+    CheckpointNotFound,
+    MalformedPath,
+    WeightsGone,
+)
+from cotrain_store.messages import OpKind, RunRecord, run_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_server.reverse_kl_reading import AddressedKl
+    from cotrain_server.services import Services
+    from cotrain_store.messages import PoolRecord, Tenant, TenantId, WeightsRecord, WeightsRef
+
+router = APIRouter(
+    prefix="/api/v1/mint", tags=["mint"], route_class=DataRoute, dependencies=[api_key]
+)
+
+#: What a tenant can get wrong about a reference; the op takes its place in the order and fails.
+_WRONG = (Invalid, MalformedPath, CheckpointNotFound, WeightsGone)
+
+
+@router.post(
+    "/forward_backward_reverse_kl",
+    response_model_exclude_none=True,
+    openapi_extra=body_of(ReverseKlRequest),
+)
+async def forward_backward_reverse_kl(
+    request: Request, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue a pass that adds the gradient of `sum weight * KL(run || reference)` to the run's.
+
+    Without a `seq_id` it goes behind all that the run was sent so far.
+    """
+    content = await json_body(request)
+    asked = await away_from_the_loop(len(content), read_reverse_kl, content)
+    run = await services.records.run(tenant.id, asked.model_id)
+    pool = await services.records.pool(run.pool)
+    if pool is None:
+        raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
+    key = request.headers.get("x-idempotency-key", "")[:256]
+    try:
+        reference = await _reference(services, tenant.id, asked, pool)
+        op = await away_from_the_loop(len(content), reverse_kl_op, asked, reference, pool)
+        return await _submit(services, run, asked, op, key)
+    except _WRONG as error:
+        op = Op.rejected(f"reference_model_path: {error}", asked.content)
+        return await _submit(services, run, asked, op, key)
+
+
+async def _submit(
+    services: Services, run: RunRecord, asked: AddressedKl, op: Op, idempotency_key: str
+) -> UntypedAPIFuture:
+    request_id = await services.intake.submit(
+        run, asked.seq, op.kind, op.body, op.tokens, op.digest,
+        uses=op.uses, idempotency_key=idempotency_key,
+    )  # fmt: skip
+    metrics.REQUESTS_ACCEPTED.labels(op.kind).inc()
+    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
+
+
+async def _reference(
+    services: Services, tenant: TenantId, asked: AddressedKl, pool: PoolRecord
+) -> WeightsRef | None:
+    """Find the weights of a reference; None is the base model alone, or a path that is no text."""
+    path = asked.reference_path
+    if path is None or path == pool.base_model:
+        return None
+    if not path.startswith("tinker://"):
+        raise Invalid(
+            f"{path!r:.200} is neither a tinker:// path nor {pool.base_model}, the run's base model."
+        )
+    weights = (await find_loadable(services, tenant, path)).weights
+    if weights.base_model != pool.base_model:
+        raise Invalid(
+            f"the checkpoint is of base model {weights.base_model}, the run of {pool.base_model}."
+        )
+    return weights.ref
+
+
+@router.post("/checkpoints/interpolate", response_model_exclude_none=True)
+async def interpolate_checkpoints(
+    wanted: InterpolateRequest, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue the making of sampler weights whose change of the base model is `sum c_i * change_i`.
+
+    They lie in a run of their own, which begins with a load of all sources and ends with the save.
+    """
+    check_mix(wanted)
+    sources = [
+        (await find_loadable(services, tenant.id, path)).weights for path in wanted.source_paths
+    ]
+    body = mix_body(wanted, sources)
+    run = await _open_run(services, tenant, sources)
+    uses = tuple(dict.fromkeys(source.ref for source in sources))
+    await services.intake.create_run(run, kind=OpKind.LOAD, body=body, uses=uses)
+    save = mix_save_body(wanted)
+    request_id = await services.intake.submit(run, 1, OpKind.SAVE, save, 0, digest_of(save))
+    await services.records.finish(tenant.id, run.session, "completed")
+    metrics.REQUESTS_ACCEPTED.labels(OpKind.LOAD).inc()
+    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
+
+
+async def _open_run(
+    services: Services, tenant: Tenant, sources: Sequence[WeightsRecord]
+) -> RunRecord:
+    """Describe the run of a combination, in a session of its own: nobody keeps that one alive."""
+    lora, pool = mixed_lora(sources), await services.records.pool_of(sources[0].base_model)
+    try:
+        check_rank(lora.rank, pool.max_rank)
+    except Invalid as error:
+        raise Invalid(f"The ranks of the sources add up to {lora.rank}: {error}") from error
+    session = await services.records.create_session(tenant.id, tags=("interpolation",))
+    return RunRecord(
+        id=run_id(session.id, 0),
+        tenant=tenant.id,
+        session=session.id,
+        pool=pool.id,
+        base_model=pool.base_model,
+        lora=lora,
+        created_at=time.time(),
+    )
