@@ -1,0 +1,188 @@
+"""The compatibility page misses nothing, and the walk behind it measures what it says."""
+
+from __future__ import annotations
+
+import re
+from datetime import date
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import tinker
+
+from tests.conformance.scoreboard import surface
+from tests.conformance.scoreboard.__main__ import INSTALLED, PAGE, VERSIONS, walk
+from tests.conformance.scoreboard.calls import (
+    Call,
+    NotOffered,
+    UnexpectedAnswer,
+    judge,
+    parameters,
+    perform,
+)
+from tests.conformance.scoreboard.marks import ABSENT, FAILED, NOT_TRIED, REFUSED, SUPPORTED
+from tests.conformance.scoreboard.page import read, reason, render
+from tests.conformance.scoreboard.walk import rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.conformance.running import Server
+
+TODAY = date(2026, 1, 2)
+
+# ---- The page ------------------------------------------------------------------------------------
+
+
+def test_the_page_has_a_row_for_everything_the_installed_sdk_offers() -> None:
+    listed = read(PAGE.read_text())
+    offered = {f"{owner}.{name}" for owner, names in surface.members().items() for name in names}
+    offered |= {f"tinker {name}" for name in surface.commands()}
+    newest = VERSIONS.index(INSTALLED)
+    assert offered <= {row for row, cells in listed.items() if cells[newest]}
+
+
+def test_every_cell_of_the_page_is_a_yes_or_has_a_reason() -> None:
+    for section in PAGE.read_text().split("\n## ")[1:]:
+        reasons = set(re.findall(r"^(\d+)\. \S", section, re.MULTILINE))
+        for row, cells in read(section).items():
+            assert len(cells) == len(VERSIONS)
+            for cell in cells:
+                number = re.fullmatch(r"no \((\d+)\)", cell)
+                assert cell in ("yes", "") or (number and number[1] in reasons), row
+
+
+def test_the_same_results_make_the_same_page_and_reasons_are_shared() -> None:
+    results = {
+        "A.a": (SUPPORTED, ""),
+        "A.b": (REFUSED, "Not here."),
+        "A.c": (REFUSED, "Not here."),
+        "A.d": (NOT_TRIED, ""),
+        "A.e": (ABSENT, ""),
+    }
+    backwards = dict(reversed(results.items()))
+    page = render([found("1.0", results), found("2.0", {"A.a": (FAILED, "Fell over.")})], TODAY)
+    assert page == render(
+        [found("1.0", backwards), found("2.0", {"A.a": (FAILED, "Fell over.")})], TODAY
+    )
+    assert read(page) == {
+        "A.a": ["yes", "no (1)"],
+        "A.b": ["no (2)", ""],
+        "A.c": ["no (2)", ""],
+        "A.d": ["not tried", ""],
+    }
+    assert "1. Fell over.\n2. Not here.\n" in page
+    assert "| 1.0 | 1 | 2 | 1 |" in page
+
+
+def found(version: str, results: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    return {"version": version, "rows": results, "unpassed": {}}
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("Not here.", "Not here."),
+        (
+            "Invalid request Details: Error code: 400 - {'detail': \"It's full.\", 'code': 'a'}",
+            "Invalid request Details: It's full.",
+        ),
+        ("No run 0f2a9c1b77d04e6f:train:3 at http://127.0.0.1:8123", "No run <id> at <server>"),
+        ("a | b", r"a \| b"),
+    ],
+)
+def test_a_reason_keeps_its_sentence_and_nothing_that_passes(words: str, kept: str) -> None:
+    assert reason(words) == kept
+
+
+# ---- The walk ------------------------------------------------------------------------------------
+
+
+def test_a_method_that_nobody_says_how_to_call_is_not_forgotten() -> None:
+    def recipe(_: Any) -> Call:
+        return Call(None)
+
+    laid_out = rows({"A": {"a": recipe, "a(b)": recipe}}, {"A": ["a", "a_async", "c"]})
+    assert [(row.name, row.recipe is not None) for row in laid_out] == [
+        ("A.a", True),
+        ("A.a(b)", True),
+        ("A.a_async", True),
+        ("A.c", False),
+    ]
+
+
+def test_every_method_of_the_installed_sdk_has_a_recipe() -> None:
+    from tests.conformance.scoreboard.commands import COMMANDS
+    from tests.conformance.scoreboard.recipes import RECIPES
+
+    assert [row.name for row in rows(RECIPES, surface.members()) if row.recipe is None] == []
+    assert set(surface.commands()) == set(COMMANDS)
+
+
+class Offers:
+    """A client of a made-up SDK."""
+
+    def add(self, a: int, b: int = 0) -> Any:
+        return SimpleNamespace(result=lambda _: a + b)
+
+    async def add_async(self, a: int) -> Any:
+        return self.add(a)
+
+    @property
+    def name(self) -> str:
+        return "offers"
+
+
+def test_a_call_waits_for_whatever_it_is_promised() -> None:
+    assert perform(Call(Offers(), (1,), {"b": 2}, lambda answer: answer == 3), "add") == {"a", "b"}
+    assert perform(Call(Offers(), (1,), {}, lambda answer: answer == 1), "add_async") == {"a"}
+    assert perform(Call(Offers(), (), {}, lambda answer: answer == "offers"), "name") == set()
+    assert parameters(Offers, "add") == {"a", "b"}
+
+
+def test_a_call_with_the_wrong_answer_is_no_success() -> None:
+    with pytest.raises(UnexpectedAnswer, match="Answered 1"):
+        perform(Call(Offers(), (1,), {}, lambda answer: answer == 2), "add")
+
+
+def test_an_argument_that_a_version_does_not_take_is_absent_from_it() -> None:
+    with pytest.raises(NotOffered) as refused:
+        perform(Call(Offers(), (1,), {"c": 2}), "add")
+    assert judge(refused.value) == (ABSENT, "")
+
+
+def http_error(kind: type[tinker.APIStatusError], status: int) -> tinker.APIStatusError:
+    response = httpx.Response(status, request=httpx.Request("POST", "http://a"))
+    return kind("Error code", response=response, body={"detail": "In its own words."})
+
+
+@pytest.mark.parametrize(
+    ("error", "judged"),
+    [
+        (http_error(tinker.NotFoundError, 404), (REFUSED, "In its own words.")),
+        (http_error(tinker.InternalServerError, 501), (REFUSED, "In its own words.")),
+        (
+            http_error(tinker.InternalServerError, 500),
+            (FAILED, "InternalServerError: In its own words."),
+        ),
+        (RuntimeError("Not so."), (REFUSED, "The SDK itself: Not so.")),
+        (KeyError("loss:sum"), (FAILED, "KeyError: 'loss:sum'")),
+    ],
+)
+def test_a_refusal_is_told_from_a_failure(error: Exception, judged: Sequence[str]) -> None:
+    assert judge(error) == judged
+
+
+def test_a_slice_of_the_walk_measures_a_live_server(server: Server) -> None:
+    wanted = {
+        "RestClient.get_server_capabilities": SUPPORTED,
+        "SamplingClient.sample(prompt_alt_tokens_k)": REFUSED,
+        "TrainingClient.forward": SUPPORTED,
+        "TrainingClient.forward_async": SUPPORTED,
+        "tinker checkpoint info": SUPPORTED,
+        "tinker version": SUPPORTED,
+    }
+    measured = walk(INSTALLED, server.address, server.base_model, *wanted)["rows"]
+    assert {name: outcome for name, (outcome, _) in measured.items()} == wanted
+    assert "prompt_alt_tokens_k" in measured["SamplingClient.sample(prompt_alt_tokens_k)"][1]
