@@ -29,7 +29,12 @@ demo: $(INSTALLED) ## Train four tenants at once on this machine, then a policy 
 
 test: $(INSTALLED) ## Run every test that needs no GPU and no container engine
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh
 	$(BIN)/python -m pytest $(ARGS)
+
+test-cookbook: $(INSTALLED) ## Run programs of tinker_cookbook, unmodified, against a live server
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh
+	$(BIN)/python -m pytest -m "" $(ARGS) tests/cookbook
 
 test-compose: $(INSTALLED) ## Build the containers, train through them, kill and restart them
 	$(BIN)/python -m pytest -m compose $(ARGS) tests/acceptance
