@@ -5,11 +5,21 @@ Each change is one script: a checkpoint is in all lists or in none.
 
 from __future__ import annotations
 
+import json
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cotrain_store import keys
+from cotrain_store.connection import async_script
+from cotrain_store.errors import CheckpointNotFound, SeqConflict
+from cotrain_store.messages import CheckpointRecord, decode, encode
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import CheckpointKind, CheckpointRecord, RunId, RunRecord, TenantId
+    from cotrain_store.messages import CheckpointKind, RunId, RunRecord, TenantId
 
 
 class Checkpoints:
@@ -17,6 +27,10 @@ class Checkpoints:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
+        self._delete = async_script(connection, "checkpoint_index", "checkpoint_delete")
+        self._replace = async_script(connection, "checkpoint_index", "checkpoint_replace")
+        self._copy = async_script(connection, "checkpoint_index", "checkpoint_copy")
+        self._totals = async_script(connection, "checkpoint_index", "checkpoint_totals")
 
     async def delete(self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str) -> None:
         """Take a name away; its weights go when nothing else uses them.
@@ -24,7 +38,9 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        raise NotImplementedError
+        args = [tenant, keys.checkpoint_member(run, kind, name)]
+        if await self._delete([keys.checkpoint(run, kind, name)], args) == b"GONE":
+            raise CheckpointNotFound
 
     async def publish(
         self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, *, public: bool
@@ -34,7 +50,8 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        raise NotImplementedError
+        key = keys.checkpoint(run, kind, name)
+        return await self._change(tenant, key, lambda record: replace(record, public=public))
 
     async def set_ttl(
         self,
@@ -49,7 +66,10 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        raise NotImplementedError
+        key, expires_at = keys.checkpoint(run, kind, name), _after(ttl_seconds)
+        return await self._change(
+            tenant, key, lambda record: replace(record, expires_at=expires_at)
+        )
 
     async def copy(
         self, source: CheckpointRecord, destination: RunRecord, ttl_seconds: int | None
@@ -63,12 +83,50 @@ class Checkpoints:
             CheckpointNotFound: `source` is gone meanwhile.
             SeqConflict: the run exists and is not this copy.
         """
-        raise NotImplementedError
+        copy = replace(
+            source, run=destination.id, tenant=destination.tenant, created_at=time.time(),
+            expires_at=_after(ttl_seconds), public=False,
+        )  # fmt: skip
+        script_keys = [
+            keys.checkpoint(source.run, source.kind, source.name), keys.run(destination.id),
+            keys.session_runs(destination.session), keys.training_runs(destination.tenant),
+            keys.checkpoint(copy.run, copy.kind, copy.name),
+        ]  # fmt: skip
+        args = [encode(destination), destination.id, encode(copy)]
+        answer = await self._copy(script_keys, args)
+        if answer == b"GONE":
+            raise CheckpointNotFound
+        made = None if answer == b"CONFLICT" else _record(answer)
+        if made is None or made.weights != copy.weights or made.tenant != copy.tenant:
+            raise SeqConflict(f"The training run {destination.id} exists already.")
+        return made
 
     async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
         """Count a tenant's checkpoints, and their bytes; one not stored yet counts, without bytes."""
-        raise NotImplementedError
+        script_keys = [keys.checkpoint_sizes(tenant), keys.owed_checkpoints(tenant)]
+        count, size = await self._totals(script_keys, [tenant])
+        return count, size
 
     async def strike_expired(self, tenant: TenantId) -> None:
         """Take what has expired off a tenant's lists; call it before reading them."""
-        raise NotImplementedError
+        await self.stored_bytes(tenant)
+
+    async def _change(
+        self, tenant: TenantId, key: str, change: Callable[[CheckpointRecord], CheckpointRecord]
+    ) -> CheckpointRecord:
+        while True:
+            before = await self._redis.get(key)
+            record = _record(before) if before else None
+            if record is None or record.tenant != tenant:
+                raise CheckpointNotFound
+            changed = change(record)
+            if await self._replace([key], [before, encode(changed)]) == b"OK":
+                return changed
+
+
+def _record(text: bytes) -> CheckpointRecord:
+    return decode(CheckpointRecord, json.loads(text))
+
+
+def _after(ttl_seconds: int | None) -> float | None:
+    return None if ttl_seconds is None else time.time() + ttl_seconds

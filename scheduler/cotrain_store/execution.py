@@ -7,6 +7,7 @@ that was paused while another took its place gets Fenced and must exit.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,10 @@ from cotrain_store.messages import (
     TenantId,
     WorkerId,
     encode,
+    external_folder,
     request_id,
 )
-from cotrain_store.results import pack_results
+from cotrain_store.results import UNLOADED, pack_results
 from cotrain_store.spool import SpoolRef
 
 if TYPE_CHECKING:
@@ -83,18 +85,20 @@ class Execution:
         self._results = results
         self.pool = pool
         self.worker = worker
-        self._commit = sync_script(connection, "commit")
+        self._commit = sync_script(connection, "usage_add", "commit")
         self._snapshot = sync_script(connection, "snapshot")
         self._forget = sync_script(connection, "forget")
-        self._close = sync_script(connection, "close")
+        self._close = sync_script(connection, "run_close", "close")
         self.epoch = 0
         self._numerics_id = ""
+        self._base_model = ""
         self._left_open: frozenset[int] = frozenset()
         self._wakes: Any = None  # redis-py leaves its PubSub untyped
 
     def enter(self, record: PoolRecord) -> int:
         """Take this worker's place with a new epoch, and publish what the pool can do."""
         self._numerics_id = record.numerics_id
+        self._base_model = record.base_model
         self.epoch = int(self._redis.incr(keys.worker_epoch(self.pool, self.worker)))
         self._redis.sadd(keys.workers(self.pool), self.worker)
         self._redis.hset(keys.pools(), self.pool, encode(record))
@@ -191,6 +195,7 @@ class Execution:
         args: list[str | int | bytes] = [
             self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,
             json.dumps(counted), self._numerics_id, json.dumps(saved),
+            json.dumps(self._amounts(step, usage or {})), keys.USAGE_TTL_S,
         ]  # fmt: skip
         all_packed = pack_results([results[op.run, op.seq] for op in step.ops], self._results)
         for op, (packed, ttl_ms) in zip(step.ops, all_packed, strict=True):
@@ -206,6 +211,16 @@ class Execution:
             raise AssertionError(
                 f"cycle {step.cycle} holds an op whose predecessor is not committed"
             )
+
+    def _amounts(self, step: Step, usage: Mapping[RunId, RunUsage]) -> dict[str, dict[str, float]]:
+        """Sort what runs used under the keys and fields of their tenants."""
+        hour = keys.usage_hour(time.time())
+        amounts: dict[str, dict[str, float]] = {}
+        for run, used in usage.items():
+            fields = amounts.setdefault(keys.usage(step.tenant_by_run[run], hour), {})
+            for what, amount in (("training_tokens", used.tokens), ("device_s", used.device_s)):
+                fields[keys.usage_field(what, self._base_model, run)] = amount
+        return amounts
 
     def position(self, run: RunId) -> LogPosition | None:
         """Read where a run's log stands; None for a run that has none."""
@@ -277,7 +292,7 @@ class Execution:
         script_keys = [
             keys.worker_epoch(pool, self.worker), keys.log(pool, run), keys.ops(pool, run),
             keys.bodies(pool, run), keys.digests(pool, run), keys.spool_segment_refs(),
-            keys.drops(pool, self.worker),
+            keys.drops(pool, self.worker), keys.riders(pool, run),
         ]  # fmt: skip
         answer = self._forget(script_keys, [self.epoch, run])
         if answer == b"FENCED":
@@ -292,7 +307,7 @@ class Execution:
         Raises:
             Fenced: another worker took this one's place.
         """
-        raise NotImplementedError
+        self._end_run(run, tenant, RunState.CLOSED, UNLOADED)
 
     def fail_run(self, run: RunId, tenant: TenantId) -> None:
         """Stop a run that cannot go on: what waits fails, what is planned commits. Others go on.
@@ -300,11 +315,14 @@ class Execution:
         Raises:
             Fenced: another worker took this one's place, and the run may well be able to.
         """
-        script_keys = keys.of_close(self.pool, run, tenant)
-        script_keys.append(keys.worker_epoch(self.pool, self.worker))
+        self._end_run(run, tenant, RunState.FAILED, RUN_STOPPED)
+
+    def _end_run(self, run: RunId, tenant: TenantId, state: RunState, failure: Result) -> None:
+        epoch_key = keys.worker_epoch(self.pool, self.worker)
+        script_keys = [keys.run(run), keys.notify_results(), epoch_key]
         args = [
-            run, keys.prefix(self.pool), keys.SMALL_RESULT_TTL_MS, "", "", RUN_STOPPED.pack(),
-            RunState.FAILED, self.epoch,
+            run, keys.prefix(self.pool), keys.SMALL_RESULT_TTL_MS, "", "", failure.pack(), state,
+            tenant, self.epoch,
         ]  # fmt: skip
         if self._close(script_keys, args) == b"FENCED":
             raise Fenced
@@ -327,14 +345,25 @@ def _saved(records: SaveRecords) -> dict[str, Any]:
     weights, user = records.weights, records.user
     row: dict[str, Any] = {
         "weights": encode(weights), "worker": weights.worker, "user": encode(user),
+        "tenant": weights.tenant,
     }  # fmt: skip
     if isinstance(user, SamplerRecord):
         idle_ms = keys.sampler_idle_ms(ephemeral=user.ephemeral)
         return row | {"kind": "s", "name": user.id, "session": user.session, "idle_ms": idle_ms}
-    row |= {"kind": "c", "name": f"{user.run}/{user.kind}/{user.name}"}
-    if user.expires_at is not None:
-        row["expires_at_ms"] = int(user.expires_at * 1000)
+    row |= {"kind": "c", "name": keys.checkpoint_member(user.run, user.kind, user.name)}
+    row["last"] = int(records.last)
+    if weights.external:
+        row["folder"] = external_folder(weights.ref)
+    if user.kind == "weights" and not records.overwrite:
+        row["collision"] = _collision(user.name).pack().decode()
     return row
+
+
+def _collision(name: str) -> Result:
+    message = (
+        f"Checkpoint name {name!r} already exists in this run; pass overwrite=true to replace it."
+    )
+    return Result.failed(message, "user")
 
 
 def _body_of(op: QueuedOp) -> str:

@@ -23,7 +23,7 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SpoolCorrupt,
 )
-from cotrain_store.messages import RequestId, Result, run_of
+from cotrain_store.messages import RequestId, Result, WeightsRef, run_of
 from cotrain_store.records import Records
 from cotrain_store.results import is_spooled, whole_result
 from cotrain_store.sample_ends import parse_sample
@@ -187,11 +187,24 @@ class Futures:
         is_place = place.isdecimal() and len(place) <= _PLACE_DIGITS
         if log[0] is None or not is_place or int(place) > int(log[2]):
             raise RequestNotFound
-        if int(place) <= int(log[1]) and await self._redis.get(keys.result(request)) is None:
+        if int(place) <= int(log[1]) and await self._has_expired(request):
             raise RequestNotFound("The result has expired.")
         if since is not None and time.time() - since / 1000 > GAP_NOTICE_S:
-            return Pending("paused_capacity", f"waiting for seq_id {int(log[0])}, which never came")
+            missing = await self._client_seq(run, int(log[0]))
+            return Pending("paused_capacity", f"waiting for seq_id {missing}, which never came")
         return Pending()
+
+    async def _has_expired(self, request: RequestId) -> bool:
+        """Tell whether a committed op has no result any more; one that owes its weights has none yet."""
+        # In this order: what is owed when we look first has its result when we look second.
+        if await self._redis.hexists(keys.weights(WeightsRef(request)), "checkpoint"):
+            return False
+        return await self._redis.get(keys.result(request)) is None
+
+    async def _client_seq(self, run: RunRecord, place: int) -> int:
+        """Count like the client, which knows nothing of the riders before a place."""
+        riders = await self._redis.zrange(keys.riders(run.pool, run.id), 0, -1)
+        return place - sum(int(rider) < place for rider in riders)
 
     async def _whole(self, packed: bytes, expired: RequestNotFound) -> Result:
         result = Result.unpack(packed)

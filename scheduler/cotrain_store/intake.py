@@ -23,6 +23,7 @@ from cotrain_store.errors import (
     SeqConflict,
     SeqTooFar,
     StoreUnavailable,
+    WeightsGone,
 )
 from cotrain_store.messages import (
     OpKind,
@@ -34,6 +35,7 @@ from cotrain_store.messages import (
     encode,
     request_id,
 )
+from cotrain_store.results import UNLOADED
 from cotrain_store.spool import SpoolRef
 
 if TYPE_CHECKING:
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
 
 #: A seq further ahead of the last committed one than this is a client's mistake.
 MAX_AHEAD = 1_024
-_UNLOADED = Result.failed("The training run was unloaded before this request ran.", "user")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Intake:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
         self._submit = async_script(connection, "submit")
-        self._close = async_script(connection, "close")
+        self._close = async_script(connection, "run_close", "close")
+        self._redis = connection
 
     async def create_run(
         self,
@@ -95,7 +97,9 @@ class Intake:
         """
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
-        return await self._accept(run, 0, kind, body, 0, digest, record=encode(run))
+        return await self._accept(
+            run, 0, kind, body, 0, digest, record=encode(run), uses=uses, idempotency_key=""
+        )
 
     async def submit(
         self,
@@ -122,26 +126,37 @@ class Intake:
             RunClosed, RunFailed, RunNotFound: the run takes no more ops.
             QueueFull, StoreFull, DiskReserveReached, StoreUnavailable: nothing is wrong; later.
         """
-        assert seq is not None
-        return await self._accept(run, seq, kind, body, tokens, digest, record="")
+        return await self._accept(
+            run, seq, kind, body, tokens, digest, record="", uses=uses,
+            idempotency_key=idempotency_key,
+        )  # fmt: skip
 
     async def repeated(self, run: RunRecord, seq: int, digest: str) -> RequestId | None:
-        """Name the request that was accepted for this seq with this content; None if there is none."""
-        raise NotImplementedError
+        """Name the request that was accepted for this seq with this content; None if there is none.
+
+        Raises:
+            StoreUnavailable: try again later.
+        """
+        try:
+            before = await self._redis.zcount(keys.riders(run.pool, run.id), "-inf", seq)
+            known = await self._redis.hget(keys.digests(run.pool, run.id), str(seq + before))
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+        return request_id(run.id, seq + before) if known == digest.encode() else None
 
     async def close_run(self, run: RunRecord) -> RequestId:
         """End a run without saving: waiting ops fail, planned ones still commit. Twice is harmless.
 
         Raises:
-            RunNotFound: its log is not there.
+            RunNotFound: there is no such run.
             StoreUnavailable: try again later.
         """
         request = RequestId(f"{run.id}:unload")
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
-        script_keys = keys.of_close(run.pool, run.id, run.tenant)
+        script_keys = [keys.run(run.id), keys.notify_results()]
         args = [
             run.id, keys.prefix(run.pool), keys.SMALL_RESULT_TTL_MS, request, result.pack(),
-            _UNLOADED.pack(), RunState.CLOSED,
+            UNLOADED.pack(), RunState.CLOSED, run.tenant,
         ]  # fmt: skip
         try:
             answer = await self._close(script_keys, args)
@@ -154,44 +169,48 @@ class Intake:
     async def _accept(
         self,
         run: RunRecord,
-        seq: int,
+        seq: int | None,
         kind: OpKind,
         body: bytes,
         tokens: int,
         digest: str,
+        *,
         record: str,
+        uses: Sequence[WeightsRef],
+        idempotency_key: str,
     ) -> RequestId:
         await self._capacity.check()
         ref = await self._capacity.place(body)
         segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
         now = time.time()
-        op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now)
+        op = QueuedOp(run.id, seq or 0, kind, tokens, ref, len(body), now)
         pool, tenant, limits = run.pool, run.tenant, self._limits
         script_keys = [
             keys.run(run.id), keys.log(pool, run.id), keys.ops(pool, run.id),
             keys.bodies(pool, run.id), keys.digests(pool, run.id), keys.ready(pool),
             keys.gaps(pool), keys.queue(pool, tenant), keys.queue_tenants(pool),
             keys.spool_segment_refs(), keys.session_runs(run.session), keys.tenant_runs(tenant),
-            keys.notify_scheduler(),
+            keys.notify_scheduler(), keys.riders(pool, run.id), keys.training_runs(tenant),
         ]  # fmt: skip
         args = [
-            run.id, tenant, seq, digest, op.envelope(), b"" if segment else body, segment, tokens,
+            run.id, tenant, "" if seq is None else seq, digest, op.envelope(), b"" if segment else body, segment, tokens,
             len(body), int(now * 1000), limits.ops, limits.tokens, limits.bytes, MAX_AHEAD,
-            limits.runs, record,
+            limits.runs, record, idempotency_key, keys.hash_tag(pool), *uses,
         ]  # fmt: skip
         try:
-            answer = await self._submit(script_keys, args)
+            answer, *place = await self._submit(script_keys, args)
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
-            raise refusal(seq)
-        return request_id(run.id, seq)
+            raise refusal("This request" if seq is None else f"seq_id {seq}")
+        return request_id(run.id, place[0])
 
 
-_REFUSALS: dict[str, Callable[[int], Exception]] = {
-    "CONFLICT": lambda seq: SeqConflict(f"seq_id {seq} was already used with different content."),
-    "FAR": lambda seq: SeqTooFar(f"seq_id {seq} is too far ahead (more than {MAX_AHEAD} missing)."),
+_REFUSALS: dict[str, Callable[[str], Exception]] = {
+    "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
+    "FAR": lambda what: SeqTooFar(f"{what} is too far ahead (more than {MAX_AHEAD} missing)."),
+    "WEIGHTS": lambda _: WeightsGone(),
     "GONE": lambda _: RunNotFound(),
     "CLOSED": lambda _: RunClosed(),
     "FAILED": lambda _: RunFailed(),

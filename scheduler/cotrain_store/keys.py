@@ -144,7 +144,12 @@ def notify_worker(pool: PoolId, worker: WorkerId) -> str:
 
 def prefix(pool: PoolId) -> str:
     """Start every key of a pool."""
-    return f"cotrain:{{{pool}}}:"
+    return f"cotrain:{hash_tag(pool)}"
+
+
+def hash_tag(pool: PoolId) -> str:
+    """Name a pool within a member of a set; `cotrain:` before it starts its keys."""
+    return f"{{{pool}}}:"
 
 
 def log(pool: PoolId, run_id: RunId) -> str:
@@ -317,6 +322,16 @@ def usage(tenant: TenantId, hour: int) -> str:
     return f"cotrain:usage:{tenant}:{hour}"
 
 
+def usage_hour(now_s: float) -> int:
+    """Give the start of an hour, as `usage` names it."""
+    return int(now_s // 3600) * 3600
+
+
+def usage_field(what: str, base_model: str, user: str) -> str:
+    """Name an amount in the hash of an hour; `user` is a run or a sampler."""
+    return f"{what}|{base_model}|{user.partition(':')[0]}|{user}"
+
+
 def audit(tenant: TenantId) -> str:
     """Name the stream of what a tenant did with its records; its last 10,000 or so are kept."""
     return f"cotrain:audit:{tenant}"
@@ -411,12 +426,3 @@ def completions(sampler_id: SamplerId, clone: int) -> str:
 def notify_tokens() -> str:
     """Name the channel that carries the tokens of streaming sample requests."""
     return "cotrain:notify:tokens"
-
-
-def of_close(pool: PoolId, run_id: RunId, tenant: TenantId) -> list[str]:
-    """List the keys of the close script: an API and a worker call it."""
-    return [
-        run(run_id), log(pool, run_id), ops(pool, run_id), bodies(pool, run_id), ready(pool),
-        gaps(pool), queue(pool, tenant), tenant_runs(tenant), spool_segment_refs(),
-        notify_results(),
-    ]  # fmt: skip

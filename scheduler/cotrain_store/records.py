@@ -92,8 +92,8 @@ class Records:
             display_name=display_name,
         )
         async with self._redis.pipeline() as pipeline:
-            pipeline.hset(keys.session(session.id), "record", encode(session))
-            pipeline.zadd(keys.tenant_sessions(tenant), {session.id: session.created_at})
+            pipeline.hsetnx(keys.session(session.id), "record", encode(session))
+            pipeline.zadd(keys.tenant_sessions(tenant), {session.id: session.created_at}, nx=True)
             await pipeline.execute()
         await self._mark_alive(session.id)
         return session

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from cotrain_store.spool import Spool
 
+#: What the requests of a run resolve to that was closed before they were planned.
+UNLOADED = Result.failed("The training run was unloaded before this request ran.", "user")
+
 _SPOOLED = {
     ResultKind.JSON: ResultKind.SPOOLED_JSON,
     ResultKind.PASS: ResultKind.SPOOLED_PASS,

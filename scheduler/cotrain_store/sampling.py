@@ -8,23 +8,36 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cotrain_store import keys
 from cotrain_store.connection import sync_script
 from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
-from cotrain_store.messages import RequestId, ResultKind, SamplerId, TenantId, WeightsRef
+from cotrain_store.messages import (
+    CheckpointRecord,
+    RequestId,
+    Result,
+    ResultKind,
+    SamplerId,
+    TenantId,
+    WeightsRef,
+    decode,
+    encode,
+    external_folder,
+    run_of,
+)
 from cotrain_store.records import WEIGHTS_FIELDS, weights_record
-from cotrain_store.results import pack_results
-from cotrain_store.sample_ends import CANCELLED, lives
+from cotrain_store.results import UNLOADED, pack_results
+from cotrain_store.sample_ends import CANCELLED, lives, parse_sample
 from cotrain_store.samples import decode_sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
-    from cotrain_store.messages import PoolId, Result, SampleUsage, WeightsRecord, WorkerId
+    from cotrain_store.messages import PoolId, SampleUsage, WeightsRecord, WorkerId
     from cotrain_store.samples import SampleBody
     from cotrain_store.spool import Spool
 
@@ -76,8 +89,10 @@ class Sampling:
         self._claim_token = secrets.token_hex(8)
         self._claim = sync_script(connection, "sample_claim")
         self._requeue = sync_script(connection, "sample_finish", "sample_requeue")
-        self._resolve = sync_script(connection, "sample_finish", "sample_resolve")
-        self._stored = sync_script(connection, "weights_stored")
+        self._resolve = sync_script(connection, "usage_add", "sample_finish", "sample_resolve")
+        ends = ("checkpoint_index", "run_close", "save_end")
+        self._stored = sync_script(connection, "usage_add", *ends, "weights_stored")
+        self._lost = sync_script(connection, *ends, "weights_lost")
         self._list_unused = sync_script(connection, "weights_in_use", "weights_unused")
         self._forget = sync_script(connection, "weights_in_use", "weights_forget")
 
@@ -124,13 +139,39 @@ class Sampling:
             self._epoch_key, keys.spool_segment_refs(), keys.notify_results(),
             keys.counters(self._pool),
         ]  # fmt: skip
-        args: list[str | int | bytes] = [self._epoch, json.dumps(counted), *lives(time.time())]
+        now = time.time()
+        args: list[str | int | bytes] = [
+            self._epoch, json.dumps(counted), *lives(now), keys.usage_hour(now), keys.USAGE_TTL_S,
+        ]  # fmt: skip
         all_packed = pack_results(list(results.values()), self._results)
         for (request, result), (packed, ttl_ms) in zip(results.items(), all_packed, strict=True):
             failed = int(result.kind is ResultKind.FAILURE)
-            args += [request, packed, ttl_ms, failed, len(result.payload)]
+            used = self._amounts(request, (usage or {}).get(request))
+            args += [request, packed, ttl_ms, failed, len(result.payload), json.dumps(used)]
         if self._resolve(script_keys, args) == b"FENCED":
             raise Fenced
+
+    def _amounts(self, request: RequestId, used: SampleUsage | None) -> dict[str, float]:
+        """Name what a request used as its tenant's hour has it."""
+        name = parse_sample(request)
+        if used is None or name is None:
+            return {}
+        amounts: dict[str, float] = {
+            "prefill_tokens": used.prompt_tokens,
+            "cached_tokens": used.cached_tokens,
+            "sampled_tokens": used.sampled_tokens,
+            "device_s": used.device_s,
+        }
+        return {
+            keys.usage_field(what, self._base_model, name.sampler): amount
+            for what, amount in amounts.items()
+            if amount
+        }
+
+    @cached_property
+    def _base_model(self) -> str:
+        row = self._redis.hget(keys.pools(), self._pool)
+        return str(json.loads(row)["base_model"])
 
     def cancelled(self) -> list[RequestId]:
         """List this worker's requests that their clients gave up; each is to be resolved, CANCELLED."""
@@ -164,25 +205,60 @@ class Sampling:
         was the last one. False when there are no such weights: forgotten, lost, or their save was
         refused because its name was in use. The first digest stays.
         """
-        pool = self._pool
+        pool, now = self._pool, time.time()
+        checkpoint, result = self._owed(ref, size)
+        tenant = checkpoint.tenant if checkpoint else TenantId("")
         script_keys = [
             self._epoch_key, keys.weights(ref), keys.content(pool, digest),
             keys.unstored_weights(pool, self._worker),
+            keys.optimizer_content(pool, optimizer_digest), keys.notify_results(),
+            keys.usage(tenant, keys.usage_hour(now)),
         ]  # fmt: skip
-        answer = self._stored(script_keys, [self._epoch, ref, digest, size])
+        args = [
+            self._epoch, ref, digest, size, optimizer_digest, keys.prefix(pool),
+            encode(checkpoint) if checkpoint else "", result, UNLOADED.pack(),
+            keys.usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
+            keys.USAGE_TTL_S,
+        ]  # fmt: skip
+        answer = self._stored(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
+
+    def _owed(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
+        """Read what a named save owes: its checkpoint and result, now that its size is known.
+
+        Nobody but this worker changes them; a script that finds them gone asks for neither.
+        """
+        text, packed = self._redis.hmget(keys.weights(ref), ["checkpoint", "result"])
+        if text is None:
+            return None, b""
+        checkpoint = replace(decode(CheckpointRecord, json.loads(text)), size=size)
+        result = Result.unpack(packed)
+        if checkpoint.kind == "external_weights" and result.kind is ResultKind.JSON:
+            result = Result.of_json({**result.json(), "size_bytes": size})
+        return checkpoint, result.pack()
 
     def lost(self, ref: WeightsRef, message: str) -> None:
         """Give up a named save that nothing can make again: it fails, category server.
 
         Its name is free again. Nothing happens to weights that are stored, and to those of a sampler.
         """
-        raise NotImplementedError
+        pool = self._pool
+        script_keys = [
+            self._epoch_key, keys.weights(ref), keys.notify_results(),
+            keys.unstored_weights(pool, self._worker), keys.pool_weights(pool),
+            keys.external_folders(pool), keys.weights_users(ref),
+        ]  # fmt: skip
+        args = [
+            self._epoch, ref, keys.prefix(pool), Result.failed(message, "server").pack(),
+            keys.SMALL_RESULT_TTL_MS, UNLOADED.pack(), external_folder(ref),
+        ]  # fmt: skip
+        if self._lost(script_keys, args) == b"FENCED":
+            raise Fenced
 
     def unused_weights(self) -> list[WeightsRecord]:
-        """List the stored weights of this pool that no checkpoint and no living sampler refers to."""
+        """List the stored weights of this pool that no checkpoint, living sampler or load refers to."""
         refs = sorted(self._redis.smembers(keys.pool_weights(self._pool)))
         unused: list[list[bytes]] = []
         for start in range(0, len(refs), WEIGHTS_AT_ONCE):
@@ -198,9 +274,10 @@ class Sampling:
         pool = self._pool
         script_keys = [
             self._epoch_key, keys.weights(ref), keys.weights_users(ref),
-            keys.pool_weights(pool),
+            keys.pool_weights(pool), keys.external_folders(pool),
         ]  # fmt: skip
-        answer = self._forget(script_keys, [self._epoch, keys.prefix(pool), ref])
+        args = [self._epoch, keys.prefix(pool), ref, external_folder(ref)]
+        answer = self._forget(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"LAST")

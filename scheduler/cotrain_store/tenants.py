@@ -1,7 +1,8 @@
 """Who is who: API keys and the tenants they belong to.
 
-A key is `tml-<id>_<secret>` (the stock SDK accepts no other start). Only the SHA-256 of the secret
-is kept: the secret is 256 random bits, so a slow hash would only make a flood of wrong keys dear.
+A key is `tml-<id>_<secret>`, or `sk-…`: then the stock SDK wants to exchange it for a token. Only the
+SHA-256 of the secret is kept: the secret is 256 random bits, so a slow hash would only make a flood
+of wrong keys dear.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from cotrain_store import keys
 from cotrain_store.errors import ExpiredKey, InvalidKey
 from cotrain_store.messages import Tenant, TenantId
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cotrain_store.connection import Connection
 
 #: A revoked key stops working within this time.
@@ -27,7 +30,9 @@ _CACHE_SIZE = 10_000
 
 KeyPrefix = Literal["tml", "sk"]
 
-_FORM = re.compile(r"tml-([A-Za-z0-9]{1,64})_([A-Za-z0-9_-]{1,256})")
+_FORM = re.compile(r"(?:tml|sk)-([A-Za-z0-9]{1,64})_([A-Za-z0-9_-]{1,256})")
+_SHORT_FORM = re.compile(r"(?:tml|sk)-[A-Za-z0-9_.-]{1,256}")
+_Cached = TypeVar("_Cached")
 _NO_DIGEST = hashlib.sha256(b"").hexdigest()
 
 
@@ -41,24 +46,21 @@ class KeyRecord:
     created_at: float
     not_after: float | None
 
+    def has_expired(self, now_s: float) -> bool:
+        """Tell whether it is good no more."""
+        return self.not_after is not None and self.not_after < now_s
+
 
 class Tenants:
     """Authenticate and administer API keys."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
-        self._known: dict[str, tuple[float, Tenant]] = {}
+        self._known: dict[str, tuple[float, KeyRecord]] = {}
+        self._live: dict[str, tuple[float, bool]] = {}
 
     async def key(self, api_key: str) -> KeyRecord:
         """Find a key by what its owner shows; raises InvalidKey or ExpiredKey."""
-        raise NotImplementedError
-
-    async def is_live(self, key_id: str) -> bool:
-        """Tell whether a key exists and has not expired; the answer may be CACHE_S old."""
-        raise NotImplementedError
-
-    async def authenticate(self, api_key: str) -> Tenant:
-        """Find the tenant of a key; raises InvalidKey or ExpiredKey."""
         key_id, digest = _key_id(api_key), _digest(api_key)  # in this order: it must be of our form
         cached = self._known.get(digest)
         if cached and time.monotonic() - cached[0] < CACHE_S:
@@ -67,13 +69,26 @@ class Tenants:
         # The same comparison for an unknown id, so that time tells nothing.
         if not hmac.compare_digest(row.get("digest", _NO_DIGEST), digest):
             raise InvalidKey
-        if row["not_after"] and float(row["not_after"]) < time.time():
+        record = _record(key_id, row)
+        if record.has_expired(time.time()):
             raise ExpiredKey
-        tenant = Tenant(TenantId(row["tenant"]), row["name"])
-        if len(self._known) >= _CACHE_SIZE:
-            self._known.clear()
-        self._known[digest] = (time.monotonic(), tenant)
-        return tenant
+        _remember(self._known, digest, record)
+        return record
+
+    async def is_live(self, key_id: str) -> bool:
+        """Tell whether a key exists and has not expired; the answer may be CACHE_S old."""
+        cached = self._live.get(key_id)
+        if cached and time.monotonic() - cached[0] < CACHE_S:
+            return cached[1]
+        row = await self._row(key_id)
+        is_live = bool(row) and not _record(key_id, row).has_expired(time.time())
+        _remember(self._live, key_id, is_live)
+        return is_live
+
+    async def authenticate(self, api_key: str) -> Tenant:
+        """Find the tenant of a key; raises InvalidKey or ExpiredKey."""
+        record = await self.key(api_key)
+        return Tenant(record.tenant, record.name)
 
     async def issue(
         self,
@@ -95,7 +110,7 @@ class Tenants:
         """Accept a key the operator chose. Twice is harmless: the tenant is derived from the key.
 
         Raises:
-            InvalidKey: not of the form `tml-…`, or its id belongs to another secret.
+            InvalidKey: not of the form `tml-…` or `sk-…`, or its id belongs to another secret.
         """
         row = await self._row(_key_id(api_key))
         if row:
@@ -111,6 +126,7 @@ class Tenants:
         removed = await self._redis.delete(keys.api_key(key_id))
         await self._redis.srem(keys.api_keys(), key_id)
         self._known.clear()
+        self._live.clear()
         return bool(removed)
 
     async def list_keys(self) -> list[KeyRecord]:
@@ -121,11 +137,7 @@ class Tenants:
 
     async def _record(self, key_id: str) -> KeyRecord | None:
         row = await self._row(key_id)
-        if not row:
-            return None
-        not_after = float(row["not_after"]) if row["not_after"] else None
-        created_at = float(row["created_at"])
-        return KeyRecord(key_id, TenantId(row["tenant"]), row["name"], created_at, not_after)
+        return _record(key_id, row) if row else None
 
     async def _row(self, key_id: str) -> dict[str, str]:
         row = await self._redis.hgetall(keys.api_key(key_id))
@@ -146,12 +158,24 @@ class Tenants:
         await self._redis.sadd(keys.api_keys(), key_id)
 
 
+def _record(key_id: str, row: Mapping[str, str]) -> KeyRecord:
+    not_after = float(row["not_after"]) if row["not_after"] else None
+    created_at = float(row["created_at"])
+    return KeyRecord(key_id, TenantId(row["tenant"]), row["name"], created_at, not_after)
+
+
+def _remember(cache: dict[str, tuple[float, _Cached]], name: str, value: _Cached) -> None:
+    if len(cache) >= _CACHE_SIZE:
+        cache.clear()
+    cache[name] = (time.monotonic(), value)
+
+
 def _key_id(api_key: str) -> str:
     """Take the public part of a key; a key without one (`tml-dev`) is known by its digest."""
     match = _FORM.fullmatch(api_key)
     if match:
         return match[1]
-    if not re.fullmatch(r"tml-[A-Za-z0-9_.-]{1,256}", api_key):
+    if not _SHORT_FORM.fullmatch(api_key):
         raise InvalidKey
     return f"d{_digest(api_key)[:32]}"
 

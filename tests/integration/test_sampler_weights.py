@@ -41,7 +41,7 @@ def unused(samples: Samples) -> list[WeightsRef]:
     return sorted(weights.ref for weights in samples.sampling.unused_weights())
 
 
-async def test_a_save_appears_with_its_commit_and_only_then(samples: Samples) -> None:
+async def test_a_save_for_a_sampler_appears_with_its_commit_and_only_then(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.log.submit(run, 1, OpKind.SAVE, body=b"{}")
     with pytest.raises(CheckpointNotFound):
@@ -50,11 +50,11 @@ async def test_a_save_appears_with_its_commit_and_only_then(samples: Samples) ->
     assert await samples.log.dispatch.ready(POOL) == []
 
     other = await samples.log.new_run(session="other")
-    _, saves = await samples.save(other, 1, name="x")
-    checkpoint = await samples.records.checkpoint(A, path_of(other))
-    assert checkpoint == saves[other.id, 1].user
-    assert checkpoint.path == path_of(other)
-    assert await samples.records.weights(checkpoint.weights) == saves[other.id, 1].weights
+    _, saves = await samples.save(other, 1, sampler=0)
+    sampler = await samples.records.sampler(A, sampler_record().id)
+    assert sampler == saves[other.id, 1].user
+    assert sampler.weights
+    assert await samples.records.weights(sampler.weights) == saves[other.id, 1].weights
     assert samples.sampling.unstored() == [saves[other.id, 1].weights]
 
 
@@ -73,6 +73,7 @@ async def test_a_second_commit_of_a_save_changes_nothing(samples: Samples) -> No
     step, saves = await samples.save(run, 1, name="x")
     samples.sampling.stored(ref_of(run, 1), DIGEST, 10)
     await samples.save(run, 2, name="x")
+    samples.sampling.stored(ref_of(run, 2), DIGEST, 10)
     before = samples.log.everything()
     results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
     samples.log.execution.commit(step, results, {}, {}, saves=saves)
@@ -131,6 +132,8 @@ async def test_naming_again_without_a_time_lets_a_checkpoint_live(samples: Sampl
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x", expires_at=time.time() + 3600)
     await samples.save(run, 2, name="x")
+    for seq in (1, 2):
+        samples.sampling.stored(ref_of(run, seq), DIGEST, 10)
     assert samples.log.redis.pttl(keys.checkpoint(run.id, "sampler_weights", "x")) == -1
 
 
@@ -297,7 +300,7 @@ async def test_what_is_no_sampler_id_names_no_sampler(samples: Samples, name: st
         "tinker://s:train:0/sampler_weights/\u2024\u2024",
         "tinker://s:train:0/sampler_weights/\ud800",
         "tinker://s:train:0/sampler_weights/" + "a" * 129,
-        "tinker://s:train:0/external_weights/x",
+        "tinker://s:train:0/other_weights/x",
         "tinker://s:train:0//sampler_weights/x",
         "tinker://../sampler_weights/x",
         "tinker://" + "a" * 4096,
@@ -308,7 +311,7 @@ async def test_a_malformed_path_is_refused(samples: Samples, path: str) -> None:
         await samples.records.checkpoint(A, path)
 
 
-@pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
 async def test_a_well_formed_path_of_nothing_is_not_found(samples: Samples, kind: str) -> None:
     with pytest.raises(CheckpointNotFound):
         await samples.records.checkpoint(A, f"tinker://s:train:0/{kind}/{'a' * 128}")

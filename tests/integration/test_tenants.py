@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -154,7 +155,9 @@ async def test_an_id_that_none_of_ours_has_is_not_found(log: Log, suffix: str) -
 async def test_a_run_belongs_to_its_tenant(log: Log) -> None:
     records = Records(log.connection)
     run = await log.new_run("a")
-    assert await records.run(A, run.id) == run
+    found = await records.run(A, run.id)
+    assert found.last_request_at == pytest.approx(time.time(), abs=60)
+    assert replace(found, last_request_at=None) == run
     with pytest.raises(RunNotFound):
         await records.run(B, run.id)
 

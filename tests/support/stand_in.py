@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +15,7 @@ from cotrain_store.dispatch import Dispatch
 from cotrain_store.execution import Execution
 from cotrain_store.messages import (
     CheckpointRecord,
+    LoadRequest,
     LoraSpec,
     OpKind,
     Result,
@@ -28,7 +28,6 @@ from cotrain_store.messages import (
     WeightsRecord,
     WeightsRef,
     WorkerId,
-    decode,
 )
 from cotrain_store.samples import encode_sample_output
 from cotrain_store.sampling import Sampling
@@ -39,10 +38,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cotrain_server.services import Services
-    from cotrain_store.messages import QueuedOp, RequestId, TenantId
+    from cotrain_store.messages import QueuedOp, RequestId, RunId, TenantId
     from cotrain_store.sampling import ClaimedSample
 
 WORKER = WorkerId("w0")
+#: Digest and bytes of the files that every save claims to have written.
+FILES = ("d" * 64, 1_000)
+TYPE_BY_KIND = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
 
 
 class StandIn:
@@ -54,7 +60,10 @@ class StandIn:
         self._dispatch = dispatch
 
     async def run_log(self) -> None:
-        """Plan and commit all that may run; a save leaves the records that a worker's does."""
+        """Plan and commit all that may run; a save leaves the records that a worker's does.
+
+        Its files count as durable at once, though nothing is written.
+        """
         await self._dispatch.lead()
         while queues := await self._dispatch.ready(POOL.id):
             ops = tuple(op for queue in queues for op in runnable_prefix(queue.ops))
@@ -62,7 +71,8 @@ class StandIn:
             cycle = await self._dispatch.last_cycle(POOL.id) + 1
             step = Step(cycle, WORKER, ops, time.time(), tenants)
             await self._dispatch.plan(POOL.id, step)
-            self._commit(step)
+            for records in self._commit(step).values():
+                self.sampling.stored(records.weights.ref, *FILES, optimizer_of(records.weights))
 
     def claim(self) -> list[ClaimedSample]:
         """Take every waiting sample request."""
@@ -77,18 +87,24 @@ class StandIn:
         """Resolve a request to a failure."""
         self.sampling.resolve({request: Result.failed(message, "user")}, {})
 
-    def _commit(self, step: Step) -> None:
+    def _commit(self, step: Step) -> dict[tuple[RunId, int], SaveRecords]:
         results, saves = {}, {}
         for op, body in zip(step.ops, self.execution.bodies(step.ops), strict=True):
             place = (op.run, op.seq)
+            assert body is not None
             results[place] = Result.of_json({"model_id": op.run})
-            if op.kind is OpKind.SAVE:
-                assert body is not None
-                tenant = step.tenant_by_run[op.run]
-                records = save_records(op, tenant, decode(SaveRequest, json.loads(body)))
+            if op.kind is OpKind.REJECTED:
+                results[place] = Result(ResultKind.FAILURE, body)
+            elif op.kind is OpKind.LOAD:
+                said = {"path": LoadRequest.parse(body).path, "model_id": op.run}
+                results[place] = Result.of_json(said | {"type": "load_weights"})
+            elif op.kind is OpKind.SAVE:
+                request = SaveRequest.parse(body)
+                records = save_records(op, step.tenant_by_run[op.run], request)
                 saves[place] = records
-                results[place] = save_result(records.user)
+                results[place] = save_result(records.user, request)
         self.execution.commit(step, results, {}, {}, saves=saves)
+        return saves
 
 
 @contextlib.contextmanager
@@ -139,13 +155,17 @@ def save_records(op: QueuedOp, tenant: TenantId, save: SaveRequest) -> SaveRecor
         "created_at": time.time(),
     }
     weights = WeightsRecord(
-        ref=ref, run=op.run, pool=POOL.id, worker=WORKER, lora=LoraSpec(rank=4, seed=0), **common
-    )
+        ref=ref, run=op.run, pool=POOL.id, worker=WORKER, lora=LoraSpec(rank=4, seed=0),
+        has_optimizer=save.kind == "weights", external=bool(save.age_recipients), **common,
+    )  # fmt: skip
     if save.name is not None:
+        ttl_s = save.ttl_seconds
         checkpoint = CheckpointRecord(
-            run=op.run, kind="sampler_weights", name=save.name, weights=ref, **common
-        )
-        return SaveRecords(weights, checkpoint)
+            run=op.run, kind=save.kind, name=save.name, weights=ref,
+            user_metadata=save.user_metadata,
+            expires_at=None if ttl_s is None else common["created_at"] + ttl_s, **common,
+        )  # fmt: skip
+        return SaveRecords(weights, checkpoint, overwrite=save.overwrite, last=save.last)
     assert save.sampler is not None
     sampler = SamplerRecord(
         id=save.sampler,
@@ -159,9 +179,14 @@ def save_records(op: QueuedOp, tenant: TenantId, save: SaveRequest) -> SaveRecor
     return SaveRecords(weights, sampler)
 
 
-def save_result(user: CheckpointRecord | SamplerRecord) -> Result:
+def optimizer_of(weights: WeightsRecord) -> str:
+    """Name the file of the optimizer state, where there is one."""
+    return FILES[0] if weights.has_optimizer else ""
+
+
+def save_result(user: CheckpointRecord | SamplerRecord, request: SaveRequest) -> Result:
     """Say what a save answers."""
-    kind = "save_weights_for_sampler"
+    said: dict[str, Any] = {"type": TYPE_BY_KIND[request.kind]}
     if isinstance(user, CheckpointRecord):
-        return Result.of_json({"path": user.path, "type": kind})
-    return Result.of_json({"path": None, "sampling_session_id": user.id, "type": kind})
+        return Result.of_json(said | {"path": user.path} | request.answer)
+    return Result.of_json(said | {"path": None, "sampling_session_id": user.id})

@@ -5,8 +5,9 @@ local epoch_key, open, cycles, refs = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local notify, wake, counters = KEYS[5], KEYS[6], KEYS[7]
 local starts, deaths = KEYS[8], KEYS[9]
 local epoch, prefix, cycle, record, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local counted, numerics, saved = ARGV[6], ARGV[7], ARGV[8]
-local FIRST = 9 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, what to release
+local counted, numerics, saved, used = ARGV[6], ARGV[7], ARGV[8], ARGV[9]
+local usage_ttl_s = ARGV[10]
+local FIRST = 11 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, what to release
                 -- ('inline', a segment or ''), and what to keep of its envelope instead ('' for all)
 
 if redis.call('GET', epoch_key) ~= epoch then
@@ -15,7 +16,8 @@ end
 if redis.call('HEXISTS', open, cycle) == 0 then
   return 'DONE'
 end
-local totals, saves = cjson.decode(counted), cjson.decode(saved) -- before anything is written: a script that fails undoes nothing
+-- Before anything is written: a script that fails undoes nothing.
+local totals, saves, amounts = cjson.decode(counted), cjson.decode(saved), cjson.decode(used)
 local done = {}
 for i = FIRST, #ARGV, 9 do
   local run, seq = ARGV[i], tonumber(ARGV[i + 1])
@@ -26,24 +28,49 @@ for i = FIRST, #ARGV, 9 do
   done[run] = math.max(done[run], seq)
 end
 
--- The request names the weights; what refers to them is a sampler ('s') or a checkpoint ('c').
-local function write_save(ref, save)
+-- The request names the weights. A sampler refers to them at once; a name is only reserved, and the
+-- result held back, until they are stored. False: the name is in use.
+local function reserve(ref, seq, save, result, ttl_ms)
+  local checkpoint = 'cotrain:checkpoint:' .. save.name
+  local pending = checkpoint .. ':pending'
+  if save.collision and redis.call('EXISTS', checkpoint, pending) > 0 then
+    return false
+  end
+  redis.call('ZADD', pending, seq, ref)
+  redis.call('SADD', 'cotrain:tenant:' .. save.tenant .. ':owed', ref)
+  redis.call('HSET', 'cotrain:weights:' .. ref, 'checkpoint', save.user, 'result', result,
+    'ttl', ttl_ms, 'last', save.last)
+  return true
+end
+
+local function add_sampler(ref, save)
+  if redis.call('SET', 'cotrain:sampler:' .. save.name, save.user, 'NX', 'PX', save.idle_ms) then
+    redis.call('SADD', 'cotrain:session:' .. save.session .. ':samplers', save.name)
+    redis.call('SADD', 'cotrain:weights:' .. ref .. ':users', 's:' .. save.name)
+  end
+end
+
+local function owe_weights(ref, save)
   redis.call('HSET', 'cotrain:weights:' .. ref, 'record', save.weights, 'worker', save.worker,
     'digest', '', 'size', 0)
   redis.call('SADD', prefix .. 'weights', ref)
   redis.call('SADD', prefix .. 'unstored:' .. save.worker, ref)
-  local users = 'cotrain:weights:' .. ref .. ':users'
-  if save.kind == 'c' then
-    local checkpoint = 'cotrain:checkpoint:' .. save.name
-    redis.call('SET', checkpoint, save.user)
-    if save.expires_at_ms then
-      redis.call('PEXPIREAT', checkpoint, save.expires_at_ms)
-    end
-    redis.call('SADD', users, 'c:' .. save.name)
-  elseif redis.call('SET', 'cotrain:sampler:' .. save.name, save.user, 'NX', 'PX', save.idle_ms) then
-    redis.call('SADD', 'cotrain:session:' .. save.session .. ':samplers', save.name)
-    redis.call('SADD', users, 's:' .. save.name)
+  if save.folder then
+    redis.call('SADD', prefix .. 'external', save.folder)
   end
+end
+
+-- Write what a save leaves; return its result as far as it is known by now.
+local function write_save(ref, seq, save, result, ttl_ms)
+  if save.kind == 's' then
+    add_sampler(ref, save)
+  elseif reserve(ref, seq, save, result, ttl_ms) then
+    result = nil
+  else
+    return save.collision
+  end
+  owe_weights(ref, save)
+  return result
 end
 
 local resolved = {}
@@ -53,7 +80,14 @@ for i = FIRST, #ARGV, 9 do
   local row = redis.call('HMGET', log, 'done', 'numerics')
   if seq == tonumber(row[1]) + 1 then
     local request = run .. ':' .. ARGV[i + 1]
-    redis.call('SET', 'cotrain:result:' .. request, ARGV[i + 6], 'NX', 'PX', ARGV[i + 5])
+    local result, ttl_ms = ARGV[i + 6], ARGV[i + 5]
+    if saves[request] then
+      result = write_save(request, ARGV[i + 1], saves[request], result, ttl_ms)
+    end
+    if result then
+      redis.call('SET', 'cotrain:result:' .. request, result, 'NX', 'PX', ttl_ms)
+      resolved[#resolved + 1] = request
+    end
     redis.call('HSET', log, 'done', seq, 'numerics', (row[2] or numerics) == numerics and numerics or 'mixed')
     local queue = prefix .. 'queue:' .. tenant
     redis.call('HINCRBY', queue, 'ops', -1)
@@ -68,10 +102,6 @@ for i = FIRST, #ARGV, 9 do
     if ARGV[i + 8] ~= '' then
       redis.call('HSET', prefix .. 'ops:' .. run, seq, ARGV[i + 8])
     end
-    if saves[request] then
-      write_save(request, saves[request])
-    end
-    resolved[#resolved + 1] = request
   end
 end
 redis.call('HDEL', open, cycle)
@@ -79,6 +109,11 @@ redis.call('HDEL', starts, cycle)
 redis.call('DEL', deaths)
 for name, value in pairs(totals) do
   redis.call('HINCRBYFLOAT', counters, name, value)
+end
+for usage, fields in pairs(amounts) do
+  for field, amount in pairs(fields) do
+    add_usage(usage, field, amount, usage_ttl_s)
+  end
 end
 redis.call('LPUSH', cycles, record)
 redis.call('LTRIM', cycles, 0, keep - 1)

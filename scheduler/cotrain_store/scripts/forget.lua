@@ -1,7 +1,7 @@
 -- forget: a worker has dropped a closed run; delete its log. Waits while one of its ops is planned,
--- and while it is all that can make the sampler weights again that one of its saves made.
+-- and while it is all that can make the weights again that one of its saves made.
 local epoch_key, log, ops, bodies, digests = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local refs, drops = KEYS[6], KEYS[7]
+local refs, drops, riders = KEYS[6], KEYS[7], KEYS[8]
 local epoch, run = ARGV[1], ARGV[2]
 
 if redis.call('GET', epoch_key) ~= epoch then
@@ -24,6 +24,6 @@ for _, envelope in ipairs(redis.call('HVALS', ops)) do
     end
   end
 end
-redis.call('DEL', ops, bodies, digests)
+redis.call('DEL', ops, bodies, digests, riders)
 redis.call('SREM', drops, run)
 return 'OK'

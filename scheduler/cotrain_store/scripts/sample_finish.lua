@@ -1,5 +1,5 @@
 -- sample_finish: a part of other scripts: what every end of a sample request does, once.
--- Its result appears, its client is told, and all it held is free: queue, claim, quota, body.
+-- Returns its tenant, or false where it had ended. Its result appears, its client is told, and all it held is free: queue, claim, quota, body.
 -- What is left of the request (who asked what) outlives its result, for repeats and late polls.
 -- `lives` holds, in ms: now, what the record outlives the result by, how long its end is told.
 local function finish(refs, lives, request, result, ttl_ms, failed, size)
@@ -43,5 +43,5 @@ local function finish(refs, lives, request, result, ttl_ms, failed, size)
     redis.call('ZREMRANGEBYSCORE', ended, '-inf', lives.now - lives.told)
     redis.call('PEXPIRE', ended, lives.told)
   end
-  return true
+  return tenant
 end

@@ -3,16 +3,24 @@
 local epoch_key, refs, notify, counters = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local epoch, counted = ARGV[1], ARGV[2]
 local lives = { now = tonumber(ARGV[3]), record = tonumber(ARGV[4]), told = tonumber(ARGV[5]) }
-local FIRST = 6 -- then, for each request: its id, result, ttl ms, whether it failed, bytes
+local hour, usage_ttl_s = ARGV[6], ARGV[7]
+local FIRST = 8 -- then, for each request: its id, result, ttl ms, whether it failed, bytes, and what
+                -- it used (JSON: amount by field)
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
 end
 local totals = cjson.decode(counted) -- before anything is written: a script that fails undoes nothing
 local resolved = {}
-for i = FIRST, #ARGV, 5 do
-  if finish(refs, lives, ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), ARGV[i + 3], ARGV[i + 4]) then
+for i = FIRST, #ARGV, 6 do
+  local amounts = cjson.decode(ARGV[i + 5])
+  local tenant =
+    finish(refs, lives, ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), ARGV[i + 3], ARGV[i + 4])
+  if tenant then
     resolved[#resolved + 1] = ARGV[i]
+    for field, amount in pairs(amounts) do
+      add_usage('cotrain:usage:' .. tenant .. ':' .. hour, field, amount, usage_ttl_s)
+    end
   end
 end
 if #resolved > 0 then -- a repeat counts nothing

@@ -29,7 +29,12 @@ for cut = snap + 1, seq do
   end
   redis.call('HDEL', ops, cut)
   redis.call('HDEL', bodies, cut)
-  redis.call('HDEL', digests, cut - digests_kept)
+  local old = cut - digests_kept
+  local key = redis.call('HGET', digests, 'rider:' .. old)
+  redis.call('HDEL', digests, old)
+  if key then
+    redis.call('HDEL', digests, 'rider:' .. old, 'key:' .. key)
+  end
 end
 redis.call('HSET', log, 'snap', seq, 'snapfile', file, 'snapsha', sha,
   'oldsnap', snap, 'oldfile', row[3] or '', 'oldsha', row[4] or '')

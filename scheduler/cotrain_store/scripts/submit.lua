@@ -1,41 +1,61 @@
 -- submit: accept one op of a run; seq 0 with a record also makes the run.
 -- The commit point: an op is accepted when this script's effects are on disk. Twice is harmless.
+-- Answers what became of it, and its place. A client counts its own ops; a rider (no seq) has its
+-- place behind all that is accepted by now, and what the client sends later moves behind it.
 local record_key, log, ops, bodies, digests = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local ready, gaps, queue, queue_tenants, refs = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local session_runs, tenant_runs, wake = KEYS[11], KEYS[12], KEYS[13]
+local session_runs, tenant_runs, wake, riders, training_runs =
+  KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15]
 local run, tenant, seq, digest = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local envelope, body, segment = ARGV[5], ARGV[6], ARGV[7]
 local tokens, size, now_ms = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
 local max_ops, max_tokens, max_bytes = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local max_ahead, max_runs, record = tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[16]
+local rider_key, pool_tag = ARGV[17], ARGV[18]
+local FIRST = 19 -- then the weights that the op uses
 
-local known = redis.call('HGET', digests, seq)
-if known then
-  return known == digest and 'DUP' or 'CONFLICT'
-end
 local state = redis.call('HGET', log, 'state')
+local place
+if seq then
+  place = seq + redis.call('ZCOUNT', riders, '-inf', seq)
+else
+  place = rider_key ~= '' and tonumber(redis.call('HGET', digests, 'key:' .. rider_key))
+    or tonumber(redis.call('HGET', log, 'last') or -1) + 1
+end
+local known = redis.call('HGET', digests, place)
+if known then
+  return { known == digest and 'DUP' or 'CONFLICT', place }
+end
 if state and state ~= 'live' then
-  return state == 'closed' and 'CLOSED' or 'FAILED'
+  return { state == 'closed' and 'CLOSED' or 'FAILED' }
+end
+if not state and redis.call('EXISTS', record_key) == 1 then -- the run of a copied checkpoint
+  return { record == '' and 'CLOSED' or 'CONFLICT' }
 end
 if not state and record == '' then
-  return 'GONE'
+  return { 'GONE' }
 end
 if not state and redis.call('SCARD', tenant_runs) >= max_runs then
-  return 'RUNS'
+  return { 'RUNS' }
 end
 local next_seq = tonumber(redis.call('HGET', log, 'next') or 0)
 local done = tonumber(redis.call('HGET', log, 'done') or -1)
-if seq < next_seq then
-  return 'DUP' -- planned so long ago that its digest is gone; its result answers, or has expired
+if place < next_seq then
+  return { 'DUP', place } -- planned so long ago that its digest is gone; its result answers, or has expired
 end
-if seq > done + max_ahead then
-  return 'FAR'
+if place > done + max_ahead then
+  return { 'FAR' }
 end
 local queued = redis.call('HMGET', queue, 'ops', 'tokens', 'bytes')
 if tonumber(queued[1] or 0) >= max_ops
   or tonumber(queued[2] or 0) + tokens > max_tokens
   or tonumber(queued[3] or 0) + size > max_bytes then
-  return 'BUSY'
+  return { 'BUSY' }
+end
+for i = FIRST, #ARGV do
+  if (redis.call('HGET', 'cotrain:weights:' .. ARGV[i], 'digest') or '') == '' then
+    return { 'WEIGHTS' }
+  end
 end
 
 if not state then
@@ -43,11 +63,23 @@ if not state then
   redis.call('HSET', log, 'state', 'live', 'tenant', tenant, 'next', 0, 'done', -1, 'snap', -1, 'last', -1)
   redis.call('SADD', session_runs, run)
   redis.call('SADD', tenant_runs, run)
+  redis.call('ZADD', training_runs, cjson.decode(record).created_at, run)
 end
-redis.call('HSET', ops, seq, envelope)
-redis.call('HSET', digests, seq, digest)
+redis.call('HSET', record_key, 'last_request_at', string.format('%.3f', now_ms / 1000))
+if not seq then
+  redis.call('ZADD', riders, place - redis.call('ZCARD', riders), place)
+  if rider_key ~= '' then
+    redis.call('HSET', digests, 'key:' .. rider_key, place, 'rider:' .. place, rider_key)
+  end
+end
+for i = FIRST, #ARGV do
+  local user = 'l:' .. pool_tag .. run .. ':' .. place
+  redis.call('SADD', 'cotrain:weights:' .. ARGV[i] .. ':users', user)
+end
+redis.call('HSET', ops, place, envelope)
+redis.call('HSET', digests, place, digest)
 if segment == '' then
-  redis.call('HSET', bodies, seq, body)
+  redis.call('HSET', bodies, place, body)
 else
   redis.call('HINCRBY', refs, segment, 1)
 end
@@ -55,14 +87,14 @@ redis.call('HINCRBY', queue, 'ops', 1)
 redis.call('HINCRBY', queue, 'tokens', tokens)
 redis.call('HINCRBY', queue, 'bytes', size)
 redis.call('SADD', queue_tenants, tenant)
-if seq > tonumber(redis.call('HGET', log, 'last')) then
-  redis.call('HSET', log, 'last', seq)
+if place > tonumber(redis.call('HGET', log, 'last')) then
+  redis.call('HSET', log, 'last', place)
 end
-if seq == next_seq then
+if place == next_seq then
   redis.call('ZREM', gaps, run)
   redis.call('ZADD', ready, 'NX', now_ms, run)
   redis.call('PUBLISH', wake, 'ready')
 elseif redis.call('HEXISTS', ops, next_seq) == 0 then
   redis.call('ZADD', gaps, 'NX', now_ms, run)
 end
-return 'NEW'
+return { 'NEW', place }

@@ -1,17 +1,22 @@
--- weights_in_use: a part of other scripts: whether a checkpoint or a living sampler refers to
--- sampler weights. Users that are gone (expired, or a name that moved on) are struck off.
+-- weights_in_use: a part of other scripts: whether a checkpoint ('c'), a living sampler ('s') or a
+-- load in some run's log ('l') refers to weights. Users that are gone (expired, a name that moved on,
+-- a log that was cut) are struck off.
+local function is_user(ref, kind, name)
+  if kind == 's' then
+    return redis.call('EXISTS', 'cotrain:sampler:' .. name) == 1
+  elseif kind == 'l' then
+    local pool, run, seq = string.match(name, '^({[^}]*}:)(.*):(%d+)$')
+    return redis.call('HEXISTS', 'cotrain:' .. pool .. 'ops:' .. run, seq) == 1
+  end
+  local record = redis.call('GET', 'cotrain:checkpoint:' .. name)
+  return record and cjson.decode(record)['weights'] == ref
+end
+
 local function in_use(ref)
   local users, used = 'cotrain:weights:' .. ref .. ':users', false
   for _, user in ipairs(redis.call('SMEMBERS', users)) do
     local kind, name = string.sub(user, 1, 1), string.sub(user, 3)
-    local lives
-    if kind == 's' then
-      lives = redis.call('EXISTS', 'cotrain:sampler:' .. name) == 1
-    else
-      local record = redis.call('GET', 'cotrain:checkpoint:' .. name)
-      lives = record and cjson.decode(record)['weights'] == ref
-    end
-    if lives then
+    if is_user(ref, kind, name) then
       used = true
     else
       redis.call('SREM', users, user)

@@ -23,7 +23,7 @@ def test_all_keys_of_a_pool_share_its_hash_tag() -> None:
     makers = [
         maker
         for _, maker in inspect.getmembers(keys, inspect.isfunction)
-        if "pool" in inspect.signature(maker).parameters and maker is not keys.of_close
+        if "pool" in inspect.signature(maker).parameters and maker is not keys.hash_tag
     ]
     assert len(makers) > 10
     for maker in makers:
@@ -46,7 +46,6 @@ def test_the_scripts_build_only_keys_that_are_made_here() -> None:
             keys.ops(pool, RunId(none)),
             keys.bodies(pool, RunId(none)),
             keys.queue(pool, TenantId(none)),
-            keys.drops(pool, WorkerId(none)),
             keys.notify_worker(pool, WorkerId(none)),
             keys.worker(pool, WorkerId(none)),
             keys.sample_load(pool, TenantId(none)),
@@ -57,6 +56,11 @@ def test_the_scripts_build_only_keys_that_are_made_here() -> None:
             keys.pool_weights(pool),
             keys.unstored_weights(pool, WorkerId(none)),
             keys.content(pool, none),
+            keys.optimizer_content(pool, none),
+            keys.external_folders(pool),
+            keys.ready(pool),
+            keys.gaps(pool),
+            keys.drops(pool, WorkerId(none)),
         ],
     )
     of_all = {
@@ -67,6 +71,12 @@ def test_the_scripts_build_only_keys_that_are_made_here() -> None:
         keys.completions(SamplerId(none), 0).removesuffix(":0"),
         keys.checkpoint(RunId(none), none, none).removesuffix("//"),
         keys.session(SessionId(none)),
+        keys.run(RunId(none)),
+        keys.tenant_runs(TenantId(none)).removesuffix(":runs"),
+        keys.usage(TenantId(none), 0).removesuffix(":0"),
+        keys.spool_segment_refs(),
+        keys.published(),
+        "cotrain:",  # before a hash tag
     }
     for script in SCRIPTS.glob("*.lua"):
         text = script.read_text()
@@ -75,6 +85,18 @@ def test_the_scripts_build_only_keys_that_are_made_here() -> None:
         assert set(re.findall(r"'(cotrain:[a-z:]*)'", text)) <= of_all, script.name
     assert keys.result(RequestId("r:1")) == "cotrain:result:r:1"
     assert keys.weights_users(WeightsRef("w")) == keys.weights(WeightsRef("w")) + ":users"
+    checkpoint = RunId("r"), "weights", "n"
+    assert keys.pending_checkpoint(*checkpoint) == keys.checkpoint(*checkpoint) + ":pending"
+    assert keys.checkpoint(*checkpoint).endswith(":" + keys.checkpoint_member(*checkpoint))
+    assert keys.run_checkpoints(RunId("r")) == keys.run(RunId("r")) + ":checkpoints"
+    of_tenant = keys.tenant_runs(TenantId("t")).removesuffix("runs")
+    for made_key, suffix in (
+        (keys.tenant_checkpoints, "checkpoints"),
+        (keys.expiring_checkpoints, "expiring"),
+        (keys.checkpoint_sizes, "checkpoint_sizes"),
+        (keys.owed_checkpoints, "owed"),
+    ):
+        assert made_key(TenantId("t")) == of_tenant + suffix
     assert keys.session_samplers(SessionId("s")) == keys.session(SessionId("s")) + ":samplers"
 
 

@@ -1,0 +1,41 @@
+-- run_close: a part of other scripts: end a run, by its tenant (closed) or because it cannot go on
+-- (failed). Ops not yet planned fail at once; planned ones still commit. Twice is harmless.
+-- Returns the requests that were resolved; nothing for a run without a log.
+local function close_run(prefix, run, tenant, state, failure, ttl_ms)
+  local log, ops = prefix .. 'log:' .. run, prefix .. 'ops:' .. run
+  local row = redis.call('HMGET', log, 'state', 'next', 'last', 'worker')
+  if not row[1] then
+    return nil
+  end
+  local resolved = {}
+  if row[1] == 'live' or row[1] == 'failed' and state == 'closed' then
+    local queue = prefix .. 'queue:' .. tenant
+    redis.call('HSET', log, 'state', state)
+    redis.call('HSET', 'cotrain:run:' .. run, 'state', state)
+    redis.call('SREM', 'cotrain:tenant:' .. tenant .. ':runs', run)
+    redis.call('ZREM', prefix .. 'ready', run)
+    redis.call('ZREM', prefix .. 'gaps', run)
+    for seq = tonumber(row[2]), tonumber(row[3]) do
+      local envelope = redis.call('HGET', ops, seq)
+      if envelope then
+        local tokens, size, ref = string.match(envelope, '^[^|]*|(%d+)|(%d+)|[^|]*|(.*)$')
+        local segment = string.match(ref, '^spool:([^:]+):')
+        if segment and redis.call('HINCRBY', 'cotrain:spool:refs', segment, -1) <= 0 then
+          redis.call('HDEL', 'cotrain:spool:refs', segment)
+        end
+        redis.call('HDEL', ops, seq)
+        redis.call('HDEL', prefix .. 'bodies:' .. run, seq)
+        redis.call('HINCRBY', queue, 'ops', -1)
+        redis.call('HINCRBY', queue, 'tokens', 0 - tonumber(tokens))
+        redis.call('HINCRBY', queue, 'bytes', 0 - tonumber(size))
+        redis.call('SET', 'cotrain:result:' .. run .. ':' .. seq, failure, 'NX', 'PX', ttl_ms)
+        resolved[#resolved + 1] = run .. ':' .. seq
+      end
+    end
+    if row[4] and state == 'closed' then
+      redis.call('SADD', prefix .. 'drops:' .. row[4], run)
+      redis.call('PUBLISH', prefix .. 'notify:' .. row[4], run)
+    end
+  end
+  return resolved
+end
