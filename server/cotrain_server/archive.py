@@ -228,8 +228,9 @@ class _ShortReads:
 def _zip_members(archive: IO[bytes], limit_bytes: int) -> Iterator[_Member]:
     with zipfile.ZipFile(_ShortReads(archive)) as opened:
         for info in opened.infolist():
-            if info.is_dir() or not _is_plain(info):
-                yield _Member(info.filename, info.is_dir(), is_file=False, content=archive)
+            is_folder = info.filename.endswith("/")
+            if is_folder or not _is_plain(info):
+                yield _Member(info.filename, is_folder, is_file=False, content=archive)
                 continue
             with opened.open(info) as content:
                 counted = _Counted(content, limit_bytes)

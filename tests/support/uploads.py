@@ -1,0 +1,83 @@
+"""Adapters and archives as tenants upload them: good ones, and ones that mean harm."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+
+
+def config(**changes: Any) -> bytes:
+    """Write what PEFT saves beside an adapter of rank 4 on q_proj."""
+    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    return json.dumps({**plain, **changes}).encode()
+
+
+def safetensors(shape_by_name: Mapping[str, Sequence[int]], dtype: str = "F32") -> bytes:
+    """Write tensors of these shapes, filled with small numbers, and no library's help."""
+    header, blobs, end = {}, [], 0
+    for number, (name, shape) in enumerate(shape_by_name.items()):
+        values = np.random.default_rng(number).normal(0, 0.1, shape)
+        blob = values.astype("<f4" if dtype == "F32" else "<f2").tobytes()
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [end, end + len(blob)],
+        }
+        blobs.append(blob)
+        end += len(blob)
+    return raw_safetensors(json.dumps(header).encode(), b"".join(blobs))
+
+
+def raw_safetensors(header: bytes, content: bytes = b"") -> bytes:
+    """Put a header of any bytes before some content."""
+    return len(header).to_bytes(8, "little") + header + content
+
+
+def q_proj(rank: int = 4, inputs: int = 6, outputs: int = 10, **changes: Any) -> bytes:
+    """Write the two matrices of an adapter on one q_proj."""
+    shapes = {
+        f"{PREFIX}.lora_A.weight": (rank, inputs),
+        f"{PREFIX}.lora_B.weight": (outputs, rank),
+    }
+    return safetensors(shapes, **changes)
+
+
+def tar(members: Mapping[str, bytes], mode: str = "w") -> bytes:
+    """Write a tar, or with `w:gz` a compressed one."""
+    return tar_of([(tarfile.TarInfo(name), content) for name, content in members.items()], mode)
+
+
+def tar_of(members: Sequence[tuple[tarfile.TarInfo, bytes]], mode: str = "w") -> bytes:
+    """Write a tar of these very headers."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
+        for info, content in members:
+            info.size = info.size or len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return file.getvalue()
+
+
+def zipped(members: Mapping[str, bytes], **how: Any) -> bytes:
+    """Write a zip."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", **how) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+def adapter(**changes: bytes) -> dict[str, bytes]:
+    """Give the two files of a good adapter."""
+    return {CONFIG: config(), TENSORS: q_proj(), **changes}
