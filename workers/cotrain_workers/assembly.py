@@ -9,6 +9,7 @@ from cotrain_store.execution import Execution
 from cotrain_store.messages import WeightsRef, WorkerId
 from cotrain_store.sampling import Sampling
 from cotrain_store.token_stream import TokenPublisher
+from cotrain_workers.checkpoint_files import CheckpointFiles
 from cotrain_workers.keeper import Keeper
 from cotrain_workers.loop import WorkerLoop
 from cotrain_workers.sampling_service import SamplingService
@@ -70,8 +71,7 @@ def enter_pool(
     sampling.requeue()
     weights = WeightsStore(
         sampling,
-        settings.weights_dir,
-        record.base_model,
+        CheckpointFiles.below(settings.data_dir, record.base_model),
         engine.layout_of,
         settings.weights_memory_bytes,
     )

@@ -19,24 +19,23 @@ from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.messages import RunId
 from cotrain_workers.beside import Beside
-from cotrain_workers.cycle_record import counted_cycle, cycle_record
 from cotrain_workers.heart import Heart, resident_bytes
 from cotrain_workers.ops import Failure
+from cotrain_workers.outcome import outcome_of
 from cotrain_workers.recovery import ReplayDiverged
-from cotrain_workers.requests import engine_op, result_of
+from cotrain_workers.requests import engine_op
 from cotrain_workers.runs import Runs
-from cotrain_workers.saves import saves_of
-from cotrain_workers.suspects import CRASHED, run_alone
+from cotrain_workers.suspects import run_alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
     from cotrain_store.execution import Execution
     from cotrain_store.messages import Step
     from cotrain_workers.engine import Engine
     from cotrain_workers.keeper import Keeper
     from cotrain_workers.ops import CycleOutput, Op, Output
+    from cotrain_workers.outcome import Outcome
     from cotrain_workers.runs import Between
     from cotrain_workers.sampling_service import SamplingService
     from cotrain_workers.share import Share
@@ -154,7 +153,11 @@ class WorkerLoop:
             bodies = self._bodies(step, lost)
             outputs, cost = self._outputs(step, bodies, lost, starts)
             finished = time.time()
-            record = self._commit(step, bodies, outputs, cost, started, finished)
+            outcome = outcome_of(
+                step, bodies, outputs, cost, (started, finished),
+                self._execution.pool, self._base_model,
+            )  # fmt: skip
+            self._commit(step, outcome)
         except CONNECTION_LOST:
             # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
             for run in {op.run for op in step.ops}:
@@ -163,43 +166,31 @@ class WorkerLoop:
         self._measure(cost)
         self._keeper.committed(step, finished - started)
         self._beside.training_ends()
+        record = outcome.record
         log.info(
             "cycle_committed", cycle=step.cycle, runs=len(record["runs"]), ops=len(step.ops),
             tokens=record["tokens"], forwards=record["forwards"], dur_ms=record["duration_ms"],
         )  # fmt: skip
 
-    def _commit(
-        self,
-        step: Step,
-        bodies: Mapping[Place, bytes],
-        outputs: Mapping[Place, Output],
-        cost: CycleOutput | None,
-        started: float,
-        finished: float,
-    ) -> dict[str, Any]:
-        """Commit a step and return its record. While Redis is away it waits: the work is done."""
-        saves = saves_of(step, bodies, outputs, self._execution.pool, self._base_model)
-        results = {
-            (op.run, op.seq): result_of(op, outputs[op.run, op.seq], step.cycle)
-            for op in step.ops
-            if (op.run, op.seq) not in saves
-        } | {at: save.result for at, save in saves.items()}
-        record = cycle_record(step, results, cost, started, finished)
-        counted = counted_cycle(step, outputs, cost, record) | self._runs.uncounted
-        crashed = {at for at in results if outputs[at] is CRASHED}
-        records = {at: save.records for at, save in saves.items()}
+    def _commit(self, step: Step, outcome: Outcome) -> None:
+        """Commit a step. While Redis is away it waits: the work is done."""
+        counted = {**outcome.counted, **self._runs.uncounted}
         while True:
             try:
-                self._execution.commit(step, results, record, counted, crashed, records)
+                for run in outcome.ended:
+                    self._execution.close_run(run, step.tenant_by_run[run])
+                self._execution.commit(
+                    step, outcome.results, outcome.record, counted,
+                    outcome.crashed, outcome.records, outcome.usage,
+                )  # fmt: skip
             except CONNECTION_LOST:
                 if self._stopping.wait(_RETRY_S):
                     raise
             else:
                 break
         self._runs.uncounted.clear()
-        for save in saves.values():
-            self._weights.put(save.records.weights, save.weights)
-        return record
+        for save in outcome.saves.values():
+            self._weights.put(save.records.weights, save.saved)
 
     def _between(self, starts: int) -> Between:
         """Choose what runs beside a step; nothing beside one that a dead predecessor left open.
@@ -237,7 +228,7 @@ class WorkerLoop:
         outputs: dict[Place, Output] = {}
         runnable: list[Op] = []
         for op in step.ops:
-            request = lost.get(op.run) or engine_op(op, bodies[op.run, op.seq])
+            request = lost.get(op.run) or engine_op(op, bodies[op.run, op.seq], self._weights)
             if isinstance(request, Failure):
                 outputs[op.run, op.seq] = request
             else:

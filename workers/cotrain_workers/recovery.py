@@ -14,9 +14,17 @@ import structlog
 
 from cotrain.proto import wire_pb2
 from cotrain_store.errors import SpoolCorrupt, StoreError
-from cotrain_store.messages import OpKind, ResultKind, RunId, RunState, WeightsRef, request_id
+from cotrain_store.messages import (
+    OpKind,
+    ResultKind,
+    RunId,
+    RunState,
+    SaveRequest,
+    WeightsRef,
+)
 from cotrain_workers.ops import Failure, SaveOutput
 from cotrain_workers.requests import CYCLE_METRIC, engine_op, result_of
+from cotrain_workers.saves import saved_of
 from cotrain_workers.snapshots import SnapshotUnreadable, read_snapshot
 
 if TYPE_CHECKING:
@@ -33,8 +41,10 @@ log = structlog.get_logger()
 
 #: Ops that change no state leave no body in the log and are not run again.
 _STATELESS = (OpKind.FORWARD, OpKind.REJECTED)
-#: What nothing but a save may follow in one cycle.
-_LAST = (OpKind.OPTIM_STEP, OpKind.SAVE)
+#: These run last in a cycle, in order…
+_TAIL = (OpKind.SAVE, OpKind.LOAD)
+#: … and after one of these a cycle holds nothing else of their run.
+_LAST = (OpKind.OPTIM_STEP, *_TAIL)
 
 
 class ReplayDiverged(StoreError):
@@ -75,11 +85,15 @@ def restore(
         if op.kind not in _STATELESS
         and (op.kind is not OpKind.SAVE or weights.is_lost(WeightsRef(op.request_id)))
     ]
+    ops = _from_last_load(ops)
     for group in _cycles(ops):
-        outputs = _replay(engine, execution, group, exact=exact, between=between)
-        for (_, seq), output in outputs.items():
+        bodies = _bodies(execution, group)
+        outputs = _replay(engine, execution, weights, group, bodies, exact=exact, between=between)
+        for op, body in zip(group, bodies, strict=True):
+            output = outputs.get((op.run, op.seq))
             if isinstance(output, SaveOutput):
-                weights.put_again(WeightsRef(request_id(run, seq)), output.weights)
+                saved = saved_of(SaveRequest.parse(body), output)
+                weights.put_again(WeightsRef(op.request_id), saved)
     if ops or base >= 0:
         log.info("run_restored", run=run, snapshot=base, replayed=len(ops), done=position.done)
     return len(ops)
@@ -111,11 +125,22 @@ def _load_base(engine: Engine, snapshots: Path, run: RunId, position: LogPositio
     return -1
 
 
+def _from_last_load(ops: list[QueuedOp]) -> list[QueuedOp]:
+    """Leave out what a load wiped out, but for what made the run and saves that are still owed.
+
+    A load that failed is none: its commit left only its place in the log.
+    """
+    kinds = [op.kind for op in ops]
+    owed = kinds.index(OpKind.SAVE) if OpKind.SAVE in kinds else len(ops)
+    start = max((at for at in range(owed) if kinds[at] is OpKind.LOAD), default=0)
+    return [op for op in ops[:start] if op.seq == 0] + ops[start:]
+
+
 def _cycles(ops: Sequence[QueuedOp]) -> Iterator[list[QueuedOp]]:
-    """Cut a log into what one engine cycle may hold: passes, an optimizer step, saves."""
+    """Cut a log into what one engine cycle may hold: passes, an optimizer step, saves and loads."""
     group: list[QueuedOp] = []
     for op in ops:
-        if group and group[-1].kind in _LAST and op.kind is not OpKind.SAVE:
+        if group and group[-1].kind in _LAST and op.kind not in _TAIL:
             yield group
             group = []
         group.append(op)
@@ -123,21 +148,32 @@ def _cycles(ops: Sequence[QueuedOp]) -> Iterator[list[QueuedOp]]:
         yield group
 
 
+def _bodies(execution: Execution, group: Sequence[QueuedOp]) -> list[bytes]:
+    bodies = []
+    for op, body in zip(group, execution.bodies(group), strict=True):
+        if body is None:
+            raise SpoolCorrupt(f"The body of {op.request_id} is gone.")
+        bodies.append(body)
+    return bodies
+
+
 def _replay(
     engine: Engine,
     execution: Execution,
+    weights: WeightsStore,
     group: Sequence[QueuedOp],
+    bodies: Sequence[bytes],
     *,
     exact: bool,
     between: Callable[[], None] | None,
 ) -> Mapping[tuple[str, int], Output]:
     runnable: list[Op] = []
-    for op, body in zip(group, execution.bodies(group), strict=True):
-        if body is None:
-            raise SpoolCorrupt(f"The body of {op.request_id} is gone.")
-        request = engine_op(op, body)
+    for op, body in zip(group, bodies, strict=True):
+        request = engine_op(op, body, weights)
         if not isinstance(request, Failure):
             runnable.append(request)
+        elif request.category == "server":  # it ran once, so it does not fail by itself
+            raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
     outputs = engine.run(runnable, between).outputs
     for op in group:
         stored = execution.stored_result(op)

@@ -7,18 +7,23 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.bodies import decode_pass, encode_pass_output, parse_pass
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind, decode
+from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind, SaveRequest, decode
+from cotrain_workers.external_files import refuse_recipients
+from cotrain_workers.kl_requests import answer_of, reverse_kl_op
+from cotrain_workers.loads import load_op
 from cotrain_workers.ops import (
     Create,
     CreateOutput,
     Datum,
     Failure,
+    Import,
     LoadOutput,
     Op,
     OptimStep,
     Output,
     Pass,
     PassOutput,
+    ReverseKlOutput,
     Save,
     SaveOutput,
     StepOutput,
@@ -27,11 +32,12 @@ from cotrain_workers.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from cotrain_store.messages import QueuedOp
+    from cotrain_workers.loads import Checkpoints
 
 CYCLE_METRIC = "clock_cycle:unique"
 
 
-def engine_op(op: QueuedOp, body: bytes) -> Op | Failure:
+def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failure:
     """Decode one op; a Failure when it was rejected at the door or cannot be read."""
     match op.kind:
         case OpKind.CREATE:
@@ -50,10 +56,16 @@ def engine_op(op: QueuedOp, body: bytes) -> Op | Failure:
             )
         case OpKind.FORWARD | OpKind.FORWARD_BACKWARD:
             return _pass(op, body)
+        case OpKind.REVERSE_KL:
+            return reverse_kl_op(op, body, checkpoints)
         case OpKind.OPTIM_STEP:
             return OptimStep(op.run, op.seq, **json.loads(body))
         case OpKind.SAVE:
-            return Save(op.run, op.seq)
+            return _save(op, body)
+        case OpKind.LOAD:
+            return load_op(op, body, checkpoints)
+        case OpKind.IMPORT:
+            return Import(op.run, op.seq, body)
         case OpKind.REJECTED:
             rejected = json.loads(body)
             return Failure(rejected["error"], rejected["category"])
@@ -74,12 +86,22 @@ def _pass(op: QueuedOp, body: bytes) -> Pass | Failure:
     )
 
 
+def _save(op: QueuedOp, body: bytes) -> Save | Failure:
+    request = SaveRequest.parse(body)
+    reason = refuse_recipients(request.age_recipients)
+    if reason:
+        return Failure(reason, "user")
+    return Save(op.run, op.seq, optimizer=request.kind == "weights")
+
+
 def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
     """Encode what an op's future resolves to. Every training result says in which cycle it ran."""
     match output:
         case PassOutput(logprobs, loss_sum):
             metrics = {"loss:sum": loss_sum, CYCLE_METRIC: float(cycle)}
             return Result(ResultKind.PASS, encode_pass_output(logprobs, metrics))
+        case ReverseKlOutput():
+            return Result.of_json(answer_of(output, {CYCLE_METRIC: float(cycle)}))
         case StepOutput(grad_norm):
             metrics = {"grad_norm": grad_norm, CYCLE_METRIC: float(cycle)}
             return Result.of_json({"metrics": metrics})

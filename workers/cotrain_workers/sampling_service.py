@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_store.connection import CONNECTION_LOST
-from cotrain_store.messages import RequestId
+from cotrain_store.messages import RequestId, SampleUsage
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.token_stream import StreamedTokens
 from cotrain_workers.ops import Failure
@@ -72,6 +72,7 @@ class SamplingService:
         self._finished: dict[RequestId, Result] = {}
         self._streamed: set[str] = set()
         self._uncounted: Counter[str] = Counter()
+        self._usage: dict[RequestId, SampleUsage] = {}
         self._in_doubt = False
         self._answer_at = 0.0
         self.waiting = 0
@@ -212,8 +213,10 @@ class SamplingService:
 
     def _finish(self, request: str, output: SampleOutput | Failure) -> None:
         if isinstance(output, SampleOutput):
-            self._uncounted["prompt_tokens"] += len(self._running[request].prompt)
-            self._uncounted["cached_prompt_tokens"] += output.cached_prompt_tokens
+            used = usage_of(self._running[request], output)
+            self._uncounted["prompt_tokens"] += used.prompt_tokens
+            self._uncounted["cached_prompt_tokens"] += used.cached_tokens
+            self._usage[RequestId(request)] = used
         self._uncounted["sample_requests"] += 1
         self._leave(request)
         self._finished[RequestId(request)] = sample_result(output)
@@ -238,10 +241,20 @@ class SamplingService:
         if not self._finished or time.monotonic() < self._answer_at:
             return
         try:
-            self._sampling.resolve(self._finished, self._uncounted)
+            self._sampling.resolve(self._finished, self._uncounted, self._usage)
         except OSError as full:
             log.error("results_not_written", reason=str(full))  # noqa: TRY400
             self._answer_at = time.monotonic() + RETRY_S
             return
         self._finished.clear()
         self._uncounted.clear()
+        self._usage.clear()
+
+
+def usage_of(request: SampleRequest, output: SampleOutput) -> SampleUsage:
+    """Count what a request took."""
+    return SampleUsage(
+        prompt_tokens=len(request.prompt),
+        cached_tokens=output.cached_prompt_tokens,
+        sampled_tokens=sum(len(sequence.tokens) for sequence in output.sequences),
+    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cotrain_store.messages import (
     CheckpointRecord,
@@ -17,8 +16,8 @@ from cotrain_store.messages import (
     SessionId,
     WeightsRecord,
     WeightsRef,
-    decode,
 )
+from cotrain_workers.checkpoint_files import Saved
 from cotrain_workers.ops import SaveOutput
 
 if TYPE_CHECKING:
@@ -26,25 +25,25 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages import PoolId, RunId, SamplerId, Step
     from cotrain_workers.ops import Output
-    from cotrain_workers.sample_ops import HostWeights
+
+#: What the answer to a save is called on the wire.
+TYPE_BY_KIND = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
 
 
 @dataclass(frozen=True)
 class DoneSave:
-    """A save that succeeded: what its commit writes, and the weights themselves."""
+    """A save that succeeded: what its commit writes, what its files hold, and what it answers.
+
+    The answer of a named save appears when its files are durable.
+    """
 
     records: SaveRecords
-    weights: HostWeights
-
-    @property
-    def result(self) -> Result:
-        """Tell where the weights can be sampled from."""
-        said: dict[str, str | None] = {"path": None, "type": "save_weights_for_sampler"}
-        if isinstance(self.records.user, SamplerRecord):
-            said["sampling_session_id"] = self.records.user.id
-        else:
-            said["path"] = self.records.user.path
-        return Result.of_json(said)
+    saved: Saved
+    result: Result
 
 
 def saves_of(
@@ -59,6 +58,7 @@ def saves_of(
     for op in step.ops:
         output = outputs[op.run, op.seq]
         if isinstance(output, SaveOutput):
+            request = SaveRequest.parse(bodies[op.run, op.seq])
             weights = WeightsRecord(
                 ref=WeightsRef(op.request_id),
                 run=op.run,
@@ -68,19 +68,37 @@ def saves_of(
                 base_model=base_model,
                 lora=LoraSpec(**asdict(output.weights.spec)),
                 created_at=time.time(),
+                has_optimizer=output.optimizer is not None,
+                external=bool(request.age_recipients),
             )
-            records = save_records(bodies[op.run, op.seq], weights)
-            saves[op.run, op.seq] = DoneSave(records, output.weights)
+            records = save_records(request, weights)
+            saved = saved_of(request, output)
+            saves[op.run, op.seq] = DoneSave(records, saved, result_of_save(request, records))
     return saves
 
 
-def save_records(body: bytes, weights: WeightsRecord) -> SaveRecords:
+def saved_of(request: SaveRequest, output: SaveOutput) -> Saved:
+    """Tell what the files of a save hold."""
+    return Saved(output.weights, output.optimizer, request.age_recipients)
+
+
+def save_records(request: SaveRequest, weights: WeightsRecord) -> SaveRecords:
     """Make what refers to the weights of a save: a sampler at once, or the name they are kept under."""
-    request = decode(SaveRequest, json.loads(body))
     if request.sampler:
-        return SaveRecords(weights, _sampler(request.sampler, weights))
+        return SaveRecords(weights, _sampler(request.sampler, weights), last=request.last)
     assert request.name
-    return SaveRecords(weights, _checkpoint(request.name, request, weights))
+    user = _checkpoint(request.name, request, weights)
+    return SaveRecords(weights, user, overwrite=request.overwrite, last=request.last)
+
+
+def result_of_save(request: SaveRequest, records: SaveRecords) -> Result:
+    """Tell where the weights are to be found."""
+    said: dict[str, Any] = {"path": None, "type": TYPE_BY_KIND[request.kind]}
+    if isinstance(records.user, SamplerRecord):
+        said["sampling_session_id"] = records.user.id
+    else:
+        said["path"] = records.user.path
+    return Result.of_json(said | request.answer)
 
 
 def _sampler(sampler: SamplerId, weights: WeightsRecord) -> SamplerRecord:
@@ -102,7 +120,7 @@ def _checkpoint(name: str, request: SaveRequest, weights: WeightsRecord) -> Chec
     return CheckpointRecord(
         run=weights.run,
         tenant=weights.tenant,
-        kind="sampler_weights",
+        kind=request.kind,
         name=name,
         weights=weights.ref,
         base_model=weights.base_model,
