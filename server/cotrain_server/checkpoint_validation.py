@@ -49,11 +49,13 @@ def check_recipients(recipients: Sequence[str]) -> None:
     if not 1 <= len(recipients) <= MAX_RECIPIENTS:
         raise Invalid(f"age_encryption_recipients must have 1 to {MAX_RECIPIENTS} entries.")
     for number, recipient in enumerate(recipients):
+        kind = pyrage.ssh if recipient.startswith("ssh-") else pyrage.x25519
         try:
-            pyrage.x25519.Recipient.from_str(recipient)
+            kind.Recipient.from_str(recipient)
         except pyrage.RecipientError as wrong:
             raise Invalid(
-                f"age_encryption_recipients[{number}]: not an age X25519 recipient."
+                f"age_encryption_recipients[{number}]: not an age X25519 recipient, nor an SSH "
+                "public key."
             ) from wrong
 
 

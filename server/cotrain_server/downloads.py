@@ -35,6 +35,8 @@ ARCHIVE = "checkpoint.tar"
 COMPLETE = "checkpoint_complete"
 CHUNK_BYTES = 1024**2
 _BLOCK = tarfile.BLOCKSIZE
+#: Never through a link, and without waiting for the other end of a pipe.
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,14 @@ def _open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
 
 def _open(folder: Path, name: str, opened: ExitStack) -> OpenFile:
     try:
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(folder / name, _FLAGS)
     except OSError as missing:
         raise CheckpointNotFound from missing
-    content = opened.enter_context(os.fdopen(descriptor, "rb", buffering=0))
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
         raise CheckpointNotFound
+    content = opened.enter_context(os.fdopen(descriptor, "rb", buffering=0))
     return OpenFile(name, content, found.st_size)
 
 

@@ -18,25 +18,12 @@ from cotrain_server.reading import (
     read_binary_pass,
     read_fields,
     read_json_pass,
-    save_op,
     step_op,
 )
-from cotrain_store.messages import (
-    LoraSpec,
-    OpKind,
-    RunId,
-    RunRecord,
-    SaveRequest,
-    SessionId,
-    TenantId,
-    decode,
-)
+from cotrain_store.messages import OpKind
 from tests.support.http_api import POOL, pass_body
 
 RUN = "s:train:0"
-RECORD = RunRecord(
-    RunId(RUN), TenantId("t"), SessionId("s"), POOL.id, POOL.base_model, LoraSpec(4, 0), 0.0
-)
 
 
 def json_op(forward_only: bool = False, seq: int = 1, **changes: Any) -> Op:
@@ -57,11 +44,6 @@ def binary_op(request: wire_pb2.ForwardBackwardRequest) -> Op:
 def step(**params: Any) -> Op:
     body = {"model_id": RUN, "seq_id": 2, "adam_params": params}
     return step_op(read_fields(json.dumps(body).encode()))
-
-
-def save(**fields: Any) -> Op:
-    body = {"model_id": RUN, "seq_id": 3, "kind": "snapshot", **fields}
-    return save_op(read_fields(json.dumps(body).encode()), RECORD)
 
 
 def why(op: Op) -> str:
@@ -197,64 +179,3 @@ def test_a_step_with_a_number_out_of_range_is_rejected_by_name(params: dict[str,
 def test_another_optimizer_is_rejected() -> None:
     body = {"model_id": RUN, "seq_id": 1, "optimizer_params": {"type": "dimuon"}}
     assert "AdamW" in why(step_op(read_fields(json.dumps(body).encode())))
-
-
-def test_a_named_save_carries_all_that_is_kept_with_the_weights() -> None:
-    op = save(path="step-10", ttl_seconds=7_200, user_metadata={"renderer": "qwen3"})
-    assert op.kind is OpKind.SAVE
-    assert decode(SaveRequest, json.loads(op.body)) == SaveRequest(
-        name="step-10", ttl_seconds=7_200, user_metadata={"renderer": "qwen3"}
-    )
-
-
-def test_a_save_without_a_name_makes_a_sampler_of_the_runs_own_session() -> None:
-    assert json.loads(save(sampling_session_seq_id=4).body)["sampler"] == "s:sample:4"
-
-
-def test_an_inflight_save_is_a_snapshot() -> None:
-    inflight = save(sampling_session_seq_id=4, kind="inflight")
-    assert inflight.body == save(sampling_session_seq_id=4).body
-
-
-@pytest.mark.parametrize("ttl_seconds", [None, 1])
-def test_a_save_sent_again_under_another_number_for_its_sampler_is_the_same(
-    ttl_seconds: int | None,
-) -> None:
-    first, again = (save(sampling_session_seq_id=n, ttl_seconds=ttl_seconds) for n in (4, 5))
-    assert first.digest == again.digest
-    assert first.digest != save(sampling_session_seq_id=4, ttl_seconds=7_200).digest
-    assert first.digest != save(path="4", ttl_seconds=ttl_seconds).digest
-
-
-@pytest.mark.parametrize(
-    "name", ["", "a/b", "../x", "a..b", ".a", "-a", "ä", "a b", "a\n", "x" * 129, "%2e", "a\0b"]
-)
-def test_a_name_that_is_no_part_of_a_path_is_rejected(name: str) -> None:
-    assert why(save(path=name)).startswith("path")
-
-
-@pytest.mark.parametrize("name", ["a", "0", "step-10", "a.b_c-D", "x" * 128])
-def test_any_other_name_is_taken(name: str) -> None:
-    assert save(path=name).kind is OpKind.SAVE
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "Exactly one of path and sampling_session_seq_id is needed."),
-        (
-            {"path": "a", "sampling_session_seq_id": 1},
-            "Exactly one of path and sampling_session_seq_id is needed.",
-        ),
-        (
-            {"path": "a", "ttl_seconds": 3_599},
-            "ttl_seconds must be between 3600 and 315360000 (10 years).",
-        ),
-        (
-            {"path": "a", "ttl_seconds": 315_360_001},
-            "ttl_seconds must be between 3600 and 315360000 (10 years).",
-        ),
-    ],
-)
-def test_a_save_of_nothing_or_for_no_time_is_rejected(fields: dict[str, Any], message: str) -> None:
-    assert why(save(**fields)) == message
