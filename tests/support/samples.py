@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-    from cotrain_store.messages import RunId, RunRecord
+    from cotrain_store.messages import CheckpointKind, RunId, RunRecord
 
 BODY = SampleBody(
     prompt=(1, 2, 3),
@@ -129,15 +129,18 @@ class Samples:
         name: str = "",
         sampler: int = -1,
         expires_at: float | None = None,
+        kind: CheckpointKind = "sampler_weights",
+        external: bool = False,
     ) -> tuple[Step, Mapping[tuple[RunId, int], SaveRecords]]:
         """Commit a save under a name, or as an ephemeral sampler."""
         await self.log.submit(run, seq, OpKind.SAVE, body=b"{}")
         step = await self.log.plan()
-        weights = weights_record(run, seq)
+        has_optimizer = kind == "weights"
+        weights = replace(weights_record(run, seq), has_optimizer=has_optimizer, external=external)
         user: CheckpointRecord | SamplerRecord
         if name:
             user = CheckpointRecord(
-                run.id, run.tenant, "sampler_weights", name, weights.ref, MODEL, time.time(),
+                run.id, run.tenant, kind, name, weights.ref, MODEL, time.time(),
                 expires_at,
             )  # fmt: skip
         else:
