@@ -92,7 +92,8 @@ def test_any_name_fits_into_a_message(name: str) -> None:
 
 
 def _whole() -> bytes:
-    return save({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float16)})
+    whole: bytes = save({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float16)})
+    return whole
 
 
 @settings(max_examples=300, deadline=None)
@@ -120,12 +121,12 @@ def test_whatever_is_let_through_the_library_reads_the_same(damage: list[tuple[i
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=12,
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=6,
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(
         st.text(max_size=8),
