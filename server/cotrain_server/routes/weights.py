@@ -77,11 +77,11 @@ async def _save(
     run = await services.records.run(tenant.id, save.model_id)
     op = save_op(save, run, kind)
     is_named = save.fields.get("sampling_session_seq_id") is None
-    full = await _quota_reached(services, tenant.id) if is_named else ""
+    full = await quota_reached(services, tenant.id) if is_named else ""
     return await submit(services, run, save.seq, op.refused(full) if full else op)
 
 
-async def _quota_reached(services: Services, tenant: TenantId) -> str:
+async def quota_reached(services: Services, tenant: TenantId) -> str:
     """Say which quota of stored checkpoints a tenant has reached; nothing where none."""
     settings = services.settings
     count, size_bytes = await services.checkpoints.stored_bytes(tenant)
