@@ -116,7 +116,7 @@ async def test_weights_whose_file_was_never_written_are_made_again(
     run = await server.create("a", "a", LORA)
     blocked = threading.Event()
     with monkeypatch.context() as slow:
-        slow.setattr("cotrain_workers.weights_store.write_folder", lambda *_: blocked.wait(60))
+        slow.setattr("cotrain_workers.checkpoint_files.write_folder", lambda *_: blocked.wait(60))
         loop, spools = make_worker(url, tmp_path, engine, snapshot_debt_ops=1)
         life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
         await train_and_save(server, run)
@@ -172,7 +172,7 @@ async def test_a_disk_that_is_full_delays_the_file_and_loses_nothing(
     run = await server.create("a", "a", LORA)
     with worker(empty_redis.url, tmp_path, engine) as loop:
         with monkeypatch.context() as broken:
-            broken.setattr("cotrain_workers.weights_store.write_folder", full)
+            broken.setattr("cotrain_workers.checkpoint_files.write_folder", full)
             await submit(server, run, 1, 4)
             sampler = await saved_sampler(server, run, 5)
             before = await sample(server, sampler, 1)

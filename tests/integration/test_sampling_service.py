@@ -14,6 +14,7 @@ from cotrain_store import keys
 from cotrain_store.messages import TenantId
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.token_stream import TokenPublisher
+from cotrain_workers.checkpoint_files import CheckpointFiles, Saved
 from cotrain_workers.sample_ops import HostWeights, Progress, SampledSequence, SampleOutput
 from cotrain_workers.sampling_service import AHEAD, GONE, UNREADABLE, SamplingService
 from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
@@ -95,7 +96,8 @@ def layout_of(spec: AdapterSpec) -> Layout:
 async def bench(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Bench]:
     async with open_samples(empty_redis.url, tmp_path) as samples:
         decoder = ScriptedDecoder()
-        weights = WeightsStore(samples.sampling, tmp_path / "weights", MODEL, layout_of, 10**6)
+        files = CheckpointFiles.below(tmp_path, MODEL)
+        weights = WeightsStore(samples.sampling, files, layout_of, 10**6)
         publisher = TokenPublisher(samples.log.redis)
         service = SamplingService(
             decoder, ScriptedDecoder, samples.sampling, weights, publisher, (2,)
@@ -138,7 +140,7 @@ async def test_a_request_waits_aside_until_its_lost_weights_are_made_again(bench
     assert list(bench.decoder.held) == [other]
     assert bench.service.running == 2
     spec = AdapterSpec(rank=1, seed=0)
-    bench.weights.put_again(ref, HostWeights(spec, torch.zeros(layout_of(spec).size)))
+    bench.weights.put_again(ref, Saved(HostWeights(spec, torch.zeros(layout_of(spec).size))))
     bench.service.advance()
     assert list(bench.decoder.held) == [other, held]
     assert bench.decoder.held[held].weights == ref
