@@ -93,8 +93,11 @@ async def _pieces(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def _next(stream: AsyncIterator[bytes], end: float) -> bytes:
+    left_s = end - time.monotonic()
+    if left_s < 0:
+        raise BodyTooSlow
     try:
-        async with asyncio.timeout(min(SILENCE_S, end - time.monotonic())):
+        async with asyncio.timeout(min(SILENCE_S, left_s)):
             return await anext(stream, b"")
     except TimeoutError as late:
         raise BodyTooSlow from late

@@ -23,14 +23,15 @@ from cotrain_server.checkpoint_validation import check_metadata, check_name, che
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
 from cotrain_server.peft_reading import read_adapter
+from cotrain_server.routes.weights import quota_reached
 from cotrain_server.strict_json import read_object
 from cotrain_server.uploads import received
 from cotrain_server.validation import check_rank
 from cotrain_store import metrics
 from cotrain_store.audit import AuditEvent
-from cotrain_store.errors import SessionFinished
+from cotrain_store.errors import RunClosed, SeqConflict, SessionFinished
 from cotrain_store.imports import PeftAdapter, encode_import
-from cotrain_store.messages import OpKind, RunRecord, SaveRequest, encode, run_id
+from cotrain_store.messages import OpKind, RunRecord, SaveRequest, encode, request_id, run_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
     from cotrain_server.gate import Handler
     from cotrain_server.services import Services
-    from cotrain_store.messages import LoraSpec, PoolRecord, RequestId, SessionRecord, Tenant
+    from cotrain_store.intake import Intake
+    from cotrain_store.messages import LoraSpec, PoolRecord, SessionRecord, Tenant
 
 #: What an upload leaves out begins the same way in every run.
 SEED = 0
@@ -87,15 +89,19 @@ async def upload_checkpoint(
     """
     save, pool = _save_request(query), await services.records.pool_of(query.base_model)
     session = await _session(services, tenant, query)
+    if full := await quota_reached(services, tenant.id):
+        raise Invalid(full)
     with services.uploads.slot(tenant.id):
-        run, imported = await _import(request, services, pool, partial(_run, session, query, pool))
-    content = encode(save).encode()
-    digest = hashlib.sha256(content).hexdigest()
-    saved = await services.intake.submit(run, 1, OpKind.SAVE, content, 0, digest)
+        run = await _import(request, services, pool, partial(_run, session, query, pool), save)
     path = f"tinker://{run.id}/weights/{save.name}"
     metrics.REQUESTS_ACCEPTED.labels(OpKind.IMPORT).inc()
     await services.audit.note(tenant.id, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
-    return UploadResponse(request_id=saved, model_id=run.id, import_request_id=imported, path=path)
+    return UploadResponse(
+        request_id=request_id(run.id, 1),
+        model_id=run.id,
+        import_request_id=request_id(run.id, 0),
+        path=path,
+    )
 
 
 def _save_request(query: UploadQuery) -> SaveRequest:
@@ -126,9 +132,13 @@ async def _session(services: Services, tenant: Tenant, query: UploadQuery) -> Se
 
 
 async def _import(
-    request: Request, services: Services, pool: PoolRecord, run_of: Callable[[LoraSpec], RunRecord]
-) -> tuple[RunRecord, RequestId]:
-    """Receive, unpack and queue an archive: the run it becomes, and the request that makes it."""
+    request: Request,
+    services: Services,
+    pool: PoolRecord,
+    run_of: Callable[[LoraSpec, str], RunRecord],
+    save: SaveRequest,
+) -> RunRecord:
+    """Receive and unpack an archive, and queue both ops of the run that it becomes."""
     settings = services.settings
     folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
     async with (
@@ -137,15 +147,29 @@ async def _import(
     ):
         adapter = await asyncio.to_thread(_read_archive, archive, limit)
         check_rank(adapter.lora.rank, min(pool.max_rank, settings.max_rank))
-        run = run_of(adapter.lora)
-        body, digest = await asyncio.to_thread(_encode, adapter, run.base_model)
-        imported = await services.intake.create_run(
-            run, kind=OpKind.IMPORT, body=body, digest=digest
-        )
-    return run, imported
+        body, digest = await asyncio.to_thread(_encode, adapter, pool.base_model)
+        run = run_of(adapter.lora, digest)
+        try:
+            await _queue(services.intake, run, body, digest, save)
+        except (RunClosed, SeqConflict):
+            known = await services.records.run(run.tenant, run.id)
+            if known.user_metadata != run.user_metadata:
+                raise
+            # Sent again by who did not hear that it was imported and saved already.
+    return run
 
 
-def _run(session: SessionRecord, query: UploadQuery, pool: PoolRecord, lora: LoraSpec) -> RunRecord:
+async def _queue(
+    intake: Intake, run: RunRecord, body: bytes, digest: str, save: SaveRequest
+) -> None:
+    await intake.create_run(run, kind=OpKind.IMPORT, body=body, digest=digest)
+    content = encode(save).encode()
+    await intake.submit(run, 1, OpKind.SAVE, content, 0, hashlib.sha256(content).hexdigest())
+
+
+def _run(
+    session: SessionRecord, query: UploadQuery, pool: PoolRecord, lora: LoraSpec, digest: str
+) -> RunRecord:
     return RunRecord(
         id=run_id(session.id, query.model_seq_id or 0),
         tenant=session.tenant,
@@ -154,6 +178,7 @@ def _run(session: SessionRecord, query: UploadQuery, pool: PoolRecord, lora: Lor
         base_model=pool.base_model,
         lora=lora,
         created_at=time.time(),
+        user_metadata={"upload": digest},
     )
 
 

@@ -1,0 +1,243 @@
+"""Uploads over HTTP: an adapter from elsewhere becomes a checkpoint; what means harm leaves no trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_server import uploads
+from cotrain_store.dispatch import Dispatch
+from cotrain_store.imports import decode_import
+from cotrain_store.messages import OpKind, RunId, SaveRequest
+from tests.support.http_api import ALICE, BOB, POOL, running_api
+from tests.support.stand_in import stand_in
+from tests.support.uploads import adapter, config, q_proj, tar, zipped
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import httpx
+
+    from cotrain_store.messages import QueuedOp
+    from tests.support.http_api import Api
+    from tests.support.redis_server import EmbeddedRedis
+
+GOOD = tar(adapter(), "w:gz")
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url) as opened:
+        yield opened
+
+
+async def upload(
+    api: Api, content: Any = GOOD, key: str = ALICE, headers: Any = None, **query: Any
+) -> httpx.Response:
+    whole = {"base_model": POOL.base_model, "name": "mine", **query}
+    return await api.http.post(
+        "/api/v1/training_runs/upload",
+        content=content,
+        params={name: value for name, value in whole.items() if value is not None},
+        headers={"X-API-Key": key, **(headers or {})},
+    )
+
+
+async def new_session(api: Api, key: str = ALICE) -> str:
+    session: str = (await api.post("create_session", {}, key)).json()["session_id"]
+    return session
+
+
+async def test_an_upload_becomes_an_import_and_a_checkpoint(api: Api) -> None:
+    metadata = {"from": "elsewhere"}
+    answer = await upload(api, ttl_seconds=3600, user_metadata=json.dumps(metadata))
+    assert answer.status_code == 200, answer.text
+    said = answer.json()
+    run = RunId(said["model_id"])
+    assert said["path"] == f"tinker://{run}/weights/mine"
+    assert (said["import_request_id"], said["request_id"]) == (f"{run}:0", f"{run}:1")
+
+    with stand_in(api.services) as worker:
+        await worker.run_log()
+    for request_id in (f"{run}:0", f"{run}:1"):
+        assert (await api.post("retrieve_future", {"request_id": request_id})).status_code == 200
+    checkpoint = await api.services.records.checkpoint(await tenant(api), said["path"])
+    assert checkpoint.user_metadata == metadata
+    assert checkpoint.expires_at is not None
+    record = await api.services.records.run(checkpoint.tenant, run)
+    assert (record.lora.rank, record.lora.train_attn, record.lora.train_mlp) == (4, True, False)
+
+
+async def tenant(api: Api) -> Any:
+    return (await api.services.tenants.authenticate(ALICE)).id
+
+
+async def test_the_log_holds_what_the_worker_needs(api: Api) -> None:
+    await upload(api)
+    with stand_in(api.services) as worker:
+        ops = await queued(api)
+        bodies = worker.execution.bodies(ops)
+    assert [op.kind for op in ops] == [OpKind.IMPORT, OpKind.SAVE]
+    imported = decode_import(bodies[0] or b"")
+    assert imported.tensors == q_proj()
+    assert [module.scale for module in imported.modules] == [2.0]
+    save = SaveRequest.parse(bodies[1] or b"")
+    assert (save.name, save.kind, save.last) == ("mine", "weights", True)
+
+
+async def queued(api: Api) -> list[QueuedOp]:
+    dispatch = Dispatch(api.services.connection, "scheduler")
+    await dispatch.lead()
+    return [op for queue in await dispatch.ready(POOL.id) for op in queue.ops]
+
+
+@pytest.mark.parametrize("when", ["waiting", "done"])
+async def test_an_upload_that_is_sent_again_is_the_same_one(api: Api, when: str) -> None:
+    place: dict[str, Any] = {"session_id": await new_session(api), "model_seq_id": 3}
+    first = await upload(api, **place)
+    with stand_in(api.services) as worker:
+        if when == "done":
+            await worker.run_log()
+            run = await api.services.records.run(await tenant(api), first.json()["model_id"])
+            await api.services.intake.close_run(run)
+    assert (await upload(api, **place)).json() == first.json()
+    other = await upload(
+        api, tar(adapter(**{"adapter_config.json": config(lora_alpha=1)})), **place
+    )
+    assert other.status_code == 400
+
+
+async def test_each_upload_without_a_session_is_a_run_of_its_own(api: Api) -> None:
+    runs = {(await upload(api)).json()["model_id"] for _ in range(3)}
+    assert len(runs) == 3
+
+
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "no archive": (b"hello" * 300, "The archive is truncated or damaged, or not a tar or zip."),
+    "nothing": (b"", "The archive is truncated or damaged, or not a tar or zip."),
+    "hostile": (tar({"../x": b"1", **adapter()}), "Archive contains a forbidden member: ../x."),
+    "pickle": (zipped({"m.bin": b"1", **adapter()}), "Only safetensors checkpoints are accepted."),
+    "no tensors": (tar({"adapter_config.json": config()}), "has no adapter_model.safetensors"),
+    "other shape": (tar(adapter(**{"adapter_config.json": config(r=8)})), "has rank [4]"),
+    "DoRA": (tar(adapter(**{"adapter_config.json": config(use_dora=True)})), "use_dora"),
+    "high rank": (
+        tar({"adapter_config.json": config(r=129), "adapter_model.safetensors": q_proj(129)}),
+        "rank must be between 1 and 128.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "detail"), REFUSED.values(), ids=REFUSED)
+async def test_what_cannot_be_imported_is_refused_now_and_leaves_no_run(
+    api: Api, content: bytes, detail: str
+) -> None:
+    answer = await upload(api, content)
+    assert answer.status_code == 400
+    assert detail in answer.json()["detail"]
+    assert not await queued(api)
+    assert not any((api.services.settings.data_dir / "uploads").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("query", "code"),
+    [
+        ({"base_model": "other/model"}, 400),
+        ({"base_model": None}, 422),
+        ({"name": None}, 422),
+        ({"name": "../x"}, 400),
+        ({"name": "a" * 129}, 400),
+        ({"ttl_seconds": 5}, 400),
+        ({"ttl_seconds": "soon"}, 422),
+        ({"user_metadata": "[]"}, 400),
+        ({"user_metadata": '{"a": 1}'}, 400),
+        ({"user_metadata": "{"}, 400),
+        ({"session_id": "x" * 32}, 400),
+        ({"model_seq_id": 1}, 400),
+        ({"session_id": "x" * 32, "model_seq_id": 1}, 404),
+        ({"session_id": "x" * 32, "model_seq_id": -1}, 422),
+    ],
+)
+async def test_a_wrong_question_is_refused_before_the_body_is_read(
+    api: Api, query: dict[str, Any], code: int
+) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"x"
+        raise AssertionError("somebody reads on")
+
+    answer = await upload(api, GOOD if code == 200 else endless(), **query)
+    assert answer.status_code == code, answer.text
+
+
+async def test_another_tenants_session_is_not_found(api: Api) -> None:
+    place: dict[str, Any] = {"session_id": await new_session(api, BOB), "model_seq_id": 0}
+    assert (await upload(api, **place)).status_code == 404
+    assert (await upload(api, key=BOB, **place)).status_code == 200
+
+
+async def test_a_finished_session_takes_no_upload(api: Api) -> None:
+    session = await new_session(api)
+    await api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+    assert (await upload(api, session_id=session, model_seq_id=0)).status_code == 410
+
+
+async def test_nobody_without_a_key_sends_a_byte(api: Api) -> None:
+    assert (await upload(api, key="tml-nobody_secret")).status_code == 401
+
+
+async def test_an_upload_over_the_limit_is_refused_in_every_form(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async def undeclared() -> AsyncIterator[bytes]:
+        for _ in range(64):
+            yield bytes(1024)
+
+    bomb = tar({"adapter_model.safetensors": bytes(2**22)}, "w:gz")
+    async with running_api(empty_redis.url, max_upload_bytes=32 * 1024) as api:
+        for content in (bytes(64 * 1024), undeclared(), bomb):
+            answer = await upload(api, content)
+            assert answer.status_code == 413
+            assert "exceeds 0.03125 MiB" in answer.json()["detail"]
+        gzipped = {"Content-Encoding": "gzip"}
+        assert (await upload(api, headers=gzipped)).status_code == 415
+
+
+async def test_who_stops_sending_is_let_go(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent() -> AsyncIterator[bytes]:
+        yield GOOD[:10]
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(uploads, "SILENCE_S", 0.01)
+    assert (await upload(api, silent())).status_code == 408
+
+
+async def test_a_tenant_sends_few_at_once_and_others_do_not_wait_for_it(api: Api) -> None:
+    arriving, going_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield GOOD[:10]
+        arriving.release()
+        await going_on.wait()
+        yield GOOD[10:]
+
+    slow_ones = [asyncio.create_task(upload(api, slow())) for _ in range(2)]
+    for _ in slow_ones:
+        await arriving.acquire()
+    refused = await upload(api)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+    assert (await upload(api, key=BOB)).status_code == 200
+    going_on.set()
+    assert [(await each).status_code for each in slow_ones] == [200, 200]
+    assert (await upload(api)).status_code == 200
+
+
+async def test_a_full_quota_refuses_now(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, quota_checkpoints=1) as api:
+        assert (await upload(api)).status_code == 200
+        with stand_in(api.services) as worker:
+            await worker.run_log()
+        answer = await upload(api)
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("Checkpoint storage quota reached (1 checkpoints).")
