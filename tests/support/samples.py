@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
 from cotrain_store.completions import Completions
@@ -122,6 +122,16 @@ class Samples:
         self.log.redis.set(keys.worker(POOL, worker), "{}")
 
     async def save(
+        self, run: RunRecord, seq: int, **how: Any
+    ) -> tuple[Step, Mapping[tuple[RunId, int], SaveRecords]]:
+        """Commit a save under a name, or as an ephemeral sampler (see `describe_save`)."""
+        saves = await self.describe_save(run, seq, **how)
+        step = await self.log.plan()
+        results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
+        self.log.execution.commit(step, results, {}, {}, saves=saves)
+        return step, saves
+
+    async def describe_save(
         self,
         run: RunRecord,
         seq: int,
@@ -131,24 +141,33 @@ class Samples:
         expires_at: float | None = None,
         kind: CheckpointKind = "sampler_weights",
         external: bool = False,
-    ) -> tuple[Step, Mapping[tuple[RunId, int], SaveRecords]]:
-        """Commit a save under a name, or as an ephemeral sampler."""
+        overwrite: bool = False,
+        last: bool = False,
+    ) -> dict[tuple[RunId, int], SaveRecords]:
+        """Accept a save, and make what its commit is to write."""
         await self.log.submit(run, seq, OpKind.SAVE, body=b"{}")
-        step = await self.log.plan()
         has_optimizer = kind == "weights"
         weights = replace(weights_record(run, seq), has_optimizer=has_optimizer, external=external)
         user: CheckpointRecord | SamplerRecord
         if name:
             user = CheckpointRecord(
-                run.id, run.tenant, kind, name, weights.ref, MODEL, time.time(),
-                expires_at,
-            )  # fmt: skip
+                run.id, run.tenant, kind, name, weights.ref, MODEL, time.time(), expires_at
+            )
         else:
             user = sampler_record(run.tenant, sampler, weights.ref, ephemeral=True)
-        saves = {(run.id, seq): SaveRecords(weights, user)}
-        results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
-        self.log.execution.commit(step, results, {}, {}, saves=saves)
-        return step, saves
+        return {(run.id, seq): SaveRecords(weights, user, overwrite, last)}
+
+    async def checkpoint(self, run: RunRecord, seq: int, name: str, **how: Any) -> CheckpointRecord:
+        """Save under a name, and store it."""
+        await self.save(run, seq, name=name, **how)
+        self.stored(run, seq)
+        kind = how.get("kind", "sampler_weights")
+        return await self.records.checkpoint(run.tenant, f"tinker://{run.id}/{kind}/{name}")
+
+    def stored(self, run: RunRecord, seq: int, size: int = 10, optimizer: str = "") -> bool:
+        """Say that the files of a save are durable; each has a content of its own."""
+        ref = WeightsRef(f"{run.id}:{seq}")
+        return self.sampling.stored(ref, f"digest of {ref}", size, optimizer)
 
     def load(self, tenant: str = "a") -> tuple[int, int, int]:
         """Read a tenant's (waiting, running, bytes)."""

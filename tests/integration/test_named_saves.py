@@ -1,0 +1,343 @@
+"""Saves under a name: what their commit writes, what appears once their files are durable."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.errors import CheckpointNotFound, Fenced
+from cotrain_store.futures import Pending
+from cotrain_store.messages import (
+    OpKind,
+    RequestId,
+    Result,
+    RunState,
+    TenantId,
+    WeightsRef,
+    external_folder,
+)
+from tests.support.stack import POOL
+
+if TYPE_CHECKING:
+    from cotrain_store.messages import (
+        CheckpointKind,
+        CheckpointRecord,
+        RunId,
+        RunRecord,
+        SaveRecords,
+    )
+    from tests.support.samples import Samples
+
+A = TenantId("a")
+
+
+def ref_of(run: RunRecord, seq: int) -> WeightsRef:
+    return WeightsRef(f"{run.id}:{seq}")
+
+
+async def found(
+    samples: Samples, run: RunRecord, name: str = "x", kind: CheckpointKind = "weights"
+) -> CheckpointRecord | None:
+    try:
+        return await samples.records.checkpoint(A, f"tinker://{run.id}/{kind}/{name}")
+    except CheckpointNotFound:
+        return None
+
+
+def listed(samples: Samples, run: RunRecord) -> tuple[list[bytes], list[bytes]]:
+    redis = samples.log.redis
+    return (
+        redis.zrange(keys.run_checkpoints(run.id), 0, -1),
+        redis.zrange(keys.tenant_checkpoints(run.tenant), 0, -1),
+    )
+
+
+async def test_a_save_appears_with_its_result_when_it_is_stored(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    _, saves = await samples.save(run, 1, name="x", kind="weights")
+    assert await found(samples, run) is None
+    assert (listed(samples, run), samples.log.result(run, 1)) == (([], []), None)
+    position = samples.log.execution.position(run.id)
+    assert position
+    assert position.done == 1  # the run goes on meanwhile
+    assert samples.log.queued()[0] == 0
+
+    assert samples.stored(run, 1, size=77)
+    checkpoint = await found(samples, run)
+    assert checkpoint
+    assert checkpoint.weights == saves[run.id, 1].weights.ref
+    assert (checkpoint.size, checkpoint.public) == (77, False)
+    member = f"{run.id}/weights/x".encode()
+    assert listed(samples, run) == ([b"weights/x"], [member])
+    assert samples.log.result(run, 1) == Result.of_json({"seq": 1})
+    assert not samples.log.redis.keys("*pending*")
+    assert not samples.log.redis.exists(keys.owed_checkpoints(A))
+
+
+async def test_storing_twice_changes_nothing(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    await samples.checkpoint(run, 1, "x")
+    before = samples.log.everything()
+    assert samples.stored(run, 1, size=99)
+    assert samples.log.everything() == before
+
+
+async def test_a_replaced_worker_stores_and_loses_nothing(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    await samples.save(run, 1, name="x")
+    samples.new_worker()
+    before = samples.log.everything()
+    with pytest.raises(Fenced):
+        samples.stored(run, 1)
+    with pytest.raises(Fenced):
+        samples.sampling.lost(ref_of(run, 1), "gone")
+    assert samples.log.everything() == before
+
+
+async def test_a_successor_stores_what_its_predecessor_owed(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    await samples.save(run, 1, name="x", kind="weights")
+    successor = samples.new_worker()
+    assert [weights.ref for weights in successor.unstored()] == [ref_of(run, 1)]
+    assert successor.stored(ref_of(run, 1), "digest", 5)
+    assert await found(samples, run)
+    assert samples.log.result(run, 1)
+
+
+async def test_a_waiter_holds_until_the_save_is_stored(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    request = RequestId(f"{run.id}:1")
+    await samples.save(run, 1, name="x")
+    async with samples.log.futures() as futures:
+        assert await futures.wait(A, request, 0.0) == Pending()
+        held = asyncio.create_task(futures.wait(A, request, 30.0))
+        while not futures.waiters:  # noqa: ASYNC110  # nothing tells when a waiter has come
+            await asyncio.sleep(0)
+        samples.stored(run, 1)
+        assert await held == Result.of_json({"seq": 1})
+
+
+async def test_a_save_owed_for_long_is_pending_and_one_read_long_ago_has_expired(
+    samples: Samples,
+) -> None:
+    run = await samples.log.new_run()
+    request = RequestId(f"{run.id}:1")
+    await samples.save(run, 1, name="x")
+    async with samples.log.futures() as futures:
+        assert await futures.wait(A, request, 0.0) == Pending()
+        samples.stored(run, 1)
+        samples.log.redis.delete(keys.result(request))
+        with pytest.raises(Exception, match="expired"):
+            await futures.wait(A, request, 0.0)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_a_name_in_use_is_not_given_again(samples: Samples, is_stored: bool) -> None:
+    run = await samples.log.new_run()
+    await samples.save(run, 1, name="x", kind="weights")
+    if is_stored:
+        samples.stored(run, 1)
+    await samples.save(run, 2, name="x", kind="weights")
+    result = samples.log.result(run, 2)
+    assert result
+    assert result.json() == {
+        "error": "Checkpoint name 'x' already exists in this run; pass overwrite=true to replace it.",
+        "category": "user",
+    }
+    assert samples.sampling.weights(ref_of(run, 2)) is None
+    assert not samples.stored(run, 2)
+    samples.stored(run, 1)
+    checkpoint = await found(samples, run)
+    assert checkpoint
+    assert checkpoint.weights == ref_of(run, 1)
+    # The same name is free for another kind, and in another run.
+    await samples.checkpoint(run, 3, "x", kind="sampler_weights")
+    other = await samples.log.new_run(session="other")
+    await samples.checkpoint(other, 1, "x", kind="weights")
+
+
+async def test_of_two_saves_of_one_name_in_one_step_the_first_has_it(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    saves: dict[tuple[RunId, int], SaveRecords] = {}
+    for seq in (1, 2):
+        saves |= await samples.describe_save(run, seq, name="x", kind="weights")
+    step = await samples.log.plan()
+    results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
+    samples.log.execution.commit(step, results, {}, {}, saves=saves)
+    refused = samples.log.result(run, 2)
+    assert refused
+    assert refused.json()["category"] == "user"
+    assert [weights.ref for weights in samples.sampling.unstored()] == [ref_of(run, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overwrite"),
+    [("weights", True), ("sampler_weights", False), ("external_weights", False)],
+)
+async def test_an_overwritten_checkpoint_stays_until_its_successor_is_stored(
+    samples: Samples, kind: CheckpointKind, overwrite: bool
+) -> None:
+    run = await samples.log.new_run()
+    old = await samples.checkpoint(run, 1, "x", kind=kind, expires_at=time.time() + 3600)
+    await samples.save(run, 2, name="x", kind=kind, overwrite=overwrite)
+    assert await found(samples, run, kind=kind) == old
+    samples.stored(run, 2, size=20)
+    new = await found(samples, run, kind=kind)
+    assert new
+    assert (new.weights, new.size, new.expires_at) == (ref_of(run, 2), 20, None)
+    assert samples.log.redis.pttl(keys.checkpoint(run.id, kind, "x")) == -1
+    assert not samples.log.redis.exists(keys.expiring_checkpoints(A))
+    assert [w.ref for w in samples.sampling.unused_weights()] == [ref_of(run, 1)]
+    assert listed(samples, run)[0] == [f"{kind}/x".encode()]
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+async def test_a_late_store_of_an_older_save_does_not_move_the_name_back(
+    samples: Samples, deleted: bool
+) -> None:
+    run = await samples.log.new_run()
+    for seq in (1, 2):
+        await samples.save(run, seq, name="x", kind="weights", overwrite=True)
+    samples.stored(run, 2)
+    if deleted:
+        samples.log.redis.delete(keys.checkpoint(run.id, "weights", "x"))
+    samples.stored(run, 1)
+    checkpoint = await found(samples, run)
+    assert checkpoint is None if deleted else checkpoint and checkpoint.weights == ref_of(run, 2)
+    assert samples.log.result(run, 1) == Result.of_json({"seq": 1})
+    assert ref_of(run, 1) in [w.ref for w in samples.sampling.unused_weights()]
+    assert not samples.log.redis.keys("*pending*")
+
+
+async def test_a_name_is_free_again_once_its_checkpoint_expired(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    await samples.save(run, 1, name="x", kind="weights", expires_at=time.time() - 1)
+    samples.stored(run, 1)
+    assert await found(samples, run) is None
+    assert (await samples.checkpoint(run, 2, "x", kind="weights")).weights == ref_of(run, 2)
+    assert listed(samples, run)[0] == [b"weights/x"]
+
+
+async def test_a_lost_save_fails_and_frees_its_name(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    await samples.save(run, 1, name="x", kind="weights", external=True)
+    assert samples.sampling.knows_external(external_folder(ref_of(run, 1)))
+    for _ in range(2):
+        samples.sampling.lost(ref_of(run, 1), "The weights were lost.")
+    result = samples.log.result(run, 1)
+    assert result
+    assert result.json() == {"error": "The weights were lost.", "category": "server"}
+    assert samples.sampling.unstored() == []
+    assert samples.sampling.weights(ref_of(run, 1)) is None
+    assert not samples.sampling.knows_external(external_folder(ref_of(run, 1)))
+    assert samples.log.execution.register_snapshot(run.id, 1, "file", "sha")
+    assert not samples.stored(run, 1)
+    await samples.checkpoint(run, 2, "x", kind="weights")
+
+
+async def test_only_owed_names_can_be_lost(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    await samples.checkpoint(run, 1, "x")
+    await samples.save(run, 2, sampler=0)
+    before = samples.log.everything()
+    for seq in (1, 2, 3):
+        samples.sampling.lost(ref_of(run, seq), "The weights were lost.")
+    assert samples.log.everything() == before
+
+
+async def test_owed_weights_are_not_forgotten(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    await samples.save(run, 1, name="x")
+    before = samples.log.everything()
+    assert not samples.sampling.forget_weights(ref_of(run, 1))
+    assert samples.log.everything() == before
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_run_ends_with_its_last_save(samples: Samples, is_lost: bool) -> None:
+    run = await samples.log.new_run()
+    await samples.save(run, 1, name="x", last=True)
+    await samples.log.submit(run, 2)
+    if is_lost:
+        samples.sampling.lost(ref_of(run, 1), "gone")
+    else:
+        samples.stored(run, 1)
+    assert (await samples.records.run(A, run.id)).state is RunState.CLOSED
+    behind = samples.log.result(run, 2)
+    assert behind
+    assert "unloaded" in behind.json()["error"]
+    assert samples.log.queued() == (0, 0, 0)
+    assert samples.log.execution.runs_to_drop() == [run.id]
+    assert samples.log.execution.forget(run.id)
+    assert (await found(samples, run, kind="sampler_weights") is None) == is_lost
+
+
+async def test_a_worker_ends_a_run_whose_last_save_failed(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    await samples.log.submit(run, 1, OpKind.SAVE)
+    await samples.log.run_all()
+    for _ in range(2):
+        samples.log.execution.close_run(run.id, run.tenant)
+    assert (await samples.records.run(A, run.id)).state is RunState.CLOSED
+    samples.new_worker()
+    with pytest.raises(Fenced):
+        samples.log.execution.close_run(run.id, run.tenant)
+
+
+async def test_external_files_tell_their_size_and_are_known_by_their_folder(
+    samples: Samples,
+) -> None:
+    run = await samples.log.new_run()
+    await samples.save(run, 1, name="x", kind="external_weights", external=True)
+    samples.stored(run, 1, size=123)
+    assert samples.log.result(run, 1) == Result.of_json({"seq": 1, "size_bytes": 123})
+    folder = external_folder(ref_of(run, 1))
+    assert samples.sampling.knows_external(folder)
+    samples.log.redis.delete(keys.checkpoint(run.id, "external_weights", "x"))
+    samples.sampling.forget_weights(ref_of(run, 1))
+    assert not samples.sampling.knows_external(folder)
+
+
+async def test_an_optimizer_state_goes_with_the_last_weights_that_have_it(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    for seq in (1, 2):
+        await samples.save(run, seq, name=f"n{seq}", kind="weights")
+        samples.stored(run, seq, optimizer="adam")
+    weights = samples.sampling.weights(ref_of(run, 1))
+    assert weights
+    assert (weights.has_optimizer, weights.optimizer_digest) == (True, "adam")
+    assert await samples.records.weights(ref_of(run, 1)) == weights
+    for seq in (1, 2):
+        assert samples.sampling.knows_optimizer("adam")
+        samples.log.redis.delete(keys.checkpoint(run.id, "weights", f"n{seq}"))
+        samples.sampling.forget_weights(ref_of(run, seq))
+    assert not samples.sampling.knows_optimizer("adam")
+
+
+async def test_a_large_answer_of_a_save_comes_from_the_spool(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    saves = await samples.describe_save(run, 1, name="x")
+    step = await samples.log.plan()
+    large = Result.of_json({"sources": "s" * 100_000})
+    results = {(op.run, op.seq): large for op in step.ops}
+    samples.log.execution.commit(step, results, {}, {}, saves=saves)
+    samples.stored(run, 1)
+    async with samples.log.futures() as futures:
+        assert await futures.wait(A, RequestId(f"{run.id}:1"), 0.0) == large
+    assert samples.log.redis.strlen(keys.result(RequestId(f"{run.id}:1"))) < 1_000
+
+
+async def test_the_log_is_kept_while_a_named_save_is_owed(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    await samples.save(run, 1, name="x")
+    assert not samples.log.execution.register_snapshot(run.id, 1, "file", "sha")
+    await samples.log.intake.close_run(run)
+    assert not samples.log.execution.forget(run.id)
+    samples.stored(run, 1)
+    assert await found(samples, run, kind="sampler_weights")
+    assert samples.log.execution.forget(run.id)
+    assert not samples.log.redis.exists(keys.riders(POOL, run.id))
