@@ -25,6 +25,8 @@ LINK_LIFE_S = 15 * 60
 #: SDKs ask for the next token at half of this.
 TOKEN_LIFE_S = 3600
 _ALGORITHM = "HS256"
+#: An SDK tells who it is (`auth whoami`) by a token that it was given, if its issuer begins so.
+_ISSUER = "passport-cotrain"
 _CLAIMS = ["sub", "jti", "name", "iat", "exp"]
 
 
@@ -79,6 +81,7 @@ class Signer:
     def make_token(self, token: Token, now: float) -> str:
         """Write a token, valid for an hour, or for as long as its key is."""
         claims = {
+            "iss": _ISSUER,
             "sub": token.tenant,
             "org_id": token.tenant,
             "jti": token.key_id,
