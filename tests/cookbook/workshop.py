@@ -28,17 +28,19 @@ ANSWER = 3
 def build_workshop(folder: Path) -> Path:
     """Write model and data; the folder."""
     build_chat_model(folder / BASE_MODEL)
-    chats = [chat(thing, number) for number in range(1, 9) for thing in THINGS]
+    counted = [(thing, number) for number in range(1, 17) for thing in THINGS]
+    chats = [chat(thing, number) for thing, number in counted]
+    questions = [question(thing, number) for thing, number in counted]
+    pairs = [comparison(thing, number) for thing, number in counted]
     write(folder / CHATS, chats)
     write(folder / "HuggingFaceH4/no_robots/train.jsonl", chats)
-    write(folder / "openai/gsm8k/train.jsonl", (question(thing) for thing in THINGS))
+    write(folder / "zwhe99/DeepMath-103K/train.jsonl", questions)
+    write(folder / "Anthropic/hh-rlhf/train.jsonl", pairs)
+    write(folder / "Anthropic/hh-rlhf/test.jsonl", pairs[:8])
+    write(folder / "openai/gsm8k/train.jsonl", questions)
     (folder / "openai/gsm8k/README.md").write_text(
         "---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n"
     )
-    write(folder / "zwhe99/DeepMath-103K/train.jsonl", (question(thing) for thing in THINGS))
-    for split in ("train", "test"):
-        pairs = (comparison(thing, number) for thing in THINGS for number in range(2))
-        write(folder / f"Anthropic/hh-rlhf/{split}.jsonl", pairs)
     return folder
 
 
@@ -49,10 +51,10 @@ def chat(thing: str, number: int) -> Row:
     return {"messages": [asked, answered]}
 
 
-def question(thing: str) -> Row:
+def question(thing: str, number: int) -> Row:
     """Make a problem of the form of gsm8k, which DeepMath reads as well."""
     answer = f"There are {ANSWER} of them.\n#### {ANSWER}"
-    return {"question": f"How many {thing}s?", "answer": answer}
+    return {"question": f"How many {thing}s has box {number}?", "answer": answer}
 
 
 def comparison(thing: str, number: int) -> Row:

@@ -1,0 +1,34 @@
+"""A server that serves the model of the workshop, and stays without complaint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cookbook.programs import Bench
+from tests.cookbook.workshop import BASE_MODEL, build_workshop
+from tests.support.serving import Serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KEY = "tml-cook_c2VjcmV0LW9mLWNvb2s"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """`cotrain serve`, and a workshop beside it."""
+    workshop = build_workshop(tmp_path_factory.mktemp("workshop"))
+    data = tmp_path_factory.mktemp("data")
+    logs = tmp_path_factory.mktemp("logs")
+    with Serving(data, [f"{BASE_MODEL}={workshop / BASE_MODEL}"], [KEY]) as serving:
+        yield Bench(serving.address, KEY, data, workshop, logs)
+
+
+@pytest.fixture(scope="module")
+def bench(server: Bench) -> Iterator[Bench]:
+    """The server; a module during which it complained has failed."""
+    before = server.complaints()
+    yield server
+    assert server.complaints() == before

@@ -1,0 +1,148 @@
+"""Run programs of tinker_cookbook, unmodified, each in a process of its own against a live server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+ROOT = Path(__file__).parents[2]
+COOKBOOK = ROOT / ".sdk" / "tinker_cookbook-0.6.1" / "site-packages"
+TIMEOUT_S = 240
+NOWHERE = "http://127.0.0.1:9"
+"""A proxy that nobody runs: what asks the internet for something is refused at once."""
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a program said, and what its log folder held when it ended."""
+
+    status: int
+    """0, or minus the signal that ended it."""
+    output: str
+    steps: Rows
+    """The metrics of every step, in the order of their writing."""
+    checkpoints: Rows
+    """What the program may be resumed from, oldest first."""
+
+    def series(self, name: str) -> list[float]:
+        """One metric of every step."""
+        return [row[name] for row in self.steps]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A server, one tenant's key to it, and the folder that programs are started in."""
+
+    address: str
+    key: str
+    data_dir: Path
+    workshop: Path
+    logs: Path
+
+    def run(self, recipe: str, folder: str, **options: object) -> Ran:
+        """Run a recipe to its end; `folder` is its log folder, for it to go on from if it is there."""
+        done = subprocess.run(
+            self._command(recipe, folder, options),
+            cwd=self.workshop,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        return self._ran(done.returncode, done.stdout, folder)
+
+    def run_and_kill(self, recipe: str, folder: str, at: str, **options: object) -> Ran:
+        """Run a recipe until it prints a line with a match of `at`, and kill it there."""
+        said = []
+        with subprocess.Popen(
+            self._command(recipe, folder, options),
+            cwd=self.workshop,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as program:
+            assert program.stdout is not None
+            for line in program.stdout:
+                said.append(line)
+                if re.search(at, line):
+                    program.kill()
+        return self._ran(program.returncode, "".join(said), folder)
+
+    def checkpoints(self, run: str) -> dict[str, dict[str, Any]]:
+        """Ask the server for a run's checkpoints, by path."""
+        listed = self.get(f"training_runs/{run}/checkpoints")["checkpoints"]
+        return {checkpoint["tinker_path"]: checkpoint for checkpoint in listed}
+
+    def get(self, path: str) -> Any:
+        """GET something of the tenant's."""
+        answer = httpx.get(f"{self.address}/api/v1/{path}", headers={"X-API-Key": self.key})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def complaints(self) -> list[str]:
+        """List every line of the server's logs that tells of an error or of an answer of 5xx."""
+        lines = [
+            line
+            for log in sorted(self.data_dir.glob("logs/*.log"))
+            for line in log.read_text().splitlines()
+        ]
+        return [line for line in lines if _is_complaint(line)]
+
+    def _ran(self, status: int, output: str, folder: str) -> Ran:
+        rows = _rows(self.logs / folder / "metrics.jsonl")
+        steps = [row for row in rows if any(name.startswith("progress") for name in row)]
+        return Ran(status, output, steps, _rows(self.logs / folder / "checkpoints.jsonl"))
+
+    def _command(self, recipe: str, folder: str, options: Mapping[str, object]) -> Sequence[str]:
+        if not COOKBOOK.is_dir():
+            pytest.fail("tinker_cookbook is missing: run tests/cookbook/fetch.sh")
+        chosen = {"log_path": self.logs / folder, **options}
+        return [
+            *(sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}"),
+            *(f"{name}={value}" for name, value in chosen.items()),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PYTHONPATH": str(COOKBOOK),
+            "TINKER_BASE_URL": self.address,
+            "TINKER_API_KEY": self.key,
+            "HF_HOME": str(self.logs / "huggingface"),
+            "HF_HUB_OFFLINE": "1",
+            "HTTPS_PROXY": NOWHERE,
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+def _rows(path: Path) -> Rows:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _is_complaint(line: str) -> bool:
+    if not line.startswith("{"):
+        return line.startswith("Traceback")
+    entry = json.loads(line)
+    return entry["level"] in ("error", "critical") or entry.get("code", 0) >= 500
+
+
+def run_of(path: str) -> str:
+    """Read the run out of a checkpoint's path."""
+    return path.removeprefix("tinker://").split("/")[0]
