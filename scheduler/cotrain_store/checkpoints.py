@@ -72,12 +72,17 @@ class Checkpoints:
         )
 
     async def copy(
-        self, source: CheckpointRecord, destination: RunRecord, ttl_seconds: int | None
+        self,
+        source: CheckpointRecord,
+        destination: RunRecord,
+        ttl_seconds: int | None,
+        *,
+        reader: TenantId | None = None,
     ) -> CheckpointRecord:
         """Give the weights of a checkpoint a second name, in a new run that is closed.
 
-        `source` was found for the tenant of `destination`: it is that tenant's, or public. Twice is
-        harmless.
+        `source` was found for `reader`, by default the tenant of `destination`: it is that tenant's,
+        or public. Twice is harmless.
 
         Raises:
             CheckpointNotFound: `source` is gone meanwhile.
@@ -92,7 +97,8 @@ class Checkpoints:
             keys.session_runs(destination.session), keys.training_runs(destination.tenant),
             keys.checkpoint(copy.run, copy.kind, copy.name),
         ]  # fmt: skip
-        args = [encode(destination), destination.id, encode(copy)]
+        reader = reader or destination.tenant
+        args = [encode(destination), destination.id, encode(copy), reader]
         answer = await self._copy(script_keys, args)
         if answer == b"GONE":
             raise CheckpointNotFound

@@ -82,6 +82,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
         description="Trains and samples many people's LoRA adapters at once on one base model.",
         lifespan=lifespan,
         responses=errors.ERROR_RESPONSES,
+        # A path with a slash too many is another path, not a hint at the one without.
+        redirect_slashes=False,
     )
     metrics.BUILD_INFO.labels(__version__).set(1)
     app.add_middleware(Edge)

@@ -2,7 +2,7 @@
 -- Twice is harmless: answers the record there is.
 local source, record_key, session_runs, training_runs = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local checkpoint = KEYS[5]
-local record, run, text = ARGV[1], ARGV[2], ARGV[3]
+local record, run, text, reader = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
 local known = redis.call('GET', checkpoint)
 if known or redis.call('EXISTS', record_key) == 1 then
@@ -13,7 +13,7 @@ if not original then
   return 'GONE'
 end
 original = cjson.decode(original)
-if original.weights ~= copy.weights or not (original.public or original.tenant == copy.tenant) then
+if original.weights ~= copy.weights or not (original.public or original.tenant == reader) then
   return 'GONE'
 end
 redis.call('HSET', record_key, 'record', record, 'state', 'closed')

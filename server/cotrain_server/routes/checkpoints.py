@@ -18,6 +18,7 @@ from cotrain_server.checkpoint_validation import check_ttl
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
 from cotrain_server.gate import TenantRoute
+from cotrain_server.routes.weights import quota_reached
 from cotrain_server.sources import find_source, reader_of
 from cotrain_store.audit import AuditEvent
 from cotrain_store.errors import CheckpointNotFound, RunNotFound, SessionFinished
@@ -126,11 +127,15 @@ async def copy_weights(
     name = run_id(session, wanted.model_seq_id or 0)
     if await _is_copied(services, tenant.id, name, wanted.source_path):
         return CopyWeightsResponse(tinker_path=_moved(wanted.source_path, name))
+    if full := await quota_reached(services, tenant.id):
+        raise Invalid(full)
     token = x_tinker_weights_access_token or wanted.weights_access_token
     reader = await reader_of(request, services, tenant.id, token)
     source = await find_source(services, reader, wanted.source_path)
     run = _closed_run(name, tenant.id, session, source)
-    copy = await services.checkpoints.copy(source.checkpoint, run, wanted.ttl_seconds)
+    copy = await services.checkpoints.copy(
+        source.checkpoint, run, wanted.ttl_seconds, reader=reader
+    )
     await _note(services, AuditEvent.CHECKPOINT_COPY, copy)
     return CopyWeightsResponse(tinker_path=copy.path)
 

@@ -1,0 +1,592 @@
+"""Checkpoints over HTTP and a real Redis: saved, loaded, kept, shared, copied and deleted."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import product
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import pyrage
+import pytest
+
+from tests.support.http_api import ALICE, BOB, POOL, running_api
+from tests.support.stand_in import StandIn, stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    import httpx
+
+    from tests.support.http_api import Api
+    from tests.support.redis_server import EmbeddedRedis
+
+SAVES = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+HOUR_S = 3_600
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url) as api:
+        yield api
+
+
+@pytest.fixture
+def worker(api: Api) -> Iterator[StandIn]:
+    with stand_in(api.services) as worker:
+        yield worker
+
+
+async def result(api: Api, worker: StandIn, answer: httpx.Response, key: str = ALICE) -> Any:
+    """Run what was queued; what the request came to."""
+    assert answer.status_code == 200, answer.text
+    await worker.run_log()
+    return (await api.post("retrieve_future", answer.json(), key)).json()
+
+
+async def save(
+    api: Api, worker: StandIn, run: str, seq: int, kind: str = "weights", **fields: Any
+) -> Any:
+    """Save under the name `a`, if nothing else is said; what the save answers."""
+    key = fields.pop("key", ALICE)
+    body = {"model_id": run, "seq_id": seq, "path": "a", **fields}
+    return await result(api, worker, await api.post(SAVES[kind], body, key), key)
+
+
+async def load(api: Api, run: str, seq: int, path: str, **fields: Any) -> httpx.Response:
+    key = fields.pop("key", ALICE)
+    body = {"model_id": run, "seq_id": seq, "path": path, "optimizer": False, **fields}
+    return await api.post("load_weights", body, key)
+
+
+async def start(api: Api, path: str, number: int = 1, **fields: Any) -> httpx.Response:
+    """Start a run by a load, in a new session if none is given."""
+    key = fields.pop("key", ALICE)
+    if "session_id" not in fields:
+        fields["session_id"] = (await api.post("create_session", {}, key)).json()["session_id"]
+    body = {"model_seq_id": number, "path": path, "optimizer": True, **fields}
+    return await api.post("load_weights", body, key)
+
+
+def url_of(path: str, then: str = "") -> str:
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    return f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}{then}"
+
+
+async def change(api: Api, method: str, path: str, then: str = "", **kwargs: Any) -> httpx.Response:
+    headers = {"X-API-Key": kwargs.pop("key", ALICE)}
+    return await api.http.request(method, url_of(path, then), headers=headers, **kwargs)
+
+
+async def info(api: Api, path: str, key: str = ALICE) -> httpx.Response:
+    return await api.post("weights_info", {"tinker_path": path}, key)
+
+
+# ---- Save ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SAVES)
+async def test_a_save_answers_with_the_path_of_its_kind(
+    api: Api, worker: StandIn, kind: str
+) -> None:
+    run = await api.new_run()
+    answer = await save(api, worker, run, 1, kind)
+    assert (answer["path"], answer["type"]) == (f"tinker://{run}/{kind}/a", SAVES[kind])
+
+
+async def test_a_training_save_without_a_name_gets_one(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    answer = await save(api, worker, run, 1, path=None)
+    assert answer["path"] == f"tinker://{run}/weights/000001"
+
+
+async def test_a_save_sent_again_is_the_same_request(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    body = {"model_id": run, "seq_id": 1, "path": "a"}
+    first, again = [(await api.post("save_weights", body)).json() for _ in range(2)]
+    assert first == again
+    path = (await result(api, worker, await api.post("save_weights", body)))["path"]
+    assert (await change(api, "DELETE", path)).status_code == 204
+    assert (await api.post("save_weights", body)).json() == first
+    other = await api.post("save_weights_external", body)
+    assert other.json()["code"] == "seq_conflict"
+
+
+async def test_a_name_that_is_taken_stays_unless_it_may_be_overwritten(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    await save(api, worker, run, 1)
+    refused = await save(api, worker, run, 2)
+    assert refused == {
+        "error": "Checkpoint name 'a' already exists in this run; pass overwrite=true to replace it.",
+        "category": "user",
+    }
+    assert "path" in await save(api, worker, run, 3, overwrite=True)
+
+
+async def test_a_wrong_save_fails_in_its_place_and_the_run_goes_on(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    refused = await save(api, worker, run, 1, path="../../etc/passwd")
+    assert refused["category"] == "user"
+    assert refused["error"].startswith("path must be a name")
+    recipients = ["age1nobody"]
+    refused = await save(
+        api, worker, run, 2, "external_weights", age_encryption_recipients=recipients
+    )
+    assert refused["error"].startswith("age_encryption_recipients[0]: not an age X25519 recipient")
+    good = [str(pyrage.x25519.Identity.generate().to_public())]
+    kept = await save(api, worker, run, 3, "external_weights", age_encryption_recipients=good)
+    assert kept["path"] == f"tinker://{run}/external_weights/a"
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit"),
+    [
+        ({"quota_checkpoints": 1}, "1 checkpoints"),
+        ({"quota_checkpoint_bytes": 1_000}, "1000 bytes"),
+    ],
+)
+async def test_over_the_quota_a_save_fails_and_works_again_once_something_is_deleted(
+    empty_redis: EmbeddedRedis, limits: dict[str, Any], limit: str
+) -> None:
+    async with running_api(empty_redis.url, **limits) as api:
+        with stand_in(api.services) as worker:
+            run, bobs = await api.new_run(), await api.new_run(BOB)
+            path = (await save(api, worker, run, 1))["path"]
+            reached = (
+                f"Checkpoint storage quota reached ({limit}). Delete some that are not needed."
+            )
+            for seq, kind in enumerate(SAVES, 2):
+                refused = await save(api, worker, run, seq, kind, path="b")
+                assert refused == {"error": reached, "category": "user"}
+            assert (await copy(api, path)).json()["detail"] == reached
+            assert "path" in await save(api, worker, bobs, 1, key=BOB)
+            unnamed = {"path": None, "sampling_session_seq_id": 0}
+            sampler = await save(api, worker, run, 5, "sampler_weights", **unnamed)
+            assert sampler["sampling_session_id"]
+            await change(api, "DELETE", path)
+            assert "path" in await save(api, worker, run, 6, path="b")
+
+
+# ---- Load ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
+async def test_a_load_into_a_run_answers_with_its_path(
+    api: Api, worker: StandIn, kind: str
+) -> None:
+    run, other = await api.new_run(), await api.new_run()
+    path = (await save(api, worker, run, 1, kind))["path"]
+    answer = await result(api, worker, await load(api, other, 1, path))
+    assert answer == {"path": path, "model_id": other, "type": "load_weights"}
+
+
+async def test_a_load_sent_again_is_the_same_request_whatever_became_of_its_path(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1))["path"]
+    first = await load(api, run, 2, path)
+    await save(api, worker, run, 3, overwrite=True)
+    assert (await load(api, run, 2, path)).json() == first.json()
+    await change(api, "DELETE", path)
+    assert (await load(api, run, 2, path)).json() == first.json()
+    assert "path" in await result(api, worker, first)
+    assert (await load(api, run, 2, path + "b")).json()["code"] == "seq_conflict"
+
+
+async def test_a_load_that_cannot_be_fails_in_its_place(api: Api, worker: StandIn) -> None:
+    run, small = await api.new_run(), await api.new_run(rank=2)
+    path = (await save(api, worker, run, 1))["path"]
+    bare = (await save(api, worker, run, 2, "sampler_weights"))["path"]
+    export = (await save(api, worker, run, 3, "external_weights"))["path"]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"path": path[:-1] + "b"}, "Checkpoint not found."),
+        ({"path": "tinker://a/b"}, "Malformed checkpoint path."),
+        ({"path": None}, "path: Input should be a valid string."),
+        ({"path": path}, "The checkpoint has rank 4, train_attn=True"),
+        ({"path": export}, "external_weights are for download only"),
+        ({"path": path, "weights_access_token": "tml-no"}, "weights_access_token is not a valid"),
+        ({"path": path, "weights_access_token": "eyJ.a.b"}, "weights_access_token is not a valid"),
+    ]
+    for seq, (fields, message) in enumerate(cases, 1):
+        answer = await result(api, worker, await load(api, small, seq, **fields))
+        assert answer["category"] == "user"
+        assert answer["error"].startswith(message)
+    answer = await result(api, worker, await load(api, run, 4, bare, optimizer=True))
+    assert answer["error"] == "This checkpoint has no optimizer state; load it without."
+    assert "path" in await result(api, worker, await load(api, run, 5, bare))
+
+
+async def test_a_run_started_by_a_load_is_what_the_checkpoint_was(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run(train_unembed=False)
+    path = (await save(api, worker, run, 1))["path"]
+    answer = await start(api, path, user_metadata={"renderer": "qwen3"})
+    model = answer.json()["model_id"]
+    assert model.endswith(":train:1")
+    done = await result(api, worker, answer)
+    assert done == {"path": path, "model_id": model, "type": "load_weights"}
+    told = (await api.post("get_info", {"model_id": model})).json()
+    assert (told["lora_rank"], told["model_name"]) == (4, POOL.base_model)
+    assert told["optimizer_config"] == {"type": "adamw"}
+    record = await api.services.records.run((await tenant_of(api)).id, model)
+    assert record.user_metadata == {"renderer": "qwen3"}
+    assert "path" in await save(api, worker, model, 1)
+
+
+async def test_a_run_started_twice_is_one_whatever_became_of_its_path(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1))["path"]
+    first = await start(api, path)
+    session = first.json()["model_id"].partition(":")[0]
+    await save(api, worker, run, 2, overwrite=True)
+    assert (await start(api, path, session_id=session)).json() == first.json()
+    await change(api, "DELETE", path)
+    assert (await start(api, path, session_id=session)).json() == first.json()
+    assert "path" in await result(api, worker, first)
+    other = await save(api, worker, run, 3)
+    taken = await start(api, other["path"], session_id=session, user_metadata={"x": "y"})
+    assert taken.json()["code"] == "seq_conflict"
+
+
+async def test_a_run_that_cannot_be_started_so_is_refused_now(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1))["path"]
+    bare = (await save(api, worker, run, 2, "sampler_weights"))["path"]
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"path": path + "b"}, 404, "Checkpoint not found."),
+        ({"path": "nothing"}, 400, "Malformed checkpoint path."),
+        ({"path": bare}, 400, "This checkpoint has no optimizer state; load it without."),
+        ({"path": path, "base_model": "other"}, 400, "The checkpoint is of base model tiny/model."),
+        (
+            {"path": path, "optimizer_config": {"type": "dimuon", "version": 1}},
+            400,
+            "optimizer_config.type: adamw is the only optimizer here.",
+        ),
+        ({"path": path, "user_metadata": {"a": "x" * 70_000}}, 400, "user_metadata may have"),
+        ({"path": path, "number": -1}, 400, "model_seq_id: "),
+        ({"path": path, "session_id": "0" * 32}, 404, "Session not found."),
+    ]
+    for fields, status, message in cases:
+        answer = await start(api, **fields)
+        assert (answer.status_code, answer.json()["detail"][: len(message)]) == (status, message)
+    body = {"path": path, "optimizer": True}
+    assert (await api.post("load_weights", body)).status_code == 400
+    assert (await start(api, path, base_model=POOL.base_model)).status_code == 200
+
+
+async def test_a_load_holds_on_to_weights_that_are_deleted_meanwhile(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1))["path"]
+    queued = await load(api, run, 2, path)
+    await change(api, "DELETE", path)
+    assert worker.sampling.unused_weights() == []
+    assert (await result(api, worker, queued))["path"] == path
+
+
+# ---- Share ---------------------------------------------------------------------------------------
+
+
+async def test_nobody_else_can_use_a_checkpoint_until_it_is_published(
+    api: Api, worker: StandIn
+) -> None:
+    run, bobs = await api.new_run(), await api.new_run(BOB)
+    path = (await save(api, worker, run, 1))["path"]
+
+    async def bob_can() -> list[bool]:
+        seq = next(places)
+        loaded = await result(api, worker, await load(api, bobs, seq, path, key=BOB), BOB)
+        session = bobs.partition(":")[0]
+        sampler = {
+            "session_id": session,
+            "sampling_session_seq_id": seq,
+            "model_path": path,
+        }
+        return [
+            "path" in loaded,
+            (await info(api, path, BOB)).status_code == 200,
+            (await start(api, path, key=BOB)).status_code == 200,
+            (await api.post("create_sampling_session", sampler, BOB)).status_code == 200,
+            (await change(api, "GET", path, "/archive", key=BOB)).status_code == 302,
+        ]
+
+    places = iter(range(1, 9))
+    assert await bob_can() == [False] * 5
+    assert (await change(api, "POST", path, "/publish")).status_code == 204
+    assert await bob_can() == [True] * 5
+    for method, then, body in [
+        ("DELETE", "", None),
+        ("POST", "/publish", None),
+        ("DELETE", "/publish", None),
+        ("PUT", "/ttl", {"ttl_seconds": HOUR_S}),
+    ]:
+        answer = await change(api, method, path, then, key=BOB, json=body)
+        assert (answer.status_code, answer.json()["detail"]) == (404, "Checkpoint not found.")
+    assert (await change(api, "DELETE", path, "/publish")).status_code == 204
+    assert await bob_can() == [False] * 5
+
+
+async def test_a_key_of_its_owner_opens_a_checkpoint_to_another_tenant(
+    api: Api, worker: StandIn
+) -> None:
+    run, bobs = await api.new_run(), await api.new_run(BOB)
+    path = (await save(api, worker, run, 1))["path"]
+    token: dict[str, Any] = {"key": BOB, "weights_access_token": ALICE}
+    loaded = await result(api, worker, await load(api, bobs, 1, path, **token), BOB)
+    assert loaded["path"] == path
+    assert (await start(api, path, **token)).status_code == 200
+    assert (await start(api, path, key=BOB, weights_access_token=BOB)).status_code == 404
+    assert (await start(api, path, key=BOB, weights_access_token="tml-x")).status_code == 400
+
+
+async def test_many_wrong_keys_for_anothers_weights_are_slowed(api: Api, worker: StandIn) -> None:
+    path = (await save(api, worker, await api.new_run(), 1))["path"]
+    answers = [await start(api, path, key=BOB, weights_access_token=f"tml-{n}") for n in range(11)]
+    assert [answer.status_code for answer in answers] == [400] * 10 + [429]
+
+
+# ---- Keep ----------------------------------------------------------------------------------------
+
+
+async def test_a_deleted_checkpoint_is_gone_and_its_name_free(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1))["path"]
+    assert (await change(api, "DELETE", path)).status_code == 204
+    assert (await change(api, "DELETE", path)).status_code == 404
+    assert (await info(api, path)).status_code == 404
+    assert (await save(api, worker, run, 2))["path"] == path
+
+
+async def test_a_checkpoint_with_the_name_of_a_route_can_be_deleted(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    for seq, name in enumerate(["publish", "ttl", "archive"], 1):
+        path = (await save(api, worker, run, seq, path=name))["path"]
+        assert (await change(api, "POST", path, "/publish")).status_code == 204
+        assert (await change(api, "DELETE", path, "/publish")).status_code == 204
+        assert (await info(api, path)).status_code == 200
+        assert (await change(api, "DELETE", path)).status_code == 204
+        assert (await info(api, path)).status_code == 404
+
+
+async def test_how_long_a_checkpoint_is_kept_can_be_changed(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1))["path"]
+    tenant = (await tenant_of(api)).id
+
+    async def expires_in() -> float | None:
+        expires_at = (await api.services.records.checkpoint(tenant, path)).expires_at
+        return None if expires_at is None else round((expires_at - time.time()) / HOUR_S)
+
+    assert await expires_in() is None
+    assert (await change(api, "PUT", path, "/ttl", json={"ttl_seconds": 7_200})).status_code == 204
+    assert await expires_in() == 2
+    assert (await change(api, "PUT", path, "/ttl", json={"ttl_seconds": None})).status_code == 204
+    assert await expires_in() is None
+    for body, status in [({"ttl_seconds": 3_599}, 400), ({}, 422), ({"ttl_seconds": "1h"}, 422)]:
+        assert (await change(api, "PUT", path, "/ttl", json=body)).status_code == status
+
+
+async def test_what_is_done_to_checkpoints_is_noted(api: Api, worker: StandIn) -> None:
+    path = (await save(api, worker, await api.new_run(), 1))["path"]
+    await change(api, "PUT", path, "/ttl", json={"ttl_seconds": HOUR_S})
+    await change(api, "POST", path, "/publish")
+    await change(api, "GET", path, "/archive", key=BOB)
+    await change(api, "DELETE", path, "/publish")
+    await copy(api, path)
+    await change(api, "DELETE", path)
+    await change(api, "DELETE", path)
+    assert await events(api, ALICE) == [
+        "checkpoint_set_ttl",
+        "checkpoint_publish",
+        "checkpoint_unpublish",
+        "checkpoint_copy",
+        "checkpoint_delete",
+    ]
+    assert await events(api, BOB) == ["checkpoint_read"]
+
+
+# ---- Copy ----------------------------------------------------------------------------------------
+
+
+async def copy(api: Api, path: str, key: str = ALICE, **fields: Any) -> httpx.Response:
+    headers = fields.pop("headers", {})
+    if "session_id" not in fields:
+        fields = {"destination_project_id": "archive", **fields}
+    return await api.post("copy_weights", {"source_path": path, **fields}, key, headers=headers)
+
+
+@pytest.mark.parametrize("kind", SAVES)
+async def test_a_copy_is_of_the_same_kind_in_a_run_that_cannot_be_trained_on(
+    api: Api, worker: StandIn, kind: str
+) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1, kind))["path"]
+    copied = (await copy(api, path)).json()["tinker_path"]
+    copies_run = copied.removeprefix("tinker://").partition("/")[0]
+    assert copied == f"tinker://{copies_run}/{kind}/a" != path
+    assert (await info(api, copied)).json() == (await info(api, path)).json()
+    step = {"model_id": copies_run, "seq_id": 1, "adam_params": {}}
+    assert (await api.post("optim_step", step)).status_code in {400, 404}
+    await change(api, "DELETE", path)
+    assert (await info(api, copied)).status_code == 200
+    if kind != "external_weights":
+        assert (await start(api, copied, optimizer=False)).status_code == 200
+
+
+async def test_a_copy_repeated_with_its_key_is_one_whatever_became_of_its_source(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1))["path"]
+    headers = {"X-Idempotency-Key": "abc"}
+    first = (await copy(api, path, headers=headers)).json()
+    await save(api, worker, run, 2, overwrite=True)
+    assert (await copy(api, path, headers=headers)).json() == first
+    await change(api, "DELETE", path)
+    assert (await copy(api, path, headers=headers)).json() == first
+    assert (await copy(api, path, headers={"X-Idempotency-Key": "abd"})).status_code == 404
+    other = (await save(api, worker, run, 3, path="b"))["path"]
+    assert (await copy(api, other, headers=headers)).json()["code"] == "seq_conflict"
+
+
+async def test_the_same_key_of_two_tenants_makes_two_copies(api: Api, worker: StandIn) -> None:
+    path = (await save(api, worker, await api.new_run(), 1))["path"]
+    await change(api, "POST", path, "/publish")
+    headers = {"X-Idempotency-Key": "abc"}
+    copies = {(await copy(api, path, key, headers=headers)).text for key in (ALICE, BOB)}
+    assert len(copies) == 2
+
+
+async def test_a_copy_goes_to_a_place_in_a_session(api: Api, worker: StandIn) -> None:
+    path = (await save(api, worker, await api.new_run(), 1))["path"]
+    session = (await api.post("create_session", {})).json()["session_id"]
+    slot = {"session_id": session, "model_seq_id": 5, "ttl_seconds": HOUR_S}
+    answers = [(await copy(api, path, **slot)).json() for _ in range(2)]
+    assert answers == [{"tinker_path": f"tinker://{session}:train:5/weights/a"}] * 2
+    record = await api.services.records.checkpoint(
+        (await tenant_of(api)).id, answers[0]["tinker_path"]
+    )
+    assert record.expires_at is not None
+
+
+async def test_a_copy_of_anothers_checkpoint_needs_leave(api: Api, worker: StandIn) -> None:
+    path = (await save(api, worker, await api.new_run(), 1))["path"]
+    assert (await copy(api, path, BOB)).status_code == 404
+    token = {"X-Tinker-Weights-Access-Token": ALICE}
+    copied = await copy(api, path, BOB, headers=token)
+    assert copied.status_code == 200
+    assert (await info(api, copied.json()["tinker_path"], BOB)).status_code == 200
+    assert (await info(api, copied.json()["tinker_path"])).status_code == 404
+
+
+async def test_a_copy_must_go_somewhere(api: Api, worker: StandIn) -> None:
+    path = (await save(api, worker, await api.new_run(), 1))["path"]
+    for body in ({}, {"session_id": "s"}, {"model_seq_id": 1}):
+        answer = await api.post("copy_weights", {"source_path": path, **body})
+        assert answer.status_code == 400
+
+
+# ---- Paths ---------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "..", "../..", "%2e%2e", "%2e%2e%2f%2e%2e%2fetc%2fpasswd", "a%00", "%00", "a%0a", "//", "a//b",
+    "%EF%BC%8E%EF%BC%8E", "%E2%80%A5", "a/../b", "a" * 4_096, "a%2fb", "..%5c..", "a%252e%252e",
+    "%ff%fe", "a..b", "~", "a;b", "a%3fb", "a%20b", "-a", ".a", "a/",
+]  # fmt: skip
+
+CHANGES = [
+    ("DELETE", ""),
+    ("POST", "/publish"),
+    ("DELETE", "/publish"),
+    ("PUT", "/ttl"),
+    ("GET", "/archive"),
+    ("GET", "/external_weights_urls"),
+]
+
+
+async def test_no_name_leads_anywhere_else(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1))["path"]
+    for name, kind in product(
+        HOSTILE, ["weights", "%2e%2e", "Weights", "snapshots", "weights%2f.."]
+    ):
+        for method, then in CHANGES:
+            target = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}{then}"
+            status, detail = await ask_raw(api, method, target)
+            assert status in {400, 404, 405}, target
+            assert status != 400 or detail == "Malformed checkpoint path."
+    assert (await info(api, path)).status_code == 200
+
+
+async def ask_raw(api: Api, method: str, target: str) -> tuple[int, str]:
+    """Send a target as it stands: HTTP clients tidy it up. The status, and what was said."""
+    messages: list[Any] = []
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": unquote(target),
+        "raw_path": target.encode(),
+        "query_string": b"",
+        "headers": [(b"x-api-key", ALICE.encode()), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("server", 80),
+        "scheme": "http",
+    }
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b'{"ttl_seconds":null}'}
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    await api.app(scope, receive, send)
+    body = b"".join(message.get("body", b"") for message in messages)
+    return messages[0]["status"], json.loads(body)["detail"]
+
+
+NO_PATHS = [
+    "x", "tinker://", "tinker://{run}", "tinker://{run}/weights", "tinker://{run}/weights/",
+    "tinker://{run}/weights/../a", "tinker://{run}/weights/a/", "tinker://{run}//a",
+    "tinker://{run}/weights/a\0", "tinker://../weights/a", "tinker://{run}/sampler/a",
+    "file:///etc/passwd", "tinker://{run}/weights/a\n", "TINKER://{run}/weights/a",
+    "tinker://{run}/weights/\uff0e\uff0e",
+]  # fmt: skip
+
+
+async def test_what_is_no_path_is_malformed_everywhere(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    await save(api, worker, run, 1)
+    for seq, wrong in enumerate(NO_PATHS, 2):
+        path = wrong.format(run=run)
+        for answer in (await info(api, path), await start(api, path), await copy(api, path)):
+            assert answer.status_code == 400, path
+            assert answer.json()["detail"] == "Malformed checkpoint path."
+        failed = await result(api, worker, await load(api, run, seq, path))
+        assert failed == {"error": "Malformed checkpoint path.", "category": "user"}
+
+
+async def tenant_of(api: Api, key: str = ALICE) -> Any:
+    return await api.services.tenants.authenticate(key)
+
+
+async def events(api: Api, key: str) -> list[str]:
+    """Name what was noted about a tenant, oldest first."""
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    entries = (await api.get(f"audit?day={day}", key)).json()["entries"]
+    return [entry["event"] for entry in entries]
