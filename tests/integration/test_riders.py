@@ -1,0 +1,237 @@
+"""Ops without a seq of the client: each has its place in the run's order, and the client's move on."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cotrain_store import keys
+from cotrain_store.errors import RunClosed, SeqConflict, SeqTooFar
+from cotrain_store.execution import DIGESTS_KEPT
+from cotrain_store.futures import Pending
+from cotrain_store.intake import MAX_AHEAD
+from cotrain_store.messages import OpKind, RequestId, TenantId
+from tests.support.log import open_log
+from tests.support.stack import POOL
+
+if TYPE_CHECKING:
+    from cotrain_store.messages import RunRecord
+    from tests.support.log import Log
+    from tests.support.redis_server import EmbeddedRedis
+
+A = TenantId("a")
+
+
+async def ride(log: Log, run: RunRecord, content: str = "r", key: str = "") -> int:
+    """Submit a rider; return its place."""
+    request = await log.intake.submit(
+        run, None, OpKind.REVERSE_KL, content.encode(), 3, content, idempotency_key=key
+    )
+    return place(request)
+
+
+async def send(log: Log, run: RunRecord, seq: int) -> int:
+    """Submit the client's op of that seq; return its place."""
+    content = f"op {seq}"
+    request = await log.intake.submit(
+        run, seq, OpKind.FORWARD_BACKWARD, content.encode(), 3, content
+    )
+    return place(request)
+
+
+def place(request: RequestId) -> int:
+    return int(request.rpartition(":")[2])
+
+
+async def executed(log: Log) -> list[str]:
+    """Run all that may run; return the contents in the order of their execution."""
+    contents: list[str] = []
+    while await log.dispatch.ready(POOL):
+        step = await log.plan()
+        contents += [(body or b"").decode() for body in log.execution.bodies(step.ops)]
+        log.commit(step)
+    return [content for content in contents if not content.startswith("{")]
+
+
+async def test_a_rider_runs_behind_what_is_accepted_and_before_what_comes(log: Log) -> None:
+    run = await log.new_run()
+    assert await send(log, run, 1) == 1
+    assert await ride(log, run, "one") == 2
+    assert await ride(log, run, "two") == 3
+    assert await send(log, run, 2) == 4
+    assert await ride(log, run, "three") == 5
+    assert await send(log, run, 3) == 6
+    assert await executed(log) == ["op 1", "one", "two", "op 2", "three", "op 3"]
+
+
+async def test_a_seq_that_is_missing_keeps_its_place(log: Log) -> None:
+    run = await log.new_run()
+    assert await send(log, run, 3) == 3
+    assert await send(log, run, 2) == 2
+    assert await ride(log, run) == 4
+    assert await executed(log) == []  # it waits for what the client sent before
+    assert await send(log, run, 4) == 5
+    assert await send(log, run, 1) == 1
+    assert await executed(log) == ["op 1", "op 2", "op 3", "r", "op 4"]
+
+
+async def test_riders_with_one_key_are_one(log: Log) -> None:
+    run = await log.new_run()
+    once = await ride(log, run, key="k")
+    await send(log, run, 1)
+    before = log.everything()
+    assert await ride(log, run, key="k") == once
+    with pytest.raises(SeqConflict, match="This request was already used"):
+        await ride(log, run, "other", key="k")
+    assert log.everything() == before
+    assert await ride(log, run, key="l") == 3
+    assert await ride(log, run) == 4
+    assert await ride(log, run) == 5  # nothing tells that these are the same
+    await executed(log)
+    assert await ride(log, run, key="k") == once  # as long as its digest is kept
+
+
+async def test_a_repeat_of_a_seq_behind_riders_gets_the_same_request(log: Log) -> None:
+    run = await log.new_run()
+    await ride(log, run)
+    once = await send(log, run, 1)
+    await ride(log, run)
+    await executed(log)
+    log.execution.register_snapshot(run.id, 3, "file", "sha")
+    before = log.everything()
+    assert await send(log, run, 1) == once == 2
+    assert await log.intake.repeated(run, 1, "op 1") == f"{run.id}:2"
+    assert log.everything() == before
+
+
+async def test_the_key_of_a_rider_goes_with_its_digest(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.execution.DIGESTS_KEPT", 2)
+    assert DIGESTS_KEPT > 2
+    run = await log.new_run()
+    await ride(log, run, key="k")
+    for seq in (1, 2):
+        await send(log, run, seq)
+    await executed(log)
+    log.execution.register_snapshot(run.id, 2, "file", "sha")
+    fields = set(log.redis.hkeys(keys.digests(POOL, run.id)))
+    assert fields == {b"1", b"2", b"3", b"key:k", b"rider:1"}
+    log.execution.register_snapshot(run.id, 3, "file", "sha")
+    assert set(log.redis.hkeys(keys.digests(POOL, run.id))) == {b"2", b"3"}
+
+
+async def test_a_rider_counts_against_how_far_ahead_a_client_may_be(log: Log) -> None:
+    run = await log.new_run()
+    await send(log, run, MAX_AHEAD - 1)
+    before = log.everything()
+    with pytest.raises(SeqTooFar, match="This request is too far ahead"):
+        await ride(log, run)
+    assert log.everything() == before
+
+
+async def test_a_closed_run_takes_no_riders(log: Log) -> None:
+    run = await log.new_run()
+    behind = await ride(log, run, key="k")
+    await log.intake.close_run(run)
+    with pytest.raises(RunClosed):
+        await ride(log, run)
+    assert await ride(log, run, key="k") == behind
+    result = log.result(run, behind)
+    assert result
+    assert "unloaded" in result.json()["error"]
+    await executed(log)
+    assert log.execution.forget(run.id)
+    assert not log.redis.exists(keys.riders(POOL, run.id), keys.digests(POOL, run.id))
+
+
+async def test_a_gap_behind_a_rider_is_named_as_the_client_counts(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await log.new_run()
+    await ride(log, run)
+    waiting = await send(log, run, 2)
+    assert waiting == 3
+    await executed(log)
+    log.redis.zadd(keys.gaps(POOL), {run.id: (time.time() - 1_000) * 1_000})
+    async with log.futures() as futures:
+        pending = await futures.wait(A, RequestId(f"{run.id}:{waiting}"), 0.0)
+    assert isinstance(pending, Pending)
+    assert pending.reason == "waiting for seq_id 1, which never came"
+    await log.dispatch.expire_gap(POOL, run.id, A)
+    assert log.result(run, waiting)
+    assert await send(log, run, 1) == 2  # should it come after all, it runs
+    assert await executed(log) == ["op 1"]
+
+
+#: The client's seqs in the order of their arrival, by how far each is moved from its place; then
+#: what happens between them: riders (by key), repeats, cycles.
+_ARRIVALS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+_EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ride"), st.sampled_from(["", "k", "l", "m"])),
+        st.tuples(st.just("repeat"), st.integers(1, 12)),
+        st.tuples(st.just("cycle"), st.just(0)),
+        st.tuples(st.just("next"), st.just(0)),
+    ),
+    max_size=24,
+)
+
+
+@given(arrivals=_ARRIVALS, events=_EVENTS)
+@settings(max_examples=60, deadline=None)
+def test_any_interleaving_gives_one_order_with_every_op_once(
+    redis_server: EmbeddedRedis, arrivals: list[int], events: list[tuple[str, str | int]]
+) -> None:
+    redis_server.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_interleave(redis_server.url, Path(folder), arrivals, events))
+
+
+async def _interleave(
+    url: str, folder: Path, arrivals: list[int], events: list[tuple[str, str | int]]
+) -> None:
+    count = len(arrivals)
+    waiting = sorted(range(1, count + 1), key=lambda seq: (seq + arrivals[seq - 1], seq))
+    order: list[str] = []
+    places: dict[str, int] = {}  # content → place
+    bounds: dict[str, tuple[set[str], int]] = {}  # rider → what was accepted, highest seq of those
+
+    async with open_log(url, folder) as log:
+        run = await log.new_run()
+
+        async def accept_next() -> None:
+            seq = waiting.pop(0)
+            places[f"op {seq}"] = await send(log, run, seq)
+
+        for number, (what, which) in enumerate([*events, *[("next", 0)] * count]):
+            if what == "ride":
+                content = f"rider {which or number}"
+                found = await ride(log, run, content, key=str(which))
+                if content not in places:
+                    accepted = set(places)
+                    highest = max((int(c[3:]) for c in accepted if c.startswith("op")), default=0)
+                    bounds[content] = (accepted, highest)
+                assert places.setdefault(content, found) == found
+            elif what == "repeat" and f"op {which}" in places:
+                assert await send(log, run, int(which)) == places[f"op {which}"]
+            elif what == "cycle":
+                order += await executed(log)
+            elif what == "next" and waiting:
+                await accept_next()
+        order += await executed(log)
+
+    assert sorted(places.values()) == list(range(1, len(places) + 1))  # one each, none free
+    assert order == sorted(places, key=places.__getitem__)  # each once, in that order
+    sent = [content for content in order if content.startswith("op")]
+    assert sent == [f"op {seq}" for seq in range(1, count + 1)]  # the client's own in its order
+    for rider, (accepted, highest) in bounds.items():
+        assert all(places[before] < places[rider] for before in accepted)
+        assert all(places[rider] < places[f"op {seq}"] for seq in range(highest + 1, count + 1))
