@@ -28,6 +28,7 @@ from tests.conformance.scenarios import (
     step,
 )
 
+PROJECT = "a-project"
 STEPS = 2
 """Steps before the checkpoint, and steps after it."""
 TTL_S = 7200
@@ -58,6 +59,12 @@ def from_state(bench: Bench, path: str, **options: Any) -> Any:
 def from_all_of_state(bench: Bench, path: str, **options: Any) -> Any:
     """Start a run from a checkpoint's weights and optimizer state."""
     return made(bench.service.create_training_client_from_state_with_optimizer(path, **options))
+
+
+def in_project(bench: Bench) -> Any:
+    """Belong to a project: what the SDK copies, it copies into one."""
+    key = os.environ["TINKER_API_KEY"]
+    return tinker.ServiceClient(base_url=bench.base_url, api_key=key, project_id=PROJECT)
 
 
 def rest_of(bench: Bench) -> Any:
@@ -223,6 +230,7 @@ def published(bench: Bench) -> Facts:
     stranger = bench.of_key(1)
     run, rest, foreign = steps(bench.run()), rest_of(bench), rest_of(stranger)
     path = saved(run, "shared")
+    saved(run, "kept")
     own = stranger.run()
 
     def tried() -> Facts:
@@ -244,19 +252,21 @@ def published(bench: Bench) -> Facts:
             "ttl": error_of(
                 lambda: foreign.set_checkpoint_ttl_from_tinker_path(path, None).result()
             ),
-            "list": error_of(lambda: foreign.list_checkpoints(run.model_id).result()),
         }
 
     facts: Facts = {"private": tried(), "private_writes": taken()}
+    facts["private_list"] = error_of(lambda: listed(foreign, run))
     rest.publish_checkpoint_from_tinker_path(path).result()
     facts["is_public"] = listed(rest, run)["weights/shared"]["public"]
     facts["mine"] = seen(run)
     own.load_state(path).result()
     facts["theirs"] = [seen(from_state(stranger, path)), seen(own)]
     facts["public"] = tried()
+    facts["public_list"] = sorted(listed(foreign, run))
     facts["public_writes"] = taken()
     rest.unpublish_checkpoint_from_tinker_path(path).result()
     facts["again_private"] = tried()
+    facts["again_private_list"] = error_of(lambda: listed(foreign, run))
     facts["is_private"] = listed(rest, run)["weights/shared"]["public"]
     return facts
 
@@ -280,8 +290,8 @@ def copied(bench: Bench) -> Facts:
     run, rest = steps(bench.run()), rest_of(bench)
     path = saved(run, "original")
     copies = [
-        bench.service.copy_weights(path).result(),
-        rest.copy_weights(path, "a-project").result(),
+        in_project(bench).copy_weights(path).result(),
+        rest.copy_weights(path, PROJECT).result(),
     ]
     rest.delete_checkpoint_from_tinker_path(path).result()
     owner = copies[0].removeprefix("tinker://").partition("/")[0]
@@ -292,7 +302,7 @@ def copied(bench: Bench) -> Facts:
         "original": seen(run),
         "loaded": [seen(from_all_of_state(bench, copy)) for copy in copies],
         "listed": [each.tinker_path for each in rest.list_checkpoints(owner).result().checkpoints],
-        "foreign": error_of(lambda: stranger.copy_weights(copies[0], "a-project").result()),
+        "foreign": error_of(lambda: stranger.copy_weights(copies[0], PROJECT).result()),
     }
 
 
@@ -374,7 +384,7 @@ def undisturbed(bench: Bench) -> Facts:
     paths = [path, run.save_weights_for_sampler("sampled").result().path]
     if not IS_OLD:
         paths.append(run.save_weights_external("exported").result().path)
-        copy = bench.service.copy_weights(path).result()
+        copy = rest.copy_weights(path, PROJECT).result()
         paths.append(rest.list_checkpoints(_run_of(copy)).result().checkpoints[0].tinker_path)
     return {
         "seen": [seen(run), seen(created), seen(steps(created))],

@@ -170,7 +170,9 @@ def test_a_deleted_checkpoint_is_gone_everywhere_and_its_name_is_free(
 
 @pytest.mark.parametrize("when", ["private", "again_private"])
 def test_a_foreign_checkpoint_is_not_there(checkpointed: CheckpointReport, when: str) -> None:
-    facts = checkpointed.facts["published"][when]
+    published = checkpointed.facts["published"]
+    assert published[f"{when}_list"]["error"] == "NotFoundError"
+    facts = published[when]
     assert facts["load"]["error"] == "RequestFailedError"
     for what in ("create", "weights_info", "sample"):
         assert facts[what]["error"] == "NotFoundError", what
@@ -181,6 +183,7 @@ def test_a_published_checkpoint_is_read_by_other_tenants(checkpointed: Checkpoin
     assert (facts["is_public"], facts["is_private"]) == (True, False)
     assert facts["theirs"] == [facts["mine"]] * 2
     assert all(each["error"] is None for each in facts["public"].values()), facts["public"]
+    assert facts["public_list"] == ["weights/shared"]
 
 
 @pytest.mark.parametrize("when", ["private_writes", "public_writes"])

@@ -25,14 +25,19 @@ PAGE = ROOT / "docs" / "compatibility.md"
 PATIENCE_S = 1800
 
 
-def walk(sdk: str, address: str, base_model: str, *rows: str) -> Found:
-    """Walk through one SDK in a process of its own; with names of rows, through those alone."""
+def walk(sdk: str, address: str, base_model: str, *rows: str, exchanging: str = "") -> Found:
+    """Walk through one SDK in a process of its own; with names of rows, through those alone.
+
+    `exchanging` is the address of a server that gives every API key a token.
+    """
     folder = ROOT / ".sdk" / f"tinker-{sdk}"
     environment = {
         **os.environ,
         "PYTHONPATH": "" if sdk == INSTALLED else str(folder),
         "TINKER_BASE_URL": address,
+        "EXCHANGING_BASE_URL": exchanging,
         "TINKER_API_KEY": KEYS[0],
+        "OTHER_API_KEY": KEYS[1],
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -56,8 +61,17 @@ def main(versions: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base_model = str(build_tiny_qwen3(folder / "tiny"))
-        with Serving(folder / "data", [base_model], KEYS) as serving:
-            founds = [walk(sdk, serving.address, base_model) for sdk in versions or VERSIONS]
+        with (
+            Serving(folder / "data", [base_model], KEYS) as serving,
+            Serving(
+                *(folder / "exchanging", [base_model], KEYS),
+                settings={"COTRAIN_JWT_AUTH": "always"},
+            ) as exchanging,
+        ):
+            founds = [
+                walk(sdk, serving.address, base_model, exchanging=exchanging.address)
+                for sdk in versions or VERSIONS
+            ]
     page = render(founds, datetime.now(UTC).date())
     if versions:
         print(page)

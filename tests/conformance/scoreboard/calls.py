@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tinker
 
@@ -14,6 +14,8 @@ from tests.conformance.scoreboard.marks import ABSENT, FAILED, REFUSED, SUPPORTE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.conformance.scoreboard.place import Place
 
 PATIENCE_S = 60
 # What an SDK raises when it refuses by itself; their subclasses are faults of another kind.
@@ -30,6 +32,19 @@ class Call:
     args: tuple[Any, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     holds: Callable[[Any], bool] | None = None
+
+
+Recipe: TypeAlias = "Callable[[Place], Call]"
+
+
+def call(on: Any, *args: Any, **options: Any) -> Call:
+    """Call with these arguments; any answer will do."""
+    return Call(on, args, options)
+
+
+def check(holds: Callable[[Any], bool], on: Any, *args: Any, **options: Any) -> Call:
+    """Call with these arguments; the answer must satisfy `holds`."""
+    return Call(on, args, options, holds)
 
 
 class UnexpectedAnswer(Exception):
@@ -49,20 +64,19 @@ def attempt(act: Callable[[], Any]) -> Outcome:
     return outcomes[0] if outcomes else (FAILED, f"No answer within {PATIENCE_S} s.")
 
 
-def perform(call: Call, name: str) -> set[str]:
+def perform(call: Call, name: str, passed: set[str]) -> None:
     """Call the method, or read the property, and wait for what it promises.
 
-    Returns the names of the parameters that were passed.
+    Notes the names of the parameters that it was given in `passed`, whatever becomes of the call.
     """
     if isinstance(inspect.getattr_static(type(call.on), name, None), property):
-        answer, passed = getattr(call.on, name), set()
+        answer = getattr(call.on, name)
     else:
         method = getattr(call.on, name)
-        passed = _bound(method, call)
+        passed |= _bound(method, call)
         answer = settled(method(*call.args, **call.options))
     if call.holds is not None and not call.holds(answer):
         raise UnexpectedAnswer(f"Answered {answer!r:.200}")
-    return passed
 
 
 def parameters(owner: Any, name: str) -> set[str]:

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -25,16 +25,17 @@ STYLED = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Typed:
-    """What is typed behind the command's name, and at its prompt."""
+    """What is typed behind the command's name and at its prompt, and what must come of it."""
 
     arguments: tuple[str, ...] = ()
     prompted: str = ""
     first: str = ""
-    """A command to run before this one, for what it leaves in the home folder."""
-
-
-def _key() -> str:
-    return os.environ["TINKER_API_KEY"] + "\n"
+    """A command to run before this one, for what it leaves behind."""
+    says: str = ""
+    """What its output must hold."""
+    leaves: str = ""
+    """A pattern of what must lie in the home folder afterwards."""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def _days() -> tuple[str, str]:
@@ -43,26 +44,44 @@ def _days() -> tuple[str, str]:
     return (ends[0].strftime("%Y-%m-%dT%H:%M:%SZ"), ends[1].strftime("%Y-%m-%dT%H:%M:%SZ"))
 
 
+def _exchanging() -> dict[str, str]:
+    return {"TINKER_BASE_URL": os.environ["EXCHANGING_BASE_URL"]}
+
+
+def _hub(at: Place) -> dict[str, str]:
+    return {"HF_ENDPOINT": at.hub.address, "HF_TOKEN": "hf_token", "HF_HUB_OFFLINE": "0"}
+
+
+def _unpublished(at: Place) -> Typed:
+    path = at.new_path()
+    return Typed((path,), first=f"checkpoint publish {path}")
+
+
 COMMANDS: Mapping[str, Callable[[Place], Typed]] = {
-    "auth login": lambda at: Typed(prompted=_key()),
-    "auth logout": lambda at: Typed(first="auth login", prompted=_key()),
-    "auth status": lambda at: Typed(),
-    "auth whoami": lambda at: Typed(),
+    "auth login": lambda at: Typed(prompted=at.key, says="Logged in", leaves=".tinker/*.json"),
+    "auth logout": lambda at: Typed(first="auth login", prompted=at.key, says="Removed"),
+    "auth status": lambda at: Typed(says="Tinker accessible: yes"),
+    "auth whoami": lambda at: Typed(says="User"),
+    "auth whoami(where COTRAIN_JWT_AUTH=always)": lambda at: Typed(
+        environment=_exchanging(), says="User"
+    ),
     "billing checkpoint-storage": lambda at: Typed(),
     "billing usage": lambda at: Typed(_days()),
-    "checkpoint delete": lambda at: Typed((at.new_path(), "--yes")),
-    "checkpoint download": lambda at: Typed((at.path, "--output", "downloads")),
-    "checkpoint info": lambda at: Typed((at.path,)),
-    "checkpoint list": lambda at: Typed(("--run-id", at.path and at.run_id)),
+    "checkpoint delete": lambda at: Typed((at.new_path(), "--yes"), says="Deleted 1"),
+    "checkpoint download": lambda at: Typed(
+        (at.path, "--output", "downloads"), leaves="downloads/*/adapter_model.safetensors"
+    ),
+    "checkpoint info": lambda at: Typed((at.path,), says="Rank 4"),
+    "checkpoint list": lambda at: Typed(says="checkpoint"),
     "checkpoint publish": lambda at: Typed((at.new_path(),)),
-    "checkpoint push-hf": lambda at: Typed((at.path, "--repo", "somebody/adapter")),
+    "checkpoint push-hf": lambda at: Typed((at.path, "--repo", "a/b"), environment=_hub(at)),
     "checkpoint set-ttl": lambda at: Typed((at.new_path(), "--ttl", "3600")),
-    "checkpoint unpublish": lambda at: Typed((at.path,), first=f"checkpoint publish {at.path}"),
-    "model list": lambda at: Typed(),
-    "run info": lambda at: Typed((at.run_id,)),
-    "run list": lambda at: Typed(),
+    "checkpoint unpublish": _unpublished,
+    "model list": lambda at: Typed(says="tiny"),
+    "run info": lambda at: Typed((at.run_id,), says="LoRA"),
+    "run list": lambda at: Typed(says="training run"),
     "session export-trace": lambda at: Typed((at.session_id, "--output", "trace.json")),
-    "version": lambda at: Typed(),
+    "version": lambda at: Typed(says="tinker"),
 }
 
 
@@ -70,23 +89,28 @@ def type_command(name: str, typed: Typed, home: Path) -> Outcome:
     """Run a command in a home folder of its own."""
     home.mkdir(parents=True)
     if typed.first:
-        _run(typed.first.split(), typed.prompted, home)
+        _run(typed.first.split(), typed, home)
     try:
-        done = _run([*name.split(), *typed.arguments], typed.prompted, home)
+        done = _run([*name.partition("(")[0].split(), *typed.arguments], typed, home)
     except subprocess.TimeoutExpired:
         return (FAILED, f"Did not end within {PATIENCE_S} s.")
     if done.returncode == 0:
-        return (SUPPORTED, "")
-    said = " ".join(STYLED.sub("", done.stderr).split())
-    return (FAILED if "Traceback" in said or not said else REFUSED, said[-600:])
+        is_done = typed.says in done.stdout and (not typed.leaves or any(home.glob(typed.leaves)))
+        return (SUPPORTED, "") if is_done else (FAILED, f"Said only: {_words(done.stdout)}")
+    said = _words(done.stderr)
+    return (FAILED if "Traceback" in said or not said else REFUSED, said)
 
 
-def _run(words: list[str], prompted: str, home: Path) -> subprocess.CompletedProcess[str]:
+def _words(output: str) -> str:
+    return " ".join(STYLED.sub("", output).split())[-600:]
+
+
+def _run(words: list[str], typed: Typed, home: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ENTRY, *words],
         cwd=home,
-        env={**os.environ, "HOME": str(home)},
-        input=prompted,
+        env={**os.environ, "HOME": str(home), "COLUMNS": "200", **typed.environment},
+        input=typed.prompted and f"{typed.prompted}\n",
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

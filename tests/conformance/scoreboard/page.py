@@ -30,6 +30,7 @@ this version.
 """
 MARKS = {SUPPORTED: "yes", NOT_TRIED: "not tried", ABSENT: ""}
 ROW = re.compile(r"^\| `(?P<name>[^`]+)` \|(?P<cells>.*)\|$", re.MULTILINE)
+SDK_WORDS = re.compile(r"^(?:Request failed: )?(.*?)(?: for self\.request_id=.*)$", re.DOTALL)
 DICTIONARY = re.compile(r"\{'detail'.*?\}")
 # What differs from one run of the same walk to the next.
 PASSING: Mapping[str, str] = {
@@ -60,7 +61,7 @@ def read(page: str) -> dict[str, list[str]]:
 
 def reason(words: str) -> str:
     """Keep of a reason what is the same in every walk, and of an HTTP answer its sentence."""
-    words = DICTIONARY.sub(_detail, words)
+    words = SDK_WORDS.sub(r"\1", DICTIONARY.sub(_detail, words))
     words = re.sub(r"Error code: \d+ - ", "", words)
     for pattern, name in PASSING.items():
         words = re.sub(pattern, name, words)

@@ -7,18 +7,19 @@ need it and no others.
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import urllib.request
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import tinker
+import torch
 from tinker import types
 
-from tests.conformance.scenarios import batch, step
+from tests.conformance.scenarios import batch, datum, step
+from tests.conformance.scoreboard.hub import Hub
 
 PROMPT = [7, 8, 9, 10, 11]
+MAX_TOKENS = 4
 
 
 class Place:
@@ -27,17 +28,22 @@ class Place:
     def __init__(self, base_url: str, base_model: str) -> None:
         self.base_url = base_url
         self.base_model = base_model
+        self.key = os.environ["TINKER_API_KEY"]
+        self.foreign_key = os.environ["OTHER_API_KEY"]
         self.data = batch()
+        self.policy_data = [
+            datum(5, 5, logprobs=torch.full((5,), -1.0), advantages=torch.ones(5)),
+        ]
         self.prompt = types.ModelInput.from_ints(PROMPT)
-        self.params = types.SamplingParams(max_tokens=4, seed=3, stop=[])
+        self.params = types.SamplingParams(max_tokens=MAX_TOKENS, seed=3, stop=[])
         self.adam = types.AdamParams(learning_rate=1e-3)
         self._numbers = itertools.count()
 
     # ---- Clients ---------------------------------------------------------------------------------
 
-    def new_service(self) -> Any:
+    def new_service(self, **options: Any) -> Any:
         """Make a service client; this tenant's key and the address are in the environment."""
-        return tinker.ServiceClient()
+        return tinker.ServiceClient(**options)
 
     @cached_property
     def service(self) -> Any:
@@ -50,21 +56,14 @@ class Place:
         return self.service.create_rest_client()
 
     @cached_property
-    def rest_of_a_jwt(self) -> Any:
-        """A REST client whose credential is a JWT, as after a login with one."""
-        request = urllib.request.Request(
-            f"{self.base_url}/api/v1/auth/token",
-            data=b"{}",
-            headers={
-                "X-API-Key": os.environ["TINKER_API_KEY"],
-                "Content-Type": "application/json",
-            },
-        )
-        with urllib.request.urlopen(request) as response:
-            jwt = json.load(response)["jwt"]
-        if hasattr(tinker, "RestClient"):
-            return tinker.RestClient(api_key=jwt)
-        return tinker.ServiceClient(api_key=jwt).create_rest_client()
+    def exchanging_rest(self) -> Any:
+        """The same of a server that gives every key a token."""
+        return tinker.ServiceClient(base_url=os.environ["EXCHANGING_BASE_URL"]).create_rest_client()
+
+    @cached_property
+    def project_service(self) -> Any:
+        """A service client that belongs to a project."""
+        return self.new_service(project_id="a-project")
 
     @cached_property
     def admin(self) -> Any:
@@ -90,6 +89,26 @@ class Place:
     def sampler(self) -> Any:
         """A sampler of the base model."""
         return made(self.pending_sampler())
+
+    @cached_property
+    def hub(self) -> Hub:
+        """A model hub to push to."""
+        return Hub()
+
+    # ---- Losses ----------------------------------------------------------------------------------
+
+    loss_ranks: ClassVar = {"logprobs": 1, "weights": 1}
+
+    @staticmethod
+    def loss(logprobs: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
+        """Cross-entropy, in one's own words."""
+        loss = -(logprobs * weights).sum()
+        return loss, {"custom/loss:sum": loss}
+
+    @cached_property
+    def loss_handle(self) -> Any:
+        """That loss, known to the service client's session."""
+        return self.service.create_custom_loss(self.loss, self.loss_ranks).result()
 
     # ---- Names of things -------------------------------------------------------------------------
 
@@ -120,6 +139,13 @@ class Place:
     def path(self) -> str:
         """A training checkpoint that stays."""
         return self.new_path()
+
+    @cached_property
+    def foreign_path(self) -> str:
+        """A training checkpoint of another tenant."""
+        service = self.new_service(api_key=self.foreign_key)
+        run = made(service.create_lora_training_client(self.base_model, rank=4, seed=7))
+        return str(run.save_state("theirs").result().path)
 
     @cached_property
     def sampler_path(self) -> str:

@@ -24,9 +24,9 @@ from tests.conformance.scoreboard.place import Place
 from tests.conformance.scoreboard.recipes import RECIPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from tests.conformance.scoreboard.recipes import Recipe
+    from tests.conformance.scoreboard.calls import Recipe
 
 ASYNC = "_async"
 
@@ -61,11 +61,8 @@ class Walk:
             return (NOT_TRIED, "")
         recipe = row.recipe
 
-        def act() -> None:
-            names = perform(recipe(self.at), row.method)
-            self.passed.setdefault(f"{row.owner}.{row.method}", set()).update(names)
-
-        return attempt(act)
+        passed = self.passed.setdefault(f"{row.owner}.{row.method}", set())
+        return attempt(lambda: perform(recipe(self.at), row.method, passed))
 
     def command(self, name: str) -> Outcome:
         """Type a command by its recipe."""
@@ -97,6 +94,15 @@ def _rows_of(owner: str, method: str, recipes: Mapping[str, Recipe]) -> Iterator
             yield Row(owner, method, name.removeprefix(method), recipes[name])
 
 
+def command_rows(recipes: Iterable[str], commands: Iterable[str]) -> list[str]:
+    """Lay out the commands, each followed by its recipes under other circumstances."""
+    return [
+        row
+        for command in commands
+        for row in (command, *(name for name in recipes if name.startswith(f"{command}(")))
+    ]
+
+
 def walk(at: Place, home: Path, wanted: set[str]) -> dict[str, Any]:
     """Try every row that is wanted; nothing wanted is everything."""
     walker = Walk(at, home)
@@ -108,7 +114,7 @@ def walk(at: Place, home: Path, wanted: set[str]) -> dict[str, Any]:
     }
     typed = {
         f"tinker {name}": walker.command(name)
-        for name in surface.commands()
+        for name in command_rows(COMMANDS, surface.commands())
         if not wanted or f"tinker {name}" in wanted
     }
     return {

@@ -1,0 +1,156 @@
+"""How the clients of the REST half are called."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from tinker import types
+
+from tests.conformance.scoreboard.calls import call, check
+from tests.conformance.scoreboard.service_recipes import PROJECT, is_new_path, serves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tests.conformance.scoreboard.calls import Recipe
+    from tests.conformance.scoreboard.place import Place
+
+EVERYTHING = {"limit": 100, "offset": 0}
+ACCESSIBLE = {"access_scope": "accessible"}
+
+
+def billing(client_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
+    """What an administrator asks, of whichever client offers it."""
+    return {
+        "get_audit_log": lambda at: check(lambda answer: answer.entries, client_of(at)),
+        "get_audit_log(day, event_type)": lambda at: check(
+            lambda answer: answer.entries is not None,
+            client_of(at),
+            event_type="checkpoints",
+            day=datetime.now(UTC).date(),
+        ),
+        "get_billing_usage": lambda at: check(lambda answer: answer.data, client_of(at), *_day()),
+        "get_current_checkpoint_storage_usage": lambda at: check(
+            lambda answer: answer.data, client_of(at)
+        ),
+        "get_current_checkpoint_storage_usage(project_id)": lambda at: call(
+            client_of(at), project_id=PROJECT
+        ),
+        "get_telemetry": lambda at: call(client_of(at)),
+    }
+
+
+def _day() -> tuple[datetime, datetime]:
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    return hour - timedelta(hours=23), hour + timedelta(hours=1)
+
+
+def _is_run(at: Place) -> Callable[[Any], bool]:
+    run = at.run_id
+    return lambda answer: run == answer.training_run_id
+
+
+def _holds_run(at: Place) -> Callable[[Any], bool]:
+    run = at.run_id
+    return lambda answer: run in [each.training_run_id for each in answer.training_runs]
+
+
+def _holds_path(at: Place) -> Callable[[Any], bool]:
+    path = at.path
+    return lambda answer: path in [each.tinker_path for each in answer.checkpoints]
+
+
+def _is_session(at: Place) -> Callable[[Any], bool]:
+    run = at.run_id
+    return lambda answer: run in answer.training_run_ids
+
+
+def _holds_session(at: Place) -> Callable[[Any], bool]:
+    session = at.session_id
+    return lambda answer: session in answer.sessions
+
+
+def _is_identity(answer: Any) -> bool:
+    return bool(answer.user_urn and answer.org_urn)
+
+
+def _run_and_name(path: str) -> tuple[str, str]:
+    run, _, name = path.removeprefix("tinker://").partition("/")
+    return run, name
+
+
+def _published(at: Place) -> str:
+    path = at.new_path()
+    at.rest.publish_checkpoint_from_tinker_path(path).result()
+    return path
+
+
+LISTS: Mapping[str, Recipe] = {
+    "get_session": lambda at: check(_is_session(at), at.rest, at.session_id),
+    "get_session(access_scope)": lambda at: check(
+        _is_session(at), at.rest, at.session_id, **ACCESSIBLE
+    ),
+    "get_training_run": lambda at: check(_is_run(at), at.rest, at.run_id),
+    "get_training_run(access_scope)": lambda at: check(
+        _is_run(at), at.rest, at.run_id, **ACCESSIBLE
+    ),
+    "get_training_run_by_tinker_path": lambda at: check(_is_run(at), at.rest, at.path),
+    "get_training_run_by_tinker_path(access_scope)": lambda at: check(
+        _is_run(at), at.rest, at.path, **ACCESSIBLE
+    ),
+    "list_checkpoints": lambda at: check(_holds_path(at), at.rest, at.run_id),
+    "list_sessions": lambda at: check(_holds_session(at), at.rest, **EVERYTHING),
+    "list_sessions(access_scope)": lambda at: check(
+        _holds_session(at), at.rest, **EVERYTHING, **ACCESSIBLE
+    ),
+    "list_training_runs": lambda at: check(_holds_run(at), at.rest, **EVERYTHING),
+    "list_training_runs(access_scope)": lambda at: check(
+        _holds_run(at), at.rest, **EVERYTHING, **ACCESSIBLE
+    ),
+    "list_training_runs(project_id)": lambda at: call(at.rest, project_id=PROJECT),
+    "list_user_checkpoints": lambda at: check(_holds_path(at), at.rest, **EVERYTHING),
+    "search_sessions": lambda at: check(
+        lambda answer: len(answer.sessions) == 1,
+        at.rest,
+        types.SessionSearchRequest(session_id=at.session_id),
+    ),
+}
+
+REST: Mapping[str, Recipe] = {
+    **billing(lambda at: at.rest),
+    **LISTS,
+    "assign_session_project": lambda at: call(at.rest, at.session_id, PROJECT),
+    "copy_weights": lambda at: check(is_new_path(at), at.rest, at.path, PROJECT),
+    "copy_weights(ttl_seconds)": lambda at: check(
+        is_new_path(at), at.rest, at.path, PROJECT, ttl_seconds=3600
+    ),
+    "copy_weights(weights_access_token)": lambda at: check(
+        is_new_path(at), at.rest, at.foreign_path, PROJECT, weights_access_token=at.foreign_key
+    ),
+    "delete_checkpoint": lambda at: call(at.rest, *_run_and_name(at.new_path())),
+    "delete_checkpoint_from_tinker_path": lambda at: call(at.rest, at.new_path()),
+    "export_session_trace": lambda at: check(bool, at.rest, at.session_id),
+    "get_checkpoint_archive_url": lambda at: check(
+        lambda answer: answer.url, at.rest, *_run_and_name(at.sampler_path)
+    ),
+    "get_checkpoint_archive_url_from_tinker_path": lambda at: check(
+        lambda answer: answer.url, at.rest, at.sampler_path
+    ),
+    "get_external_weights_urls": lambda at: check(
+        lambda answer: answer.urls, at.rest, at.external_path
+    ),
+    "get_sampler": lambda at: check(
+        lambda answer: answer.base_model == at.base_model, at.rest, at.sampler_id
+    ),
+    "get_server_capabilities": lambda at: check(serves(at), at.rest),
+    "get_weights_info_by_tinker_path": lambda at: check(
+        lambda answer: answer.lora_rank == 4, at.rest, at.path
+    ),
+    "publish_checkpoint_from_tinker_path": lambda at: call(at.rest, at.new_path()),
+    "set_checkpoint_ttl_from_tinker_path": lambda at: call(at.rest, at.new_path(), 3600),
+    "set_checkpoint_ttl_from_tinker_path(None)": lambda at: call(at.rest, at.new_path(), None),
+    "unpublish_checkpoint_from_tinker_path": lambda at: call(at.rest, _published(at)),
+    "whoami": lambda at: check(_is_identity, at.rest),
+    "whoami(where COTRAIN_JWT_AUTH=always)": lambda at: check(_is_identity, at.exchanging_rest),
+}
