@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store import keys
 from cotrain_store.errors import (
     BaseModelNotServed,
     ExpiredKey,
@@ -18,6 +20,7 @@ from cotrain_store.errors import (
 )
 from cotrain_store.messages import TenantId
 from cotrain_store.records import Records
+from cotrain_store.secrets import signing_keys
 from cotrain_store.tenants import CACHE_S, Tenants
 from tests.support.stack import MODEL, POOL
 
@@ -97,9 +100,54 @@ async def test_a_key_the_operator_chose_is_one_tenant_for_ever(log: Log) -> None
         assert await tenants.authenticate(key) == tenant
     with pytest.raises(InvalidKey, match="another secret"):
         await tenants.register("tml-lab_other", "lab")
-    for malformed in ("lab", "tml-", "tml-with space", "sk-lab_secret"):
+    for malformed in ("lab", "tml-", "tml-with space", "xx-other_secret", "sk-lab_secret"):
         with pytest.raises(InvalidKey):
             await tenants.register(malformed, "lab")
+
+
+async def test_a_key_may_start_with_sk(log: Log) -> None:
+    tenants = Tenants(log.connection)
+    key = await tenants.issue("alice", prefix="sk")
+    assert key.startswith("sk-")
+    tenant = await tenants.authenticate(key)
+    assert tenant.name == "alice"
+    with pytest.raises(InvalidKey):
+        await tenants.authenticate("tml-" + key.removeprefix("sk-"))
+    for chosen in ("sk-lab_secret", "sk-dev"):
+        registered = await tenants.register(chosen, "lab")
+        assert await tenants.authenticate(chosen) == registered
+
+
+async def test_a_shown_key_is_told_by_its_id_and_lives_until_it_is_revoked(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = Tenants(log.connection), Tenants(log.connection)
+    shown = await here.issue("alice")
+    record = await here.key(shown)
+    assert [record] == await here.list_keys()
+    assert shown.startswith(f"tml-{record.id}_")
+    assert await there.is_live(record.id)
+    await here.revoke(record.id)
+    assert not await here.is_live(record.id)
+    later = time.monotonic() + CACHE_S
+    monkeypatch.setattr("cotrain_store.tenants.time.monotonic", lambda: later)
+    assert not await there.is_live(record.id)
+
+
+async def test_a_key_is_not_live_after_its_time_nor_if_nobody_has_it(log: Log) -> None:
+    tenants = Tenants(log.connection)
+    await tenants.issue("alice", not_after=time.time() - 1)
+    (record,) = await tenants.list_keys()
+    assert not await tenants.is_live(record.id)
+    assert not await tenants.is_live("nobody")
+
+
+async def test_what_signs_links_is_made_once(log: Log) -> None:
+    both = await asyncio.gather(*(signing_keys(log.connection) for _ in range(8)))
+    current, previous = both[0]
+    assert set(both) == {(current, previous)}
+    assert current != previous
+    assert (len(current), len(previous)) == (32, 32)
 
 
 async def test_keys_are_listed_oldest_first(log: Log) -> None:
@@ -116,6 +164,8 @@ async def test_a_session_belongs_to_its_tenant(log: Log) -> None:
     records = Records(log.connection)
     session = await records.create_session(A, tags=("x",), user_metadata={"k": [1]})
     assert await records.session(A, session.id) == session
+    listed = log.redis.zrange(keys.tenant_sessions(A), 0, -1, withscores=True)
+    assert listed == [(session.id.encode(), session.created_at)]
     with pytest.raises(SessionNotFound) as foreign:
         await records.session(B, session.id)
     with pytest.raises(SessionNotFound) as unknown:

@@ -17,8 +17,9 @@ from cotrain_scheduler.planner import (
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.messages import OpKind, QueuedOp, RunId, RunQueue, TenantId, WorkerId
 
-PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
-KINDS = [*PASSES, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.REJECTED]
+PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
+TAIL = {OpKind.SAVE, OpKind.LOAD}
+KINDS = [*PASSES, OpKind.OPTIM_STEP, *TAIL, OpKind.REJECTED]
 
 
 def op(run: str, seq: int, kind: OpKind = OpKind.FORWARD_BACKWARD, tokens: int = 10) -> QueuedOp:
@@ -66,19 +67,18 @@ def test_weights_change_at_most_once_per_run_and_only_after_its_passes(
         assert kinds.count(OpKind.OPTIM_STEP) <= 1
         if OpKind.OPTIM_STEP in kinds:
             after = kinds[kinds.index(OpKind.OPTIM_STEP) + 1 :]
-            assert set(after) <= {OpKind.SAVE, OpKind.REJECTED}
+            assert set(after) <= TAIL | {OpKind.REJECTED}
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
-def test_nothing_changes_a_run_after_its_save_in_the_same_cycle(
+def test_a_run_is_only_saved_and_loaded_after_a_save_or_load_in_the_same_cycle(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
     chosen = select(rows, Fairness(), budget_tokens, quantum).ops
     for row in rows:
         kinds = [chosen_op.kind for chosen_op in chosen if chosen_op.run == row.run]
-        if OpKind.SAVE in kinds:
-            after = kinds[kinds.index(OpKind.SAVE) + 1 :]
-            assert set(after) <= {OpKind.SAVE, OpKind.REJECTED}
+        first = next((place for place, kind in enumerate(kinds) if kind in TAIL), len(kinds))
+        assert set(kinds[first:]) <= TAIL | {OpKind.REJECTED}
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
@@ -161,6 +161,22 @@ def test_what_is_saved_is_what_the_step_left() -> None:
         op("r", 1),
         op("r", 2, OpKind.SAVE),
     ]
+
+
+def test_weights_are_not_replaced_under_a_pass() -> None:
+    cycle = [op("r", 1), op("r", 2, OpKind.LOAD), op("r", 3, OpKind.SAVE), op("r", 4, OpKind.LOAD)]
+    assert runnable_prefix([*cycle, op("r", 5)]) == cycle
+    assert runnable_prefix([op("r", 5, OpKind.LOAD), op("r", 6, OpKind.OPTIM_STEP)]) == [
+        op("r", 5, OpKind.LOAD)
+    ]
+
+
+def test_a_run_trains_in_the_cycle_that_makes_it_unless_it_is_made_by_a_load() -> None:
+    for kind in (OpKind.CREATE, OpKind.IMPORT):
+        step = [op("r", 0, kind), op("r", 1, OpKind.REVERSE_KL), op("r", 2, OpKind.OPTIM_STEP)]
+        assert runnable_prefix(step) == step
+    loaded = op("r", 0, OpKind.LOAD)
+    assert runnable_prefix([loaded, op("r", 1)]) == [loaded]
 
 
 def test_a_barrier_holds_back_its_own_run_only() -> None:

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_store.messages import (
+    LoadRequest,
+    LoadSource,
     LoraSpec,
     OpKind,
     PoolRecord,
@@ -15,12 +17,15 @@ from cotrain_store.messages import (
     Result,
     ResultKind,
     RunId,
+    SaveRequest,
     SessionId,
     Step,
     TenantId,
+    WeightsRef,
     WorkerId,
     decode,
     encode,
+    external_folder,
     request_id,
     run_id,
     run_of,
@@ -71,6 +76,49 @@ def test_fields_of_another_version_are_ignored(step: Step) -> None:
     for op in raw["ops"]:
         op["another"] = [1]
     assert Step.parse(json.dumps(raw)) == step
+
+
+specs = st.builds(LoraSpec, rank=st.integers(1, 256), seed=st.integers(0, 2**31))
+saves = st.builds(
+    SaveRequest,
+    name=st.none() | names,
+    kind=st.sampled_from(["weights", "sampler_weights", "external_weights"]),
+    overwrite=st.booleans(),
+    ttl_seconds=st.none() | st.integers(1, 10**9),
+    user_metadata=st.dictionaries(names, names),
+    age_recipients=st.lists(names).map(tuple),
+    answer=st.dictionaries(names, st.lists(st.floats(-1, 1))),
+    last=st.booleans(),
+)
+sources = st.builds(LoadSource, ref=names.map(WeightsRef), coefficient=st.floats(-2, 2))
+loads = st.builds(
+    LoadRequest,
+    path=names,
+    sources=st.lists(sources, min_size=1, max_size=3).map(tuple),
+    optimizer=st.booleans(),
+    lora=st.none() | specs,
+)
+
+
+@given(saves)
+def test_a_save_is_read_back(save: SaveRequest) -> None:
+    assert SaveRequest.parse(encode(save).encode()) == save
+
+
+@given(loads)
+def test_a_load_is_read_back(load: LoadRequest) -> None:
+    assert LoadRequest.parse(encode(load).encode()) == load
+
+
+def test_what_a_save_does_not_say_takes_its_default() -> None:
+    assert SaveRequest.parse(b'{"name": "x"}') == SaveRequest(name="x")
+
+
+@given(names, names)
+def test_weights_of_their_own_have_a_folder_of_their_own(one: str, other: str) -> None:
+    folders = external_folder(WeightsRef(one)), external_folder(WeightsRef(other))
+    assert (folders[0] == folders[1]) == (one == other)
+    assert "/" not in folders[0]
 
 
 def test_a_field_that_is_not_there_yet_takes_its_default() -> None:
