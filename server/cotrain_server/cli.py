@@ -117,6 +117,10 @@ def create(
         str | None, typer.Option(help="One more key of this tenant; by default a new tenant.")
     ] = None,
     days: Annotated[float | None, typer.Option(help="Stop accepting it after so long.")] = None,
+    prefix: Annotated[
+        Literal["tml", "sk"],
+        typer.Option(help="How it starts: the tinker SDK takes tml-…, the mint SDK also sk-…."),
+    ] = "tml",
     data_dir: DataDir = DEFAULT_DATA_DIR,
     redis_url: RedisUrl = None,
 ) -> None:
@@ -125,7 +129,7 @@ def create(
 
     async def issue(tenants: Tenants) -> None:
         owner = None if tenant is None else TenantId(tenant)
-        typer.echo(await tenants.issue(name, tenant=owner, not_after=not_after))
+        typer.echo(await tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix))
 
     _with_tenants(issue, data_dir, redis_url)
 
@@ -161,7 +165,7 @@ def _run(plan: Plan) -> None:
     except (FolderInUse, UnsafeFolder, NoRedisFound, UnsafeRedis) as error:
         _give_up(str(error))
     except InvalidKey as error:
-        _give_up(f"--api-key: {error} A key is `tml-` and letters, digits, `_`, `.` or `-`.")
+        _give_up(f"--api-key: {error} A key is `tml-` or `sk-` and letters, digits, `_`, `.` or `-`.")
     except OSError as error:
         _give_up(f"Cannot listen on {plan.host}:{plan.port}: {error.strerror}.")
 

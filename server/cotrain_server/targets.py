@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cotrain_server.checkpoint_validation import check_loadable
 from cotrain_server.errors import Invalid
 from cotrain_server.language import language_of
 from cotrain_server.sample_validation import check_sampleable
@@ -42,6 +43,8 @@ async def find_target(services: Services, tenant: TenantId, model: str) -> Targe
     """
     base_model, path = _halves(model)
     checkpoint = await services.records.checkpoint(tenant, path) if path else None
+    if checkpoint:
+        check_loadable(checkpoint)
     if checkpoint and base_model not in ("", checkpoint.base_model):
         raise Invalid(f"model: {path} was trained on {checkpoint.base_model}, not {base_model}.")
     pool = await services.records.pool_of(checkpoint.base_model if checkpoint else base_model)

@@ -1,0 +1,269 @@
+"""Downloads over HTTP: links without a key, to the files of one checkpoint, for a while."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pyrage
+import pytest
+
+from cotrain_server.signing import LINK_LIFE_S, Link, Signer
+from cotrain_store.messages import WeightsRef, external_folder
+from tests.support.http_api import ALICE, BOB, running_api
+from tests.support.stand_in import FILES, StandIn, stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    import httpx
+
+    from tests.support.http_api import Api
+    from tests.support.redis_server import EmbeddedRedis
+
+CONTENTS = {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"weights" * 1_000}
+SAVES = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+BAD_LINK = (403, "Link expired or invalid.")
+GONE = (404, "Checkpoint not found.")
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url) as api:
+        yield api
+
+
+@pytest.fixture
+def worker(api: Api) -> Iterator[StandIn]:
+    with stand_in(api.services) as worker:
+        yield worker
+
+
+@pytest.fixture
+def folder(api: Api) -> Path:
+    """Write what a worker would have written for every save of the stand-in."""
+    digest = FILES[0]
+    folder = api.services.settings.data_dir / "weights" / digest[:2] / digest
+    folder.mkdir(parents=True)
+    for name, content in CONTENTS.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+async def save(
+    api: Api, worker: StandIn, kind: str = "external_weights", **fields: Any
+) -> tuple[str, str]:
+    """Save as `a`; the checkpoint's URL and its weights."""
+    run = fields.pop("run", None) or await api.new_run()
+    body = {"model_id": run, "seq_id": 1, "path": "a", **fields}
+    future = (await api.post(SAVES[kind], body)).json()
+    await worker.run_log()
+    assert "path" in (await api.post("retrieve_future", future)).json()
+    return f"training_runs/{run}/checkpoints/{kind}/a", future["request_id"]
+
+
+async def urls_of(api: Api, checkpoint: str, key: str = ALICE) -> dict[str, str]:
+    answer = await api.get(f"{checkpoint}/external_weights_urls", key)
+    assert answer.status_code == 200, answer.text
+    urls: dict[str, str] = answer.json()["urls"]
+    return urls
+
+
+async def fetch(api: Api, url: str, **headers: str) -> httpx.Response:
+    """Fetch as `urllib` does: without a key."""
+    return await api.http.get(url, headers=headers)
+
+
+def said(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["detail"]
+
+
+@pytest.mark.parametrize("kind", SAVES)
+async def test_every_file_of_a_checkpoint_can_be_fetched_without_a_key(
+    api: Api, worker: StandIn, folder: Path, kind: str
+) -> None:
+    checkpoint, _ = await save(api, worker, kind)
+    (folder / "secret").write_bytes(b"no file of a checkpoint")
+    urls = await urls_of(api, checkpoint)
+    assert urls.keys() == CONTENTS.keys()
+    for name, url in urls.items():
+        answer = await fetch(api, url)
+        assert answer.content == CONTENTS[name]
+        assert answer.headers["content-length"] == str(len(CONTENTS[name]))
+        assert name in answer.headers["content-disposition"]
+
+
+async def test_an_interrupted_download_goes_on(api: Api, worker: StandIn, folder: Path) -> None:
+    checkpoint, _ = await save(api, worker)
+    url = (await urls_of(api, checkpoint))["adapter_model.safetensors"]
+    answer = await fetch(api, url, range="bytes=6990-")
+    assert (answer.status_code, answer.content) == (
+        206,
+        CONTENTS["adapter_model.safetensors"][6990:],
+    )
+
+
+async def test_links_say_until_when_they_hold(api: Api, worker: StandIn, folder: Path) -> None:
+    checkpoint, _ = await save(api, worker)
+    answer = (await api.get(f"{checkpoint}/external_weights_urls")).json()
+    left_s = (datetime.fromisoformat(answer["expires"]) - datetime.now(UTC)).total_seconds()
+    assert LINK_LIFE_S - 60 < left_s <= LINK_LIFE_S
+
+
+async def test_an_encrypted_checkpoint_gives_encrypted_files_only(
+    api: Api, worker: StandIn, folder: Path
+) -> None:
+    reader = str(pyrage.x25519.Identity.generate().to_public())
+    checkpoint, ref = await save(api, worker, age_encryption_recipients=[reader])
+    encrypted = api.services.settings.data_dir / "external" / external_folder(WeightsRef(ref))
+    encrypted.mkdir(parents=True)
+    for name in CONTENTS:
+        (encrypted / f"{name}.age").write_bytes(b"encrypted")
+    urls = await urls_of(api, checkpoint)
+    assert urls.keys() == {f"{name}.age" for name in CONTENTS}
+    for url in urls.values():
+        assert (await fetch(api, url)).content == b"encrypted"
+    location = (await api.get(f"{checkpoint}/archive")).headers["location"]
+    assert set(unpack(await fetch(api, location))) == {*urls, "checkpoint_complete"}
+    read_in_run = {"model_id": ref.rpartition(":")[0], "seq_id": 2, "optimizer": False}
+    path = f"tinker://{read_in_run['model_id']}/external_weights/a"
+    future = (await api.post("load_weights", {**read_in_run, "path": path})).json()
+    await worker.run_log()
+    failed = (await api.post("retrieve_future", future)).json()
+    assert failed["error"].startswith("external_weights are for download only")
+
+
+@pytest.mark.parametrize("kind", SAVES)
+async def test_the_archive_of_older_sdks_is_a_redirect_to_a_tar(
+    api: Api, worker: StandIn, folder: Path, kind: str
+) -> None:
+    checkpoint, _ = await save(api, worker, kind)
+    answer = await api.get(f"{checkpoint}/archive")
+    assert answer.status_code == 302
+    expires = datetime.strptime(answer.headers["expires"], "%a, %d %b %Y %H:%M:%S GMT")
+    assert 0 < expires.replace(tzinfo=UTC).timestamp() - time.time() <= LINK_LIFE_S
+    archive = await fetch(api, answer.headers["location"])
+    assert int(archive.headers["content-length"]) == len(archive.content)
+    assert unpack(archive) == {**CONTENTS, "checkpoint_complete": b""}
+
+
+def unpack(answer: httpx.Response) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+        assert all(member.isreg() for member in tar.getmembers())
+        return {member.name: tar.extractfile(member).read() for member in tar.getmembers()}  # type: ignore[union-attr]
+
+
+async def test_a_link_that_was_tampered_with_opens_nothing(
+    api: Api, worker: StandIn, folder: Path
+) -> None:
+    checkpoint, _ = await save(api, worker)
+    urls = await urls_of(api, checkpoint)
+    url = urls["adapter_config.json"]
+    head, _, name = url.rpartition("/")
+    base, _, token = head.rpartition("/")
+    content, _, seal = token.partition(".")
+    for wrong in (
+        f"{head}/adapter_model.safetensors",
+        f"{head}/checkpoint.tar",
+        f"{head}/%2e%2e",
+        f"{head}/..%2fadapter_config.json",
+        f"{base}/{content}/{name}",
+        f"{base}/{content}./{name}",
+        f"{base}/{content}.{seal[::-1]}/{name}",
+        f"{base}/{content[:-2]}AA.{seal}/{name}",
+        f"{base}/%00/{name}",
+        f"{base}/%EF%BC%8E.%FF/{name}",
+        f"{base}/{'a' * 4_096}/{name}",
+    ):
+        answer = await fetch(api, wrong)
+        assert said(answer) in {BAD_LINK, (404, "Not Found")}, wrong
+    assert (await fetch(api, url)).status_code == 200
+
+
+async def test_an_expired_link_and_one_of_another_server_open_nothing(
+    api: Api, worker: StandIn, folder: Path
+) -> None:
+    _, ref = await save(api, worker)
+    tenant = (await api.services.tenants.authenticate(ALICE)).id
+    run = ref.rpartition(":")[0]
+    link = Link(
+        tenant,
+        f"tinker://{run}/external_weights/a",
+        WeightsRef(ref),
+        "adapter_config.json",
+        int(time.time()) + 60,
+    )
+    signer = api.services.signer
+    other = Signer((b"x" * 32, b"y" * 32))
+    for text, expected in [
+        (signer.sign_link(link), None),
+        (signer.sign_link(replace(link, expires_at=int(time.time()))), BAD_LINK),
+        (other.sign_link(link), BAD_LINK),
+        (signer.sign_link(replace(link, weights=WeightsRef(f"{run}:9"))), GONE),
+        (signer.sign_link(replace(link, tenant=await bob(api))), GONE),
+    ]:
+        answer = await fetch(api, f"/api/v1/files/{text}/adapter_config.json")
+        assert (answer.status_code == 200) if expected is None else (said(answer) == expected)
+
+
+async def bob(api: Api) -> Any:
+    return (await api.services.tenants.authenticate(BOB)).id
+
+
+async def test_a_link_ends_with_what_it_leads_to(api: Api, worker: StandIn, folder: Path) -> None:
+    run = await api.new_run()
+    checkpoint, _ = await save(api, worker, run=run)
+    old = (await urls_of(api, checkpoint))["adapter_config.json"]
+    await save(api, worker, run=run, seq_id=2)
+    assert said(await fetch(api, old)) == GONE
+    new = (await urls_of(api, checkpoint))["adapter_config.json"]
+    assert (await fetch(api, new)).status_code == 200
+    await api.http.delete(f"/api/v1/{checkpoint}", headers={"X-API-Key": ALICE})
+    assert said(await fetch(api, new)) == GONE
+
+
+async def test_a_link_of_a_reader_ends_when_the_checkpoint_is_published_no_more(
+    api: Api, worker: StandIn, folder: Path
+) -> None:
+    checkpoint, _ = await save(api, worker)
+    assert (await api.get(f"{checkpoint}/external_weights_urls", BOB)).status_code == 404
+    await api.post(f"{checkpoint}/publish")
+    url = (await urls_of(api, checkpoint, BOB))["adapter_config.json"]
+    assert (await fetch(api, url)).status_code == 200
+    await api.http.delete(f"/api/v1/{checkpoint}/publish", headers={"X-API-Key": ALICE})
+    assert said(await fetch(api, url)) == GONE
+
+
+async def test_no_link_in_the_file_system_is_followed(
+    api: Api, worker: StandIn, folder: Path
+) -> None:
+    checkpoint, _ = await save(api, worker)
+    secret = api.services.settings.data_dir / "secret"
+    secret.write_bytes(b"secret")
+    (folder / "adapter_config.json").unlink()
+    (folder / "adapter_config.json").symlink_to(secret)
+    url = (await urls_of(api, checkpoint))["adapter_config.json"]
+    assert said(await fetch(api, url)) == GONE
+    location = (await api.get(f"{checkpoint}/archive")).headers["location"]
+    assert said(await fetch(api, location)) == GONE
+
+
+async def test_links_lead_where_the_client_reaches_the_server(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    public = {"public_url": "https://gpu.example/cotrain/"}
+    for settings, base in [({}, "http://server/api"), (public, "https://gpu.example/cotrain/api")]:
+        async with running_api(empty_redis.url, **settings) as api:
+            with stand_in(api.services) as worker:
+                checkpoint, _ = await save(api, worker)
+                for url in (await urls_of(api, checkpoint)).values():
+                    assert url.startswith(f"{base}/v1/files/")
