@@ -3,86 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from cotrain_store.connection import open_connection
-from cotrain_store.dispatch import Dispatch
 from cotrain_store.futures import Futures
-from cotrain_store.intake import Intake, TenantLimits
-from cotrain_store.records import Records
-from cotrain_store.sample_intake import SampleIntake, SampleLimits
 from cotrain_store.spool import Spool, new_writer
+from tests.support.processes import Process, settings_of, stack_of
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import LONG, sample, sampled, saved_sampler, submit_sample
-from tests.support.stack import MODEL, Stack, stack, worker
+from tests.support.stack import stack, worker
 
 if TYPE_CHECKING:
-    from cotrain_store.connection import Connection
+    from pathlib import Path
+
     from cotrain_workers.engine import Engine
-
-ROOT = Path(__file__).parents[2]
-SOURCES = [str(ROOT / folder) for folder in ("client", "scheduler", "server", "workers")]
-PATIENCE_S = 60
-
-
-class Process:
-    """One of our processes; `kill` is SIGKILL, `start` starts it (again). None outlives its block."""
-
-    def __init__(self, module: str, settings: dict[str, str], log: Path) -> None:
-        self._command = [sys.executable, "-m", module]
-        self._environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(SOURCES)}
-        self._log = log
-        self.start()
-
-    def start(self) -> None:
-        with self._log.open("a") as log:
-            self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=log
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait(PATIENCE_S)
-
-    def kill(self) -> None:
-        self._process.kill()
-        assert self._process.wait(PATIENCE_S) == -signal.SIGKILL, self._log.read_text()
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        assert self._process.wait(PATIENCE_S) == 0, self._log.read_text()
-
-
-def settings_of(url: str, data_dir: Path, model: Path) -> dict[str, str]:
-    return {
-        "COTRAIN_REDIS_URL": url,
-        "COTRAIN_DATA_DIR": str(data_dir),
-        "COTRAIN_BASE_MODEL": f"{MODEL}={model}",
-        "COTRAIN_TORCH_THREADS": "1",
-        "COTRAIN_OFFLINE": "true",
-        "COTRAIN_SNAPSHOT_DEBT_OPS": "4",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def stack_of(connection: Connection, spool: Spool, futures: Futures) -> Stack:
-    return Stack(
-        Intake(connection, spool, TenantLimits()),
-        futures,
-        Dispatch(connection, "nobody"),
-        Records(connection),
-        SampleIntake(connection, spool, SampleLimits()),
-    )
 
 
 async def test_killed_processes_change_no_number(

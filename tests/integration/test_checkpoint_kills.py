@@ -1,0 +1,163 @@
+"""Checkpoints and real processes, killed for real: a save that was promised is there, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store.catalog import Catalog
+from cotrain_store.checkpoints import Checkpoints
+from cotrain_store.connection import open_connection, open_sync_connection
+from cotrain_store.futures import Futures, Pending
+from cotrain_store.keys import log
+from cotrain_store.messages import request_id
+from cotrain_store.spool import Spool, new_writer
+from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
+from tests.support.processes import Process, settings_of, stack_of
+from tests.support.program import LORA, restored_digest, results, submit, undisturbed
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, Stack, stack
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from cotrain_store.messages import CheckpointRecord, RequestId, RunRecord
+    from cotrain_workers.engine import Engine
+
+STEP = 4  # ops of one step of the program
+
+
+@dataclass
+class Host:
+    """Every process of a server but the API's, whose part the test takes."""
+
+    redis: EmbeddedRedis
+    scheduler: Process
+    worker: Process
+    stack: Stack
+    catalog: Catalog
+
+    async def listed(self, run: RunRecord) -> list[str]:
+        """Name the checkpoints that lists show."""
+        found = await self.catalog.checkpoints(run.tenant, 0, 100)
+        assert found.total_count == len(found.items)
+        of_run = await self.catalog.checkpoints_of(run.tenant, run.id)
+        assert list(of_run) == list(found.items)
+        return [checkpoint.name for checkpoint in found.items]
+
+    async def is_owed(self, run: RunRecord, request: RequestId) -> bool:
+        """Tell whether a save is committed and waits for its file alone."""
+        seq = int(request.rpartition(":")[2])
+        with contextlib.closing(open_sync_connection(self.redis.url)) as redis:
+            done = int(redis.hget(log(POOL, run.id), "done") or -1)
+        answer = await self.stack.futures.wait(run.tenant, request, 0.0)
+        return done >= seq and isinstance(answer, Pending)
+
+    async def until_owed(self, run: RunRecord, request: RequestId) -> None:
+        async with asyncio.timeout(60):
+            while not await self.is_owed(run, request):  # noqa: ASYNC110  # another process's doing
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def opened(redis: EmbeddedRedis, folder: Path, model: Path) -> AsyncIterator[Host]:
+    settings = settings_of(redis.url, folder, model)
+    shared = {name: settings[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
+    connection, spool = open_connection(redis.url), Spool(folder / "spool", new_writer("api"))
+    with (
+        Process("cotrain_scheduler", shared, folder / "scheduler.log") as scheduler,
+        Process("cotrain_workers", settings, folder / "worker.log") as trainer,
+    ):
+        async with Futures(connection, spool) as futures:
+            server = stack_of(connection, spool, futures)
+            catalog = Catalog(connection, server.records, Checkpoints(connection))
+            yield Host(redis, scheduler, trainer, server, catalog)
+    spool.close()
+    await connection.aclose()
+
+
+@contextlib.contextmanager
+def no_disk(folder: Path) -> Iterator[None]:
+    """Make every write below a folder fail, in whatever process."""
+    aside = folder.with_name(f"{folder.name}-aside")
+    folder.rename(aside)
+    folder.touch()
+    yield
+    folder.unlink()
+    aside.rename(folder)
+
+
+async def state_digest(
+    host: Host, folder: Path, engine: Engine, checkpoint: CheckpointRecord
+) -> str:
+    """Load a checkpoint into a new run and digest its whole state: weights, moments, step."""
+    run = await run_from(host.stack, "a", f"copy-{checkpoint.name}", checkpoint)
+    await host.stack.result(run, request_id(run.id, 0))
+    await asyncio.to_thread(host.worker.stop)
+    return await asyncio.to_thread(restored_digest, host.redis.url, folder, engine, run.id)
+
+
+@pytest.mark.parametrize("held_back", ["weights", "optimizers"])
+async def test_a_save_resolves_after_its_worker_is_killed_before_its_files_are_written(
+    tmp_path: Path, engine: Engine, tiny_model: Path, held_back: str
+) -> None:
+    """Before any file, and between the adapter's and the optimizer's; the disk being full till then."""
+    with EmbeddedRedis() as redis:
+        async with stack(redis.url, tmp_path / "alone") as alone:
+            _, digest = await undisturbed(alone, redis.url, tmp_path / "alone", engine, last=STEP)
+        redis.flush()
+        async with opened(redis, tmp_path, tiny_model) as host:
+            run = await host.stack.create("a", "a", LORA)
+            await results(host.stack, run, await submit(host.stack, run, 1, STEP))
+            with no_disk(tmp_path / held_back):
+                request = await submit_state(host.stack, run, STEP + 1, "x")
+                await host.until_owed(run, request)
+                later = await submit(host.stack, run, STEP + 1, 2 * STEP, place=STEP + 2)
+                await results(host.stack, run, later)  # training does not wait for a disk
+                assert await host.is_owed(run, request)
+                assert await host.listed(run) == []
+                await asyncio.to_thread(host.worker.kill)
+            host.worker.start()
+            checkpoint = await checkpoint_of(host.stack, run, request)
+            assert await host.listed(run) == ["x"]
+            assert await state_digest(host, tmp_path, engine, checkpoint) == digest
+
+
+async def test_a_checkpoint_survives_the_death_of_everything_to_the_bit(
+    tmp_path: Path, engine: Engine, tiny_model: Path
+) -> None:
+    """Loaded into its own run, and into a new one: log-probs, optimizer, and the steps that follow."""
+    with EmbeddedRedis() as redis:
+        async with stack(redis.url, tmp_path / "alone") as alone:
+            expected, digest = await undisturbed(
+                alone, redis.url, tmp_path / "alone", engine, last=2 * STEP
+            )
+        redis.flush()
+        async with opened(redis, tmp_path, tiny_model) as host:
+            run = await host.stack.create("a", "a", LORA)
+            await submit(host.stack, run, 1, STEP)
+            kept = await submit_state(host.stack, run, STEP + 1, "kept")
+            checkpoint = await checkpoint_of(host.stack, run, kept)
+            requests = await submit(host.stack, run, 2 * STEP + 1, 3 * STEP, place=STEP + 2)
+            await host.stack.result(run, requests[0])
+            for process in (host.worker, host.scheduler, redis):
+                await asyncio.to_thread(process.kill)
+        redis.restart()
+        async with opened(redis, tmp_path, tiny_model) as host:
+            assert await host.listed(run) == ["kept"]
+            new = await run_from(host.stack, "a", "new", checkpoint)
+            await submit_load(host.stack, run, 2 * STEP + 2, checkpoint)
+            for each, place in ((run, 2 * STEP + 3), (new, 1)):
+                again = await submit(host.stack, each, STEP + 1, 2 * STEP, place=place)
+                assert await results(host.stack, each, again) == expected[STEP:]
+            await asyncio.to_thread(host.worker.stop)
+            for each in (run, new):
+                assert (
+                    await asyncio.to_thread(restored_digest, redis.url, tmp_path, engine, each.id)
+                    == digest
+                )

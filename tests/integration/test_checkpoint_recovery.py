@@ -1,0 +1,221 @@
+"""Saves and loads in a run's log: whatever dies, it goes on from the same bits."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.messages import OpKind, RunState, request_id
+from cotrain_workers.checkpoint_files import CheckpointFiles
+from tests.support.bodies import sequences
+from tests.support.checkpoints import (
+    checkpoint_of,
+    run_from,
+    saved_state,
+    submit_load,
+    submit_state,
+)
+from tests.support.deaths import Failpoint, dying_worker
+from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
+from tests.support.stack import Stack, worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages import CheckpointRecord, RequestId, RunRecord
+    from cotrain_workers.engine import Engine
+    from tests.support.redis_server import EmbeddedRedis
+
+STEP = 4  # ops of one step of the program
+
+
+async def train_and_save(
+    server: Stack, url: str, folder: Path, engine: Engine
+) -> tuple[RunRecord, CheckpointRecord]:
+    """One step, saved; then a second step that shall be undone."""
+    run = await server.create("a", "a", LORA)
+    with worker(url, folder, engine):
+        await submit(server, run, 1, STEP)
+        checkpoint = await saved_state(server, run, STEP + 1)
+        requests = await submit(server, run, 2 * STEP + 1, 3 * STEP, place=STEP + 2)
+        await results(server, run, requests)
+    engine.drop(run.id)
+    return run, checkpoint
+
+
+def tokens_of(first: int, last: int) -> int:
+    """Count what the program's requests first…last read."""
+    kinds = [(number, PROGRAM[number - 1]) for number in range(first, last + 1)]
+    passes = [number for number, kind in kinds if kind is not OpKind.OPTIM_STEP]
+    return sum(len(each) - 1 for number in passes for each in sequences(number, 2, 9))
+
+
+async def go_back_and_on(
+    server: Stack, run: RunRecord, checkpoint: CheckpointRecord
+) -> list[RequestId]:
+    """Load after a gradient that waits, then take the program's second step and save."""
+    seq = 2 * STEP + 2
+    await submit(server, run, 1, 1, place=seq)
+    await submit_load(server, run, seq + 1, checkpoint)
+    requests = await submit(server, run, STEP + 1, 2 * STEP, place=seq + 2)
+    return [*requests, await submit_state(server, run, seq + 2 + STEP, "y")]
+
+
+FAILPOINTS = [
+    Failpoint("bodies", 1),
+    Failpoint("commit", 1),
+    Failpoint("commit", 1, after=True),
+    Failpoint("commit", 2),
+    Failpoint("commit", 2, after=True),
+    Failpoint("register_snapshot", 1, after=True),
+    Failpoint("stored", 1, of_sampling=True),
+    Failpoint("stored", 1, after=True, of_sampling=True),
+]
+
+
+@pytest.mark.parametrize("failpoint", FAILPOINTS, ids=str)
+async def test_a_run_goes_on_from_a_checkpoint_wherever_its_worker_is_killed(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, failpoint: Failpoint
+) -> None:
+    """It and its next checkpoint end as if it had never trained on the wrong way and come back."""
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
+    run, checkpoint = await train_and_save(server, url, tmp_path, engine)
+    requests = await go_back_and_on(server, run, checkpoint)
+    async with dying_worker(url, tmp_path, engine, failpoint, snapshot_debt_ops=2):
+        pass
+    engine.drop(run.id)
+    with worker(url, tmp_path, engine, snapshot_debt_ops=2):
+        assert await results(server, run, requests[:-1]) == expected[STEP:]
+        saved = await checkpoint_of(server, run, requests[-1])
+        other = await run_from(server, "a", "other", saved)
+        await server.result(other, request_id(other.id, 0))
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
+    assert restored_digest(url, tmp_path, engine, other.id) == digest
+
+
+async def test_a_replay_begins_at_the_last_load_and_needs_no_checkpoint_of_a_living_name(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    """What a load used stays until the log needs it no more, whatever becomes of the name."""
+    url = empty_redis.url
+    run, checkpoint = await train_and_save(server, url, tmp_path, engine)
+    requests = await go_back_and_on(server, run, checkpoint)
+    async with dying_worker(url, tmp_path, engine, Failpoint("commit", 2, after=True)):
+        pass
+    engine.drop(run.id)
+    redis.delete(keys.checkpoint(run.id, "weights", "x"))
+    with worker(url, tmp_path, engine) as loop:
+        assert loop._weights.sweep() == []
+        await results(server, run, requests[:-1])
+        assert loop._runs.replayed_ops <= 1 + STEP  # the load, and what followed it
+    with worker(url, tmp_path, engine) as loop:
+        assert loop._weights.sweep() == [checkpoint.weights]
+
+
+async def test_a_load_whose_files_are_damaged_fails_alone_also_in_a_replay(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    """The file is whole again when the log is replayed: the load did not happen, all the same."""
+    url = empty_redis.url
+    run, checkpoint = await train_and_save(server, url, tmp_path, engine)
+    digest = restored_digest(url, tmp_path, engine, run.id)
+    (file,) = (tmp_path / "optimizers").glob("??/*")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with worker(url, tmp_path, engine) as loop:
+        request = await submit_load(server, run, 2 * STEP + 2, checkpoint)
+        failure = (await server.result(run, request)).json()
+        message = f"Checkpoint {checkpoint.path} cannot be read on the server."
+        assert failure == {"error": message, "category": "server"}
+        assert engine.state(run.id).digest() == digest
+        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+    file.write_bytes(content)
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
+
+
+async def test_a_run_whose_checkpoint_is_gone_in_a_replay_stops_loudly_and_alone(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    url = empty_redis.url
+    run, checkpoint = await train_and_save(server, url, tmp_path, engine)
+    neighbour = await server.create("b", "b", LORA)
+    with worker(url, tmp_path, engine) as loop:
+        await submit(server, neighbour, 1, STEP)
+        await server.result(run, await submit_load(server, run, 2 * STEP + 2, checkpoint))
+        await server.result(neighbour, request_id(neighbour.id, STEP))
+        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+    for file in (tmp_path / "optimizers").glob("??/*"):
+        file.unlink()
+    for each in (run, neighbour):
+        engine.drop(each.id)
+    with worker(url, tmp_path, engine):
+        last = await submit(server, run, 1, 1, place=2 * STEP + 3)
+        assert (await results(server, run, last))[0]["category"] == "server"
+        last = await submit(server, neighbour, STEP + 1, STEP + 1)
+        assert isinstance((await results(server, neighbour, last))[0], bytes)
+    assert (await server.records.run(run.tenant, run.id)).state is RunState.FAILED
+
+
+async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_dies_before_the_file(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = empty_redis.url
+    _, digest = await undisturbed(server, url, tmp_path, engine, last=STEP)
+    run = await server.create("a", "a", LORA)
+    blocked, write = threading.Event(), CheckpointFiles.write
+
+    def held(*args: Any) -> Any:
+        blocked.wait(60)
+        return write(*args)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(CheckpointFiles, "write", held)
+        requests = await submit(server, run, 1, STEP)
+        requests.append(await submit_state(server, run, STEP + 1))
+        requests += await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
+        commit = Failpoint("commit", 2, after=True)
+        async with dying_worker(url, tmp_path, engine, commit) as loop:
+            pass
+        loop._weights._writer.shutdown(wait=False, cancel_futures=True)
+    blocked.set()
+    engine.drop(run.id)
+    with worker(url, tmp_path, engine):
+        checkpoint = await checkpoint_of(server, run, requests[STEP])
+        other = await run_from(server, "a", "other", checkpoint)
+        await server.result(other, request_id(other.id, 0))
+    assert engine.state(other.id).digest() == digest
+
+
+async def test_the_run_of_a_last_save_ends_when_it_is_stored_or_has_failed(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    with worker(empty_redis.url, tmp_path, engine):
+        stored = await server.create("a", "a", LORA)
+        await saved_state(server, stored, 1, last=True)
+        failed = await server.create("a", "b", LORA)
+        request = await submit_state(server, failed, 1, age_recipients=("nobody",), last=True)
+        assert (await server.result(failed, request)).json()["category"] == "user"
+        for run in (stored, failed):
+            assert (await server.records.run(run.tenant, run.id)).state is RunState.CLOSED
+
+
+async def test_what_a_run_and_its_tenant_used_is_counted(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    run = await server.create("a", "a", LORA)
+    with worker(empty_redis.url, tmp_path, engine):
+        await results(server, run, await submit(server, run, 1, STEP))
+        await saved_state(server, run, STEP + 1)
+    (hour,) = redis.scan_iter("cotrain:usage:a:*")
+    used = {field.split(b"|")[0]: float(amount) for field, amount in redis.hgetall(hour).items()}
+    assert used[b"training_tokens"] == tokens_of(1, STEP)
+    assert used[b"device_s"] > 0
+    assert used[b"checkpoints"] == 1

@@ -1,0 +1,80 @@
+"""Save a run's state and go on from it: what a client does, on the store, with a real worker behind it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store.messages import (
+    LoadRequest,
+    LoadSource,
+    LoraSpec,
+    OpKind,
+    RunRecord,
+    SaveRequest,
+    SessionId,
+    TenantId,
+    encode,
+    run_id,
+)
+from tests.support.program import LORA
+from tests.support.stack import MODEL, POOL
+
+if TYPE_CHECKING:
+    from cotrain_store.messages import CheckpointRecord, RequestId
+    from tests.support.stack import Stack
+
+
+async def submit_state(
+    server: Stack, run: RunRecord, seq: int, name: str = "x", **changes: Any
+) -> RequestId:
+    """Ask for a save to train on from; `changes` are of its request."""
+    body = encode(SaveRequest(name=name, kind="weights", **changes)).encode()
+    return await server.intake.submit(run, seq, OpKind.SAVE, body, 0, digest=f"{seq}")
+
+
+async def checkpoint_of(server: Stack, run: RunRecord, request: RequestId) -> CheckpointRecord:
+    """Wait for a save and read what it made."""
+    result = (await server.result(run, request)).json()
+    assert "path" in result, result
+    return await server.records.checkpoint(run.tenant, result["path"])
+
+
+async def saved_state(
+    server: Stack, run: RunRecord, seq: int, name: str = "x", **changes: Any
+) -> CheckpointRecord:
+    """Save a run's state and wait for it."""
+    request = await submit_state(server, run, seq, name, **changes)
+    return await checkpoint_of(server, run, request)
+
+
+async def submit_load(
+    server: Stack, run: RunRecord, seq: int, checkpoint: CheckpointRecord, *, optimizer: bool = True
+) -> RequestId:
+    """Ask for a checkpoint in place of what a run has."""
+    body, uses = _load_body(checkpoint, optimizer, None), [checkpoint.weights]
+    return await server.intake.submit(run, seq, OpKind.LOAD, body, 0, digest=f"{seq}", uses=uses)
+
+
+async def run_from(
+    server: Stack,
+    tenant: str,
+    session: str,
+    checkpoint: CheckpointRecord,
+    *,
+    optimizer: bool = True,
+    lora: LoraSpec = LORA,
+) -> RunRecord:
+    """Ask for a new run that begins with a checkpoint."""
+    run = RunRecord(
+        run_id(SessionId(session), 0), TenantId(tenant), SessionId(session), POOL, MODEL, lora,
+        time.time(),
+    )  # fmt: skip
+    body, uses = _load_body(checkpoint, optimizer, lora), [checkpoint.weights]
+    await server.intake.create_run(run, kind=OpKind.LOAD, body=body, uses=uses)
+    return run
+
+
+def _load_body(checkpoint: CheckpointRecord, optimizer: bool, lora: LoraSpec | None) -> bytes:
+    sources = (LoadSource(checkpoint.weights),)
+    return encode(LoadRequest(checkpoint.path, sources, optimizer, lora)).encode()
