@@ -14,6 +14,7 @@ from tests.conformance.running import (
     LOSES_ANSWERS_OF,
     LOSES_CHECKPOINT_ANSWERS_OF,
     LOSES_SAMPLING_ANSWERS_OF,
+    MINT_KEY,
     SAMPLING,
     SAMPLING_SCENARIOS,
     SCENARIOS,
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`cotrain serve` with a tiny model and four tenants."""
+    """`cotrain serve` with a tiny model and five tenants."""
     folder = build_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny")
-    with Serving(tmp_path_factory.mktemp("data"), [str(folder)], KEYS) as serving:
+    with Serving(tmp_path_factory.mktemp("data"), [str(folder)], (*KEYS, MINT_KEY)) as serving:
         yield Server(serving.address, str(folder))
 
 

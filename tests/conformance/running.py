@@ -69,7 +69,6 @@ CHECKPOINT_SCENARIOS = (
 # What only one of them can ask for.
 CHECKPOINT_SCENARIOS_OF = {"0.38.0": ("copied", "exported"), "0.22.0": ("archived",)}
 LOSES_CHECKPOINT_ANSWERS_OF = {
-    *LOSES_ANSWERS_OF,
     "copy_weights",
     "load_weights",
     "save_weights",
@@ -89,6 +88,7 @@ KEYS = (
     "tml-three_c2VjcmV0LTM",
     "tml-four_c2VjcmV0LTQ",
 )
+MINT_KEY = "sk-mint_c2VjcmV0LW1pbnQ"
 KEY_NAMES = ("TINKER_API_KEY", "OTHER_API_KEY", "THIRD_API_KEY", "FOURTH_API_KEY")
 TIMEOUT_S = 170
 
