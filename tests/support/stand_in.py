@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,10 @@ from cotrain_store.messages import (
     OpKind,
     Result,
     ResultKind,
+    RunId,
+    RunUsage,
     SamplerRecord,
+    SampleUsage,
     SaveRecords,
     SaveRequest,
     SessionId,
@@ -38,12 +42,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cotrain_server.services import Services
-    from cotrain_store.messages import QueuedOp, RequestId, RunId, TenantId
+    from cotrain_store.messages import QueuedOp, RequestId, TenantId
     from cotrain_store.sampling import ClaimedSample
 
 WORKER = WorkerId("w0")
 #: Digest and bytes of the files that every save claims to have written.
 FILES = ("d" * 64, 1_000)
+#: What every run claims to have taken of the accelerator in every step.
+DEVICE_S = 0.25
 TYPE_BY_KIND = {
     "weights": "save_weights",
     "sampler_weights": "save_weights_for_sampler",
@@ -59,11 +65,13 @@ class StandIn:
         self.sampling = sampling
         self._dispatch = dispatch
 
-    async def run_log(self) -> None:
+    async def run_log(self, *, stores: bool = True) -> list[WeightsRecord]:
         """Plan and commit all that may run; a save leaves the records that a worker's does.
 
-        Its files count as durable at once, though nothing is written.
+        Its files count as durable at once, though nothing is written; without `stores`, when `store`
+        is called with what this returns.
         """
+        owed = []
         await self._dispatch.lead()
         while queues := await self._dispatch.ready(POOL.id):
             ops = tuple(op for queue in queues for op in runnable_prefix(queue.ops))
@@ -71,17 +79,30 @@ class StandIn:
             cycle = await self._dispatch.last_cycle(POOL.id) + 1
             step = Step(cycle, WORKER, ops, time.time(), tenants)
             await self._dispatch.plan(POOL.id, step)
-            for records in self._commit(step).values():
-                self.sampling.stored(records.weights.ref, *FILES, optimizer_of(records.weights))
+            owed += [records.weights for records in self._commit(step).values()]
+            if stores:
+                self.store(owed)
+        return owed
+
+    def store(self, owed: Sequence[WeightsRecord]) -> None:
+        """Say that the files of saves are durable. Twice is harmless."""
+        for weights in owed:
+            self.sampling.stored(weights.ref, *FILES, optimizer_of(weights))
 
     def claim(self) -> list[ClaimedSample]:
         """Take every waiting sample request."""
         return self.sampling.claim(1_000)
 
-    def finish(self, request: RequestId, *sequences: Sequence[int], **changes: Any) -> None:
+    def finish(
+        self,
+        request: RequestId,
+        *sequences: Sequence[int],
+        usage: SampleUsage | None = None,
+        **changes: Any,
+    ) -> None:
         """Resolve a request to sequences of these tokens."""
-        payload = encode_sample_output(output(*sequences, **changes))
-        self.sampling.resolve({request: Result(ResultKind.SAMPLE, payload)}, {})
+        result = Result(ResultKind.SAMPLE, encode_sample_output(output(*sequences, **changes)))
+        self.sampling.resolve({request: result}, {}, {request: usage} if usage else {})
 
     def fail(self, request: RequestId, message: str = "no") -> None:
         """Resolve a request to a failure."""
@@ -103,7 +124,11 @@ class StandIn:
                 records = save_records(op, step.tenant_by_run[op.run], request)
                 saves[place] = records
                 results[place] = save_result(records.user, request)
-        self.execution.commit(step, results, {}, {}, saves=saves)
+        tokens = Counter[RunId]()
+        for op in step.ops:
+            tokens[op.run] += op.tokens
+        usage = {run: RunUsage(tokens[run], DEVICE_S) for run in tokens}
+        self.execution.commit(step, results, {}, {}, saves=saves, usage=usage)
         return saves
 
 

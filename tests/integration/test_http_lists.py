@@ -1,0 +1,328 @@
+"""Lists of runs, checkpoints and sessions over HTTP and a real Redis."""
+
+from __future__ import annotations
+
+from itertools import count, product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store.messages import RunId
+from tests.support.http_api import ALICE, BOB, POOL, running_api
+from tests.support.stand_in import StandIn, stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    import httpx
+
+    from tests.support.http_api import Api
+    from tests.support.redis_server import EmbeddedRedis
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url) as api:
+        yield api
+
+
+@pytest.fixture
+def worker(api: Api) -> Iterator[StandIn]:
+    with stand_in(api.services) as worker:
+        yield worker
+
+
+async def got(api: Api, path: str, key: str = ALICE) -> Any:
+    answer = await api.get(path, key)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def runs(api: Api, query: str = "", key: str = ALICE) -> list[str]:
+    return [
+        run["training_run_id"]
+        for run in (await got(api, f"training_runs?{query}", key))["training_runs"]
+    ]
+
+
+async def save(
+    api: Api, worker: StandIn, run: str, *names: str, call: str = "save_weights"
+) -> None:
+    """Save a run under these names, as its next requests."""
+    position = worker.execution.position(RunId(run))
+    first = 1 if position is None else position.done + 1
+    for seq, name in zip(count(max(first, 1)), names, strict=False):
+        body = {"model_id": run, "seq_id": seq, "path": name}
+        assert (await api.post(call, body)).status_code == 200
+    await worker.run_log()
+
+
+async def change(api: Api, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    headers = {"X-API-Key": ALICE}
+    answer = await api.http.request(method, f"/api/v1/{path}", headers=headers, **kwargs)
+    assert answer.is_success, answer.text
+    return answer
+
+
+async def publish(api: Api, run: str, name: str, method: str = "POST") -> None:
+    await change(api, method, f"training_runs/{run}/checkpoints/weights/{name}/publish")
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+
+async def test_pages_of_runs_hold_each_once_the_newest_first(api: Api) -> None:
+    made = [await api.new_run() for _ in range(5)]
+    await api.new_run(BOB)
+    pages = [await got(api, f"training_runs?limit=2&offset={offset}") for offset in (0, 2, 4)]
+    listed = [run["training_run_id"] for page in pages for run in page["training_runs"]]
+    assert listed == made[::-1]
+    assert [page["cursor"] for page in pages] == [
+        {"offset": offset, "limit": 2, "total_count": 5} for offset in (0, 2, 4)
+    ]
+
+
+async def test_a_run_made_while_somebody_pages_hides_none(api: Api) -> None:
+    made = [await api.new_run() for _ in range(4)]
+    first = await runs(api, "limit=2")
+    await api.new_run()
+    assert set(first) | set(await runs(api, "limit=3&offset=2")) == set(made)
+
+
+async def test_a_run_is_shown_with_what_its_client_said_and_saved(
+    api: Api, worker: StandIn
+) -> None:
+    session = (await api.post("create_session", {})).json()["session_id"]
+    body = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": POOL.base_model,
+        "lora_config": {"rank": 8},
+        "user_metadata": {"renderer": "llama3", "lr": 0.5},
+    }
+    run = (await api.post("create_model", body)).json()["model_id"]
+    await save(api, worker, run, "a", "b")
+    await save(api, worker, run, "c", call="save_weights_for_sampler")
+    await save(api, worker, run, "d", call="save_weights_external")
+    shown = await got(api, f"training_runs/{run}")
+    assert shown == (await got(api, "training_runs"))["training_runs"][0]
+    assert (shown["base_model"], shown["lora_rank"]) == (POOL.base_model, 8)
+    assert (shown["is_lora"], shown["corrupted"]) == (True, False)
+    assert shown["user_metadata"] == {"renderer": "llama3", "lr": "0.5"}
+    assert shown["last_checkpoint"]["tinker_path"] == f"tinker://{run}/weights/b"
+    assert shown["last_sampler_checkpoint"]["checkpoint_id"] == "sampler_weights/c"
+    assert shown["last_request_time"] > shown["last_checkpoint"]["time"]
+
+
+async def test_a_stopped_run_is_shown_as_corrupted(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    record = await api.services.records.run(
+        (await api.services.tenants.authenticate(ALICE)).id, run
+    )
+    worker.execution.fail_run(run, record.tenant)
+    assert (await got(api, f"training_runs/{run}"))["corrupted"] is True
+
+
+async def test_runs_are_listed_by_the_project_of_their_session(api: Api) -> None:
+    await api.new_run()
+    moved = await api.new_run()
+    session = moved.partition(":")[0]
+    assert await runs(api, "project_id=nightly") == []
+    await change(api, "PUT", f"sessions/{session}/project", json={"project_id": "nightly"})
+    assert await runs(api, "project_id=nightly&access_scope=accessible") == [moved]
+    entries = (await got(api, "audit?event_type=projects"))["entries"]
+    assert [(entry["event"], entry["event_details"]["project_id"]) for entry in entries] == [
+        ("project_assign", "nightly")
+    ]
+
+
+async def test_a_run_is_accessible_to_others_while_something_of_it_is_published(
+    api: Api, worker: StandIn
+) -> None:
+    own, foreign = await api.new_run(BOB), await api.new_run()
+    await save(api, worker, foreign, "secret", "shared")
+    assert (
+        await api.get(f"training_runs/{foreign}?access_scope=accessible", BOB)
+    ).status_code == 404
+    await publish(api, foreign, "shared")
+    assert await runs(api, "access_scope=accessible", BOB) == [foreign, own]
+    assert await runs(api, "access_scope=owned", BOB) == [own]
+    shown = await got(api, f"training_runs/{foreign}?access_scope=accessible", BOB)
+    assert shown["last_checkpoint"]["checkpoint_id"] == "weights/shared"
+    assert (await api.get(f"training_runs/{foreign}", BOB)).status_code == 404
+    listed = (await got(api, f"training_runs/{foreign}/checkpoints", BOB))["checkpoints"]
+    assert [checkpoint["checkpoint_id"] for checkpoint in listed] == ["weights/shared"]
+    await publish(api, foreign, "shared", "DELETE")
+    assert await runs(api, "access_scope=accessible", BOB) == [own]
+    assert (await api.get(f"training_runs/{foreign}/checkpoints", BOB)).status_code == 404
+
+
+async def test_own_runs_are_accessible_once_published_or_not(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    await save(api, worker, run, "a")
+    await publish(api, run, "a")
+    page = await got(api, "training_runs?access_scope=accessible")
+    assert page["cursor"]["total_count"] == len(page["training_runs"]) == 1
+
+
+async def test_a_page_that_cannot_be_is_refused_by_the_name_of_the_field(api: Api) -> None:
+    lists = ("training_runs", "checkpoints", "sessions")
+    wrong = ("limit=0", "limit=1001", "limit=x", "offset=-1", "offset=2147483648")
+    for path, query in product(lists, wrong):
+        answer = await api.get(f"{path}?{query}")
+        assert answer.status_code == 422
+        assert query.partition("=")[0] in answer.json()["detail"]
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+
+
+async def names(api: Api, path: str, **headers: str) -> tuple[list[str], int | None]:
+    """List checkpoints: their names, and how many there are said to be."""
+    answer = await api.http.get(f"/api/v1/{path}", headers={"X-API-Key": ALICE, **headers})
+    page = answer.json()
+    cursor = page["cursor"]
+    listed = [checkpoint["checkpoint_id"] for checkpoint in page["checkpoints"]]
+    return listed, cursor and cursor["total_count"]
+
+
+async def test_pages_of_checkpoints_hold_each_once_the_newest_first(
+    api: Api, worker: StandIn
+) -> None:
+    first, second = await api.new_run(), await api.new_run()
+    await save(api, worker, first, "a", "b")
+    await save(api, worker, second, "c")
+    assert await names(api, "checkpoints?limit=2") == (["weights/c", "weights/b"], 3)
+    assert await names(api, "checkpoints?limit=2&offset=2") == (["weights/a"], 3)
+    assert await names(api, f"training_runs/{first}/checkpoints") == (
+        ["weights/b", "weights/a"],
+        None,
+    )
+
+
+async def test_a_save_is_in_no_list_until_its_files_are_durable(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    await api.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})
+    refs = await worker.run_log(stores=False)
+    assert await names(api, "checkpoints") == ([], 0)
+    assert await names(api, f"training_runs/{run}/checkpoints") == ([], None)
+    worker.store(refs)
+    assert await names(api, "checkpoints") == (["weights/a"], 1)
+
+
+async def test_what_is_deleted_or_expired_is_in_no_list_and_not_counted(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    await save(api, worker, run, "a", "b", "c")
+    await change(api, "DELETE", f"training_runs/{run}/checkpoints/weights/a")
+    tenant = (await api.services.tenants.authenticate(ALICE)).id
+    await api.services.checkpoints.set_ttl(tenant, run, "weights", "b", 0)
+    assert await names(api, "checkpoints") == (["weights/c"], 1)
+    assert await names(api, f"training_runs/{run}/checkpoints") == (["weights/c"], None)
+
+
+@pytest.mark.parametrize(
+    ("version", "sees"), [("0.22.3", 2), ("0.25.0", 2), ("0.30.0", 3), ("0.38.0", 3)]
+)
+async def test_sdks_that_know_no_external_checkpoints_see_none(
+    api: Api, worker: StandIn, version: str, sees: int
+) -> None:
+    run = await api.new_run()
+    await save(api, worker, run, "a")
+    await save(api, worker, run, "b", call="save_weights_external")
+    await save(api, worker, run, "c", call="save_weights_for_sampler")
+    agent = {"User-Agent": f"AsyncTinker/Python {version}"}
+    listed, total = await names(api, "checkpoints", **agent)
+    assert (len(listed), total) == (sees, sees)
+    assert len((await names(api, f"training_runs/{run}/checkpoints", **agent))[0]) == sees
+
+
+# ---- Sessions ------------------------------------------------------------------------------------
+
+
+async def new_session(api: Api, key: str = ALICE, **fields: Any) -> str:
+    return str((await api.post("create_session", fields, key)).json()["session_id"])
+
+
+async def test_sessions_are_listed_the_newest_first(api: Api) -> None:
+    made = [await new_session(api) for _ in range(3)]
+    await new_session(api, BOB)
+    assert (await got(api, "sessions"))["sessions"] == made[::-1]
+    page = await got(api, "sessions?limit=1&offset=1&access_scope=accessible")
+    assert page["sessions"] == [made[1]]
+
+
+async def test_a_session_is_shown_with_its_runs_and_samplers(api: Api) -> None:
+    session = await new_session(api, user_metadata={"git": {"dirty": True}}, display_name="nightly")
+    body = {"session_id": session, "base_model": POOL.base_model}
+    for number in range(11):
+        await api.post("create_model", {**body, "model_seq_id": number})
+    sampler = (
+        await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0})
+    ).json()
+    assert await got(api, f"sessions/{session}") == {
+        "training_run_ids": [f"{session}:train:{number}" for number in range(11)],
+        "sampler_ids": [sampler["sampling_session_id"]],
+        "user_metadata": {"git": '{"dirty": true}'},
+        "display_name": "nightly",
+    }
+
+
+async def test_a_session_has_no_trace_and_says_where_to_look_instead(api: Api) -> None:
+    session = await new_session(api)
+    answer = await got(api, f"sessions/{session}/trace_export")
+    assert answer["status"] == "failed"
+    assert "/api/v1/usage" in answer["error"]
+
+
+async def search(api: Api, key: str = ALICE, **wanted: Any) -> Any:
+    answer = await api.post("sessions/search", wanted, key)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def found(api: Api, **wanted: Any) -> list[str]:
+    return [session["session_id"] for session in (await search(api, **wanted))["sessions"]]
+
+
+async def test_a_search_walks_through_all_sessions_while_others_are_opened(api: Api) -> None:
+    made = [await new_session(api) for _ in range(5)]
+    walked: list[str] = []
+    cursor = None
+    for _ in range(3):
+        page = await search(api, limit=2, **({"cursor": cursor} if cursor else {}))
+        walked += [session["session_id"] for session in page["sessions"]]
+        cursor = page["next_cursor"]
+        await new_session(api)
+    assert (walked, cursor) == (made[::-1], None)
+
+
+async def test_a_search_finds_by_status_project_and_name(api: Api, worker: StandIn) -> None:
+    active = await new_session(api, display_name="Nightly SFT", project_id="p1")
+    done = await new_session(api, display_name="nightly RL")
+    await api.post(f"sessions/{done}/finish", {"reason": {"type": "errored"}})
+    failed = (run := await api.new_run()).partition(":")[0]
+    tenant = (await api.services.tenants.authenticate(ALICE)).id
+    worker.execution.fail_run(run, tenant)
+    assert await found(api, statuses=[{"type": "active"}]) == [active]
+    assert await found(api, statuses=[{"type": "failed"}]) == [failed]
+    finished = {"type": "client_finished", "reasons": ["errored"]}
+    assert await found(api, statuses=[finished]) == [done]
+    assert await found(api, display_name="NIGHT") == [done, active]
+    assert await found(api, project_ids=["p1"]) == [active]
+    assert await found(api, session_id=done) == [done]
+    assert await found(api, owner={"type": "user", "owner_urns": [tenant]}) == [
+        failed,
+        done,
+        active,
+    ]
+    assert (await search(api, BOB, owner={"type": "accessible"}))["sessions"] == []
+
+
+async def test_a_search_tells_what_is_stored(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    await save(api, worker, run, "a", "b")
+    (session,) = (await search(api))["sessions"]
+    sizes = [one["size_bytes"] for one in (await got(api, "checkpoints"))["checkpoints"]]
+    assert (session["checkpoints_count"], session["checkpoint_storage_bytes"]) == (2, sum(sizes))
