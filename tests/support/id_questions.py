@@ -1,0 +1,207 @@
+"""Every way to ask the API about something that a tenant owns, found in its OpenAPI.
+
+A question is one field of one route that takes an id. It is asked with that field about somebody's
+thing, and with all other ids of the body the asker's own, so that only the one can be what is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tests.support.http_api import POOL, sample_body
+from tests.support.kl_bodies import kl_datum_body
+from tests.support.uploads import adapter, tar
+
+if TYPE_CHECKING:
+    import itertools
+    from collections.abc import Mapping
+
+    import httpx
+
+    from tests.support.http_api import Api
+
+#: Fields and parameters that name something a tenant owns.
+IDS = {
+    "model", "model_id", "model_path", "path", "reference_model_path", "request_id", "run_id",
+    "sampling_session_id", "session_id", "source_path", "source_paths", "target", "tinker_path",
+    "training_run_id",
+}  # fmt: skip
+API = "/api/v1/"
+#: Fields of such a name that name nothing: a new checkpoint's name, what SDKs leave unset.
+NO_IDS = {
+    (f"{API}save_weights", "path"),
+    (f"{API}save_weights_for_sampler", "path"),
+    (f"{API}save_weights_external", "path"),
+    (f"{API}asample", "model_path"),
+}
+#: What looks like an id and is none: a client's own numbers and names.
+NO_THINGS = {
+    "destination_project_id", "model_seq_id", "output_path", "project_id", "project_ids",
+    "retrieved_request_ids", "sampling_session_seq_id", "seq_id",
+}  # fmt: skip
+CHAT = {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
+#: What a body needs beside the id that is asked about; a value of `OWN` is the asker's own id.
+OWN = object()
+BODIES: dict[str, dict[str, Any]] = {
+    "/anthropic/api/v1/messages": CHAT,
+    "/oai/api/v1/chat/completions": CHAT,
+    "/oai/api/v1/completions": {"max_tokens": 4, "prompt": "a"},
+    f"{API}asample": sample_body("", 1),
+    f"{API}copy_weights": {"destination_project_id": "p"},
+    f"{API}copy_weights session_id": {"source_path": OWN, "model_seq_id": 9},
+    f"{API}create_model": {"model_seq_id": 7, "base_model": POOL.base_model},
+    f"{API}create_sampling_session": {"sampling_session_seq_id": 7, "base_model": POOL.base_model},
+    f"{API}create_sampling_session model_path": {
+        "session_id": OWN,
+        "sampling_session_seq_id": 8,
+    },
+    f"{API}forward": {"forward_input": {}},
+    f"{API}forward_backward": {"forward_backward_input": {}},
+    f"{API}load_weights model_id": {"path": OWN},
+    f"{API}load_weights path": {"session_id": OWN, "model_seq_id": 10},
+    f"{API}load_weights session_id": {"path": OWN, "model_seq_id": 11},
+    f"{API}mint/checkpoints/interpolate": {"coefficients": [1.0], "output_path": "mixed"},
+    f"{API}mint/forward_backward_reverse_kl": {
+        "reference_model_path": POOL.base_model,
+        "data": [kl_datum_body()],
+    },
+    f"{API}mint/forward_backward_reverse_kl reference_model_path": {
+        "model_id": OWN,
+        "data": [kl_datum_body()],
+    },
+    f"{API}optim_step": {"adam_params": {}},
+    f"{API}save_weights": {"path": "b"},
+    f"{API}save_weights_for_sampler": {"path": "b"},
+    f"{API}save_weights_external": {"path": "b"},
+    f"{API}sessions/{{session_id}}/finish": {"reason": {"type": "success"}},
+    f"{API}sessions/{{session_id}}/project": {"project_id": "p"},
+    f"{API}training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}/ttl": {"ttl_seconds": None},
+}
+#: Of what ends something the last comes last: whatever is asked later would not be found.
+ENDS = [
+    ("delete", f"{API}training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}"),
+    ("post", f"{API}unload_model"),
+    ("post", f"{API}sessions/{{session_id}}/finish"),
+]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One field of one route that takes an id."""
+
+    method: str
+    path: str
+    field: str
+    place: Literal["path", "query", "body"]
+
+    @property
+    def name(self) -> str:
+        """What a failed test says."""
+        return f"{self.method.upper()} {self.path} {self.field}"
+
+
+def questions_of(openapi: dict[str, Any]) -> list[Question]:
+    """Find every question, those that end something last."""
+    found = [
+        Question(method, path, field, place)
+        for path, methods in openapi["paths"].items()
+        for method, operation in methods.items()
+        for field, place in _fields(operation, openapi["components"]["schemas"])
+        if field in IDS and (path, field) not in NO_IDS
+    ]
+    return sorted(found, key=_is_end)
+
+
+def unasked_fields(openapi: dict[str, Any]) -> set[str]:
+    """Name the fields that look like ids, and that no question is about."""
+    fields = {
+        field
+        for methods in openapi["paths"].values()
+        for operation in methods.values()
+        for field, _ in _fields(operation, openapi["components"]["schemas"])
+    }
+    return {field for field in fields - IDS - NO_THINGS if re.search(r"(_id|path)s?$", field)}
+
+
+def _is_end(question: Question) -> int:
+    place = (question.method, question.path)
+    return ENDS.index(place) + 1 if place in ENDS else 0
+
+
+def _fields(operation: dict[str, Any], schemas: dict[str, Any]) -> list[tuple[str, Any]]:
+    parameters = {
+        (p["name"], p["in"]) for p in operation.get("parameters", []) if p["in"] != "header"
+    }
+    content = operation.get("requestBody", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    schema = schemas.get(schema.get("$ref", "").rpartition("/")[2], schema)
+    properties = {
+        name for shape in (schema, *schema.get("anyOf", [])) for name in shape.get("properties", {})
+    }
+    return sorted(parameters | {(name, "body") for name in properties})
+
+
+def ids_of(run: str, sampler: str, request_id: str) -> dict[str, Any]:
+    """Name everything that a tenant has, as the wire does; its checkpoint is called `a`."""
+    path = f"tinker://{run}/weights/a"
+    return {
+        "model": path,
+        "model_id": run,
+        "model_path": path,
+        "path": path,
+        "reference_model_path": path,
+        "request_id": request_id,
+        "run_id": run,
+        "sampling_session_id": sampler,
+        "session_id": run.partition(":")[0],
+        "source_path": path,
+        "source_paths": [path],
+        "target": {"type": "sampling_session", "sampling_session_id": sampler},
+        "tinker_path": path,
+        "training_run_id": run,
+    }
+
+
+def unknown_ids(ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the session that nobody has into every id."""
+
+    def unknown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: unknown(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return [unknown(part) for part in value]
+        return re.sub("[0-9a-f]{32}", "0" * 32, value)
+
+    return {name: unknown(value) for name, value in ids.items()}
+
+
+async def ask(
+    api: Api,
+    question: Question,
+    about: Mapping[str, Any],
+    own: Mapping[str, Any],
+    key: str,
+    seqs: itertools.count[int],
+) -> httpx.Response:
+    """Ask a question about one of these ids; `own` are the asker's, for all the rest."""
+    path, field = question.path, question.field
+    body = BODIES.get(f"{path} {field}", BODIES.get(path, {}))
+    body = {name: own[name] if value is OWN else value for name, value in body.items()}
+    if "model_id" in {field, *body} and not path.startswith(f"{API}mint/"):
+        body["seq_id"] = next(seqs)
+    if question.place == "body":
+        body[field] = about[field]
+    parts = {"kind": "weights", "name": "a", **about}
+    headers = {"X-API-Key": key}
+    if path == f"{API}training_runs/upload":
+        query = {"base_model": POOL.base_model, "name": "a", "model_seq_id": "12"}
+        return await api.http.request(
+            question.method, path, params={**query, field: about[field]}, headers=headers,
+            content=tar(adapter()),
+        )  # fmt: skip
+    takes_body = question.method in {"post", "put"}
+    return await api.http.request(
+        question.method, path.format(**parts), headers=headers, json=body if takes_body else None
+    )
