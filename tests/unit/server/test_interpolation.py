@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from cotrain.mint_types import InterpolateRequest
 from cotrain_server.errors import Invalid
@@ -74,6 +75,12 @@ def test_its_save_answers_as_mint_reads_it_and_ends_the_run() -> None:
 
 def test_the_server_names_what_its_client_does_not() -> None:
     assert SaveRequest.parse(mix_save_body(asked(output_path=None))).name == "interpolated"
+
+
+@pytest.mark.parametrize("coefficient", [float("nan"), float("inf"), None])
+def test_a_coefficient_is_a_finite_number(coefficient: float | None) -> None:
+    with pytest.raises(ValidationError, match=r"coefficients\.1"):
+        asked(coefficients=[1.0, coefficient])
 
 
 @pytest.mark.parametrize(
