@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from statistics import mean
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cookbook.workshop import BASE_MODEL, CHATS
+from tests.cookbook.workshop import BASE_MODEL, LESSONS
 
 if TYPE_CHECKING:
     from tests.cookbook.programs import Bench
@@ -32,8 +33,8 @@ def test_dpo_moves_away_from_its_reference(bench: Bench) -> None:
 
 
 def test_on_policy_distillation_comes_nearer_to_its_teacher(bench: Bench) -> None:
-    options = {"dataset": CHATS, "batch_size": 8, "max_steps": 8}
-    taught = bench.run("chat_sl.train", "teacher", **SMALL, **RANK, **options)
+    lessons = {"dataset": LESSONS, "renderer_name": "qwen3_instruct", "batch_size": 4}
+    taught = bench.run("chat_sl.train", "teacher", **SMALL, **RANK, **lessons, max_steps=16)
     assert taught.status == 0, taught.output
     ran = bench.run(
         "distillation.on_policy_distillation",
@@ -44,8 +45,9 @@ def test_on_policy_distillation_comes_nearer_to_its_teacher(bench: Bench) -> Non
         teacher_checkpoint=taught.checkpoints[-1]["sampler_path"],
         groups_per_batch=8,
         max_tokens=16,
-        max_steps=8,
+        max_steps=6,
     )
     assert ran.status == 0, ran.output
     distances = ran.series("teacher_kl")
-    assert distances[-1] < distances[0] / 2
+    assert distances[0] > 1
+    assert mean(distances[3:]) < distances[0] / 4

@@ -20,19 +20,27 @@ if TYPE_CHECKING:
 
 BASE_MODEL = "Qwen/Qwen3-8B"  # a name that the cookbook has a renderer for
 CHATS = "chats.jsonl"
+LESSONS = "lessons.jsonl"
 THINGS = ("lamp", "river", "button", "cloud", "window", "spoon", "ladder", "engine")
 #: What every gsm8k question here has for an answer: one of the numbers the model says by itself.
 ANSWER = 3
+#: What a teacher has learnt to say to them.
+SOLUTION = f"\\boxed{{{ANSWER}}}"
 
 
 def build_workshop(folder: Path) -> Path:
     """Write model and data; the folder."""
     build_chat_model(folder / BASE_MODEL)
     counted = [(thing, number) for number in range(1, 17) for thing in THINGS]
-    chats = [chat(thing, number) for thing, number in counted]
+    chats = [
+        chat(f"How many {thing}s are {number} {thing}s?", f"That makes {number} {thing}s.")
+        for thing, number in counted
+    ]
+    lessons = [chat(f"How many {thing}s has box {number}?", SOLUTION) for thing, number in counted]
     questions = [question(thing, number) for thing, number in counted]
     pairs = [comparison(thing, number) for thing, number in counted]
     write(folder / CHATS, chats)
+    write(folder / LESSONS, lessons)
     write(folder / "HuggingFaceH4/no_robots/train.jsonl", chats)
     write(folder / "zwhe99/DeepMath-103K/train.jsonl", questions)
     write(folder / "Anthropic/hh-rlhf/train.jsonl", pairs)
@@ -44,11 +52,10 @@ def build_workshop(folder: Path) -> Path:
     return folder
 
 
-def chat(thing: str, number: int) -> Row:
+def chat(asked: str, answered: str) -> Row:
     """Make a conversation of the form of no_robots."""
-    asked = {"role": "user", "content": f"How many {thing}s are {number} {thing}s?"}
-    answered = {"role": "assistant", "content": f"That makes {number} {thing}s."}
-    return {"messages": [asked, answered]}
+    turns = {"user": asked, "assistant": answered}
+    return {"messages": [{"role": role, "content": said} for role, said in turns.items()]}
 
 
 def question(thing: str, number: int) -> Row:
