@@ -24,17 +24,17 @@ from cotrain_store.messages import (
     RunId,
     RunState,
     RunUsage,
-    SamplerRecord,
     SaveRecords,
     Step,
     TenantId,
     WorkerId,
     encode,
-    external_folder,
     request_id,
 )
 from cotrain_store.results import UNLOADED, pack_results
+from cotrain_store.save_rows import save_row
 from cotrain_store.spool import SpoolRef
+from cotrain_store.usage_fields import training_amounts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -185,7 +185,8 @@ class Execution:
         Raises:
             Fenced: another worker took this one's place; nothing was written.
         """
-        saved = {request_id(*op): _saved(records) for op, records in (saves or {}).items()}
+        saved = {request_id(*op): save_row(records) for op, records in (saves or {}).items()}
+        used = training_amounts(usage or {}, step.tenant_by_run, self._base_model, time.time())
         script_keys = [
             keys.worker_epoch(self.pool, self.worker), keys.open_steps(self.pool, self.worker),
             keys.cycles(self.pool), keys.spool_segment_refs(), keys.notify_results(),
@@ -195,7 +196,7 @@ class Execution:
         args: list[str | int | bytes] = [
             self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,
             json.dumps(counted), self._numerics_id, json.dumps(saved),
-            json.dumps(self._amounts(step, usage or {})), keys.USAGE_TTL_S,
+            json.dumps(used), keys.USAGE_TTL_S,
         ]  # fmt: skip
         all_packed = pack_results([results[op.run, op.seq] for op in step.ops], self._results)
         for op, (packed, ttl_ms) in zip(step.ops, all_packed, strict=True):
@@ -211,16 +212,6 @@ class Execution:
             raise AssertionError(
                 f"cycle {step.cycle} holds an op whose predecessor is not committed"
             )
-
-    def _amounts(self, step: Step, usage: Mapping[RunId, RunUsage]) -> dict[str, dict[str, float]]:
-        """Sort what runs used under the keys and fields of their tenants."""
-        hour = keys.usage_hour(time.time())
-        amounts: dict[str, dict[str, float]] = {}
-        for run, used in usage.items():
-            fields = amounts.setdefault(keys.usage(step.tenant_by_run[run], hour), {})
-            for what, amount in (("training_tokens", used.tokens), ("device_s", used.device_s)):
-                fields[keys.usage_field(what, self._base_model, run)] = amount
-        return amounts
 
     def position(self, run: RunId) -> LogPosition | None:
         """Read where a run's log stands; None for a run that has none."""
@@ -338,32 +329,6 @@ class Execution:
             wakes.subscribe(keys.notify_worker(self.pool, self.worker))
             self._wakes = wakes  # only now: one that never subscribed would wait for nothing
         self._wakes.get_message(timeout=timeout_s)
-
-
-def _saved(records: SaveRecords) -> dict[str, Any]:
-    """Write the records of one save as the commit script takes them."""
-    weights, user = records.weights, records.user
-    row: dict[str, Any] = {
-        "weights": encode(weights), "worker": weights.worker, "user": encode(user),
-        "tenant": weights.tenant,
-    }  # fmt: skip
-    if isinstance(user, SamplerRecord):
-        idle_ms = keys.sampler_idle_ms(ephemeral=user.ephemeral)
-        return row | {"kind": "s", "name": user.id, "session": user.session, "idle_ms": idle_ms}
-    row |= {"kind": "c", "name": keys.checkpoint_member(user.run, user.kind, user.name)}
-    row["last"] = int(records.last)
-    if weights.external:
-        row["folder"] = external_folder(weights.ref)
-    if user.kind == "weights" and not records.overwrite:
-        row["collision"] = _collision(user.name).pack().decode()
-    return row
-
-
-def _collision(name: str) -> Result:
-    message = (
-        f"Checkpoint name {name!r} already exists in this run; pass overwrite=true to replace it."
-    )
-    return Result.failed(message, "user")
 
 
 def _body_of(op: QueuedOp) -> str:

@@ -322,16 +322,6 @@ def usage(tenant: TenantId, hour: int) -> str:
     return f"cotrain:usage:{tenant}:{hour}"
 
 
-def usage_hour(now_s: float) -> int:
-    """Give the start of an hour, as `usage` names it."""
-    return int(now_s // 3600) * 3600
-
-
-def usage_field(what: str, base_model: str, user: str) -> str:
-    """Name an amount in the hash of an hour; `user` is a run or a sampler."""
-    return f"{what}|{base_model}|{user.partition(':')[0]}|{user}"
-
-
 def audit(tenant: TenantId) -> str:
     """Name the stream of what a tenant did with its records; its last 10,000 or so are kept."""
     return f"cotrain:audit:{tenant}"

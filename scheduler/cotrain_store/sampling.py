@@ -30,8 +30,9 @@ from cotrain_store.messages import (
 )
 from cotrain_store.records import WEIGHTS_FIELDS, weights_record
 from cotrain_store.results import UNLOADED, pack_results
-from cotrain_store.sample_ends import CANCELLED, lives, parse_sample
+from cotrain_store.sample_ends import CANCELLED, lives
 from cotrain_store.samples import decode_sample
+from cotrain_store.usage_fields import sampling_amounts, usage_field, usage_hour
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -141,32 +142,15 @@ class Sampling:
         ]  # fmt: skip
         now = time.time()
         args: list[str | int | bytes] = [
-            self._epoch, json.dumps(counted), *lives(now), keys.usage_hour(now), keys.USAGE_TTL_S,
+            self._epoch, json.dumps(counted), *lives(now), usage_hour(now), keys.USAGE_TTL_S,
         ]  # fmt: skip
         all_packed = pack_results(list(results.values()), self._results)
         for (request, result), (packed, ttl_ms) in zip(results.items(), all_packed, strict=True):
             failed = int(result.kind is ResultKind.FAILURE)
-            used = self._amounts(request, (usage or {}).get(request))
+            used = sampling_amounts(request, (usage or {}).get(request), self._base_model)
             args += [request, packed, ttl_ms, failed, len(result.payload), json.dumps(used)]
         if self._resolve(script_keys, args) == b"FENCED":
             raise Fenced
-
-    def _amounts(self, request: RequestId, used: SampleUsage | None) -> dict[str, float]:
-        """Name what a request used as its tenant's hour has it."""
-        name = parse_sample(request)
-        if used is None or name is None:
-            return {}
-        amounts: dict[str, float] = {
-            "prefill_tokens": used.prompt_tokens,
-            "cached_tokens": used.cached_tokens,
-            "sampled_tokens": used.sampled_tokens,
-            "device_s": used.device_s,
-        }
-        return {
-            keys.usage_field(what, self._base_model, name.sampler): amount
-            for what, amount in amounts.items()
-            if amount
-        }
 
     @cached_property
     def _base_model(self) -> str:
@@ -212,12 +196,12 @@ class Sampling:
             self._epoch_key, keys.weights(ref), keys.content(pool, digest),
             keys.unstored_weights(pool, self._worker),
             keys.optimizer_content(pool, optimizer_digest), keys.notify_results(),
-            keys.usage(tenant, keys.usage_hour(now)),
+            keys.usage(tenant, usage_hour(now)),
         ]  # fmt: skip
         args = [
             self._epoch, ref, digest, size, optimizer_digest, keys.prefix(pool),
             encode(checkpoint) if checkpoint else "", result, UNLOADED.pack(),
-            keys.usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
+            usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
             keys.USAGE_TTL_S,
         ]  # fmt: skip
         answer = self._stored(script_keys, args)

@@ -22,7 +22,8 @@ HOUR_S = 3600 * 500_000
 
 @pytest.fixture(autouse=True)
 def fixed_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.usage_fields.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.sampling.usage_hour", lambda _: HOUR_S)
 
 
 def used(samples: Samples, tenant: str = "a") -> dict[str, float]:

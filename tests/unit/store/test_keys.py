@@ -103,7 +103,3 @@ def test_the_scripts_build_only_keys_that_are_made_here() -> None:
 def test_no_script_negates_a_number_the_way_redis_does_not_read() -> None:
     for script in SCRIPTS.glob("*.lua"):
         assert not re.search(r", -tonumber", script.read_text()), script.name
-
-
-def test_an_hour_is_named_by_its_start() -> None:
-    assert [keys.usage_hour(at_s) for at_s in (7200.0, 10_799.9, 10_800.0)] == [7200, 7200, 10_800]
