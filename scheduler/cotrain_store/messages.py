@@ -26,6 +26,7 @@ SamplerId = NewType("SamplerId", str)
 WeightsRef = NewType("WeightsRef", str)
 
 Category = Literal["user", "server", "unknown"]
+FinishReason = Literal["success", "errored", "interrupted"]
 #: `weights` has the optimizer state too, when its save says so; `external_weights` are to be fetched.
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 _Message = TypeVar("_Message")

@@ -26,6 +26,7 @@ from cotrain_store.errors import (
 )
 from cotrain_store.messages import (
     CheckpointRecord,
+    FinishReason,
     LoraSpec,
     PoolId,
     PoolRecord,
@@ -120,12 +121,12 @@ class Records:
         session = await self.session(tenant, session_id)
         await self._redis.hset(keys.session(session.id), "project_id", project_id)
 
-    async def finish(self, tenant: TenantId, session_id: str, reason: str) -> tuple[RunId, ...]:
+    async def finish(self, tenant: TenantId, session_id: str, reason: FinishReason) -> tuple[RunId, ...]:
         """End a session and name its runs, for the caller to close. The first reason wins."""
         session = await self.session(tenant, session_id)
         name = keys.session(session.id)
-        await self._redis.hsetnx(name, "finished_at", repr(time.time()))
         await self._redis.hsetnx(name, "reason", reason)
+        await self._redis.hsetnx(name, "finished_at", repr(time.time()))  # last: it has a reason
         members = await self._redis.smembers(keys.session_runs(session.id))
         return tuple(sorted(RunId(member.decode()) for member in members))
 

@@ -17,6 +17,7 @@ from cotrain_server.interpolation import check_mix, mix_body, mix_save_body, mix
 from cotrain_server.openapi import body_of
 from cotrain_server.reading import Op, digest_of
 from cotrain_server.reverse_kl_reading import read_reverse_kl, reverse_kl_op
+from cotrain_server.routes.weights import quota_reached
 from cotrain_server.sources import find_loadable
 from cotrain_server.validation import check_rank
 from cotrain_store import metrics
@@ -113,13 +114,15 @@ async def interpolate_checkpoints(
     sources = [
         (await find_loadable(services, tenant.id, path)).weights for path in wanted.source_paths
     ]
+    if full := await quota_reached(services, tenant.id):
+        raise Invalid(full)
     body = mix_body(wanted, sources)
     run = await _open_run(services, tenant, sources)
     uses = tuple(dict.fromkeys(source.ref for source in sources))
     await services.intake.create_run(run, kind=OpKind.LOAD, body=body, uses=uses)
     save = mix_save_body(wanted)
     request_id = await services.intake.submit(run, 1, OpKind.SAVE, save, 0, digest_of(save))
-    await services.records.finish(tenant.id, run.session, "completed")
+    await services.records.finish(tenant.id, run.session, "success")
     metrics.REQUESTS_ACCEPTED.labels(OpKind.LOAD).inc()
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
