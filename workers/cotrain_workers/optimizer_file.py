@@ -100,10 +100,10 @@ def _read(path: Path) -> HostOptimizer:
         header = _metadata(content)
         spec = AdapterSpec(**json.loads(header["spec"]))
         optimizer = HostOptimizer(spec, step=int(header["step"]), **load(content))
-        digest = _digest(optimizer, header["base_model"])
+        digest, is_ours = _digest(optimizer, header["base_model"]), header["cotrain"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as broken:
         raise OptimizerUnreadable(f"State {path.stem} cannot be read: {broken!r}.") from broken
-    if digest != path.stem:
+    if digest != path.stem or not is_ours:
         raise OptimizerUnreadable(f"State {path.stem} is not what its name says.")
     return optimizer
 
