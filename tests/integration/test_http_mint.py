@@ -1,0 +1,290 @@
+"""mint's extensions over HTTP and a real Redis: what is accepted, in which place, and what is not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.messages import LoadRequest, OpKind, QueuedOp, RunId
+from cotrain_store.reverse_kl import decode_reverse_kl
+from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api
+from tests.support.kl_bodies import kl_body
+from tests.support.stand_in import StandIn, stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    import httpx
+
+    from tests.support.http_api import Api
+    from tests.support.redis_server import EmbeddedRedis
+
+KL = "mint/forward_backward_reverse_kl"
+MIX = "mint/checkpoints/interpolate"
+NOT_FOUND = "tinker://nobody:train:0/sampler_weights/no"
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url) as api:
+        yield api
+
+
+@pytest.fixture
+def worker(api: Api) -> Iterator[StandIn]:
+    with stand_in(api.services) as worker:
+        yield worker
+
+
+async def pull(api: Api, run: str, **changes: Any) -> httpx.Response:
+    key, headers = changes.pop("key", ALICE), changes.pop("headers", {})
+    return await api.post(KL, kl_body(run, **changes), key, headers=headers)
+
+
+async def mix(api: Api, paths: list[str], coefficients: list[float], **more: Any) -> httpx.Response:
+    key = more.pop("key", ALICE)
+    return await api.post(MIX, {"source_paths": paths, "coefficients": coefficients, **more}, key)
+
+
+async def logged(api: Api, run: str) -> dict[int, QueuedOp]:
+    """Read the ops that wait or were done in a run, by place."""
+    rows = await api.services.connection.hgetall(keys.ops(POOL.id, RunId(run)))
+    return {int(seq): QueuedOp.parse(RunId(run), int(seq), op.decode()) for seq, op in rows.items()}
+
+
+async def body_of(api: Api, run: str, seq: int) -> bytes:
+    body: bytes = await api.services.connection.hget(keys.bodies(POOL.id, RunId(run)), str(seq))
+    return body
+
+
+async def saved(api: Api, worker: StandIn, run: str, kind: str = "", **more: Any) -> str:
+    """Save a run's weights; their path."""
+    key = more.pop("key", ALICE)
+    endpoint = f"save_weights{kind}"
+    body = {"model_id": run, "seq_id": 1, "path": "a", **more}
+    answer = await api.post(endpoint, body, key)
+    assert answer.status_code == 200, answer.text
+    await worker.run_log()
+    path: str = (await result(api, answer, key))["path"]
+    return path
+
+
+async def result(api: Api, answer: httpx.Response, key: str = ALICE) -> Any:
+    assert answer.status_code == 200, answer.text
+    return (await api.post("retrieve_future", answer.json(), key)).json()
+
+
+async def test_without_a_number_it_takes_the_place_behind_all_that_was_sent(api: Api) -> None:
+    run = await api.new_run()
+    await api.post("forward_backward", pass_body(run, 1))
+    answer = await pull(api, run)
+    await api.post("forward_backward", pass_body(run, 2))
+
+    assert answer.json() == {"request_id": f"{run}:2", "model_id": run}
+    kinds = {seq: op.kind for seq, op in (await logged(api, run)).items()}
+    assert kinds == {
+        0: OpKind.CREATE,
+        1: OpKind.FORWARD_BACKWARD,
+        2: OpKind.REVERSE_KL,
+        3: OpKind.FORWARD_BACKWARD,
+    }
+
+
+async def test_with_a_number_it_takes_that_place(api: Api) -> None:
+    run = await api.new_run()
+    one, again = await pull(api, run, seq_id=3), await pull(api, run, seq_id=3)
+
+    assert one.json() == again.json() == {"request_id": f"{run}:3", "model_id": run}
+
+
+async def test_a_repeat_with_the_same_idempotency_key_is_the_same_request(api: Api) -> None:
+    run, key = await api.new_run(), {"X-Idempotency-Key": "stainless-python-retry-1"}
+    one, again = await pull(api, run, headers=key), await pull(api, run, headers=key)
+    other = await pull(api, run, headers={"X-Idempotency-Key": "stainless-python-retry-2"})
+
+    assert one.json() == again.json() != other.json()
+    assert (await logged(api, run)).keys() == {0, 1, 2}
+
+
+async def test_the_base_model_is_a_reference_without_weights(api: Api) -> None:
+    run = await api.new_run()
+    await pull(api, run, temperature=0.5)
+
+    body = decode_reverse_kl(await body_of(api, run, 1))
+    assert (body.reference, body.temperature) == (None, 0.5)
+    assert (await logged(api, run))[1].tokens == body.num_tokens == 7
+
+
+@pytest.mark.parametrize("kind", ["", "_for_sampler"])
+async def test_a_checkpoint_is_a_reference_that_stays(api: Api, worker: StandIn, kind: str) -> None:
+    teacher, run = await api.new_run(), await api.new_run()
+    path = await saved(api, worker, teacher, kind)
+    await pull(api, run, reference_model_path=path)
+
+    reference = decode_reverse_kl(await body_of(api, run, 1)).reference
+    assert reference == f"{teacher}:1"
+    users = await api.services.connection.smembers(keys.weights_users(reference))
+    assert any(f"{run}:1" in user.decode() for user in users)
+
+
+async def test_a_published_checkpoint_is_a_reference_for_everybody(
+    api: Api, worker: StandIn
+) -> None:
+    teacher, run = await api.new_run(), await api.new_run(BOB)
+    path = await saved(api, worker, teacher)
+    hidden = await pull(api, run, reference_model_path=path, key=BOB)
+    published = await api.http.post(
+        f"/api/v1/training_runs/{teacher}/checkpoints/weights/a/publish",
+        headers={"X-API-Key": ALICE},
+    )
+    assert published.status_code < 300, published.text
+    await pull(api, run, reference_model_path=path, key=BOB)
+    await worker.run_log()
+
+    assert (await result(api, hidden, BOB))[
+        "error"
+    ] == "reference_model_path: Checkpoint not found."
+    assert decode_reverse_kl(await body_of(api, run, 2)).reference == f"{teacher}:1"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (NOT_FOUND, "reference_model_path: Checkpoint not found."),
+        ("mint://teacher-step-0010", "is neither a tinker:// path nor tiny/model"),
+        ("other/model", "is neither a tinker:// path nor tiny/model"),
+        ("tinker://a/../b", "reference_model_path: "),
+        (None, "reference_model_path: Input should be a valid string"),
+        ("", "reference_model_path: "),
+    ],
+)
+async def test_a_bad_reference_takes_its_place_and_fails(
+    api: Api, worker: StandIn, path: str | None, message: str
+) -> None:
+    run = await api.new_run()
+    answer = await pull(api, run, reference_model_path=path)
+    await worker.run_log()
+
+    assert (await logged(api, run))[1].kind is OpKind.REJECTED
+    failure = await result(api, answer)
+    assert failure["category"] == "user"
+    assert message in failure["error"]
+
+
+async def test_files_for_download_are_no_reference(api: Api, worker: StandIn) -> None:
+    teacher, run = await api.new_run(), await api.new_run()
+    path = await saved(api, worker, teacher, "_external")
+    answer = await pull(api, run, reference_model_path=path)
+    await worker.run_log()
+
+    assert "for download only" in (await result(api, answer))["error"]
+
+
+@pytest.mark.parametrize("body", [{}, {"model_id": 3}, {"model_id": "x", "seq_id": "y"}])
+async def test_a_reverse_kl_of_nobody_is_refused(api: Api, body: dict[str, Any]) -> None:
+    assert (await api.post(KL, body)).status_code == 400
+
+
+async def test_a_foreign_run_is_not_there(api: Api) -> None:
+    run = await api.new_run()
+    assert (await pull(api, run, key=BOB)).status_code == 404
+
+
+async def test_an_interpolation_is_a_run_of_its_own(api: Api, worker: StandIn) -> None:
+    runs = [await api.new_run(rank=rank) for rank in (4, 8)]
+    paths = [await saved(api, worker, run) for run in runs]
+    answer = await mix(api, paths, [0.25, 0.75], output_path="ema")
+    run = answer.json()["model_id"]
+    load = LoadRequest.parse(await body_of(api, run, 0))
+    assert [source.coefficient for source in load.sources] == [0.25, 0.75]
+    assert load.lora is not None
+    await worker.run_log()
+
+    assert await result(api, answer) == {
+        "path": f"tinker://{run}/sampler_weights/ema",
+        "checkpoint_type": "sampler",
+        "source_paths": paths,
+        "coefficients": [0.25, 0.75],
+        "has_rank_shards": False,
+        "type": "mint_interpolate_checkpoints",
+    }
+    closed = await api.post("forward_backward", pass_body(run, 2))
+    assert closed.status_code == 400
+    info = (await api.post("get_info", {"model_id": run})).json()
+    assert info["lora_rank"] == load.lora.rank
+
+
+async def test_the_same_source_may_come_twice(api: Api, worker: StandIn) -> None:
+    path = await saved(api, worker, await api.new_run())
+    answer = await mix(api, [path, path], [0.5, -0.5])
+    await worker.run_log()
+
+    assert (await result(api, answer))["path"].endswith("/sampler_weights/interpolated")
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"source_paths": []}, 400),
+        ({"source_paths": 3}, 422),
+        ({"coefficients": [1.0, 2.0]}, 400),
+        ({"coefficients": ["x"]}, 422),
+        ({"output_path": "a/b"}, 400),
+        ({"output_path": "tinker://r/sampler_weights/a"}, 400),
+        ({"output_checkpoint_type": "weights"}, 422),
+        ({"source_paths": [NOT_FOUND]}, 404),
+        ({"source_paths": ["x"]}, 400),
+    ],
+)
+async def test_a_bad_interpolation_is_refused_at_once(
+    api: Api, worker: StandIn, changes: dict[str, Any], status: int
+) -> None:
+    path = await saved(api, worker, await api.new_run())
+    body = {"source_paths": [path], "coefficients": [1.0], **changes}
+
+    answer = await api.post(MIX, body)
+
+    assert answer.status_code == status, answer.text
+    assert len(await api.services.connection.keys("cotrain:run:*:train:0")) == 1
+
+
+async def test_ranks_that_add_up_to_too_much_are_refused(api: Api, worker: StandIn) -> None:
+    path = await saved(api, worker, await api.new_run())  # of a worker whose adapters have rank 4
+    most = POOL.max_rank // 4
+
+    answer = await mix(api, [path] * (most + 1), [0.1] * (most + 1))
+
+    assert answer.status_code == 400
+    assert answer.json()["detail"] == (
+        f"The ranks of the sources add up to {4 * (most + 1)}: rank must be between 1 and "
+        f"{POOL.max_rank}."
+    )
+    assert (await mix(api, [path] * most, [0.1] * most)).status_code == 200
+
+
+async def test_no_interpolation_of_what_is_anothers(api: Api, worker: StandIn) -> None:
+    path = await saved(api, worker, await api.new_run())
+
+    assert (await mix(api, [path], [1.0], key=BOB)).status_code == 404
+
+
+async def test_over_the_quota_of_checkpoints_nothing_is_mixed(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, quota_checkpoints=1) as api:
+        with stand_in(api.services) as worker:
+            path = await saved(api, worker, await api.new_run())
+            answer = await mix(api, [path], [1.0])
+
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("Checkpoint storage quota reached (1 checkpoints).")
+
+
+async def test_a_large_request_is_read(api: Api) -> None:
+    run = await api.new_run()
+    body = kl_body(run, data=kl_body(run)["data"] * 2_000)
+    assert len(json.dumps(body)) > 300_000
+
+    assert (await api.post(KL, body)).status_code == 200
+    assert (await logged(api, run))[1].ref != "inline"
