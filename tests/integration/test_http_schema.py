@@ -2,93 +2,207 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import pytest
 import schemathesis
 import uvicorn
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
-from schemathesis.specs.openapi.checks import response_schema_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
-from tests.support.http_api import ALICE, POOL, publish_pool, sample_body
+from cotrain_store.connection import open_connection
+from tests.support.http_api import ALICE, BOB, POOL, pass_body, publish_pool, sample_body
+from tests.support.stand_in import FILES, stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
-    from typing import Any
 
+    from cotrain_server.services import Services
     from tests.support.redis_server import EmbeddedRedis
 
-CHECKS = [not_a_server_error, response_schema_conformance]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+CALL_BY_KIND = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+#: What ends something that others still ask for comes last, and the key at the very end.
+ENDINGS = ("POST /api/v1/unload_model", "POST /api/v1/sessions/{session_id}/finish", "DELETE")
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where the API is, and what it was started with."""
+
+    address: str
+    settings: ServerSettings
+
 
 schemathesis.serializer.alias("application/x-protobuf", "application/octet-stream")
 
 
 @pytest.fixture(scope="module")
-def server(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run the API in a thread, as uvicorn runs it; its address."""
+def server(
+    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Run the API in a thread, as uvicorn runs it."""
     folder = tmp_path_factory.mktemp("api")
     redis_server.flush()
     publish_pool(redis_server.url, folder)
-    config = uvicorn.Config(_app(redis_server.url, folder), port=0, log_config=None)
+    its_settings = ServerSettings(
+        redis_url=redis_server.url,
+        data_dir=folder,
+        api_keys=(ALICE, BOB),
+        disk_reserve_bytes=0,
+        long_poll_s=0.05,
+    )
+    config = uvicorn.Config(create_app(its_settings), port=0, log_config=None)
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run)
     thread.start()
     while not running.started:
         thread.join(0.01)
-    yield f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
+    address = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
+    yield Server(address, its_settings)
     running.should_exit = True
     thread.join()
 
 
-@pytest.mark.parametrize(("key", "examples"), [(ALICE, 20), ("tml-wrong_key", 2)])
-def test_no_request_is_our_error(server: str, key: str, examples: int) -> None:
-    headers = {"X-API-Key": key}
-    real_ids = make_ids(server)
-    # /readyz says 503 with reason: there is neither scheduler nor worker here.
-    api = schemathesis.openapi.from_url(f"{server}/openapi.json").exclude(path="/readyz")
-    operations = [found.ok() for found in api.get_all_operations() if isinstance(found, Ok)]
-    assert len(operations) > 15
-    for operation in operations:
+def test_no_request_that_may_be_sent_is_our_error(server: Server) -> None:
+    answered = fuzz(server, GenerationMode.POSITIVE, examples=12)
+    # What is asked for exists half of the time, and the other half must not be all there is.
+    assert answered["served"] > answered["refused"] / 3
 
-        @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+
+def test_no_request_that_breaks_the_schema_is_our_error(server: Server) -> None:
+    answered = fuzz(server, GenerationMode.NEGATIVE, examples=5)
+    assert answered["refused"] > answered["served"]
+
+
+def test_no_request_of_a_stranger_is_our_error(server: Server) -> None:
+    for operation in operations_of(server):
+
+        @settings(max_examples=2, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy())
         def ask(case: Any) -> None:
-            if isinstance(case.body, dict):  # past the 404, where there is more to break
-                case.body |= {name: real for name, real in real_ids.items() if name in case.body}
-            if "sampling_session_id" in case.path_parameters:
-                case.path_parameters = {"sampling_session_id": real_ids["sampling_session_id"]}
-            case.call_and_validate(headers=headers, checks=CHECKS)
+            case.call_and_validate(headers={"X-API-Key": "tml-wrong_key"}, checks=CHECKS)
 
         ask()
 
 
-def make_ids(server: str) -> dict[str, Any]:
-    """Open a session with one run and one sampler."""
-    with httpx.Client(base_url=f"{server}/api/v1", headers={"X-API-Key": ALICE}) as http:
+def fuzz(server: Server, mode: GenerationMode, examples: int) -> Counter[str]:
+    """Ask everything there is, in many ways; count what came of it."""
+    real = make_ids(server)
+    operations = operations_of(server)
+    assert len(operations) > 50
+    answered = Counter[str]()
+    for operation in operations:
+
+        @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+        @given(case=operation.as_strategy(generation_mode=mode), asks_for_real=st.booleans())
+        def ask(case: Any, asks_for_real: bool) -> None:
+            if asks_for_real:  # past the 404, where there is more to break
+                put_in(case, real)
+            answer = case.call_and_validate(headers={"X-API-Key": ALICE}, checks=CHECKS)
+            answered["served" if answer.status_code < 400 else "refused"] += 1
+
+        if mode is GenerationMode.POSITIVE or can_be_wrong(operation):
+            ask()
+    return answered
+
+
+def can_be_wrong(operation: Any) -> bool:
+    """Tell whether a request can break the schema: not where anything goes."""
+    return bool(operation.body or operation.query or operation.definition.raw.get("security"))
+
+
+def operations_of(server: Server) -> list[Any]:
+    """List what may be asked, what ends something last."""
+    # /readyz says 503 with reason: there is neither scheduler nor worker here.
+    api = schemathesis.openapi.from_url(f"{server.address}/openapi.json").exclude(path="/readyz")
+    operations = [found.ok() for found in api.get_all_operations() if isinstance(found, Ok)]
+    return sorted(operations, key=lambda operation: operation.label.startswith(ENDINGS))
+
+
+def put_in(case: Any, real: dict[str, Any]) -> None:
+    """Put what exists in place of what was made up."""
+    for asked in (case.body, case.path_parameters, case.query):
+        if isinstance(asked, dict):
+            asked |= {name: real[name] for name in asked if name in real}
+
+
+def make_ids(server: Server) -> dict[str, Any]:
+    """Make one of everything there is to ask for; its names, by field and parameter."""
+    headers = {"X-API-Key": ALICE}
+    with httpx.Client(base_url=f"{server.address}/api/v1", headers=headers) as http:
         session = http.post("create_session", json={}).json()["session_id"]
         body = {"session_id": session, "base_model": POOL.base_model}
-        run = http.post("create_model", json={**body, "model_seq_id": 0}).json()
-        sampler = {**body, "sampling_session_seq_id": 0}
-        name = http.post("create_sampling_session", json=sampler).json()["sampling_session_id"]
-        http.post("asample", json=sample_body(name, 0))
-    target = {"type": "sampling_session", "sampling_session_id": name}
-    return {**body, **run, "sampling_session_id": name, "target": target}
+        run = http.post("create_model", json={**body, "model_seq_id": 0}).json()["model_id"]
+        sampler = http.post("create_sampling_session", json={**body, "sampling_session_seq_id": 0})
+        sampling_session = sampler.json()["sampling_session_id"]
+        http.post("asample", json=sample_body(sampling_session, 0))
+        request = http.post("forward_backward", json=pass_body(run, 1)).json()["request_id"]
+        for seq, call in enumerate(CALL_BY_KIND.values(), 2):
+            http.post(call, json={"model_id": run, "seq_id": seq, "path": "a"})
+        asyncio.run(run_log(server))
+        write_files(server)
+        external = f"training_runs/{run}/checkpoints/external_weights/a/external_weights_urls"
+        link = http.get(external).json()["urls"]["adapter_config.json"]
+    path = f"tinker://{run}/weights/a"
+    return {
+        **body,
+        "model_id": run,
+        "run_id": run,
+        "kind": "external_weights",
+        "name": "a",
+        "file": "adapter_config.json",
+        "token": link.split("/")[-2],
+        "path": path,
+        "model_path": path,
+        "tinker_path": path,
+        "source_path": path,
+        "source_paths": [path, path],
+        "reference_model_path": path,
+        "request_id": request,
+        "sampling_session_id": sampling_session,
+        "target": {"type": "sampling_session", "sampling_session_id": sampling_session},
+    }
 
 
-def _app(redis_url: str, folder: Path) -> Any:
-    return create_app(
-        ServerSettings(
-            redis_url=redis_url,
-            data_dir=folder,
-            api_keys=ALICE,
-            disk_reserve_bytes=0,
-            long_poll_s=0.05,
-        )
-    )
+async def run_log(server: Server) -> None:
+    """Let a worker commit what was queued."""
+    connection = open_connection(server.settings.redis_url)
+    services = cast("Services", SimpleNamespace(settings=server.settings, connection=connection))
+    with stand_in(services) as worker:
+        await worker.run_log()
+    await connection.aclose()
+
+
+def write_files(server: Server) -> None:
+    """Write what a worker would have written for every save of the stand-in."""
+    digest = FILES[0]
+    folder = server.settings.data_dir / "weights" / digest[:2] / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"{}")

@@ -50,22 +50,22 @@ async def list_training_runs(
     )
 
 
-@router.get("/training_runs/{training_run_id}")
+@router.get("/training_runs/{run_id}")
 async def get_training_run(
-    training_run_id: str, services: ServicesDep, tenant: TenantDep, access_scope: Scope = "owned"
+    run_id: str, services: ServicesDep, tenant: TenantDep, access_scope: Scope = "owned"
 ) -> TrainingRun:
     """Show one run."""
     accessible = access_scope == "accessible"
-    entry = await services.catalog.run(tenant.id, training_run_id, accessible=accessible)
+    entry = await services.catalog.run(tenant.id, run_id, accessible=accessible)
     return training_run_of(entry, tenant.id)
 
 
-@router.get("/training_runs/{training_run_id}/checkpoints")
+@router.get("/training_runs/{run_id}/checkpoints")
 async def list_checkpoints(
-    training_run_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+    run_id: str, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> CheckpointsListResponse:
     """List a run's checkpoints; of somebody else's run, the published ones."""
-    records = await services.catalog.checkpoints_of(tenant.id, training_run_id)
+    records = await services.catalog.checkpoints_of(tenant.id, run_id)
     hides_external = _hides_external(request.headers)
     return CheckpointsListResponse(
         checkpoints=[
