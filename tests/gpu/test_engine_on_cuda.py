@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from cotrain_workers.engine import Engine
+from cotrain_workers.ops import ReverseKl
+from cotrain_workers.spec import AdapterSpec
 from tests.support.engine_checks import (
     bf16_gradient_cosine,
     mixed_against_alone,
     parity_with_peft,
 )
+from tests.support.kl import kl_datums, kl_parity, random_weights, started
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, same_bits
 
@@ -76,3 +79,25 @@ def test_a_neighbour_full_of_nan_changes_no_bit(tmp_path: Path) -> None:
 
     for tenant in victims:
         assert same_bits(clean.state(tenant.run), poisoned.state(tenant.run))
+
+
+def test_a_reverse_kl_equals_a_dense_oracle(folder: Path) -> None:
+    engine = started(Engine.load(str(folder), device="cuda", dtype=torch.float32))
+    reference = random_weights(AdapterSpec(3, seed=21), engine.layout_of)
+
+    parity = kl_parity(engine, folder, ReverseKl("a", 1, kl_datums(0), reference, 0.8))
+
+    assert parity.loss_error < 2e-5
+    assert parity.gradient_error < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_reverse_kl_twice_gives_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = build_tiny("qwen3", tmp_path)
+    first, second = (started(Engine.load(str(model), device="cuda", dtype=dtype)) for _ in range(2))
+    reference = random_weights(AdapterSpec(3, seed=21), first.layout_of)
+
+    for engine in (first, second):
+        engine.run([ReverseKl("a", 1, kl_datums(0), reference, 0.8)])
+
+    assert same_bits(first.state("a"), second.state("a"))

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from cotrain_workers.ops import KlDatum
+from cotrain_workers.ops import Create, KlDatum, ReverseKl, ReverseKlOutput
 from cotrain_workers.sample_ops import HostWeights
 from cotrain_workers.spec import AdapterSpec
-from tests.support.training import PeftOracle
+from tests.support.training import PeftOracle, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_workers.ops import ReverseKl
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.ops import Output
     from cotrain_workers.spec import Layout
+
+SPEC = AdapterSpec(4, seed=11)
+
+
+@dataclass(frozen=True)
+class KlParity:
+    """One reverse KL against the oracle."""
+
+    loss_error: float  # of a target's loss, over the loss where that is above 1
+    sum_error: float  # relative
+    gradient_error: float  # over the largest gradient
 
 
 def kl_datum(
@@ -50,6 +63,40 @@ def random_weights(spec: AdapterSpec, layout_of: Callable[[AdapterSpec], Layout]
         pair.a.copy_(torch.randn(pair.a.shape, generator=generator) / 8)
         pair.b.copy_(torch.randn(pair.b.shape, generator=generator) / 16)
     return weights
+
+
+def started(engine: Engine, run: str = "a", spec: AdapterSpec = SPEC) -> Engine:
+    """Give an engine a run whose B is not zero."""
+    engine.run([Create(run, 0, spec)])
+    weights = random_weights(spec, engine.layout_of).flat
+    engine.restore(run, replace(engine.state(run), weights=weights))
+    return engine
+
+
+def kl_parity(engine: Engine, folder: Path, op: ReverseKl) -> KlParity:
+    """Run one reverse KL of a run without a gradient, and the same in fp64."""
+    layout, state = engine.layout(op.run), engine.state(op.run)
+    student = PeftOracle(folder, state.spec, torch.float64)
+    student.load(layout, state.weights)
+    output = found(engine.run([op]).outputs[op.run, op.seq])
+    losses = dense_losses(student, reference_oracle(folder, op.reference, engine.layout_of), op)
+    total = torch.cat(losses).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    ours = torch.from_numpy(np.concatenate(output.losses)).double()
+    theirs = torch.cat(losses).detach()
+    return KlParity(
+        loss_error=float(((ours - theirs).abs() / theirs.abs().clamp(min=1)).max()),
+        sum_error=abs(output.loss_sum / total.item() - 1),
+        gradient_error=relative_error(
+            engine.state(op.run).grads, student.arena(layout, grads=True)
+        ),
+    )
+
+
+def found(output: Output) -> ReverseKlOutput:
+    """Return what a reverse KL found; it did not fail."""
+    assert isinstance(output, ReverseKlOutput), output
+    return output
 
 
 def dense_losses(student: PeftOracle, reference: PeftOracle, op: ReverseKl) -> list[torch.Tensor]:

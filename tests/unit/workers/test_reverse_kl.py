@@ -21,27 +21,20 @@ from cotrain_workers.ops import (
 )
 from cotrain_workers.reverse_kl import KlHead, KlInput, Referred
 from cotrain_workers.spec import AdapterSpec
-from tests.support.kl import (
-    dense_losses,
-    kl_datum,
-    kl_datums,
-    random_weights,
-    reference_oracle,
-)
-from tests.support.training import MIX, PeftOracle, random_datum, relative_error, same_bits
+from tests.support.kl import SPEC, found, kl_datum, kl_datums, kl_parity, random_weights, started
+from tests.support.training import MIX, random_datum, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from cotrain_workers.engine import Engine
-    from cotrain_workers.ops import CycleOutput, Op, Output
+    from cotrain_workers.ops import CycleOutput, Op
     from cotrain_workers.sample_ops import HostWeights
 
     NewEngine = Callable[..., Engine]
     ModelFolder = Callable[..., Path]
 
-SPEC = AdapterSpec(4, seed=11)
 WHOLE, NO_HEAD = AdapterSpec(3, seed=21), AdapterSpec(8, seed=22, train_unembed=False)
 
 
@@ -49,19 +42,6 @@ def op_of(
     run: str, seq: int, reference: HostWeights | None, *, seed: int = 0, temperature: float = 1.0
 ) -> ReverseKl:
     return ReverseKl(run, seq, kl_datums(seed), reference, temperature)
-
-
-def started(engine: Engine, run: str = "a", spec: AdapterSpec = SPEC) -> Engine:
-    """Give an engine a run whose B is not zero."""
-    engine.run([Create(run, 0, spec)])
-    weights = random_weights(spec, engine.layout_of).flat
-    engine.restore(run, replace(engine.state(run), weights=weights))
-    return engine
-
-
-def found(output: Output) -> ReverseKlOutput:
-    assert isinstance(output, ReverseKlOutput), output
-    return output
 
 
 def assert_same_answers(run: str, mixed: CycleOutput, alone: CycleOutput) -> None:
@@ -94,21 +74,14 @@ def test_it_equals_a_dense_fp64_oracle(
     """1e-5 is what fp32 leaves of sums over a vocabulary, here and in every other parity test."""
     engine = started(new_engine(family, tied=tied, head_chunk_rows=7))
     weights = random_weights(reference, engine.layout_of) if reference else None
-    op = op_of("a", 1, weights, temperature=temperature)
-    folder, layout = model_folder(family, tied=tied), engine.layout("a")
-    student = PeftOracle(folder, SPEC, torch.float64)
-    student.load(layout, engine.state("a").weights)
 
-    output = found(engine.run([op]).outputs["a", 1])
-    losses = dense_losses(student, reference_oracle(folder, weights, engine.layout_of), op)
-    total = torch.cat(losses).sum()
-    total.backward()  # type: ignore[no-untyped-call]
+    parity = kl_parity(
+        engine, model_folder(family, tied=tied), op_of("a", 1, weights, temperature=temperature)
+    )
 
-    for ours, theirs in zip(output.losses, losses, strict=True):
-        assert ours.dtype == np.float32
-        np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=1e-5, atol=1e-5)
-    assert output.loss_sum == pytest.approx(total.item(), rel=1e-5)
-    assert relative_error(engine.state("a").grads, student.arena(layout, grads=True)) < 1e-5
+    assert parity.loss_error < 1e-5
+    assert parity.sum_error < 1e-5
+    assert parity.gradient_error < 1e-5
 
 
 def test_in_fp64_it_equals_the_oracle_to_fp64(
@@ -116,15 +89,22 @@ def test_in_fp64_it_equals_the_oracle_to_fp64(
 ) -> None:
     engine = started(new_engine(dtype=torch.float64))
     op = op_of("a", 1, random_weights(WHOLE, engine.layout_of), temperature=0.8)
-    student = PeftOracle(model_folder(), SPEC, torch.float64)
-    student.load(engine.layout("a"), engine.state("a").weights)
 
-    engine.run([op])
-    reference = reference_oracle(model_folder(), op.reference, engine.layout_of)
-    torch.cat(dense_losses(student, reference, op)).sum().backward()  # type: ignore[no-untyped-call]
+    assert kl_parity(engine, model_folder(), op).gradient_error < 1e-11
 
-    expected = student.arena(engine.layout("a"), grads=True)
-    assert relative_error(engine.state("a").grads, expected) < 1e-11
+
+def test_its_gradient_on_a_bf16_base_points_where_that_on_fp32_does(
+    new_engine: NewEngine,
+) -> None:
+    wide, narrow = started(new_engine()), started(new_engine(dtype=torch.bfloat16))
+    for engine in (wide, narrow):
+        output = engine.run([op_of("a", 1, random_weights(WHOLE, engine.layout_of))]).outputs[
+            "a", 1
+        ]
+        assert {losses.dtype for losses in found(output).losses} == {np.dtype(np.float32)}
+
+    cosine = torch.cosine_similarity(wide.state("a").grads, narrow.state("a").grads, dim=0)
+    assert float(cosine) > 0.99
 
 
 def test_a_run_is_no_distance_from_itself(new_engine: NewEngine) -> None:
