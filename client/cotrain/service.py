@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from cotrain.checkpoints import Checkpoints
 from cotrain.connection import Connection
-from cotrain.errors import MalformedMessage
-from cotrain.polling import wait_for_json
+from cotrain.runs import Runs
 from cotrain.samplers import Samplers
 from cotrain.session import Session
 from cotrain.settings import client_settings
-from cotrain.training import TrainingClient
 from cotrain.transport import read
-from cotrain.types import (
-    CreateModelRequest,
-    GetServerCapabilitiesResponse,
-    LoraConfig,
-    UntypedAPIFuture,
-)
+from cotrain.types import GetServerCapabilitiesResponse, LoraConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import httpx
 
+    from cotrain.checkpoints import Progress
+    from cotrain.rest_types import Checkpoint
     from cotrain.sampling import SamplingClient
     from cotrain.session import Outcome
+    from cotrain.training import TrainingClient
 
 
 class ServiceClient:
@@ -48,7 +47,8 @@ class ServiceClient:
         self._loop = self._connection.loop
         self._session = Session(self._transport, user_metadata)
         self._samplers = Samplers(self._connection, self._session)
-        self._model_seq_ids = itertools.count()
+        self._runs = Runs(self._connection, self._session, self._samplers)
+        self._checkpoints = Checkpoints(self._transport, self._runs)
 
     def create_lora_training_client(
         self,
@@ -72,7 +72,7 @@ class ServiceClient:
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
-        return self._loop.run(self._create_run(base_model, lora, user_metadata))
+        return self._loop.run(self._runs.create(base_model, lora, user_metadata))
 
     async def create_lora_training_client_async(
         self,
@@ -93,7 +93,76 @@ class ServiceClient:
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
-        return await self._loop.run_async(self._create_run(base_model, lora, user_metadata))
+        return await self._loop.run_async(self._runs.create(base_model, lora, user_metadata))
+
+    def create_training_client_from_state(
+        self, path: str, user_metadata: dict[str, Any] | None = None
+    ) -> TrainingClient:
+        """Start a run with the weights of a checkpoint and a new optimizer.
+
+        Blocks until the server has made it. Raises RequestFailed, or NotFoundError where there is no
+        such checkpoint.
+        """
+        return self._loop.run(self._runs.load(path, user_metadata, optimizer=False))
+
+    async def create_training_client_from_state_async(
+        self, path: str, user_metadata: dict[str, Any] | None = None
+    ) -> TrainingClient:
+        """Start a run; see `create_training_client_from_state`."""
+        return await self._loop.run_async(self._runs.load(path, user_metadata, optimizer=False))
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, user_metadata: dict[str, Any] | None = None
+    ) -> TrainingClient:
+        """Start a run that goes on where a checkpoint was saved, with its optimizer's state."""
+        return self._loop.run(self._runs.load(path, user_metadata, optimizer=True))
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self, path: str, user_metadata: dict[str, Any] | None = None
+    ) -> TrainingClient:
+        """Start a run; see `create_training_client_from_state_with_optimizer`."""
+        return await self._loop.run_async(self._runs.load(path, user_metadata, optimizer=True))
+
+    def upload_checkpoint(
+        self,
+        source: str | Path,
+        base_model: str,
+        name: str,
+        *,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+    ) -> str:
+        """Bring a LoRA adapter that was made elsewhere; returns its path here.
+
+        `source` is what PEFT saved: a folder with `adapter_config.json` and
+        `adapter_model.safetensors`, or a tar or zip of it. Blocks until it is stored. Raises
+        BadRequestError where its files cannot be taken, RequestFailed where they do not fit the base
+        model; both say what to change. `progress` hears of bytes sent, and of how many there are.
+        """
+        upload = self._checkpoints.upload(
+            Path(source),
+            base_model,
+            name,
+            ttl_seconds=ttl_seconds,
+            user_metadata=user_metadata,
+            progress=progress,
+        )
+        return self._loop.run(upload)
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        """List your checkpoints, newest first."""
+        return self._loop.run(self._checkpoints.list())
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint. What was loaded from it stays."""
+        self._loop.run(self._checkpoints.delete(path))
+
+    def download_checkpoint(
+        self, path: str, folder: str | Path, progress: Progress | None = None
+    ) -> None:
+        """Write a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read."""
+        self._loop.run(self._checkpoints.download(path, Path(folder), progress))
 
     def create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None
@@ -135,23 +204,6 @@ class ServiceClient:
 
     async def __aexit__(self, error_class: type[BaseException] | None, *_: object) -> None:
         await asyncio.to_thread(self.close, "success" if error_class is None else "errored")
-
-    async def _create_run(
-        self, base_model: str, lora: LoraConfig, user_metadata: dict[str, Any] | None
-    ) -> TrainingClient:
-        request = CreateModelRequest(
-            session_id=await self._session.id(),
-            model_seq_id=next(self._model_seq_ids),
-            base_model=base_model,
-            lora_config=lora,
-            user_metadata=user_metadata,
-        )
-        future = read(await self._transport.post("create_model", request), UntypedAPIFuture)
-        created = await wait_for_json(self._transport, future.request_id)
-        match created.get("model_id"):
-            case str() as model_id:
-                return TrainingClient(self._connection, self._samplers, model_id, base_model)
-        raise MalformedMessage("create_model did not answer a model_id")
 
     async def _capabilities(self) -> GetServerCapabilitiesResponse:
         response = await self._transport.get("get_server_capabilities")

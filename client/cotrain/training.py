@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cotrain.chunks import combine, cut
-from cotrain.codec import encode_datums, wrap_datums
-from cotrain.errors import APIError, APIStatusError
-from cotrain.futures import Future
-from cotrain.polling import wait_for_json, wait_for_pass
+from cotrain.checkpoint_types import (
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+)
+from cotrain.polling import wait_for_json
+from cotrain.run_traffic import RunTraffic
 from cotrain.tokenizer import load_tokenizer
-from cotrain.transport import is_transient, read
+from cotrain.transport import read
 from cotrain.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -28,20 +28,16 @@ from cotrain.types import (
 )
 
 if TYPE_CHECKING:
-    import concurrent.futures
     from collections.abc import Mapping, Sequence
 
-    from google.protobuf.message import Message
-    from pydantic import BaseModel
-
     from cotrain.connection import Connection
+    from cotrain.futures import Future
     from cotrain.samplers import Samplers
     from cotrain.sampling import SamplingClient
     from cotrain.types import Datum
 
 
 T = TypeVar("T")
-Result = TypeVar("Result", bound="BaseModel")
 
 
 class TrainingClient:
@@ -60,8 +56,7 @@ class TrainingClient:
         self._samplers = samplers
         self._model_id = model_id
         self._base_model = base_model
-        self._ordering = threading.Lock()
-        self._next_seq_id = 1
+        self._traffic = RunTraffic(connection, model_id)
 
     @property
     def model_id(self) -> str:
@@ -75,7 +70,7 @@ class TrainingClient:
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Future[ForwardBackwardOutput]:
         """Compute log-probs and the loss; leaves gradients as they are."""
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._traffic.pass_over(data, loss_fn, loss_fn_config, forward_only=True)
 
     async def forward_async(
         self,
@@ -97,7 +92,7 @@ class TrainingClient:
         Losses are sums over tokens and datums, so splitting a batch over calls changes nothing.
         Raises UnsupportedInput for a datum that is not text.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._traffic.pass_over(data, loss_fn, loss_fn_config, forward_only=False)
 
     async def forward_backward_async(
         self,
@@ -110,18 +105,71 @@ class TrainingClient:
 
     def optim_step(self, adam_params: AdamParams | None = None) -> Future[OptimStepResponse]:
         """Take one AdamW step with the accumulated gradient, then zero the gradient."""
-        request = OptimStepRequest(
-            model_id=self._model_id,
-            seq_id=self._reserve(1)[0],
-            adam_params=adam_params or AdamParams(),
+        params = adam_params or AdamParams()
+        return self._traffic.ask(
+            "optim_step", OptimStepRequest, OptimStepResponse, adam_params=params
         )
-        return self._step("optim_step", request, OptimStepResponse)
 
     async def optim_step_async(
         self, adam_params: AdamParams | None = None
     ) -> Future[OptimStepResponse]:
         """Send an `optim_step`; returns once the server has it."""
         return await _accepted(self.optim_step(adam_params))
+
+    def save_state(
+        self,
+        name: str | None = None,
+        ttl_seconds: int | None = None,
+        *,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Future[SaveWeightsResponse]:
+        """Keep weights and optimizer as they are at this place in the order; gives their path.
+
+        Done when they are on the server's disk. A name in use fails, or with `overwrite` moves here;
+        without one, the place in the order names it.
+        """
+        return self._traffic.ask(
+            "save_weights",
+            SaveWeightsRequest,
+            SaveWeightsResponse,
+            path=name,
+            ttl_seconds=ttl_seconds,
+            overwrite=overwrite,
+            user_metadata=user_metadata,
+        )
+
+    async def save_state_async(
+        self,
+        name: str | None = None,
+        ttl_seconds: int | None = None,
+        *,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Future[SaveWeightsResponse]:
+        """Send a `save_state`; returns once the server has it."""
+        return await _accepted(
+            self.save_state(name, ttl_seconds, overwrite=overwrite, user_metadata=user_metadata)
+        )
+
+    def load_state(self, path: str) -> Future[LoadWeightsResponse]:
+        """Go on from the weights of a checkpoint, with a new optimizer and no gradient.
+
+        It must be of this run's base model, rank and trained parts.
+        """
+        return self._load(path, optimizer=False)
+
+    async def load_state_async(self, path: str) -> Future[LoadWeightsResponse]:
+        """Send a `load_state`; returns once the server has it."""
+        return await _accepted(self.load_state(path))
+
+    def load_state_with_optimizer(self, path: str) -> Future[LoadWeightsResponse]:
+        """Go on from a checkpoint as if nothing had come between: weights, moments and step count."""
+        return self._load(path, optimizer=True)
+
+    async def load_state_with_optimizer_async(self, path: str) -> Future[LoadWeightsResponse]:
+        """Send a `load_state_with_optimizer`; returns once the server has it."""
+        return await _accepted(self.load_state_with_optimizer(path))
 
     def save_weights_for_sampler(
         self,
@@ -133,7 +181,9 @@ class TrainingClient:
 
         A name that was used before moves to these weights; samplers made of it keep theirs.
         """
-        return self._save(path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata)
+        return self._save_for_sampler(
+            path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
+        )
 
     async def save_weights_for_sampler_async(
         self,
@@ -188,88 +238,21 @@ class TrainingClient:
 
     def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
         if name is not None:
-            return self._save(path=name)
-        return self._save(sampling_session_seq_id=self._samplers.reserve())
+            return self._save_for_sampler(path=name)
+        return self._save_for_sampler(sampling_session_seq_id=self._samplers.reserve())
 
-    def _save(self, **what: Any) -> Future[SaveWeightsForSamplerResponse]:
-        # Read before a place in the order is taken, so that what cannot be sent leaves no gap.
-        request = SaveWeightsForSamplerRequest(model_id=self._model_id, seq_id=1, **what)
-        request = request.model_copy(update={"seq_id": self._reserve(1)[0]})
-        return self._step("save_weights_for_sampler", request, SaveWeightsForSamplerResponse)
-
-    def _step(self, path: str, request: BaseModel, model: type[Result]) -> Future[Result]:
-        accepted = self._loop.start(self._submit(path, [request]))
-        return Future(accepted, self._loop.start(self._json_result(accepted, model)))
-
-    def _pass(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None,
-        *,
-        forward_only: bool,
-    ) -> Future[ForwardBackwardOutput]:
-        # Encoded here, so that what the caller changes afterwards changes nothing, and before a
-        # place in the order is taken, so that a datum that cannot be encoded leaves no gap.
-        chunks = cut(encode_datums(data))
-        requests = [
-            wrap_datums(
-                self._model_id, seq_id, chunk, loss_fn, loss_fn_config, forward_only=forward_only
-            )
-            for seq_id, chunk in zip(self._reserve(len(chunks)), chunks, strict=True)
-        ]
-        accepted = self._loop.start(self._submit("forward_backward", requests))
-        return Future(accepted, self._loop.start(self._pass_result(accepted)))
-
-    def _reserve(self, count: int) -> range:
-        """Take the next places in the run's order."""
-        with self._ordering:
-            first = self._next_seq_id
-            self._next_seq_id += count
-        return range(first, first + count)
-
-    async def _submit(self, path: str, requests: Sequence[BaseModel | Message]) -> list[str]:
-        """POST every request at once (the server orders them); returns their request ids."""
-        answers = await asyncio.gather(
-            *(self._submit_one(path, request) for request in requests), return_exceptions=True
+    def _save_for_sampler(self, **what: Any) -> Future[SaveWeightsForSamplerResponse]:
+        return self._traffic.ask(
+            "save_weights_for_sampler",
+            SaveWeightsForSamplerRequest,
+            SaveWeightsForSamplerResponse,
+            **what,
         )
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if isinstance(answer, str)]
 
-    async def _submit_one(self, path: str, request: Any) -> str:
-        try:
-            response = await self._transport.post(path, request)
-        except APIStatusError as error:
-            if not is_transient(error):
-                await self._fill_gap(request.seq_id)
-            raise
-        return read(response, UntypedAPIFuture).request_id
-
-    async def _fill_gap(self, seq_id: int) -> None:
-        """Give the place of a refused request to one that does nothing.
-
-        Otherwise the server would wait for this place in the order and every later request with it.
-        """
-        nothing = wrap_datums(self._model_id, seq_id, [], "cross_entropy", None, forward_only=True)
-        with suppress(APIError):
-            await self._transport.post("forward_backward", nothing)
-
-    async def _pass_result(
-        self, accepted: concurrent.futures.Future[list[str]]
-    ) -> ForwardBackwardOutput:
-        request_ids = await _undisturbed(accepted)
-        outputs = await asyncio.gather(
-            *(wait_for_pass(self._transport, request_id) for request_id in request_ids)
+    def _load(self, path: str, *, optimizer: bool) -> Future[LoadWeightsResponse]:
+        return self._traffic.ask(
+            "load_weights", LoadWeightsRequest, LoadWeightsResponse, path=path, optimizer=optimizer
         )
-        return combine(outputs)
-
-    async def _json_result(
-        self, accepted: concurrent.futures.Future[list[str]], model: type[Result]
-    ) -> Result:
-        (request_id,) = await _undisturbed(accepted)
-        return model.model_validate(await wait_for_json(self._transport, request_id))
 
     async def _sampler_of(self, saved: Future[SaveWeightsForSamplerResponse]) -> SamplingClient:
         answer = await saved
@@ -290,8 +273,3 @@ class TrainingClient:
 async def _accepted(future: Future[T]) -> Future[T]:
     await future.accepted_async()
     return future
-
-
-async def _undisturbed(accepted: concurrent.futures.Future[T]) -> T:
-    """Await acceptance so that whoever gives up the result does not leave a gap in the order."""
-    return await asyncio.shield(asyncio.wrap_future(accepted))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,14 +30,19 @@ from cotrain.errors import (
 from cotrain.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
     from google.protobuf.message import Message
 
 Model = TypeVar("Model", bound=BaseModel)
 
 JSON = "application/json"
+BINARY = "application/octet-stream"
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
+# Before it answers, a server unpacks what it was sent, maybe after what others have sent.
+STREAM_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None, read=600.0)
+PIECE_BYTES = 1024**2
 # Every future that is waited for holds one connection.
 LIMITS = httpx.Limits(max_connections=1000, max_keepalive_connections=100)
 
@@ -97,6 +103,58 @@ class Transport:
         """GET until there is an answer. Raises APIError for a refusal or when it gives up."""
         return await self._until_answered(lambda: self._send(self._http.build_request("GET", path)))
 
+    async def delete(self, path: str) -> httpx.Response:
+        """DELETE until there is an answer. Raises APIError for a refusal or when it gives up."""
+        return await self._until_answered(
+            lambda: self._send(self._http.build_request("DELETE", path))
+        )
+
+    async def post_stream(
+        self,
+        path: str,
+        query: BaseModel,
+        size: int,
+        content: Callable[[], AsyncIterator[bytes]],
+    ) -> httpx.Response:
+        """POST a body of `size` bytes that is read while it is sent; `content` is asked each time.
+
+        Raises APIError for a refusal or when it gives up.
+        """
+        return await self._until_answered(
+            lambda: self._send(
+                self._http.build_request(
+                    "POST",
+                    path,
+                    params=query.model_dump(exclude_none=True),
+                    content=content(),
+                    headers={"Content-Length": str(size), "Content-Type": BINARY},
+                    timeout=STREAM_TIMEOUT,
+                )
+            )
+        )
+
+    async def fetch(
+        self, url: str, target: Path, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Download a link of the server's to a file, which is whole or not there.
+
+        The link is all it needs: the key stays here. Raises OSError or APIError.
+        """
+        request = self._http.build_request("GET", url, timeout=STREAM_TIMEOUT)
+        del request.headers["X-API-Key"]
+        unfinished = target.with_name(f".{target.name}.part")
+        try:
+            async with aclosing(await self._http.send(request, stream=True)) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise _refusal(response)
+                await _save(response, unfinished, progress)
+            await asyncio.to_thread(unfinished.replace, target)
+        except httpx.TransportError as error:
+            raise APIConnectionError(f"{target.name} could not be downloaded: {error}") from error
+        finally:
+            await asyncio.to_thread(unfinished.unlink, missing_ok=True)
+
     async def post_once(
         self, path: str, message: BaseModel | Message, *, accept: str = JSON
     ) -> httpx.Response:
@@ -138,6 +196,18 @@ class Transport:
         if response.is_error:
             raise _refusal(response)
         return response
+
+
+async def _save(
+    response: httpx.Response, file: Path, progress: Callable[[int, int], None] | None
+) -> None:
+    total, received = int(response.headers.get("Content-Length", 0)), 0
+    with await asyncio.to_thread(file.open, "wb") as opened:
+        async for piece in response.aiter_bytes(PIECE_BYTES):
+            await asyncio.to_thread(opened.write, piece)
+            received += len(piece)
+            if progress:
+                progress(received, total)
 
 
 def read(response: httpx.Response, model: type[Model]) -> Model:

@@ -1,0 +1,108 @@
+"""The checkpoints of an account: bring one, list, delete and download them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from cotrain.checkpoint_types import ExternalWeightsUrlsResponse
+from cotrain.errors import MalformedMessage
+from cotrain.packing import pack
+from cotrain.polling import wait_for_json
+from cotrain.rest_types import CheckpointsListResponse
+from cotrain.transport import read
+from cotrain.upload_types import UploadQuery, UploadResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from cotrain.rest_types import Checkpoint
+    from cotrain.runs import Runs
+    from cotrain.transport import Transport
+
+    # How many bytes went over the wire, and how many there are.
+    Progress = Callable[[int, int], None]
+
+SCHEME = "tinker://"
+PAGE = 100
+
+
+class Checkpoints:
+    """Calls about checkpoints as wholes, in no run's order."""
+
+    def __init__(self, transport: Transport, runs: Runs) -> None:
+        self._transport = transport
+        self._runs = runs
+
+    async def upload(
+        self,
+        source: Path,
+        base_model: str,
+        name: str,
+        *,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+    ) -> str:
+        """Send a PEFT folder or an archive of one; returns the checkpoint's path once it is stored.
+
+        Raises OSError, APIError, or RequestFailed where the adapter does not fit its base model.
+        """
+        packed = pack(source)
+        session_id, seq_id = await self._runs.reserve()
+        query = UploadQuery(
+            base_model=base_model,
+            name=name,
+            session_id=session_id,
+            model_seq_id=seq_id,
+            ttl_seconds=ttl_seconds,
+            user_metadata=json.dumps(dict(user_metadata)) if user_metadata else None,
+        )
+        sent = await self._transport.post_stream(
+            "training_runs/upload", query, packed.size, lambda: packed.pieces(progress)
+        )
+        answer = read(sent, UploadResponse)
+        for request_id in (answer.import_request_id, answer.request_id):
+            await wait_for_json(self._transport, request_id)
+        return answer.path
+
+    async def list(self) -> list[Checkpoint]:
+        """List every checkpoint of the account, newest first. Raises APIError."""
+        checkpoints: list[Checkpoint] = []
+        while True:
+            query = f"checkpoints?limit={PAGE}&offset={len(checkpoints)}"
+            page = read(await self._transport.get(query), CheckpointsListResponse)
+            checkpoints += page.checkpoints
+            if not page.checkpoints or not page.cursor:
+                return checkpoints
+            if len(checkpoints) >= page.cursor.total_count:
+                return checkpoints
+
+    async def delete(self, path: str) -> None:
+        """Delete a checkpoint. Raises APIError."""
+        await self._transport.delete(url_of(path))
+
+    async def download(self, path: str, folder: Path, progress: Progress | None = None) -> None:
+        """Fetch a checkpoint's files into a folder, each of them whole or not at all.
+
+        Raises OSError or APIError.
+        """
+        answer = await self._transport.get(f"{url_of(path)}/external_weights_urls")
+        urls = read(answer, ExternalWeightsUrlsResponse).urls
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        for name in sorted(urls):  # the small configuration first: links do not live long
+            if name in ("", ".", "..") or "/" in name or "\\" in name:
+                raise MalformedMessage(f"{name!r} is no name of a file")
+            await self._transport.fetch(urls[name], folder / name, progress)
+
+
+def url_of(path: str) -> str:
+    """Write a checkpoint's path as the URL it has; raises ValueError where it is none."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3:
+        raise ValueError(f"{path!r} is not {SCHEME}<run>/<kind>/<name>")
+    run, kind, name = (quote(part, safe="") for part in parts)
+    return f"training_runs/{run}/checkpoints/{kind}/{name}"
