@@ -96,6 +96,11 @@ def test_a_reason_keeps_its_sentence_and_nothing_that_passes(words: str, kept: s
     assert reason(words) == kept
 
 
+def test_a_fault_of_an_sdk_is_called_one() -> None:
+    words = "AssertionError: AsyncTinker client called from incorrect event loop"
+    assert reason(words).startswith(f"{words} (a fault of these SDK versions: ")
+
+
 # ---- The walk ------------------------------------------------------------------------------------
 
 

@@ -120,7 +120,7 @@ def _judged(act: Callable[[], Any]) -> Outcome:
 
 def judge(error: Exception) -> Outcome:
     """Tell a refusal from a failure, and find the words for it."""
-    if isinstance(error, NotOffered) or getattr(error, "obj", None) is tinker.types:
+    if isinstance(error, NotOffered) or _is_of_another_version(error):
         return (ABSENT, "")
     if isinstance(error, tinker.APIStatusError) and not 500 <= error.status_code != 501:
         return (REFUSED, words(error))
@@ -129,6 +129,13 @@ def judge(error: Exception) -> Outcome:
     if type(error) in OWN_REFUSALS:
         return (REFUSED, f"The SDK itself: {words(error)}")
     return (FAILED, f"{type(error).__name__}: {words(error)}")
+
+
+def _is_of_another_version(error: Exception) -> bool:
+    """Say whether a recipe asked for a type or a method that this version does not have."""
+    return isinstance(error, AttributeError) and (
+        error.obj is tinker.types or isinstance(error.obj, tinker.ServiceClient)
+    )
 
 
 def words(error: Exception) -> str:

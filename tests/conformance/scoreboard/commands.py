@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.conformance.scoreboard.place import Place
 
-ENTRY = "from tinker.cli.__main__ import main; main()"
+ENTRY = "import sys; sys.argv[0] = 'tinker'; from tinker.cli.__main__ import main; main()"
 STYLED = re.compile(r"\x1b\[[0-9;]*m")
 
 

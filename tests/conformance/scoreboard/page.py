@@ -32,6 +32,13 @@ MARKS = {SUPPORTED: "yes", NOT_TRIED: "not tried", ABSENT: ""}
 ROW = re.compile(r"^\| `(?P<name>[^`]+)` \|(?P<cells>.*)\|$", re.MULTILINE)
 SDK_WORDS = re.compile(r"^(?:Request failed: )?(.*?)(?: for self\.request_id=.*)$", re.DOTALL)
 DICTIONARY = re.compile(r"\{'detail'.*?\}")
+# Faults of an SDK that look like the server's, and what they are.
+FAULTS: Mapping[str, str] = {
+    "called from incorrect event loop": "a fault of these SDK versions: the method uses their"
+    " client from the caller's event loop",
+    "Got unexpected extra argument": "a fault of this SDK version: its command `list` hides Python's"
+    " `list`",
+}
 # What differs from one run of the same walk to the next.
 PASSING: Mapping[str, str] = {
     r"http://127\.0\.0\.1:\d+": "<server>",
@@ -65,7 +72,8 @@ def reason(words: str) -> str:
     words = re.sub(r"Error code: \d+ - ", "", words)
     for pattern, name in PASSING.items():
         words = re.sub(pattern, name, words)
-    return " ".join(words.split()).replace("|", "\\|")
+    fault = next((f" ({what})" for sign, what in FAULTS.items() if sign in words), "")
+    return " ".join(words.split()).replace("|", "\\|") + fault
 
 
 def _detail(match: re.Match[str]) -> str:
@@ -125,7 +133,8 @@ def _unpassed(founds: Sequence[Found]) -> Iterator[str]:
     """List what the newest version's methods take that no row has passed."""
     newest = founds[-1]
     yield "## Arguments that no row passes\n"
-    yield f"Of the methods of {newest['version']}; their other arguments are passed by the rows above.\n"
+    if not newest["unpassed"]:
+        yield f"None: every argument of every method of {newest['version']} is passed by some row."
     for name, arguments in sorted(newest["unpassed"].items()):
         yield f"* `{name}`: " + ", ".join(f"`{each}`" for each in arguments)
     yield ""

@@ -127,6 +127,10 @@ class Place:
         """The sampler, as REST knows it."""
         return str(self.sampler._sampling_session_id)
 
+    def new_sampler_id(self) -> str:
+        """A sampler that no client has sampled from: each of its requests has a number of its own."""
+        return str(made(self.pending_sampler())._sampling_session_id)
+
     def new_name(self) -> str:
         """A name that no checkpoint has."""
         return f"saved-{next(self._numbers)}"

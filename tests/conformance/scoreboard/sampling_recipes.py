@@ -54,7 +54,7 @@ CREATED: Mapping[str, Callable[[Place], dict[str, Any]]] = {
     "(retry_config)": lambda at: {"base_model": at.base_model, "retry_config": RetryConfig()},
     "(sampling_session_id)": lambda at: {
         "base_model": at.base_model,
-        "sampling_session_id": at.sampler_id,
+        "sampling_session_id": at.new_sampler_id(),
     },
 }
 
