@@ -84,7 +84,7 @@ def _handler(proxy: LossyProxy, upstream: str) -> type[BaseHTTPRequestHandler]:
                 content = response.read()
             finally:
                 connection.close()
-            endpoint = self.path.removeprefix("/api/v1/")
+            endpoint = urlsplit(self.path).path.removeprefix("/api/v1/")
             if proxy.loses(endpoint, body, self.headers["Content-Encoding"]):
                 self.close_connection = True  # accepted by the server, never heard of here
                 return

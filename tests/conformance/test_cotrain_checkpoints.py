@@ -1,0 +1,140 @@
+"""Checkpoints with our own client: kept, taken away, brought back, gone on from."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from cotrain import (
+    AdamParams,
+    BadRequestError,
+    Datum,
+    ModelInput,
+    NotFoundError,
+    RequestFailed,
+    ServiceClient,
+)
+from tests.conformance.running import KEYS
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.uploads import config, q_proj, tar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cotrain import TrainingClient
+    from tests.conformance.running import Server
+
+TOKENS = random.Random(0).choices(range(512), k=25)
+DATUM = Datum(
+    model_input=ModelInput.from_ints(TOKENS[:-1]),
+    loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * 24},
+)
+STEP = AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def service(server: Server) -> Iterator[ServiceClient]:
+    with ServiceClient(server.address, KEYS[0]) as client:
+        yield client
+
+
+def logprobs(run: TrainingClient) -> list[float]:
+    output = run.forward([DATUM], "cross_entropy").result()
+    found: list[float] = output.loss_fn_outputs[0]["logprobs"].tolist()
+    return found
+
+
+def train(run: TrainingClient, steps: int = 2) -> list[float]:
+    for _ in range(steps):
+        run.forward_backward([DATUM], "cross_entropy")
+        run.optim_step(STEP)
+    return logprobs(run)
+
+
+def test_a_run_goes_on_from_a_checkpoint_to_the_bit(service: ServiceClient, server: Server) -> None:
+    run = service.create_lora_training_client(server.base_model, rank=4, seed=1)
+    reached = train(run)
+    path = run.save_state("middle", user_metadata={"step": "2"}).result().path
+    end = train(run)
+
+    again = service.create_training_client_from_state_with_optimizer(path)
+    assert logprobs(again) == reached
+    assert train(again) == end
+    run.load_state_with_optimizer(path).result()
+    assert train(run) == end
+    run.load_state(path).result()
+    assert logprobs(run) == reached
+    assert train(run) != end  # AdamW began anew
+    with pytest.raises(RequestFailed, match="already exists"):
+        run.save_state("middle").result()
+    assert run.save_state("middle", overwrite=True).result().path == path
+
+
+def test_what_is_downloaded_can_be_brought_back_to_the_bit(
+    service: ServiceClient, server: Server, tmp_path: Path
+) -> None:
+    run = service.create_lora_training_client(server.base_model, rank=3, seed=2)
+    reached = train(run)
+    path = run.save_state("mine").result().path
+    service.download_checkpoint(path, tmp_path)
+    service.delete_checkpoint(path)
+    with pytest.raises(NotFoundError):
+        service.delete_checkpoint(path)
+
+    brought = service.upload_checkpoint(tmp_path, server.base_model, "back")
+
+    assert brought in {each.tinker_path for each in service.list_checkpoints()}
+    fresh = service.create_training_client_from_state(brought)
+    assert logprobs(fresh) == reached
+    # What was brought has an optimizer that took no step yet.
+    also = service.create_training_client_from_state_with_optimizer(brought)
+    assert train(fresh) == train(also)
+
+
+def test_an_adapter_of_peft_computes_here_what_it_computes_there(
+    service: ServiceClient, server: Server, tmp_path: Path
+) -> None:
+    network: Any = AutoModelForCausalLM.from_pretrained(server.base_model)
+    settings = LoraConfig(r=6, lora_alpha=4, use_rslora=True, target_modules=["v_proj", "up_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = get_peft_model(network, settings)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(tmp_path)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([TOKENS[:-1]])).logits[0]
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+
+    with (
+        LossyProxy(server.address, {"training_runs/upload"}) as proxy,
+        ServiceClient(proxy.address, KEYS[0]) as far,
+    ):
+        path = far.upload_checkpoint(tmp_path, server.base_model, "foreign")
+        assert proxy.lost == ["training_runs/upload"]
+    run = service.create_training_client_from_state(path)
+
+    assert np.abs(np.array(logprobs(run)) - expected.numpy()).max() < 1e-5
+    assert sum(train(run)) > expected.sum()
+
+
+def test_an_adapter_of_another_model_is_refused_with_the_reason(
+    service: ServiceClient, server: Server, tmp_path: Path
+) -> None:
+    archive = tmp_path / "other.tar"
+    files = {"adapter_config.json": config(), "adapter_model.safetensors": q_proj(inputs=63)}
+    archive.write_bytes(tar(files))
+    with pytest.raises(RequestFailed, match=r"lora_A.weight has shape \[4, 63\]"):
+        service.upload_checkpoint(archive, server.base_model, "other")
+    archive.write_bytes(tar({**files, "evil.sh": b"rm"}))
+    with pytest.raises(BadRequestError, match=r"forbidden member: evil\.sh"):
+        service.upload_checkpoint(archive, server.base_model, "other")
