@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -160,15 +159,22 @@ async def test_a_time_to_live_is_set_and_taken_away(
     assert not samples.log.redis.exists(keys.expiring_checkpoints(A))
 
 
-async def test_changes_that_meet_are_all_made(samples: Samples, checkpoints: Checkpoints) -> None:
+async def test_changes_that_meet_are_all_made(
+    samples: Samples, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = await samples.log.new_run()
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
-    await asyncio.gather(
-        checkpoints.publish(A, run.id, "weights", "x", public=True),
-        checkpoints.set_ttl(A, run.id, "weights", "x", WEEK_S),
-    )
-    found = await samples.records.checkpoint(A, checkpoint.path)
-    assert (found.public, found.expires_at is None) == (True, False)
+    write, others = checkpoints._replace, Checkpoints(samples.log.connection)
+
+    async def write_second(*args: object) -> object:
+        monkeypatch.undo()
+        await others.publish(A, run.id, "weights", "x", public=True)
+        return await write(*args)
+
+    monkeypatch.setattr(checkpoints, "_replace", write_second)
+    changed = await checkpoints.set_ttl(A, run.id, "weights", "x", WEEK_S)
+    assert (changed.public, changed.expires_at is None) == (True, False)
+    assert await samples.records.checkpoint(A, checkpoint.path) == changed
 
 
 @pytest.mark.parametrize("public", [False, True])
@@ -291,6 +297,19 @@ async def test_what_another_tenant_published_can_be_copied(
     assert await samples.records.checkpoint(B, copy.path) == copy
     assert not await is_readable(samples, A, copy)
     assert await checkpoints.stored_bytes(B) == (1, 10)
+
+
+async def test_a_copy_is_made_for_who_may_read_the_source(
+    samples: Samples, checkpoints: Checkpoints
+) -> None:
+    run = await samples.log.new_run()
+    private = await samples.checkpoint(run, 1, "x")
+    destination = copy_run(private, "b")
+    with pytest.raises(CheckpointNotFound):
+        await checkpoints.copy(private, destination, None, reader=TenantId("c"))
+    copy = await checkpoints.copy(private, destination, None, reader=A)  # B showed a key of A's
+    assert copy.tenant == B
+    assert await samples.records.checkpoint(B, copy.path) == copy
 
 
 async def test_what_is_gone_is_not_copied(samples: Samples, checkpoints: Checkpoints) -> None:

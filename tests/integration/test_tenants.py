@@ -126,6 +126,7 @@ async def test_a_shown_key_is_told_by_its_id_and_lives_until_it_is_revoked(
     record = await here.key(shown)
     assert [record] == await here.list_keys()
     assert shown.startswith(f"tml-{record.id}_")
+    assert await here.is_live(record.id)
     assert await there.is_live(record.id)
     await here.revoke(record.id)
     assert not await here.is_live(record.id)
