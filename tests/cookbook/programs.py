@@ -85,6 +85,20 @@ class Bench:
                     program.kill()
         return self._ran(program.returncode, "".join(said), folder)
 
+    def run_script(self, script: Path, *arguments: str) -> str:
+        """Run a script of ours on the cookbook's library; what it printed."""
+        done = subprocess.run(
+            [sys.executable, str(script), *arguments],
+            cwd=self.workshop,
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     def checkpoints(self, run: str) -> dict[str, dict[str, Any]]:
         """Ask the server for a run's checkpoints, by path."""
         listed = self.get(f"training_runs/{run}/checkpoints")["checkpoints"]
