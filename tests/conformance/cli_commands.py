@@ -84,6 +84,10 @@ WORKS = {
     "checkpoint delete, of a run": Command(
         "checkpoint delete --yes --run-id {other} --type sampler", ("Deleted 1 checkpoint",)
     ),
+    "session export-trace": Command("session export-trace {session} -o own.pftrace", ("own",)),
+    "session export-trace, its url": Command(
+        "session export-trace {session} --url-only", ("/api/v1/traces/",)
+    ),
     "billing usage": Command("billing usage {since} {until}", ("training", "checkpoint")),
     "billing usage, as csv": Command(
         "billing usage {since} {until} --csv - --sessions-csv sessions.csv",
@@ -132,8 +136,8 @@ REFUSED = {
     "checkpoint push-hf": Command(
         "checkpoint push-hf tinker://{run}/external_weights/plain", ("Not logged in",)
     ),
-    "session export-trace": Command(
-        "session export-trace {session}", ("Trace export failed", "/api/v1/usage")
+    "session export-trace, of no cycle": Command(
+        "session export-trace {idle}", ("Trace export failed", "GET /api/v1/usage")
     ),
     "session export-trace, of none": Command("session export-trace none", ("Session not found",)),
     "billing usage": Command(

@@ -94,10 +94,11 @@ def make_names(tenant: Tenant, base_model: str) -> Mapping[str, str]:
     tenant.until_done("save_weights_for_sampler", model_id=other, seq_id=1, path="old")
     now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     since, until = (at.isoformat().replace("+00:00", "Z") for at in (now - HOUR, now + 2 * HOUR))
+    idle = tenant.post("create_session")["session_id"]
     token = tenant.post("auth/token")["jwt"]
     return {
         "run": run, "other": other, "session": session, "since": since, "until": until,
-        "token": token,
+        "idle": idle, "token": token,
     }  # fmt: skip
 
 
@@ -206,6 +207,15 @@ def test_what_was_downloaded_is_an_adapter(
     (found,) = home.glob(f"{folder}/**/adapter_model.safetensors")
     assert json.loads(found.with_name("adapter_config.json").read_text())["r"] == 4
     assert {tensor.shape[0] for name, tensor in load_file(found).items() if "lora_A" in name} == {4}
+
+
+def test_a_trace_that_was_downloaded_shows_the_cycles_of_its_session(
+    home: Path, worked: dict[str, Outcome], names: Mapping[str, str]
+) -> None:
+    events = json.loads((home / "own.pftrace").read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {names["run"], names["other"]}
+    assert any(event["name"] == "passes of all runs" for event in events)
 
 
 def commands_of(group: click.Group, *names: str) -> Iterator[str]:

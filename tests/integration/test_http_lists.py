@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from itertools import count, product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cotrain_store import keys
 from cotrain_store.messages import RunId
 from tests.support.http_api import ALICE, BOB, POOL, running_api
 from tests.support.stand_in import StandIn, stand_in
@@ -269,11 +271,48 @@ async def test_a_session_is_shown_with_its_runs_and_samplers(api: Api) -> None:
     }
 
 
-async def test_a_session_has_no_trace_and_says_where_to_look_instead(api: Api) -> None:
+def cycle_of(number: int, *runs: str) -> dict[str, Any]:
+    """Make a cycle's record as a worker does."""
+    rows = [
+        {"run": run, "tenant": "t", "tokens": 3, "ops": {"save": 1}, "failed": 0} for run in runs
+    ]
+    times = {"planned_at": 1.0, "started_at": 2.0, "duration_ms": 3.0}
+    waves = {"wave_ms": 1.0, "optim_ms": 1.0, "sampling_ms": 0.0}
+    return {"cycle": number, "outcome": "ok", "runs": rows, **times, **waves}
+
+
+async def test_a_session_without_a_kept_cycle_has_no_trace_and_says_why(api: Api) -> None:
     session = await new_session(api)
     answer = await got(api, f"sessions/{session}/trace_export")
     assert answer["status"] == "failed"
-    assert "/api/v1/usage" in answer["error"]
+    assert "1,000 cycles" in answer["error"]
+
+
+async def test_a_trace_shows_the_cycles_of_its_own_session_alone(api: Api) -> None:
+    own, foreign = await api.new_run(), await api.new_run(BOB)
+    for record in (cycle_of(1, own, foreign), cycle_of(2, foreign), cycle_of(3, own)):
+        await api.services.connection.lpush(keys.cycles(POOL.id), json.dumps(record))
+    answer = await got(api, f"sessions/{own.partition(':')[0]}/trace_export")
+    assert answer["status"] == "ready"
+    trace = await api.http.get(answer["url"])  # with no key
+    shown = [event["name"] for event in trace.json()["traceEvents"] if event["ph"] == "X"]
+    assert [name for name in shown if name != "planned"] == ["cycle 1", "cycle 3"]
+    assert foreign not in trace.text
+
+
+async def test_a_link_to_a_checkpoint_is_none_to_a_trace_and_the_other_way_round(
+    api: Api, worker: StandIn
+) -> None:
+    run = await api.new_run()
+    await save(api, worker, run, "a", call="save_weights_external")
+    await api.services.connection.lpush(keys.cycles(POOL.id), json.dumps(cycle_of(1, run)))
+    trace = (await got(api, f"sessions/{run.partition(':')[0]}/trace_export"))["url"]
+    path = f"training_runs/{run}/checkpoints/external_weights/a/external_weights_urls"
+    file = (await got(api, path))["urls"]["adapter_config.json"]
+    crossed = await api.http.get(f"/api/v1/traces/{file.split('/')[-2]}")
+    assert crossed.status_code == 403
+    crossed = await api.http.get(f"/api/v1/files/{trace.rpartition('/')[2]}/trace.json")
+    assert crossed.status_code == 400
 
 
 async def search(api: Api, key: str = ALICE, **wanted: Any) -> Any:

@@ -8,7 +8,6 @@ from cotrain.rest_types import (
     AssignProjectRequest,
     GetSessionResponse,
     ListSessionsResponse,
-    TraceExportResponse,
 )
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.gate import TenantRoute
@@ -61,18 +60,3 @@ async def assign_session_project(
     await services.records.assign_project(tenant.id, session_id, request.project_id)
     details = {"session_id": session_id, "project_id": request.project_id}
     await services.audit.note(tenant.id, AuditEvent.PROJECT_ASSIGN, details)
-
-
-@router.get("/sessions/{session_id}/trace_export")
-async def export_session_trace(
-    session_id: str, services: ServicesDep, tenant: TenantDep
-) -> TraceExportResponse:
-    """Say that there is no trace: the clock's cycles are recorded for the pool, not for a tenant."""
-    await services.records.session(tenant.id, session_id)
-    return TraceExportResponse(status="failed", error=NO_TRACE)
-
-
-NO_TRACE = (
-    "This server keeps no trace of a session. GET /api/v1/usage shows what each of its runs took; "
-    "the operator sees the last cycles in /status."
-)

@@ -1,0 +1,79 @@
+"""A session's timeline: drawn when it is asked for, from the records of the last cycles."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from cotrain.rest_types import TraceExportResponse
+from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain_server.errors import BadLink
+from cotrain_server.gate import TenantRoute
+from cotrain_server.session_trace import trace_of
+from cotrain_server.signing import LINK_LIFE_S, Link
+from cotrain_store.keys import CYCLES_KEPT
+from cotrain_store.messages import SessionId, WeightsRef
+from cotrain_store.session_cycles import session_cycles
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_store.messages import TenantId
+
+router = APIRouter(prefix="/api/v1", tags=["lists"])
+exports = APIRouter(route_class=TenantRoute, dependencies=[api_key])
+
+#: What a link to a trace names in place of a checkpoint: no checkpoint has such a path.
+_TRACE_OF = "trace-of:"
+_FILE = "trace.json"
+_NO_CYCLES = (
+    f"None of the last {CYCLES_KEPT:,} cycles had a run of this session; older ones are not kept. "
+    "What each run took is told by GET /api/v1/usage."
+)
+
+
+@exports.get("/sessions/{session_id}/trace_export")
+async def export_session_trace(
+    session_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+) -> TraceExportResponse:
+    """Give a link to a session's timeline. Sample requests are not in it: the clock has none."""
+    session = await services.records.session(tenant.id, session_id)
+    if not await _cycles(services, tenant.id, session.id):
+        return TraceExportResponse(status="failed", error=_NO_CYCLES)
+    expires_at = int(time.time()) + LINK_LIFE_S
+    link = Link(tenant.id, _TRACE_OF + session.id, WeightsRef(""), _FILE, expires_at)
+    base = (services.settings.public_url or str(request.base_url)).rstrip("/")
+    url = f"{base}/api/v1/traces/{services.signer.sign_link(link)}"
+    return TraceExportResponse(status="ready", url=url)
+
+
+router.include_router(exports)
+
+
+@router.get(
+    "/traces/{token}",
+    response_class=Response,
+    responses={200: {"content": {"application/json": {}}}},
+)
+async def download_trace(token: str, services: ServicesDep) -> Response:
+    """Send a session's timeline to whoever has the link, in a format that ui.perfetto.dev opens."""
+    link = services.signer.read_link(token, time.time())
+    if not link.path.startswith(_TRACE_OF):
+        raise BadLink
+    session = await services.records.session(link.tenant, link.path.removeprefix(_TRACE_OF))
+    trace = trace_of(session.id, await _cycles(services, link.tenant, session.id))
+    name = {"Content-Disposition": f'attachment; filename="{session.id}.json"'}
+    return Response(json.dumps(trace), media_type="application/json", headers=name)
+
+
+async def _cycles(services: Services, tenant: TenantId, session: SessionId) -> list[dict[str, Any]]:
+    """Read the cycles of all pools that a session's runs are in."""
+    names = await services.catalog.session_runs(session)
+    pools = {(await services.records.run(tenant, name)).pool for name in names}
+    return [
+        cycle
+        for pool in sorted(pools)
+        for cycle in await session_cycles(services.connection, pool, session)
+    ]
