@@ -108,21 +108,33 @@ async def test_a_successor_stores_what_its_predecessor_owed(samples: Samples) ->
     assert samples.log.result(run, 1)
 
 
-async def test_a_waiter_is_told_when_the_save_is_stored(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cotrain_store.futures.SWEEP_S", 3_600.0)  # it must not look by itself
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_the_end_of_a_save_is_told(samples: Samples, is_lost: bool) -> None:
     run = await samples.log.new_run()
+    await samples.save(run, 1, name="x")
+    with samples.log.redis.pubsub(ignore_subscribe_messages=True) as heard:
+        heard.subscribe(keys.notify_results())
+        assert heard.get_message(timeout=10) is None  # that it has subscribed
+        if is_lost:
+            samples.sampling.lost(ref_of(run, 1), "gone")
+        else:
+            samples.stored(run, 1)
+        message = heard.get_message(timeout=10)
+        assert message
+        assert message["data"] == f"{run.id}:1".encode()
+
+
+async def test_a_waiter_gets_what_a_save_resolves_to(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    request = RequestId(f"{run.id}:1")
+    await samples.save(run, 1, name="x")
     async with samples.log.futures() as futures:
-        for seq in (1, 2):  # it may look by itself once more, when it has subscribed
-            await samples.save(run, seq, name="x")
-            request = RequestId(f"{run.id}:{seq}")
-            assert await futures.wait(A, request, 0.0) == Pending()
-            held = asyncio.create_task(futures.wait(A, request, 10.0))
-            while not futures.waiters:  # noqa: ASYNC110  # nothing tells when a waiter has come
-                await asyncio.sleep(0)
-            samples.stored(run, seq)
-            assert await held == Result.of_json({"seq": seq})
+        assert await futures.wait(A, request, 0.0) == Pending()
+        held = asyncio.create_task(futures.wait(A, request, 30.0))
+        while not futures.waiters:  # noqa: ASYNC110  # nothing tells when a waiter has come
+            await asyncio.sleep(0)
+        samples.stored(run, 1)
+        assert await held == Result.of_json({"seq": 1})
 
 
 async def test_a_save_owed_for_long_is_pending_and_one_read_long_ago_has_expired(

@@ -172,7 +172,7 @@ async def test_a_session_belongs_to_its_tenant(log: Log) -> None:
     with pytest.raises(SessionNotFound) as unknown:
         await records.session(B, "0" * 32)
     assert str(foreign.value) == str(unknown.value)
-    for act in (records.beat(B, session.id), records.finish(B, session.id, "x")):
+    for act in (records.beat(B, session.id), records.finish(B, session.id, "errored")):
         with pytest.raises(SessionNotFound):
             await act
 
@@ -184,7 +184,7 @@ async def test_a_finished_session_stays_finished_and_names_its_runs(log: Log) ->
     run = await log.new_run("a", session.id)
     assert await records.finish(A, session.id, "success") == (run.id,)
     first = (await records.session(A, session.id)).finished_at
-    assert await records.finish(A, session.id, "failure") == (run.id,)
+    assert await records.finish(A, session.id, "errored") == (run.id,)
     assert (await records.session(A, session.id)).finished_at == first
     with pytest.raises(SessionFinished):
         await records.beat(A, session.id)
