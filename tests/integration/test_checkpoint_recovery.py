@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_store import keys
+from cotrain_store.futures import Pending
 from cotrain_store.messages import OpKind, RunState, request_id
 from cotrain_workers.checkpoint_files import CheckpointFiles
+from cotrain_workers.loop import NO_ROOM
 from tests.support.bodies import sequences
 from tests.support.checkpoints import (
     checkpoint_of,
@@ -33,11 +35,13 @@ STEP = 4  # ops of one step of the program
 
 
 async def train_and_save(
-    server: Stack, url: str, folder: Path, engine: Engine
+    server: Stack, url: str, folder: Path, engine: Engine, *, drains: bool = True
 ) -> tuple[RunRecord, CheckpointRecord]:
-    """One step, saved; then a second step that shall be undone."""
+    """One step, saved; then a second step that shall be undone. `drains` leaves a recovery copy."""
     run = await server.create("a", "a", LORA)
-    with worker(url, folder, engine):
+    with worker(url, folder, engine) as loop:
+        if not drains:
+            loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
         await submit(server, run, 1, STEP)
         checkpoint = await saved_state(server, run, STEP + 1)
         requests = await submit(server, run, 2 * STEP + 1, 3 * STEP, place=STEP + 2)
@@ -102,7 +106,7 @@ async def test_a_replay_begins_at_the_last_load_and_needs_no_checkpoint_of_a_liv
 ) -> None:
     """What a load used stays until the log needs it no more, whatever becomes of the name."""
     url = empty_redis.url
-    run, checkpoint = await train_and_save(server, url, tmp_path, engine)
+    run, checkpoint = await train_and_save(server, url, tmp_path, engine, drains=False)
     requests = await go_back_and_on(server, run, checkpoint)
     async with dying_worker(url, tmp_path, engine, Failpoint("commit", 2, after=True)):
         pass
@@ -111,7 +115,8 @@ async def test_a_replay_begins_at_the_last_load_and_needs_no_checkpoint_of_a_liv
     with worker(url, tmp_path, engine) as loop:
         assert loop._weights.sweep() == []
         await results(server, run, requests[:-1])
-        assert loop._runs.replayed_ops <= 1 + STEP  # the load, and what followed it
+        # Its creation, the load, and what followed but for the forward; not the two steps before.
+        assert loop._runs.replayed_ops <= 2 + STEP
     with worker(url, tmp_path, engine) as loop:
         assert loop._weights.sweep() == [checkpoint.weights]
 
@@ -192,6 +197,32 @@ async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_die
         other = await run_from(server, "a", "other", checkpoint)
         await server.result(other, request_id(other.id, 0))
     assert engine.state(other.id).digest() == digest
+
+
+async def test_a_full_disk_delays_one_save_and_refuses_what_memory_has_no_room_for(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("cotrain_workers.weights_store.RETRY_S", 0.01)
+    run = await server.create("a", "a", LORA)
+    with worker(empty_redis.url, tmp_path, engine, owed_memory_bytes=1):
+        with monkeypatch.context() as broken:
+            broken.setattr("cotrain_workers.checkpoint_files.write_optimizer", full)
+            await submit(server, run, 1, STEP)
+            first = await submit_state(server, run, STEP + 1, "x")
+            await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
+            second = await submit_state(server, run, 2 * STEP + 2, "y")
+            refused = (await server.result(run, second)).json()
+            assert refused == {"error": NO_ROOM.message, "category": "server"}
+            assert isinstance(await server.futures.wait(run.tenant, first, 0), Pending)
+        assert (await checkpoint_of(server, run, first)).name == "x"
+        assert (await saved_state(server, run, 2 * STEP + 3, "y")).name == "y"
 
 
 async def test_the_run_of_a_last_save_ends_when_it_is_stored_or_has_failed(

@@ -65,9 +65,9 @@ async def samples(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[S
 
 @pytest.fixture
 def store_of(samples: Samples, tmp_path: Path) -> Callable[..., WeightsStore]:
-    def make(memory_bytes: int = 10 * SIZE) -> WeightsStore:
+    def make(memory_bytes: int = 10 * SIZE, owed_bytes: int = 10 * SIZE) -> WeightsStore:
         files = CheckpointFiles.below(tmp_path, MODEL)
-        return WeightsStore(samples.sampling, files, layout_of, memory_bytes)
+        return WeightsStore(samples.sampling, files, layout_of, memory_bytes, owed_bytes)
 
     return make
 
@@ -339,6 +339,25 @@ async def test_a_full_disk_keeps_a_named_save_waiting_and_loses_nothing(
         written(store)
     assert samples.log.result(run, 1) is not None
     assert store_of().optimizer(record.ref) is not None
+
+
+async def test_saves_wait_for_a_slow_disk_and_not_for_a_full_one(
+    samples: Samples, store_of: Callable[..., WeightsStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    run = await samples.log.new_run()
+    store = store_of(owed_bytes=2 * SIZE)
+    assert store.make_room(0)
+    store.put(await saved(samples, run, 1, name="x", kind="weights"), state_of(1.0))
+    assert store.make_room(60)  # what is in the writer's hands takes three times SIZE
+    assert store._owed == {}
+    with monkeypatch.context() as broken:
+        broken.setattr("cotrain_workers.checkpoint_files.write_folder", full)
+        store.put(await saved(samples, run, 2, name="y", kind="weights"), state_of(2.0))
+        assert not store.make_room(60)
+    assert store.unstored(run.id) == 2
 
 
 async def test_a_save_that_nothing_can_make_again_fails_and_frees_its_name(

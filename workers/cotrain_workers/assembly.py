@@ -74,6 +74,7 @@ def enter_pool(
         CheckpointFiles.below(settings.data_dir, record.base_model),
         engine.layout_of,
         settings.weights_memory_bytes,
+        settings.owed_memory_bytes,
     )
     sampler = SamplingService(
         decoder,

@@ -17,7 +17,7 @@ import structlog
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.messages import RunId
+from cotrain_store.messages import OpKind, RunId
 from cotrain_workers.beside import Beside
 from cotrain_workers.heart import Heart, resident_bytes
 from cotrain_workers.ops import Failure
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import Step
+    from cotrain_store.messages import QueuedOp, Step
     from cotrain_workers.engine import Engine
     from cotrain_workers.keeper import Keeper
     from cotrain_workers.ops import CycleOutput, Op, Output
@@ -55,10 +55,14 @@ _RETRY_S = 0.2
 _SMOOTHING = 0.2
 #: A cycle smaller than this measures overhead, not throughput.
 _MEASURABLE_TOKENS = 512
+#: How long a save waits for the disk, when what it has not taken yet fills the memory for it.
+ROOM_WAIT_S = 10.0
 #: How long a drain may spend on recovery copies; what is left is replayed at the next start.
 DRAIN_S = 60.0
 #: A step that was left open this often is run op by op, to find a request that kills its process.
 MAX_STARTS = 2
+
+NO_ROOM = Failure("The server's disk is full or too slow for another save; save later.", "server")
 
 
 class WorkerLoop:
@@ -228,7 +232,7 @@ class WorkerLoop:
         outputs: dict[Place, Output] = {}
         runnable: list[Op] = []
         for op in step.ops:
-            request = lost.get(op.run) or engine_op(op, bodies[op.run, op.seq], self._weights)
+            request = lost.get(op.run) or self._request(op, bodies[op.run, op.seq])
             if isinstance(request, Failure):
                 outputs[op.run, op.seq] = request
             else:
@@ -242,6 +246,11 @@ class WorkerLoop:
             log.exception("cycle_failed", cycle=step.cycle)
             return outputs | self._isolated(runnable, step), None
         return outputs | dict(cost.outputs), cost
+
+    def _request(self, op: QueuedOp, body: bytes) -> Op | Failure:
+        if op.kind is OpKind.SAVE and not self._weights.make_room(ROOM_WAIT_S):
+            return NO_ROOM
+        return engine_op(op, body, self._weights)
 
     def _isolated(
         self, ops: Sequence[Op], step: Step, *, is_deadly: bool = False

@@ -47,7 +47,10 @@ class WorkerSettings(StoreSettings):
     kv_cache_tokens: int = Field(default=0, ge=0)
     """Tokens that all sequences being generated can hold in memory; 0 takes what there is room for."""
     weights_memory_bytes: int = Field(default=2 * 1024**3, ge=0)
-    """Host memory for sampler weights that are on disk already; those that are not come on top."""
+    """Host memory for saved weights that are on disk already."""
+    owed_memory_bytes: int = Field(default=8 * 1024**3, ge=0)
+    """Host memory for saves that are not on disk yet: above it, saves wait for the disk, and fail if
+    it writes nothing."""
     vllm_url: str = ""
     vllm_api_key: SecretStr = SecretStr("")
 
@@ -59,7 +62,7 @@ class WorkerSettings(StoreSettings):
 
     @property
     def weights_dir(self) -> Path:
-        """Sampler weights, in folders named after their content."""
+        """Saved adapters, in folders named after their content."""
         return self.data_dir / "weights"
 
     @property

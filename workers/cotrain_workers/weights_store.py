@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,12 +63,17 @@ class WeightsStore:
         files: CheckpointFiles,
         layout_of: LayoutOf,
         memory_bytes: int,
+        owed_bytes: int,
     ) -> None:
-        """`memory_bytes` is for weights that are on disk too; those that are not stay anyway."""
+        """`memory_bytes` is for weights that are on disk too, `owed_bytes` for what is not.
+
+        What is owed stays, anyway; above its limit there is no room for more (`make_room`).
+        """
         self._sampling = sampling
         self._files = files
         self._layout_of = layout_of
         self._memory_bytes = memory_bytes
+        self._owed_bytes = owed_bytes
         self._owed: dict[WeightsRef, _Owed] = {}
         self._given_up: set[WeightsRef] = set()
         self._recent: OrderedDict[WeightsRef, HostWeights] = OrderedDict()
@@ -82,6 +87,21 @@ class WeightsStore:
         for record in self._sampling.unstored():
             if record.ref not in self._given_up:
                 self._owed.setdefault(record.ref, _Owed(record, None))
+
+    def make_room(self, deadline_s: float) -> bool:
+        """Wait until there is room for another save; False if there is none in that time.
+
+        So a disk that is slower than training is waited for, and one that is full or stuck is not.
+        """
+        until = time.monotonic() + deadline_s
+        while sum(_size(owed.saved) for owed in self._owed.values()) > self._owed_bytes:
+            writing = [owed.writing for owed in self._owed.values() if owed.writing]
+            left_s = until - time.monotonic()
+            if not writing or left_s <= 0:
+                return False
+            wait(writing, left_s, return_when=FIRST_COMPLETED)
+            self._note_written()
+        return True
 
     def put(self, record: WeightsRecord, saved: Saved) -> None:
         """Take the weights of a save that was committed. Twice is harmless: they are the same."""
@@ -254,11 +274,17 @@ class WeightsStore:
 
     def _remember(self, ref: WeightsRef, weights: HostWeights) -> None:
         self._recent[ref] = weights
-        held = sum(_size(each) for each in self._recent.values())
+        held = sum(each.flat.nbytes for each in self._recent.values())
         while held > self._memory_bytes:
             _, oldest = self._recent.popitem(last=False)
-            held -= _size(oldest)
+            held -= oldest.flat.nbytes
 
 
-def _size(weights: HostWeights) -> int:
-    return weights.flat.numel() * weights.flat.element_size()
+def _size(saved: Saved | None) -> int:
+    """Count the bytes of memory that a save takes."""
+    if saved is None:
+        return 0
+    arenas = [saved.weights.flat]
+    if saved.optimizer:
+        arenas += [saved.optimizer.m, saved.optimizer.v]
+    return sum(arena.nbytes for arena in arenas)
