@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,12 +16,13 @@ from cotrain_server import uploads
 from cotrain_store.dispatch import Dispatch
 from cotrain_store.imports import decode_import
 from cotrain_store.messages import OpKind, RunId, SaveRequest
+from tests.support.hostile_archives import BOMBS, HOSTILE
 from tests.support.http_api import ALICE, BOB, POOL, running_api
 from tests.support.stand_in import stand_in
 from tests.support.uploads import adapter, config, q_proj, tar, zipped
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     import httpx
 
@@ -139,6 +144,47 @@ async def test_what_cannot_be_imported_is_refused_now_and_leaves_no_run(
     assert detail in answer.json()["detail"]
     assert not await queued(api)
     assert not any((api.services.settings.data_dir / "uploads").iterdir())
+
+
+async def test_hostile_archives_are_refused_and_write_nothing_outside_the_data_folder(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, max_upload_bytes=2**20) as api:
+        data = api.services.settings.data_dir
+        before = set(data.rglob("*"))
+        with written_files() as written:
+            for name, archive in (HOSTILE | BOMBS).items():
+                answer = await upload(api, archive)
+                assert answer.status_code in (400, 413), name
+        assert set(data.rglob("*")) - before == {data / "uploads"}
+        assert written == {data / "uploads"}  # where nameless files are made
+
+
+@contextlib.contextmanager
+def written_files() -> Iterator[set[Path]]:
+    """Note every path that this process opens for writing, makes, renames or links."""
+    written: set[Path] = set()
+    WRITERS.append(written)
+    try:
+        yield written
+    finally:
+        WRITERS.remove(written)
+
+
+WRITERS: list[set[Path]] = []
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if not WRITERS:
+        return
+    if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        WRITERS[-1].add(Path(os.fsdecode(arguments[0])).absolute())
+    elif event in ("os.mkdir", "os.rename", "os.link", "os.symlink"):
+        paths = arguments[:1] if event == "os.mkdir" else arguments[:2]
+        WRITERS[-1].update(Path(os.fsdecode(path)).absolute() for path in paths)
+
+
+sys.addaudithook(_note)
 
 
 @pytest.mark.parametrize(
