@@ -238,6 +238,19 @@ def test_references_of_one_wave_share_a_forward(new_engine: NewEngine) -> None:
     assert cost.tokens == sum(len(datum.tokens) + len(datum.reference) for datum in read)
 
 
+def test_long_contexts_of_references_fill_no_more_than_a_micro_batch(new_engine: NewEngine) -> None:
+    engine = started(new_engine(micro_batch_tokens=64))
+    rng, rows = np.random.default_rng(2), []
+    engine._base.backbone.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    short = [kl_datum(rng, 1, 30, 2) for _ in range(12)]
+
+    engine.run([ReverseKl("a", 1, short, None, 1.0)])
+
+    assert rows == [*[64] * 6, 32]  # of references two at a time, of the run all at once
+
+
 def test_memory_that_runs_out_in_a_references_forward_changes_no_bit(
     new_engine: NewEngine,
 ) -> None:
