@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from tests.support.redis_server import EmbeddedRedis
 
 RUNS = 3
-KINDS = st.sampled_from([OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.SAVE])
+PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
+KINDS = st.sampled_from([*PASSES, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD])
 
 
 @dataclass
@@ -120,7 +121,7 @@ class LogMachine(RuleBasedStateMachine):
     def submit(self, number: int, seq: int, kind: OpKind, content: str, large: bool) -> None:
         model, record = self.models[number], self.records[number]
         body = content.encode() * (INLINE_LIMIT_BYTES + 1 if large else 1)
-        tokens = 0 if kind in (OpKind.OPTIM_STEP, OpKind.SAVE) else 7
+        tokens = 7 if kind in PASSES else 0
         known = model.accepted.get(seq)
         call = self.intake.submit(record, seq, kind, body, tokens, content)
         if known:
