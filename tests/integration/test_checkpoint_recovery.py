@@ -172,9 +172,14 @@ async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_die
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also when a load came after it, which undid in the run what the save has kept."""
     url = empty_redis.url
-    _, digest = await undisturbed(server, url, tmp_path, engine, last=STEP)
+    _, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
     run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine) as loop:
+        await submit(server, run, 1, STEP)
+        first = await saved_state(server, run, STEP + 1, "first")
+        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
     blocked, write = threading.Event(), CheckpointFiles.write
 
     def held(*args: Any) -> Any:
@@ -183,9 +188,10 @@ async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_die
 
     with monkeypatch.context() as slow:
         slow.setattr(CheckpointFiles, "write", held)
-        requests = await submit(server, run, 1, STEP)
-        requests.append(await submit_state(server, run, STEP + 1))
-        requests += await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
+        await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
+        owed = await submit_state(server, run, 2 * STEP + 2, "owed")
+        await submit_load(server, run, 2 * STEP + 3, first)
+        await submit(server, run, 1, STEP, place=2 * STEP + 4)
         commit = Failpoint("commit", 2, after=True)
         async with dying_worker(url, tmp_path, engine, commit) as loop:
             pass
@@ -193,8 +199,7 @@ async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_die
     blocked.set()
     engine.drop(run.id)
     with worker(url, tmp_path, engine):
-        checkpoint = await checkpoint_of(server, run, requests[STEP])
-        other = await run_from(server, "a", "other", checkpoint)
+        other = await run_from(server, "a", "other", await checkpoint_of(server, run, owed))
         await server.result(other, request_id(other.id, 0))
     assert engine.state(other.id).digest() == digest
 
