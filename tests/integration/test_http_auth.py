@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jwt
 import pytest
+from tinker.lib._jwt_auth import JwtAuthProvider
 
 from cotrain_server.signing import TOKEN_LIFE_S, Signer, Token
 from cotrain_store.messages import TenantId
@@ -66,6 +69,7 @@ async def test_only_a_key_makes_tokens(api: Api) -> None:
             method, f"/api/v1/{path}", headers={"X-API-Key": token}, json={}
         )
         assert answer.status_code == 401
+        assert answer.json()["detail"] == "Show the API key itself here, not a token."
         assert "www-authenticate" not in answer.headers  # a new token would not help
     assert (await api.post("auth/token", {}, "tml-wrong_x")).status_code == 401
 
@@ -141,6 +145,22 @@ async def test_a_token_ends_with_a_key_that_expires(api: Api) -> None:
     key_id = expired.removeprefix("tml-").partition("_")[0]
     whose = Token(record.tenant, key_id, record.name)
     assert await status_with(api, api.services.signer.make_token(whose, time.time())) == 401
+
+
+async def test_the_sdk_gets_a_new_token_when_its_own_is_taken_no_more(api: Api) -> None:
+    key = await api.services.tenants.key(ALICE)
+    foreign = Signer((b"x" * 32,)).make_token(Token(key.tenant, key.id, ""), time.time())
+    exchanges = iter([foreign, await token_of(api, ALICE)])
+
+    async def auth_token() -> Any:
+        return SimpleNamespace(jwt=next(exchanges))
+
+    service = SimpleNamespace(service=SimpleNamespace(auth_token=auth_token))
+    provider = JwtAuthProvider(lambda: contextlib.nullcontext(service))
+    answer = await api.http.get("/api/v1/get_server_capabilities", auth=provider)
+    await provider.close()
+    assert answer.status_code == 200
+    assert next(exchanges, None) is None
 
 
 async def test_a_token_of_a_key_that_never_was_opens_nothing(api: Api) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import httpx
 
+    from cotrain_store.messages import WeightsRecord, WeightsRef
     from tests.support.http_api import Api
     from tests.support.redis_server import EmbeddedRedis
 
@@ -296,6 +297,27 @@ async def test_a_load_holds_on_to_weights_that_are_deleted_meanwhile(
     await change(api, "DELETE", path)
     assert worker.sampling.unused_weights() == []
     assert (await result(api, worker, queued))["path"] == path
+
+
+async def test_weights_that_go_between_the_look_and_the_load_fail_it_alone(
+    api: Api, worker: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1))["path"]
+    look = api.services.records.weights
+
+    async def look_and_lose(ref: WeightsRef) -> WeightsRecord:
+        found = await look(ref)
+        await change(api, "DELETE", path)
+        assert worker.sampling.forget_weights(ref)
+        return found
+
+    monkeypatch.setattr(api.services.records, "weights", look_and_lose)
+    failed = await result(api, worker, await load(api, run, 2, path))
+    assert failed["category"] == "user"
+    assert "deleted meanwhile" in failed["error"]
+    assert (await start(api, path)).status_code == 404
+    assert "path" in await save(api, worker, run, 3)
 
 
 # ---- Share ---------------------------------------------------------------------------------------

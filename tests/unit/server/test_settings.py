@@ -32,15 +32,25 @@ def test_no_key_is_ever_printed(variables: pytest.MonkeyPatch) -> None:
     assert "secret" not in repr(ServerSettings())
 
 
-def test_an_empty_admin_key_is_none_and_opens_nothing(variables: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_is_one_that_is_not_set(variables: pytest.MonkeyPatch) -> None:
     variables.setenv("COTRAIN_ADMIN_KEY", "")
     variables.setenv("COTRAIN_API_KEYS", "")
+    variables.setenv("COTRAIN_PUBLIC_URL", "")
+    assert ServerSettings().public_url is None
     assert ServerSettings().admin_key is None
     assert ServerSettings().api_keys == ()
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("PORT", "70000"), ("LONG_POLL_S", "60"), ("QUOTA_OPS", "0")]
+    ("name", "value"),
+    [
+        ("PORT", "70000"),
+        ("LONG_POLL_S", "60"),
+        ("QUOTA_OPS", "0"),
+        ("PUBLIC_URL", "gpu.example"),
+        ("PUBLIC_URL", "https://gpu.example/?a"),
+        ("JWT_AUTH", "never"),
+    ],
 )
 def test_a_bad_value_stops_the_process(
     variables: pytest.MonkeyPatch, name: str, value: str

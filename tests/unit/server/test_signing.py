@@ -85,6 +85,7 @@ def test_a_token_stands_for_a_key_for_an_hour() -> None:
 def test_sdks_find_in_a_token_what_they_look_for() -> None:
     claims = jwt.decode(SIGNER.make_token(TOKEN, NOW), options={"verify_signature": False})
     assert (claims["sub"], claims["org_id"]) == ("t-1", "t-1")
+    assert claims["iss"].startswith("passport-")
     assert claims["exp"] - claims["iat"] == TOKEN_LIFE_S
 
 
