@@ -2,6 +2,10 @@
 
 A folder is `<root>/<digest[:2]>/<digest>/` with `adapter_model.safetensors` (fp32, PEFT's names) and
 `adapter_config.json`: plain PEFT, vLLM and merge tools read it as it is.
+
+The unembedding is `lm_head`, also where it is tied to the embeddings. There it cannot be merged: one
+matrix would change both, and the cookbook's tools refuse. Under the cookbook's own name for it they
+would merge all the same (logits of a tiny model off by 4), and their conversion for serving loses it.
 """
 
 from __future__ import annotations
