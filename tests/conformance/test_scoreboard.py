@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import date
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 import tinker
 
+from tests.conformance.running import ROOT
 from tests.conformance.scoreboard import surface
 from tests.conformance.scoreboard.__main__ import INSTALLED, PAGE, VERSIONS, walk
 from tests.conformance.scoreboard.calls import (
@@ -53,6 +55,11 @@ def test_every_cell_of_the_page_is_a_yes_or_has_a_reason() -> None:
                 assert cell in ("yes", "") or (number and number[1] in reasons), row
 
 
+def test_every_version_of_the_page_is_fetched_or_installed() -> None:
+    fetched = re.findall(r"tinker==([\d.]+)", (ROOT / "tests/conformance/sdks.sh").read_text())
+    assert {*fetched, version("tinker")} == set(VERSIONS)
+
+
 def test_the_same_results_make_the_same_page_and_reasons_are_shared() -> None:
     results = {
         "A.a": (SUPPORTED, ""),
@@ -76,8 +83,8 @@ def test_the_same_results_make_the_same_page_and_reasons_are_shared() -> None:
     assert "| 1.0 | 1 | 2 | 1 |" in page
 
 
-def found(version: str, results: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    return {"version": version, "rows": results, "unpassed": {}}
+def found(sdk: str, results: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    return {"version": sdk, "rows": results, "unpassed": {}}
 
 
 @pytest.mark.parametrize(
