@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine import Engine
-from cotrain_workers.ops import ReverseKl
+from cotrain_workers.ops import Load, ReverseKl, Save, SaveOutput
 from cotrain_workers.spec import AdapterSpec
 from tests.support.engine_checks import (
     bf16_gradient_cosine,
@@ -49,6 +49,21 @@ def test_a_run_beside_others_equals_the_run_alone(folder: Path) -> None:
 
 def test_gradients_on_a_bf16_base_point_where_those_on_fp32_do(folder: Path) -> None:
     assert bf16_gradient_cosine(folder, "cuda") > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_load_brings_back_the_bits_that_were_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+    engine = Engine.load(str(build_tiny("qwen3", tmp_path)), device="cuda", dtype=dtype)
+    tenant = MIX[0]
+    engine.run(tenant.ops(0))
+    before = engine.state(tenant.run)
+    saved = engine.run([Save(tenant.run, 5, optimizer=True)]).outputs[tenant.run, 5]
+    assert isinstance(saved, SaveOutput)
+    engine.run(tenant.ops(1))
+
+    engine.run([Load(tenant.run, 10, "tinker://r/weights/x", saved.weights, saved.optimizer)])
+
+    assert same_bits(engine.state(tenant.run), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
