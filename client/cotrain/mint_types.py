@@ -13,6 +13,9 @@ from cotrain.wire_model import Name, SeqId, WireModel
 Path = Annotated[str, Field(min_length=1, max_length=1_024)]
 """A `tinker://` path, or the name of a base model where one will do."""
 
+Coefficient = Annotated[float, Field(ge=-1e6, le=1e6)]
+"""Of one checkpoint in a combination; beyond these the product may be too large for float32."""
+
 
 class ReverseKlDatum(WireModel):
     """A continuation, and the two contexts it follows: the run's and the reference's."""
@@ -56,7 +59,7 @@ class InterpolateRequest(WireModel):
     """POST mint/checkpoints/interpolate: make a checkpoint that is a linear combination of others."""
 
     source_paths: list[Path]
-    coefficients: list[float]
+    coefficients: list[Coefficient]
     output_path: str | None = None
     """The name of the new checkpoint, without a `/`; None: the server names it."""
     output_checkpoint_type: Literal["sampler"] = "sampler"
