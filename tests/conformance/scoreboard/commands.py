@@ -35,6 +35,8 @@ class Typed:
     """What its output must hold."""
     leaves: str = ""
     """A pattern of what must lie in the home folder afterwards."""
+    holds: Callable[[], bool] = lambda: True
+    """What else must be so afterwards."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -48,8 +50,12 @@ def _exchanging() -> dict[str, str]:
     return {"TINKER_BASE_URL": os.environ["EXCHANGING_BASE_URL"]}
 
 
-def _hub(at: Place) -> dict[str, str]:
-    return {"HF_ENDPOINT": at.hub.address, "HF_TOKEN": "hf_token", "HF_HUB_OFFLINE": "0"}
+def _pushed(at: Place) -> Typed:
+    return Typed(
+        (at.path, "--repo", "a/b"),
+        environment={"HF_ENDPOINT": at.hub.address, "HF_TOKEN": "hf_token", "HF_HUB_OFFLINE": "0"},
+        holds=lambda: {"adapter_config.json", "adapter_model.safetensors"} <= at.hub.files.keys(),
+    )
 
 
 def _unpublished(at: Place) -> Typed:
@@ -74,7 +80,7 @@ COMMANDS: Mapping[str, Callable[[Place], Typed]] = {
     "checkpoint info": lambda at: Typed((at.path,), says="Rank 4"),
     "checkpoint list": lambda at: Typed(says="checkpoint"),
     "checkpoint publish": lambda at: Typed((at.new_path(),)),
-    "checkpoint push-hf": lambda at: Typed((at.path, "--repo", "a/b"), environment=_hub(at)),
+    "checkpoint push-hf": _pushed,
     "checkpoint set-ttl": lambda at: Typed((at.new_path(), "--ttl", "3600")),
     "checkpoint unpublish": _unpublished,
     "model list": lambda at: Typed(says="tiny"),
@@ -95,10 +101,16 @@ def type_command(name: str, typed: Typed, home: Path) -> Outcome:
     except subprocess.TimeoutExpired:
         return (FAILED, f"Did not end within {PATIENCE_S} s.")
     if done.returncode == 0:
-        is_done = typed.says in done.stdout and (not typed.leaves or any(home.glob(typed.leaves)))
-        return (SUPPORTED, "") if is_done else (FAILED, f"Said only: {_words(done.stdout)}")
+        return _judged(typed, done.stdout, home)
     said = _words(done.stderr)
     return (FAILED if "Traceback" in said or not said else REFUSED, said)
+
+
+def _judged(typed: Typed, said: str, home: Path) -> Outcome:
+    left = not typed.leaves or any(home.glob(typed.leaves))
+    if typed.says in said and left and typed.holds():
+        return (SUPPORTED, "")
+    return (FAILED, f"Ended well, but said only: {_words(said)}")
 
 
 def _words(output: str) -> str:

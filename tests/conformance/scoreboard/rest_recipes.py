@@ -13,7 +13,7 @@ from tests.conformance.scoreboard.service_recipes import PROJECT, is_new_path, s
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tests.conformance.scoreboard.calls import Recipe
+    from tests.conformance.scoreboard.calls import Call, Recipe
     from tests.conformance.scoreboard.place import Place
 
 EVERYTHING = {"limit": 100, "offset": 0}
@@ -80,10 +80,46 @@ def _run_and_name(path: str) -> tuple[str, str]:
     return run, name
 
 
+def _new_path(at: Place) -> str:
+    return at.new_path()
+
+
 def _published(at: Place) -> str:
     path = at.new_path()
     at.rest.publish_checkpoint_from_tinker_path(path).result()
     return path
+
+
+def _afterwards(at: Place, path: str, is_so: Callable[[Any], bool], *args: Any) -> Call:
+    """Call with a path and more; afterwards `is_so` must hold of how the path is listed, if it is."""
+
+    def holds(_: Any) -> bool:
+        checkpoints = at.rest.list_checkpoints(at.run_id).result().checkpoints
+        return is_so(next((each for each in checkpoints if each.tinker_path == path), None))
+
+    return check(holds, at.rest, *args)
+
+
+def _on_a_path(path_of: Callable[[Place], str], is_so: Callable[[Any], bool], *args: Any) -> Recipe:
+    def recipe(at: Place) -> Call:
+        path = path_of(at)
+        return _afterwards(at, path, is_so, path, *args)
+
+    return recipe
+
+
+def _delete_by_name(at: Place) -> Call:
+    path = at.new_path()
+    return _afterwards(at, path, _is_gone, *_run_and_name(path))
+
+
+def _is_gone(checkpoint: Any) -> bool:
+    return checkpoint is None
+
+
+def _of_project(at: Place) -> Call:
+    at.rest.assign_session_project(at.session_id, PROJECT).result()
+    return check(_holds_run(at), at.rest, project_id=PROJECT)
 
 
 LISTS: Mapping[str, Recipe] = {
@@ -108,7 +144,7 @@ LISTS: Mapping[str, Recipe] = {
     "list_training_runs(access_scope)": lambda at: check(
         _holds_run(at), at.rest, **EVERYTHING, **ACCESSIBLE
     ),
-    "list_training_runs(project_id)": lambda at: call(at.rest, project_id=PROJECT),
+    "list_training_runs(project_id)": _of_project,
     "list_user_checkpoints": lambda at: check(_holds_path(at), at.rest, **EVERYTHING),
     "search_sessions": lambda at: check(
         lambda answer: len(answer.sessions) == 1,
@@ -128,8 +164,8 @@ REST: Mapping[str, Recipe] = {
     "copy_weights(weights_access_token)": lambda at: check(
         is_new_path(at), at.rest, at.foreign_path, PROJECT, weights_access_token=at.foreign_key
     ),
-    "delete_checkpoint": lambda at: call(at.rest, *_run_and_name(at.new_path())),
-    "delete_checkpoint_from_tinker_path": lambda at: call(at.rest, at.new_path()),
+    "delete_checkpoint": _delete_by_name,
+    "delete_checkpoint_from_tinker_path": _on_a_path(_new_path, _is_gone),
     "export_session_trace": lambda at: check(bool, at.rest, at.session_id),
     "get_checkpoint_archive_url": lambda at: check(
         lambda answer: answer.url, at.rest, *_run_and_name(at.sampler_path)
@@ -147,10 +183,14 @@ REST: Mapping[str, Recipe] = {
     "get_weights_info_by_tinker_path": lambda at: check(
         lambda answer: answer.lora_rank == 4, at.rest, at.path
     ),
-    "publish_checkpoint_from_tinker_path": lambda at: call(at.rest, at.new_path()),
-    "set_checkpoint_ttl_from_tinker_path": lambda at: call(at.rest, at.new_path(), 3600),
-    "set_checkpoint_ttl_from_tinker_path(None)": lambda at: call(at.rest, at.new_path(), None),
-    "unpublish_checkpoint_from_tinker_path": lambda at: call(at.rest, _published(at)),
+    "publish_checkpoint_from_tinker_path": _on_a_path(_new_path, lambda each: each.public),
+    "set_checkpoint_ttl_from_tinker_path": _on_a_path(
+        _new_path, lambda each: each.expires_at is not None, 3600
+    ),
+    "set_checkpoint_ttl_from_tinker_path(None)": _on_a_path(
+        _new_path, lambda each: each.expires_at is None, None
+    ),
+    "unpublish_checkpoint_from_tinker_path": _on_a_path(_published, lambda each: not each.public),
     "whoami": lambda at: check(_is_identity, at.rest),
     "whoami(where COTRAIN_JWT_AUTH=always)": lambda at: check(_is_identity, at.exchanging_rest),
 }

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from tests.conformance.scoreboard.calls import Recipe
+    from tests.conformance.scoreboard.commands import Typed
 
 ASYNC = "_async"
 
@@ -66,13 +67,13 @@ class Walk:
 
     def command(self, name: str) -> Outcome:
         """Type a command by its recipe."""
-        typed = COMMANDS.get(name)
-        if typed is None:
+        recipe = COMMANDS.get(name)
+        if recipe is None:
             return (NOT_TRIED, "")
-        outcomes: list[Outcome] = []
+        made: list[Typed] = []
+        prepared = attempt(lambda: made.append(recipe(self.at)))
         folder = self.home / name.replace(" ", "-")
-        prepared = attempt(lambda: outcomes.append(type_command(name, typed(self.at), folder)))
-        return outcomes[0] if outcomes else prepared
+        return type_command(name, made[0], folder) if made else prepared
 
 
 def rows(
