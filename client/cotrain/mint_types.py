@@ -1,4 +1,4 @@
-"""The JSON shapes of the two extensions of the `mint` SDK, in its own spelling."""
+"""What the two extensions of the `mint` SDK send, in its own spelling."""
 
 from __future__ import annotations
 
@@ -38,23 +38,6 @@ class ReverseKlRequest(WireModel):
     type: Literal["mint_forward_backward_reverse_kl"] = "mint_forward_backward_reverse_kl"
 
 
-class ReverseKlItemOutput(WireModel):
-    """What was found of one datum."""
-
-    loss: TensorData
-    """[1]: the weighted sum over its targets."""
-    token_losses: TensorData
-    """[n]: the terms of that sum. Not in the hosted service's answer; its SDK ignores it."""
-
-
-class ReverseKlResponse(WireModel):
-    """The gradient is added to the run's."""
-
-    outputs: list[ReverseKlItemOutput]
-    metrics: dict[str, float]
-    type: Literal["mint_forward_backward_reverse_kl"] = "mint_forward_backward_reverse_kl"
-
-
 class InterpolateRequest(WireModel):
     """POST mint/checkpoints/interpolate: make a checkpoint that is a linear combination of others."""
 
@@ -63,15 +46,4 @@ class InterpolateRequest(WireModel):
     output_path: str | None = None
     """The name of the new checkpoint, without a `/`; None: the server names it."""
     output_checkpoint_type: Literal["sampler"] = "sampler"
-    type: Literal["mint_interpolate_checkpoints"] = "mint_interpolate_checkpoints"
-
-
-class InterpolateResponse(WireModel):
-    """The combination can be sampled from, and loaded from."""
-
-    path: str
-    checkpoint_type: Literal["sampler"] = "sampler"
-    source_paths: list[str]
-    coefficients: list[float]
-    has_rank_shards: bool = False
     type: Literal["mint_interpolate_checkpoints"] = "mint_interpolate_checkpoints"
