@@ -97,7 +97,7 @@ def unpack(archive: IO[bytes], limit_bytes: int) -> AdapterFiles:
 
 def _take(member: _Member, found: dict[str, bytes], limit_bytes: int) -> None:
     path = PurePosixPath(member.name)
-    if path.is_absolute() or ".." in path.parts or "\\" in member.name or "\0" in member.name:
+    if path.is_absolute() or ".." in path.parts:
         raise _forbidden(member)
     if member.is_folder:
         return

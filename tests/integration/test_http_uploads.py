@@ -143,6 +143,7 @@ async def test_what_cannot_be_imported_is_refused_now_and_leaves_no_run(
     assert answer.status_code == 400
     assert detail in answer.json()["detail"]
     assert not await queued(api)
+    assert not (await api.get("sessions")).json()["sessions"]
     assert not any((api.services.settings.data_dir / "uploads").iterdir())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from functools import partial
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -34,14 +34,11 @@ from cotrain_store.imports import PeftAdapter, encode_import
 from cotrain_store.messages import OpKind, RunRecord, SaveRequest, encode, request_id, run_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastapi import Response
 
     from cotrain_server.gate import Handler
     from cotrain_server.services import Services
-    from cotrain_store.intake import Intake
-    from cotrain_store.messages import LoraSpec, PoolRecord, SessionRecord, Tenant
+    from cotrain_store.messages import LoraSpec, PoolRecord, SessionRecord, Tenant, TenantId
 
 #: What an upload leaves out begins the same way in every run.
 SEED = 0
@@ -54,6 +51,17 @@ ARCHIVE = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What an upload is to become, as far as its query says it."""
+
+    tenant: TenantId
+    pool: PoolRecord
+    session: SessionRecord | None  # None: one of its own, once the archive is read
+    model_seq_id: int
+    save: bytes  # the body of the op
 
 
 class UploadRoute(APIRoute):
@@ -87,13 +95,12 @@ async def upload_checkpoint(
 
     What is wrong with its files is said here and now; whether they fit the base model, by the future.
     """
-    save, pool = _save_request(query), await services.records.pool_of(query.base_model)
-    session = await _session(services, tenant, query)
+    wanted = await _read_query(services, tenant, query)
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
     with services.uploads.slot(tenant.id):
-        run = await _import(request, services, pool, partial(_run, session, query, pool), save)
-    path = f"tinker://{run.id}/weights/{save.name}"
+        run = await _import(request, services, wanted)
+    path = f"tinker://{run.id}/weights/{query.name}"
     metrics.REQUESTS_ACCEPTED.labels(OpKind.IMPORT).inc()
     await services.audit.note(tenant.id, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
     return UploadResponse(
@@ -102,6 +109,18 @@ async def upload_checkpoint(
         import_request_id=request_id(run.id, 0),
         path=path,
     )
+
+
+async def _read_query(services: Services, tenant: Tenant, query: UploadQuery) -> _Wanted:
+    save, pool = _save_request(query), await services.records.pool_of(query.base_model)
+    if (query.session_id is None) != (query.model_seq_id is None):
+        raise Invalid("session_id and model_seq_id are given together, or neither is.")
+    session = None
+    if query.session_id is not None:
+        session = await services.records.session(tenant.id, query.session_id)
+        if session.finished_at is not None:
+            raise SessionFinished
+    return _Wanted(tenant.id, pool, session, query.model_seq_id or 0, encode(save).encode())
 
 
 def _save_request(query: UploadQuery) -> SaveRequest:
@@ -120,24 +139,7 @@ def _save_request(query: UploadQuery) -> SaveRequest:
     )
 
 
-async def _session(services: Services, tenant: Tenant, query: UploadQuery) -> SessionRecord:
-    if (query.session_id is None) != (query.model_seq_id is None):
-        raise Invalid("session_id and model_seq_id are given together, or neither is.")
-    if query.session_id is None:
-        return await services.records.create_session(tenant.id, sdk_version="upload")
-    session = await services.records.session(tenant.id, query.session_id)
-    if session.finished_at is not None:
-        raise SessionFinished
-    return session
-
-
-async def _import(
-    request: Request,
-    services: Services,
-    pool: PoolRecord,
-    run_of: Callable[[LoraSpec, str], RunRecord],
-    save: SaveRequest,
-) -> RunRecord:
+async def _import(request: Request, services: Services, wanted: _Wanted) -> RunRecord:
     """Receive and unpack an archive, and queue both ops of the run that it becomes."""
     settings = services.settings
     folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
@@ -146,11 +148,12 @@ async def _import(
         services.uploads.unpacking,
     ):
         adapter = await asyncio.to_thread(_read_archive, archive, limit)
-        check_rank(adapter.lora.rank, min(pool.max_rank, settings.max_rank))
-        body, digest = await asyncio.to_thread(_encode, adapter, pool.base_model)
-        run = run_of(adapter.lora, digest)
+        check_rank(adapter.lora.rank, min(wanted.pool.max_rank, settings.max_rank))
+        body, digest = await asyncio.to_thread(_encode, adapter, wanted)
+        run = await _new_run(services, wanted, adapter.lora, digest)
         try:
-            await _queue(services.intake, run, body, digest, save)
+            await services.intake.create_run(run, kind=OpKind.IMPORT, body=body, digest=digest)
+            await services.intake.submit(run, 1, OpKind.SAVE, wanted.save, 0, digest)
         except (RunClosed, SeqConflict):
             known = await services.records.run(run.tenant, run.id)
             if known.user_metadata != run.user_metadata:
@@ -159,23 +162,16 @@ async def _import(
     return run
 
 
-async def _queue(
-    intake: Intake, run: RunRecord, body: bytes, digest: str, save: SaveRequest
-) -> None:
-    await intake.create_run(run, kind=OpKind.IMPORT, body=body, digest=digest)
-    content = encode(save).encode()
-    await intake.submit(run, 1, OpKind.SAVE, content, 0, hashlib.sha256(content).hexdigest())
-
-
-def _run(
-    session: SessionRecord, query: UploadQuery, pool: PoolRecord, lora: LoraSpec, digest: str
-) -> RunRecord:
+async def _new_run(services: Services, wanted: _Wanted, lora: LoraSpec, digest: str) -> RunRecord:
+    session = wanted.session or await services.records.create_session(
+        wanted.tenant, sdk_version="upload"
+    )
     return RunRecord(
-        id=run_id(session.id, query.model_seq_id or 0),
-        tenant=session.tenant,
+        id=run_id(session.id, wanted.model_seq_id),
+        tenant=wanted.tenant,
         session=session.id,
-        pool=pool.id,
-        base_model=pool.base_model,
+        pool=wanted.pool.id,
+        base_model=wanted.pool.base_model,
         lora=lora,
         created_at=time.time(),
         user_metadata={"upload": digest},
@@ -187,6 +183,10 @@ def _read_archive(archive: IO[bytes], limit_bytes: int) -> PeftAdapter:
     return read_adapter(files.config, files.tensors, SEED)
 
 
-def _encode(adapter: PeftAdapter, base_model: str) -> tuple[bytes, str]:
+def _encode(adapter: PeftAdapter, wanted: _Wanted) -> tuple[bytes, str]:
+    """Write the body of the import, and a digest of all that was asked for."""
     body = encode_import(adapter)
-    return body, hashlib.sha256(base_model.encode() + b"\0" + body).hexdigest()
+    hasher = hashlib.sha256(wanted.pool.base_model.encode())
+    for part in (b"\0", wanted.save, b"\0", body):
+        hasher.update(part)
+    return body, hasher.hexdigest()
