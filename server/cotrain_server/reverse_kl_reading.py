@@ -61,23 +61,28 @@ def read_reverse_kl(body: bytes) -> AddressedKl:
     return AddressedKl(address.model_id, address.seq_id, fields)
 
 
+def refused_reverse_kl(request: AddressedKl, message: str) -> Op:
+    """Make an op that only takes the place of a reverse KL and fails."""
+    return Op.rejected(message, request.content)
+
+
 def reverse_kl_op(request: AddressedKl, reference: WeightsRef | None, pool: PoolRecord) -> Op:
     """Check a reverse KL against its run's base model and make its op.
 
     `reference` is what its path names; None is the base model alone.
     """
-    content = request.content
     try:
         wanted = ReverseKlRequest.model_validate(request.fields)
         body = _body(wanted, reference)
         _check_body(body, pool)
     except ValidationError as error:
         refusal = sentence(error.errors(include_url=False, include_input=False))
-        return Op.rejected(refusal, content)
+        return refused_reverse_kl(request, refusal)
     except (Invalid, UnsupportedInput) as error:
-        return Op.rejected(str(error), content)
+        return refused_reverse_kl(request, str(error))
     uses = () if reference is None else (reference,)
-    return Op(OpKind.REVERSE_KL, encode_reverse_kl(body), body.num_tokens, digest_of(content), uses)
+    digest = digest_of(request.content)
+    return Op(OpKind.REVERSE_KL, encode_reverse_kl(body), body.num_tokens, digest, uses)
 
 
 def _body(wanted: ReverseKlRequest, reference: WeightsRef | None) -> ReverseKlBody:

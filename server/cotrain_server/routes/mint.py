@@ -15,23 +15,19 @@ from cotrain_server.errors import Invalid
 from cotrain_server.gate import DataRoute
 from cotrain_server.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
 from cotrain_server.openapi import body_of
-from cotrain_server.reading import Op, digest_of
-from cotrain_server.reverse_kl_reading import read_reverse_kl, reverse_kl_op
+from cotrain_server.reading import digest_of
+from cotrain_server.reverse_kl_reading import read_reverse_kl, refused_reverse_kl, reverse_kl_op
 from cotrain_server.routes.weights import quota_reached
-from cotrain_server.sources import find_loadable
+from cotrain_server.sources import WRONG_PATH, find_loadable
 from cotrain_server.validation import check_rank
 from cotrain_store import metrics
-from cotrain_store.errors import (
-    BaseModelNotServed,
-    CheckpointNotFound,
-    MalformedPath,
-    WeightsGone,
-)
+from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages import OpKind, RunRecord, run_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cotrain_server.reading import Op
     from cotrain_server.reverse_kl_reading import AddressedKl
     from cotrain_server.services import Services
     from cotrain_store.messages import PoolRecord, Tenant, TenantId, WeightsRecord, WeightsRef
@@ -39,9 +35,6 @@ if TYPE_CHECKING:
 router = APIRouter(
     prefix="/api/v1/mint", tags=["mint"], route_class=DataRoute, dependencies=[api_key]
 )
-
-#: What a tenant can get wrong about a reference; the op takes its place in the order and fails.
-_WRONG = (Invalid, MalformedPath, CheckpointNotFound, WeightsGone)
 
 
 @router.post(
@@ -57,7 +50,8 @@ async def forward_backward_reverse_kl(
     Without a `seq_id` it goes behind all that the run was sent so far.
     """
     content = await json_body(request)
-    asked = await away_from_the_loop(len(content), read_reverse_kl, content)
+    size = len(content)
+    asked = await away_from_the_loop(size, read_reverse_kl, content)
     run = await services.records.run(tenant.id, asked.model_id)
     pool = await services.records.pool(run.pool)
     if pool is None:
@@ -65,10 +59,11 @@ async def forward_backward_reverse_kl(
     key = request.headers.get("x-idempotency-key", "")[:256]
     try:
         reference = await _reference(services, tenant.id, asked, pool)
-        op = await away_from_the_loop(len(content), reverse_kl_op, asked, reference, pool)
+        op = await away_from_the_loop(size, reverse_kl_op, asked, reference, pool)
         return await _submit(services, run, asked, op, key)
-    except _WRONG as error:
-        op = Op.rejected(f"reference_model_path: {error}", asked.content)
+    except WRONG_PATH as error:
+        message = f"reference_model_path: {error}"
+        op = await away_from_the_loop(size, refused_reverse_kl, asked, message)
         return await _submit(services, run, asked, op, key)
 
 
