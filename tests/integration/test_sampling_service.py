@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OUTPUT = SampleOutput(
     [SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", None)],
-    None, None, None, cached_prompt_tokens=0,
+    None, None, None, cached_prompt_tokens=2,
 )  # fmt: skip
 
 
@@ -221,3 +221,15 @@ async def test_a_full_disk_delays_answers_and_claims_and_loses_none(
 async def test_device_copies_of_forgotten_weights_are_dropped(bench: Bench) -> None:
     bench.service.forget(["r:1", "r:2"])
     assert bench.decoder.dropped == ["r:1", "r:2"]
+
+
+async def test_what_a_request_took_is_counted_once_for_its_tenant(bench: Bench) -> None:
+    sampler = await bench.samples.sampler()
+    await bench.samples.submit(sampler, 1, 2)
+    bench.decoder.turns.extend([1, 1])
+    for _ in range(3):
+        bench.service.advance()
+    redis = bench.samples.log.redis
+    (hour,) = redis.scan_iter("cotrain:usage:a:*")
+    used = {field.split(b"|")[0]: int(amount) for field, amount in redis.hgetall(hour).items()}
+    assert used == {b"prefill_tokens": 2 * 3, b"cached_tokens": 2 * 2, b"sampled_tokens": 2}
