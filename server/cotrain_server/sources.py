@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING
 from cotrain_server.auth import identify
 from cotrain_server.checkpoint_validation import check_loadable
 from cotrain_server.errors import Invalid, InvalidToken
-from cotrain_store.errors import AuthenticationFailed
+from cotrain_store.errors import (
+    AuthenticationFailed,
+    CheckpointNotFound,
+    MalformedPath,
+    WeightsGone,
+)
 
 if TYPE_CHECKING:
     from fastapi import Request
 
     from cotrain_server.services import Services
     from cotrain_store.messages import CheckpointRecord, TenantId, WeightsRecord
+
+#: What a tenant can get wrong about a path; an op of a run's order takes its place and fails.
+WRONG_PATH = (Invalid, MalformedPath, CheckpointNotFound, WeightsGone)
 
 
 @dataclass(frozen=True)

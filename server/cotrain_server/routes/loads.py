@@ -18,16 +18,10 @@ from cotrain_server.gate import TenantRoute
 from cotrain_server.openapi import body_of
 from cotrain_server.reading import Op, canonical_json, digest_of, json_object, read_fields
 from cotrain_server.routes.training import submit
-from cotrain_server.sources import find_loadable, reader_of
+from cotrain_server.sources import WRONG_PATH, find_loadable, reader_of
 from cotrain_server.validation import check_rank
 from cotrain_store import metrics
-from cotrain_store.errors import (
-    CheckpointNotFound,
-    MalformedPath,
-    RunNotFound,
-    SessionFinished,
-    WeightsGone,
-)
+from cotrain_store.errors import RunNotFound, SessionFinished
 from cotrain_store.messages import OpKind, RequestId, RunRecord, run_id
 
 if TYPE_CHECKING:
@@ -38,9 +32,6 @@ if TYPE_CHECKING:
 router = APIRouter(
     prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]
 )
-
-#: What a tenant can get wrong about a load; into a run, it takes its place in the order and fails.
-_WRONG = (Invalid, MalformedPath, CheckpointNotFound, WeightsGone)
 
 
 @router.post(
@@ -63,7 +54,7 @@ async def load_weights(
         reader = await reader_of(request, services, tenant.id, wanted.weights_access_token)
         source = await find_loadable(services, reader, wanted.path)
         return await submit(services, run, load.seq, load_op(load, wanted, source.weights, run))
-    except _WRONG as error:
+    except WRONG_PATH as error:
         op = Op.rejected(str(error), canonical_json(load.fields))
         return await submit(services, run, load.seq, op)
 

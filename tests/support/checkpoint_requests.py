@@ -1,0 +1,82 @@
+"""Requests about checkpoints, as SDKs send them; a stand-in does what they ask of a worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.support.http_api import ALICE
+
+if TYPE_CHECKING:
+    import httpx
+
+    from tests.support.http_api import Api
+    from tests.support.stand_in import StandIn
+
+#: Which route saves which kind.
+SAVES = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+
+
+async def result(api: Api, worker: StandIn, answer: httpx.Response, key: str = ALICE) -> Any:
+    """Run what was queued; what the request came to."""
+    assert answer.status_code == 200, answer.text
+    await worker.run_log()
+    return (await api.post("retrieve_future", answer.json(), key)).json()
+
+
+async def save(
+    api: Api, worker: StandIn, run: str, seq: int, kind: str = "weights", **fields: Any
+) -> Any:
+    """Save under the name `a`, if nothing else is said; what the save answers."""
+    key = fields.pop("key", ALICE)
+    body = {"model_id": run, "seq_id": seq, "path": "a", **fields}
+    return await result(api, worker, await api.post(SAVES[kind], body, key), key)
+
+
+async def load(api: Api, run: str, seq: int, path: str, **fields: Any) -> httpx.Response:
+    """Load into a run."""
+    key = fields.pop("key", ALICE)
+    body = {"model_id": run, "seq_id": seq, "path": path, "optimizer": False, **fields}
+    return await api.post("load_weights", body, key)
+
+
+async def start(api: Api, path: str, number: int = 1, **fields: Any) -> httpx.Response:
+    """Start a run by a load, in a new session if none is given."""
+    key = fields.pop("key", ALICE)
+    if "session_id" not in fields:
+        fields["session_id"] = (await api.post("create_session", {}, key)).json()["session_id"]
+    body = {"model_seq_id": number, "path": path, "optimizer": True, **fields}
+    return await api.post("load_weights", body, key)
+
+
+def url_of(path: str, then: str = "") -> str:
+    """Name a checkpoint as REST does."""
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    return f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}{then}"
+
+
+async def change(api: Api, method: str, path: str, then: str = "", **kwargs: Any) -> httpx.Response:
+    """Ask one of the routes of a checkpoint."""
+    headers = {"X-API-Key": kwargs.pop("key", ALICE)}
+    return await api.http.request(method, url_of(path, then), headers=headers, **kwargs)
+
+
+async def info(api: Api, path: str, key: str = ALICE) -> httpx.Response:
+    """Ask what a checkpoint is."""
+    return await api.post("weights_info", {"tinker_path": path}, key)
+
+
+async def copy(api: Api, path: str, key: str = ALICE, **fields: Any) -> httpx.Response:
+    """Copy a checkpoint, into a project if nothing else is said."""
+    headers = fields.pop("headers", {})
+    if "session_id" not in fields:
+        fields = {"destination_project_id": "archive", **fields}
+    return await api.post("copy_weights", {"source_path": path, **fields}, key, headers=headers)
+
+
+async def tenant_of(api: Api, key: str = ALICE) -> Any:
+    """Say whose a key is."""
+    return await api.services.tenants.authenticate(key)
