@@ -212,17 +212,17 @@ _WITH_CONTENT = (*_FILES, *_EXTENSIONS)
 
 
 class _ShortReads:
-    """A file whose every read is short: `zipfile` asks for as much as the archive tells it to."""
+    """A file whose every read is short: `zipfile` asks for as much as the archive tells it to.
+
+    A list of members that is cut short by it is one that `zipfile` refuses.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
         self._file = file
 
     def read(self, size: int = -1) -> bytes:
-        piece = self._file.read(size if 0 <= size <= MAX_ZIP_READ_BYTES else MAX_ZIP_READ_BYTES + 1)
-        if len(piece) > MAX_ZIP_READ_BYTES:
-            raise zipfile.BadZipFile
-        return piece
+        return self._file.read(size if 0 <= size <= MAX_ZIP_READ_BYTES else MAX_ZIP_READ_BYTES)
 
 
 def _zip_members(archive: IO[bytes], limit_bytes: int) -> Iterator[_Member]:
