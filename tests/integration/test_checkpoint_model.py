@@ -31,6 +31,7 @@ from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages import (
     OpKind,
     RequestId,
+    Result,
     ResultKind,
     RunId,
     RunState,
@@ -43,7 +44,7 @@ from tests.support.samples import open_samples
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from cotrain_store.messages import CheckpointKind, CheckpointRecord
+    from cotrain_store.messages import CheckpointKind, CheckpointRecord, SaveRecords
     from tests.support.redis_server import EmbeddedRedis
 
 RUNS = 2
@@ -51,7 +52,8 @@ A = TenantId("a")
 Name = tuple[RunId, "CheckpointKind", str]
 NUMBERS = st.integers(0, RUNS - 1)
 KINDS = st.sampled_from(["weights", "sampler_weights"])
-NAMES = st.sampled_from(["x", "y"])
+#: One is enough: kinds and runs do not share it.
+NAME = "x"
 
 
 @dataclass
@@ -107,20 +109,29 @@ class CheckpointMachine(RuleBasedStateMachine):
         held = {ref for run in self.runs for ref in run.loads.values()}
         return held | set(self.names.values())
 
-    @rule(number=NUMBERS, kind=KINDS, name=NAMES, overwrite=st.booleans())
-    def save(self, number: int, kind: CheckpointKind, name: str, overwrite: bool) -> None:
+    @rule(number=NUMBERS, kind=KINDS, overwrites=st.lists(st.booleans(), min_size=1, max_size=3))
+    def save(self, number: int, kind: CheckpointKind, overwrites: list[bool]) -> None:
+        """Save under one name, maybe several times in one step."""
         record, run = self.records[number], self.runs[number]
-        run.done += 1
-        how = {"name": name, "kind": kind, "overwrite": overwrite}
-        self.wait(self.samples.save(record, run.done, **how))
-        where: Name = (record.id, kind, name)
-        # One that a later save was faster than has no claim to the name.
-        claims = [s for s in self.saves.values() if s.name == where and s.state == "owed"]
-        is_pending = any(save.may_have_name for save in claims)
-        is_taken = kind == "weights" and not overwrite and (where in self.names or is_pending)
-        event(f"save refused: {is_taken}")
-        save = SaveModel(where, run.done, "refused" if is_taken else "owed")
-        self.saves[WeightsRef(f"{record.id}:{run.done}")] = save
+        where: Name = (record.id, kind, NAME)
+        records: dict[tuple[RunId, int], SaveRecords] = {}
+        for overwrite in overwrites:
+            run.done += 1
+            describe = self.samples.describe_save
+            records |= self.wait(
+                describe(record, run.done, name=NAME, kind=kind, overwrite=overwrite)
+            )
+            # An owed save that a later one was faster than has no claim to the name.
+            of_name = [save for save in self.saves.values() if save.name == where]
+            is_pending = any(save.state == "owed" and save.may_have_name for save in of_name)
+            is_taken = kind == "weights" and not overwrite and (where in self.names or is_pending)
+            event(f"save refused: {is_taken}")
+            state = "refused" if is_taken else "owed"
+            ref = WeightsRef(f"{record.id}:{run.done}")
+            self.saves[ref] = SaveModel(where, run.done, state)
+        step = self.wait(self.samples.log.plan())
+        results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
+        self.samples.log.execution.commit(step, results, {}, {}, saves=records)
 
     @precondition(lambda self: self.owed())
     @rule(which=st.randoms(use_true_random=False))
@@ -143,9 +154,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.samples.sampling.lost(ref, "lost")
         self.saves[ref].state = "lost"
 
-    @rule(number=NUMBERS, kind=KINDS, name=NAMES)
-    def delete(self, number: int, kind: CheckpointKind, name: str) -> None:
-        where: Name = (self.records[number].id, kind, name)
+    @rule(number=NUMBERS, kind=KINDS)
+    def delete(self, number: int, kind: CheckpointKind) -> None:
+        where: Name = (self.records[number].id, kind, NAME)
         if where in self.names:
             self.wait(self.checkpoints.delete(A, *where))
             del self.names[where]
@@ -248,5 +259,5 @@ class CheckpointMachine(RuleBasedStateMachine):
 def test_checkpoints_behave_like_their_model(redis_server: EmbeddedRedis) -> None:
     CheckpointMachine.server = redis_server
     run_state_machine_as_test(
-        CheckpointMachine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
+        CheckpointMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
     )
