@@ -10,6 +10,8 @@ import pytest
 from tests.cookbook.workshop import BASE_MODEL
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.cookbook.programs import Bench, Ran
 
 #: The recipes' own default, stable_reinforce, has no published formula.
@@ -40,12 +42,35 @@ def test_rl_loop_is_told_why_its_default_loss_is_refused(bench: Bench) -> None:
 @pytest.mark.cookbook
 def test_math_rl_learns_to_end_its_turn(bench: Bench) -> None:
     options = {"groups_per_batch": 8, "group_size": 8, "max_tokens": 5, "max_steps": 6}
-    ran = bench.run("math_rl.train", "math_rl", **SMALL, **LOSS, **options, eval_every=0)
+    also = {"eval_every": 0, "compute_post_kl": True}
+    ran = bench.run("math_rl.train", "math_rl", **SMALL, **LOSS, **options, **also)
     assert_sampled_as_trained(ran, steps=6)
     ended = ran.series("env/all/format")
     assert ended[0] < 0.5
     assert mean(ended[3:]) > 0.8
     assert [row["name"] for row in ran.checkpoints] == ["000004", "final"]
+
+
+@pytest.mark.cookbook
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"max_steps_off_policy": 1},
+        {
+            "stream_minibatch_config.groups_per_batch": 4,
+            "stream_minibatch_config.num_minibatches": 2,
+        },
+    ],
+    ids=["off policy", "in streams"],
+)
+def test_math_rl_trains_while_it_samples(bench: Bench, mode: Mapping[str, int]) -> None:
+    options = {"groups_per_batch": 4, "group_size": 8, "max_tokens": 5, "max_steps": 3}
+    folder = "-".join(mode)
+    ran = bench.run("math_rl.train", folder, **SMALL, **LOSS, **options, **mode, eval_every=0)
+    assert ran.status == 0, ran.output
+    assert ran.steps[0]["grad_norm"] > 0
+    assert ran.steps[-1]["step"] == 2
+    assert ran.checkpoints[-1]["name"] == "final"
 
 
 @pytest.mark.cookbook
