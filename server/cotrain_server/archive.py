@@ -171,7 +171,7 @@ class _Counted:
 
 
 class _Part:
-    """The next `size` bytes of a stream."""
+    """The next `size` bytes of a stream; none if a header says less than none."""
 
     def __init__(self, stream: _Counted, size: int) -> None:
         self._stream = stream
@@ -191,8 +191,6 @@ def _tar_members(stream: _Counted) -> Iterator[_Member]:
     extensions = 0
     while any(block := stream.read_exactly(_BLOCK)):
         header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        if header.size < 0:
-            raise EOFError
         extensions = extensions + 1 if header.type in _EXTENSIONS else 0
         if extensions > MAX_EXTENSIONS or (extensions and header.size > MAX_EXTENSION_BYTES):
             raise Invalid("Archive contains a forbidden member: a header that never ends.")
