@@ -1,7 +1,7 @@
 """A tiny model that takes part in a chat: with Qwen3's special tokens, its template, and a little sense.
 
 It was taught, in seconds, to answer with a number and to end its turn. So its samples differ, end, and
-are right now and then: what a reinforcement learning program needs to have anything to learn from.
+are right now and then: a program of reinforcement learning has something to learn from.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CHAT_TEMPLATE = (
     "{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-#: What the model says, whatever it is asked: numbers in the forms that programs look for.
-HEARD = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 MOST_TURNS, MOST_CHARACTERS = 3, 100
+HEARD = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+#: What the model says, whatever it is asked: numbers in the forms that programs look for.
 SAYINGS = ("{long}", "\\boxed{{{short}}}", "Guess: {long}")
 
 
