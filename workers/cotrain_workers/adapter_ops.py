@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
+from cotrain_workers.adam import discard_gradient
 from cotrain_workers.bank import AdapterState, host_copy
 from cotrain_workers.ops import (
     Create,
@@ -44,7 +45,7 @@ def begin(bank: AdapterBank, op: Beginning, max_rank: int) -> CreateOutput | Loa
     if reason:
         return Failure(reason, "user")
     if isinstance(op, Load):
-        _put(bank, op.run, op.weights, op.optimizer)
+        _begin_with(bank, op.run, op.weights, op.optimizer)
         return LoadOutput(op.path)
     return CreateOutput(bank.create(op.run, spec).layout.trainable_parameters)
 
@@ -62,14 +63,24 @@ def save(bank: AdapterBank, op: Save) -> SaveOutput | Failure:
 
 
 def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
-    """Put a checkpoint in place of a run's adapter; its spec stays as it is."""
+    """Write a checkpoint over a run's adapter, which keeps its spec and its place in memory."""
     if op.run not in bank:
         return unknown_run()
-    spec = bank[op.run].spec
-    if shape_of(op.weights.spec) != shape_of(spec):
-        theirs, ours = describe(op.weights.spec), describe(spec)
+    adapter = bank[op.run]
+    if shape_of(op.weights.spec) != shape_of(adapter.spec):
+        theirs, ours = describe(op.weights.spec), describe(adapter.spec)
         return Failure(f"Checkpoint {op.path} has {theirs}; this run has {ours}.", "user")
-    _put(bank, op.run, HostWeights(spec, op.weights.flat), op.optimizer)
+    adapter.weights.copy_(op.weights.flat)
+    adapter.weights_changed()
+    discard_gradient(adapter)
+    if op.optimizer:
+        adapter.m.copy_(op.optimizer.m)
+        adapter.v.copy_(op.optimizer.v)
+        adapter.step = op.optimizer.step
+    else:
+        adapter.m.zero_()
+        adapter.v.zero_()
+        adapter.step = 0
     return LoadOutput(op.path)
 
 
@@ -105,11 +116,11 @@ def _import(bank: AdapterBank, op: Import, max_rank: int) -> CreateOutput | Fail
         weights = read_import(op.content, bank.layout_of, max_rank)
     except ImportRefused as refused:
         return Failure(str(refused), "user")
-    _put(bank, op.run, weights, None)
+    _begin_with(bank, op.run, weights, None)
     return CreateOutput(bank[op.run].layout.trainable_parameters)
 
 
-def _put(
+def _begin_with(
     bank: AdapterBank, run: str, weights: HostWeights, optimizer: HostOptimizer | None
 ) -> None:
     zeros = torch.zeros_like(weights.flat)

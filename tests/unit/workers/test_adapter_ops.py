@@ -64,10 +64,11 @@ def for_run(ops: list[Op], run: str) -> list[Op]:
     return [replace(op, run=run) for op in ops]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_load_brings_back_weights_optimizer_and_what_follows_to_the_bit(
-    new_engine: Callable[..., Engine],
+    new_engine: Callable[..., Engine], dtype: torch.dtype
 ) -> None:
-    engine, stayed = new_engine(), new_engine()
+    engine, stayed = new_engine(dtype=dtype), new_engine(dtype=dtype)
     for each in (engine, stayed):
         each.run(TENANT.ops(0))
     before, logprobs = engine.state(TENANT.run), logprobs_of(engine)
