@@ -74,6 +74,11 @@ WORKS = {
     "checkpoint download, training": Command(
         "checkpoint download tinker://{run}/weights/one -o trained", ("trained",)
     ),
+    "checkpoint push-hf": Command(
+        "checkpoint push-hf tinker://{run}/weights/one --repo somebody/adapter",
+        ("somebody/adapter",),
+        env={"HF_ENDPOINT": "{hub}", "HF_TOKEN": "hf_token", "HF_HUB_OFFLINE": "0"},
+    ),
     "checkpoint delete": Command(
         "checkpoint delete --yes tinker://{run}/weights/three", ("Deleted 1 checkpoint",)
     ),

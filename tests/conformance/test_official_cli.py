@@ -18,6 +18,7 @@ from tinker.cli.__main__ import main_cli
 
 from tests.conformance.cli_commands import KEY, REFUSED, SIGNED_IN, WORKS
 from tests.conformance.running import ROOT
+from tests.support.fake_hub import FakeHub
 from tests.support.http_api import pass_body
 
 if TYPE_CHECKING:
@@ -75,11 +76,18 @@ class Tenant:
 
 
 @pytest.fixture(scope="module")
-def names(server: Server) -> Mapping[str, str]:
+def hub() -> Iterator[FakeHub]:
+    """A hub to push to."""
+    with FakeHub() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def names(server: Server, hub: FakeHub) -> Mapping[str, str]:
     """What there is to name in a command."""
     headers = {"X-API-Key": KEY}
     with httpx.Client(base_url=f"{server.address}/api/v1", headers=headers, timeout=60) as http:
-        return make_names(Tenant(http), server.base_model)
+        return {**make_names(Tenant(http), server.base_model), "hub": hub.address}
 
 
 def make_names(tenant: Tenant, base_model: str) -> Mapping[str, str]:
@@ -207,6 +215,15 @@ def test_what_was_downloaded_is_an_adapter(
     (found,) = home.glob(f"{folder}/**/adapter_model.safetensors")
     assert json.loads(found.with_name("adapter_config.json").read_text())["r"] == 4
     assert {tensor.shape[0] for name, tensor in load_file(found).items() if "lora_A" in name} == {4}
+
+
+def test_what_was_pushed_is_what_was_downloaded(
+    hub: FakeHub, home: Path, worked: dict[str, Outcome], names: Mapping[str, str]
+) -> None:
+    (downloaded,) = home.glob("trained/**/adapter_model.safetensors")
+    assert hub.files["adapter_model.safetensors"] == downloaded.read_bytes()
+    assert json.loads(hub.files["adapter_config.json"])["r"] == 4
+    assert f"tinker://{names['run']}/weights/one" in hub.files["README.md"].decode()
 
 
 def test_a_trace_that_was_downloaded_shows_the_cycles_of_its_session(

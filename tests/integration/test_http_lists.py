@@ -161,10 +161,11 @@ async def test_a_run_is_accessible_to_others_while_something_of_it_is_published(
 
 async def test_own_runs_are_accessible_once_published_or_not(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
-    await save(api, worker, run, "a")
-    await publish(api, run, "a")
+    await save(api, worker, run, "shared", "secret")
+    await publish(api, run, "shared")
     page = await got(api, "training_runs?access_scope=accessible")
     assert page["cursor"]["total_count"] == len(page["training_runs"]) == 1
+    assert page["training_runs"][0]["last_checkpoint"]["checkpoint_id"] == "weights/secret"
 
 
 async def test_a_page_that_cannot_be_is_refused_by_the_name_of_the_field(api: Api) -> None:
@@ -340,6 +341,8 @@ async def test_a_search_walks_through_all_sessions_while_others_are_opened(api: 
 async def test_a_search_finds_by_status_project_and_name(api: Api, worker: StandIn) -> None:
     active = await new_session(api, display_name="Nightly SFT", project_id="p1")
     done = await new_session(api, display_name="nightly RL")
+    model = {"session_id": done, "model_seq_id": 0, "base_model": POOL.base_model}
+    await api.post("create_model", model)  # that its session's end closes
     await api.post(f"sessions/{done}/finish", {"reason": {"type": "errored"}})
     failed = (run := await api.new_run()).partition(":")[0]
     tenant = (await api.services.tenants.authenticate(ALICE)).id

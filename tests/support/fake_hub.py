@@ -1,0 +1,93 @@
+"""A Hugging Face hub as far as uploading a folder of small files goes: it keeps what it is sent."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, Self
+
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+REPOSITORY = "somebody/adapter"
+
+
+class FakeHub:
+    """A running hub; `files` holds what was committed."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self._answer({"name": "somebody", "type": "user", "orgs": [], "auth": {}})
+
+            def do_HEAD(self) -> None:
+                self.send_response(404)
+                self.send_header("X-Error-Code", "EntryNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                self._answer(hub.answer(self.path, body))
+
+            def _answer(self, answer: dict[str, Any]) -> None:
+                content = json.dumps(answer).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            @override
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def answer(self, path: str, body: bytes) -> dict[str, Any]:
+        """Answer a POST; of a commit, keep the files."""
+        if path.startswith("/api/repos/create"):
+            return {"url": f"{self.address}/{REPOSITORY}"}
+        if "/preupload/" in path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            return {
+                "files": [
+                    {"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names
+                ]
+            }
+        if "/commit/" in path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    file = line["value"]
+                    self.files[file["path"]] = base64.b64decode(file["content"])
+            return {
+                "success": True,
+                "commitOid": "0" * 40,
+                "commitUrl": f"{self.address}/{REPOSITORY}/commit/{'0' * 40}",
+            }
+        return {"errors": [], "warnings": []}
