@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_store import keys
+from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.futures import Pending
 from cotrain_store.messages import OpKind, RunState, request_id
 from cotrain_workers.checkpoint_files import CheckpointFiles
 from cotrain_workers.loop import NO_ROOM
+from cotrain_workers.weights_store import LOST
 from tests.support.bodies import sequences
 from tests.support.checkpoints import (
     checkpoint_of,
@@ -22,7 +24,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
-from tests.support.stack import Stack, worker
+from tests.support.stack import POOL, Stack, worker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -203,6 +205,25 @@ async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_die
         other = await run_from(server, "a", "other", await checkpoint_of(server, run, owed))
         await server.result(other, request_id(other.id, 0))
     assert engine.state(other.id).digest() == digest
+
+
+async def test_a_save_that_no_replay_can_make_again_fails_and_is_in_no_list(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url = empty_redis.url
+    run = await server.create("a", "a", LORA)
+    await submit(server, run, 1, STEP)
+    owed = await submit_state(server, run, STEP + 1)
+    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_sampling=True)):
+        pass
+    engine.drop(run.id)
+    redis.hdel(keys.bodies(POOL, run.id), "1")
+    with worker(url, tmp_path, engine):
+        assert (await server.result(run, owed)).json() == {"error": LOST, "category": "server"}
+    with pytest.raises(CheckpointNotFound):
+        await server.records.checkpoint(run.tenant, f"tinker://{run.id}/weights/x")
+    assert redis.zcard(keys.tenant_checkpoints(run.tenant)) == 0
+    assert (await server.records.run(run.tenant, run.id)).state is RunState.FAILED
 
 
 async def test_a_full_disk_delays_one_save_and_refuses_what_memory_has_no_room_for(
