@@ -21,13 +21,12 @@ import zstandard
 
 from cotrain_server.bodies import MAX_WINDOW_BYTES
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
+from cotrain_server.peft_reading import CONFIG, TENSORS
 from cotrain_server.safetensors_header import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CONFIG = "adapter_config.json"
-TENSORS = "adapter_model.safetensors"
 #: What tools put beside an adapter; not read.
 IGNORED = {"README.md", "checkpoint_complete"}
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}

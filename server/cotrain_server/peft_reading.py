@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", int, float)
 
 CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 
 #: The last part of a module's path, and which of a run's three switches trains it.
 FAMILY_BY_MODULE: Mapping[str, Family] = {
@@ -188,7 +189,7 @@ def _read_modules(config: _Config, entries: Mapping[str, TensorEntry]) -> tuple[
         _check_rank(rank, b, entries[b].shape[1:])
         modules.append(PeftModule(module, a, b, config.scale_of(module)))
     if not modules:
-        raise Invalid("adapter_model.safetensors holds no LoRA matrices.")
+        raise Invalid(f"{TENSORS} holds no LoRA matrices.")
     return tuple(modules)
 
 
