@@ -98,7 +98,8 @@ class Checkpoints:
             keys.checkpoint(copy.run, copy.kind, copy.name),
         ]  # fmt: skip
         reader = reader or destination.tenant
-        args = [encode(destination), destination.id, encode(copy), reader]
+        created_at = repr(destination.created_at)
+        args = [encode(destination), destination.id, encode(copy), reader, created_at]
         answer = await self._copy(script_keys, args)
         if answer == b"GONE":
             raise CheckpointNotFound

@@ -195,7 +195,7 @@ class Intake:
         args = [
             run.id, tenant, "" if seq is None else seq, digest, op.envelope(), b"" if segment else body, segment, tokens,
             len(body), int(now * 1000), limits.ops, limits.tokens, limits.bytes, MAX_AHEAD,
-            limits.runs, record, idempotency_key, keys.hash_tag(pool), *uses,
+            limits.runs, record, idempotency_key, keys.hash_tag(pool), repr(run.created_at), *uses,
         ]  # fmt: skip
         try:
             answer, *place = await self._submit(script_keys, args)

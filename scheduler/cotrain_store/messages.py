@@ -448,8 +448,12 @@ def external_folder(ref: WeightsRef) -> str:
 
 
 def encode(record: Any) -> str:
-    """Write a dataclass of this module as compact JSON."""
-    return json.dumps(asdict(record), separators=(",", ":"))
+    """Write a dataclass of this module as compact JSON.
+
+    Half a surrogate pair, which a tenant's text may hold, is no Unicode: the scripts could not read it.
+    """
+    text = json.dumps(asdict(record), separators=(",", ":"), ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()
 
 
 def decode(message: type[_Message], raw: Mapping[str, Any]) -> _Message:

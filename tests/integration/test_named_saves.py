@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from cotrain_store import keys
+from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.errors import CheckpointNotFound, Fenced
 from cotrain_store.futures import Pending
 from cotrain_store.messages import (
@@ -16,9 +18,11 @@ from cotrain_store.messages import (
     RequestId,
     Result,
     RunState,
+    SessionId,
     TenantId,
     WeightsRef,
     external_folder,
+    run_id,
 )
 from tests.support.stack import POOL
 
@@ -357,3 +361,25 @@ async def test_the_log_is_kept_while_a_named_save_is_owed(samples: Samples) -> N
     assert await found(samples, run, kind="sampler_weights")
     assert samples.log.execution.forget(run.id)
     assert not samples.log.redis.exists(keys.riders(POOL, run.id))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\0", "é\u2028😀", '"\\', "\ud83d"], ids=["none", "nul", "wide", "quoted", "half"]
+)
+async def test_whatever_a_tenant_notes_is_kept_as_far_as_it_is_unicode(
+    samples: Samples, text: str
+) -> None:
+    run = replace(await samples.log.new_run(), user_metadata={text: text})
+    await samples.checkpoint(run, 1, "x", user_metadata={text: text})
+    checkpoint = await found(samples, run, kind="sampler_weights")
+    assert checkpoint
+    kept = text.replace("\ud83d", "?")
+    assert checkpoint.user_metadata == {kept: kept}
+    assert (
+        await Checkpoints(samples.log.connection).publish(
+            A, run.id, "sampler_weights", "x", public=True
+        )
+    ).user_metadata == {kept: kept}
+    other = replace(run, id=run_id(SessionId("other"), 0))
+    await samples.log.intake.create_run(other)
+    assert (await samples.records.run(A, other.id)).user_metadata == {kept: kept}

@@ -143,6 +143,7 @@ class Samples:
         external: bool = False,
         overwrite: bool = False,
         last: bool = False,
+        user_metadata: dict[str, Any] | None = None,
     ) -> dict[tuple[RunId, int], SaveRecords]:
         """Accept a save, and make what its commit is to write."""
         await self.log.submit(run, seq, OpKind.SAVE, body=b"{}")
@@ -151,8 +152,9 @@ class Samples:
         user: CheckpointRecord | SamplerRecord
         if name:
             user = CheckpointRecord(
-                run.id, run.tenant, kind, name, weights.ref, MODEL, time.time(), expires_at
-            )
+                run.id, run.tenant, kind, name, weights.ref, MODEL, time.time(), expires_at,
+                user_metadata or {},
+            )  # fmt: skip
         else:
             user = sampler_record(run.tenant, sampler, weights.ref, ephemeral=True)
         return {(run.id, seq): SaveRecords(weights, user, overwrite, last)}

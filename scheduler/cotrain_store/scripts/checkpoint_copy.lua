@@ -2,7 +2,7 @@
 -- Twice is harmless: answers the record there is.
 local source, record_key, session_runs, training_runs = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local checkpoint = KEYS[5]
-local record, run, text, reader = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local record, run, text, reader, created_at = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 
 local known = redis.call('GET', checkpoint)
 if known or redis.call('EXISTS', record_key) == 1 then
@@ -18,6 +18,6 @@ if original.weights ~= copy.weights or not (original.public or original.tenant =
 end
 redis.call('HSET', record_key, 'record', record, 'state', 'closed')
 redis.call('SADD', session_runs, run)
-redis.call('ZADD', training_runs, cjson.decode(record).created_at, run)
+redis.call('ZADD', training_runs, created_at, run)
 write_checkpoint(text, copy)
 return text

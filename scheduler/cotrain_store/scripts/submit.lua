@@ -12,7 +12,8 @@ local tokens, size, now_ms = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
 local max_ops, max_tokens, max_bytes = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local max_ahead, max_runs, record = tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[16]
 local rider_key, pool_tag = ARGV[17], ARGV[18]
-local FIRST = 19 -- then the weights that the op uses
+local created_at = ARGV[19]
+local FIRST = 20 -- then the weights that the op uses
 
 local state = redis.call('HGET', log, 'state')
 local place
@@ -63,7 +64,7 @@ if not state then
   redis.call('HSET', log, 'state', 'live', 'tenant', tenant, 'next', 0, 'done', -1, 'snap', -1, 'last', -1)
   redis.call('SADD', session_runs, run)
   redis.call('SADD', tenant_runs, run)
-  redis.call('ZADD', training_runs, cjson.decode(record).created_at, run)
+  redis.call('ZADD', training_runs, created_at, run)
 end
 redis.call('HSET', record_key, 'last_request_at', string.format('%.3f', now_ms / 1000))
 if not seq then
