@@ -1,4 +1,7 @@
-"""What becomes of checkpoints: delete, publish, keep for so long, copy. Writes are for owners only."""
+"""What becomes of checkpoints: delete, publish, keep for so long, copy.
+
+Whoever may read a checkpoint finds it here; that only its owner may change it, the store sees to.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from cotrain_server.gate import TenantRoute
 from cotrain_server.routes.weights import quota_reached
 from cotrain_server.sources import find_source, reader_of
 from cotrain_store.audit import AuditEvent
-from cotrain_store.errors import CheckpointNotFound, RunNotFound, SessionFinished
+from cotrain_store.errors import RunNotFound, SessionFinished
 from cotrain_store.messages import RunRecord, RunState, SessionId, run_id
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ async def delete_checkpoint(
     run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
 ) -> None:
     """Take a checkpoint's name away. What was loaded from it, or is being, stays."""
-    found = await _own(services, tenant.id, path_of(run_id, kind, name))
+    found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await services.checkpoints.delete(tenant.id, found.run, found.kind, found.name)
     await _note(services, AuditEvent.CHECKPOINT_DELETE, found)
 
@@ -60,7 +63,7 @@ async def publish_checkpoint(
     run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
 ) -> None:
     """Let every tenant of this server load, sample and download a checkpoint."""
-    found = await _own(services, tenant.id, path_of(run_id, kind, name))
+    found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=True)
     await _note(services, AuditEvent.CHECKPOINT_PUBLISH, found)
 
@@ -70,7 +73,7 @@ async def unpublish_checkpoint(
     run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
 ) -> None:
     """Keep a checkpoint to its owner again; what others made of it meanwhile is theirs."""
-    found = await _own(services, tenant.id, path_of(run_id, kind, name))
+    found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=False)
     await _note(services, AuditEvent.CHECKPOINT_UNPUBLISH, found)
 
@@ -86,19 +89,11 @@ async def set_ttl(
 ) -> None:
     """Let a checkpoint expire so many seconds from now, or with null never."""
     check_ttl(wanted.ttl_seconds)
-    found = await _own(services, tenant.id, path_of(run_id, kind, name))
+    found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await services.checkpoints.set_ttl(
         tenant.id, found.run, found.kind, found.name, wanted.ttl_seconds
     )
     await _note(services, AuditEvent.CHECKPOINT_SET_TTL, found)
-
-
-async def _own(services: Services, tenant: TenantId, path: str) -> CheckpointRecord:
-    """Find a checkpoint that its owner may change; somebody else's is not found, published or not."""
-    checkpoint = await services.records.checkpoint(tenant, path)
-    if checkpoint.tenant != tenant:
-        raise CheckpointNotFound
-    return checkpoint
 
 
 async def _note(services: Services, event: AuditEvent, checkpoint: CheckpointRecord) -> None:
