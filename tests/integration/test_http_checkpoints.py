@@ -245,8 +245,8 @@ async def test_the_same_key_of_two_tenants_makes_two_copies(api: Api, worker: St
     path = (await save(api, worker, await api.new_run(), 1))["path"]
     await change(api, "POST", path, "/publish")
     headers = {"X-Idempotency-Key": "abc"}
-    copies = {(await copy(api, path, key, headers=headers)).text for key in (ALICE, BOB)}
-    assert len(copies) == 2
+    copies = [(await copy(api, path, key, headers=headers)).json() for key in (ALICE, BOB)]
+    assert copies[0]["tinker_path"] != copies[1]["tinker_path"]
 
 
 async def test_a_copy_goes_to_a_place_in_a_session(api: Api, worker: StandIn) -> None:
