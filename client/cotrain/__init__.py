@@ -9,6 +9,8 @@ with ServiceClient() as service:
     print(loss.result().metrics, step.result().metrics)
     sampler = run.save_weights_and_get_sampling_client()
     print(sampler.sample(prompt, 4, SamplingParams(max_tokens=32)).result().sequences)
+    path = run.save_state("final").result().path
+    run = service.create_training_client_from_state_with_optimizer(path)
 """
 
 from cotrain import types
