@@ -58,7 +58,7 @@ def serve(
         list[str] | None,
         typer.Option(
             envvar="COTRAIN_API_KEYS",
-            help="Accept this key (tml-…); repeat it for several tenants. By default one is made.",
+            help="Accept this key (tml-… or sk-…); repeat it for several tenants. By default one is made.",
         ),
     ] = None,
     clock_mode: Annotated[

@@ -158,6 +158,8 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path, empty_redis: EmbeddedR
     assert key_id in listed
     assert "alice" in listed
     assert secret not in listed
+    other = run_cotrain("keys", "create", "bob", "--prefix=sk", *at).stdout.strip()
+    assert other.startswith("sk-")
     assert run_cotrain("keys", "revoke", key_id, *at).returncode == 0
     assert key_id not in run_cotrain("keys", "list", *at).stdout
 
