@@ -200,9 +200,9 @@ def code_of(error: Exception) -> str:
 def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
     """Say what pydantic found first, with the field's path and without the value it holds."""
     first = errors[0]
-    path = _path(first["loc"])
+    path, found = _path(first["loc"]), first["msg"].removeprefix("Value error, ")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{path}: {first['msg']}{more}." if path else f"{first['msg']}{more}."
+    return f"{path}: {found}{more}." if path else f"{found}{more}."
 
 
 def _path(loc: Sequence[int | str]) -> str:

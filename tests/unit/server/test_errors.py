@@ -52,3 +52,4 @@ def test_a_schema_error_names_the_field_and_how_many_more_there_are() -> None:
     ]
     assert sentence(found) == "data[3].tokens: Input should be a list (and 1 more)."
     assert sentence([{"loc": ("body",), "msg": "Field required"}]) == "Field required."
+    assert sentence([{"loc": (), "msg": "Value error, send one"}]) == "send one."
