@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.conformance.scoreboard.calls import Call, Recipe
     from tests.conformance.scoreboard.place import Place
 
-EVERYTHING = {"limit": 100, "offset": 0}
+EVERYTHING = {"limit": 1000, "offset": 0}
 ACCESSIBLE = {"access_scope": "accessible"}
 
 
@@ -119,7 +119,7 @@ def _is_gone(checkpoint: Any) -> bool:
 
 def _of_project(at: Place) -> Call:
     at.rest.assign_session_project(at.session_id, PROJECT).result()
-    return check(_holds_run(at), at.rest, project_id=PROJECT)
+    return check(_holds_run(at), at.rest, **EVERYTHING, project_id=PROJECT)
 
 
 LISTS: Mapping[str, Recipe] = {
