@@ -165,7 +165,9 @@ def _run(plan: Plan) -> None:
     except (FolderInUse, UnsafeFolder, NoRedisFound, UnsafeRedis) as error:
         _give_up(str(error))
     except InvalidKey as error:
-        _give_up(f"--api-key: {error} A key is `tml-` or `sk-` and letters, digits, `_`, `.` or `-`.")
+        _give_up(
+            f"--api-key: {error} A key is `tml-` or `sk-` and letters, digits, `_`, `.` or `-`."
+        )
     except OSError as error:
         _give_up(f"Cannot listen on {plan.host}:{plan.port}: {error.strerror}.")
 
