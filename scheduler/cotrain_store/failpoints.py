@@ -1,9 +1,13 @@
 """Named moments at which a test lets this process die, stop, fail or dawdle. Off unless asked for.
 
-`COTRAIN_FAILPOINTS=name=action[@nth],…` asks: at the `nth` time (1 by default) that the moment is
-reached, the action happens, once. `COTRAIN_FAILPOINTS_LOG=<file>` notes every moment reached, one line
-`<name> <pid>` each. With it `nth` counts over all processes that share the file, so a restarted process
-goes past the moment at which its predecessor died; without it each process counts for itself.
+`COTRAIN_FAILPOINTS=name[~about]=action[@nth],…` asks: at the `nth` time (1 by default, `*` for every
+time) that the moment is reached, the action happens: `kill` (SIGKILL to itself), `stop` (SIGSTOP),
+`error` (OSError, a full disk) or `sleep:<s>`. With `~about` only what is about a request or run so named
+counts. A moment may have several faults.
+
+`COTRAIN_FAILPOINTS_LOG=<file>` notes every moment reached, one line `<name> <pid> <about>` each. With it
+`nth` counts over all processes that share the file, so a restarted process goes past the moment at which
+its predecessor died; without it each process counts for itself.
 """
 
 from __future__ import annotations
@@ -14,13 +18,12 @@ import re
 import signal
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import BinaryIO
 
 FAILPOINTS: Mapping[str, str] = MappingProxyType(
@@ -67,84 +70,102 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_FAULT = re.compile(r"([a-z_.]+)=(kill|stop|error|sleep:(\d+(?:\.\d+)?))(?:@([1-9]\d*))?")
+_FAULT = re.compile(
+    r"(?P<name>[a-z_.]+)(?:~(?P<about>[^=,]+))?"
+    r"=(?P<action>kill|stop|error|sleep:(?P<sleep_s>\d+(?:\.\d+)?))(?:@(?P<nth>[1-9]\d*|\*))?"
+)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at the `nth` time that a moment is reached."""
+    """What happens at the `nth` time (None: each time) that a moment is reached about something."""
 
+    name: str
+    about: str
     action: str
-    nth: int
+    nth: int | None
     sleep_s: float = 0.0
 
-    def strike(self, name: str) -> None:
+    def is_due(self, lines: Sequence[str]) -> bool:
+        """Tell from the moments reached so far, this one last."""
+        if not self._counts(lines[-1]):
+            return False
+        return self.nth is None or sum(self._counts(line) for line in lines) == self.nth
+
+    def strike(self) -> None:
         """Do it; raises OSError for an `error`."""
         if self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.action == "error":
-            raise OSError(errno.ENOSPC, f"Failpoint {name}")
+            raise OSError(errno.ENOSPC, f"Failpoint {self.name}")
         time.sleep(self.sleep_s)
 
+    def _counts(self, line: str) -> bool:
+        name, _, about = line.split(" ", 2)
+        return name == self.name and self.about in about
 
-def parse_faults(text: str) -> dict[str, Fault]:
-    """Read `name=action[@nth],…`; raises ValueError for what is no fault at a moment there is."""
-    faults = {}
+
+def parse_faults(text: str) -> list[Fault]:
+    """Read `COTRAIN_FAILPOINTS`; raises ValueError for what is no fault at a moment there is."""
+    faults = []
     for one in text.split(","):
-        match = _FAULT.fullmatch(one.strip())
-        if not match or match[1] not in FAILPOINTS:
+        found = _FAULT.fullmatch(one.strip())
+        if not found or found["name"] not in FAILPOINTS:
             raise ValueError(f"COTRAIN_FAILPOINTS: {one!r} is no fault at a known moment.")
-        name, action, sleep_s, nth = match.groups()
-        faults[name] = Fault(action.partition(":")[0], int(nth or 1), float(sleep_s or 0))
+        nth = None if found["nth"] == "*" else int(found["nth"] or 1)
+        action, sleep_s = found["action"].partition(":")[0], float(found["sleep_s"] or 0)
+        faults.append(Fault(found["name"], found["about"] or "", action, nth, sleep_s))
     return faults
 
 
 class Faults:
-    """The faults asked for, and how often each moment was reached."""
+    """The faults asked for, and the moments reached so far."""
 
-    def __init__(self, faults: Mapping[str, Fault], log: str | None) -> None:
+    def __init__(self, faults: Sequence[Fault], log: str | None) -> None:
         self._faults = faults
+        self._watched = {fault.name for fault in faults}
         self._log = os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600) if log else None
-        self._reached: Counter[str] = Counter()
+        self._lines: list[str] = []
         self._lock = threading.Lock()
 
     @classmethod
     def asked_for(cls, environ: Mapping[str, str]) -> Faults | None:
         """Read the environment; None when nothing is asked for."""
         text, log = environ.get("COTRAIN_FAILPOINTS"), environ.get("COTRAIN_FAILPOINTS_LOG")
-        return cls(parse_faults(text) if text else {}, log) if text or log else None
+        return cls(parse_faults(text) if text else [], log) if text or log else None
 
-    def reach(self, name: str) -> None:
+    def reach(self, name: str, about: str) -> None:
         """Note a moment, and strike if it is time. Raises ValueError for a name nobody registered."""
         if name not in FAILPOINTS:
             raise ValueError(f"{name!r} is no failpoint.")
         with self._lock:
-            self._reached[name] += 1
-            count = self._note(name) if self._log is not None else self._reached[name]
-        fault = self._faults.get(name)
-        if fault and fault.nth == count:
-            fault.strike(name)
+            lines = self._note(f"{name} {os.getpid()} {about}")
+        for fault in self._faults:
+            if lines and fault.is_due(lines):
+                fault.strike()
 
-    def _note(self, name: str) -> int:
-        """Append a line; return how many lines of this name there are up to it."""
-        assert self._log is not None
-        os.write(self._log, f"{name} {os.getpid()}\n".encode())
-        if name not in self._faults:
-            return 0
+    def _note(self, line: str) -> list[str]:
+        """Append a line; return all up to it, where it is one that a fault waits for."""
+        is_watched = line.partition(" ")[0] in self._watched
+        if self._log is None:
+            self._lines += [line] if is_watched else []
+            return list(self._lines) if is_watched else []
+        os.write(self._log, f"{line}\n".encode())
+        if not is_watched:
+            return []
         end = os.lseek(self._log, 0, os.SEEK_CUR)  # an append leaves the offset behind its own line
-        lines = os.pread(self._log, end, 0).split(b"\n")
-        return sum(line.startswith(name.encode() + b" ") for line in lines)
+        return os.pread(self._log, end, 0).decode().splitlines()
 
 
 _FAULTS = Faults.asked_for(os.environ)
 
 
-def failpoint(name: str) -> None:
-    """Mark a moment of FAILPOINTS."""
+def failpoint(name: str, about: str = "") -> None:
+    """Mark a moment of FAILPOINTS, `about` a run or requests."""
     if _FAULTS is not None:
-        _FAULTS.reach(name)
+        _FAULTS.reach(name, about)
 
 
 def write_past(name: str, file: BinaryIO, content: bytes) -> None:

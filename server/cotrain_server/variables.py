@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 STORE = frozenset(name.upper() for name in StoreSettings.model_fields)
+#: Of every process, for tests (`cotrain_store.failpoints`).
+FAULTS = frozenset({"FAILPOINTS", "FAILPOINTS_LOG"})
 API = frozenset(name.upper() for name in ServerSettings.model_fields)
 #: By name, since no process may import another; a test compares them with the real settings.
 SCHEDULER = STORE | {"CLOCK_MODE", "CLOCK_PERIOD_S", "GATHER_MS", "QUANTUM_TOKENS", "GAP_LIMIT_S"}
@@ -39,7 +41,7 @@ WORKER = STORE | {
 }
 #: Read by clients, which may share a shell with a server.
 CLIENT = frozenset({"API_KEY", "BASE_URL"})
-_KNOWN = API | SCHEDULER | WORKER | CLIENT
+_KNOWN = API | SCHEDULER | WORKER | CLIENT | FAULTS
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
@@ -53,6 +55,7 @@ def environment(
     names: frozenset[str], given: Mapping[str, str], environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Make a process's environment: ours, with only its own variables, `given` before inherited."""
+    names |= FAULTS
     inherited = os.environ if environ is None else environ
     own = {f"{PREFIX}{name}": value for name, value in given.items() if name in names}
     kept = {

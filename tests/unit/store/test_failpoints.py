@@ -1,0 +1,110 @@
+"""Failpoints: what may be asked for, when it strikes, and that every name has its place."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from cotrain_store import failpoints
+from cotrain_store.failpoints import FAILPOINTS, Faults, failpoint, parse_faults, write_past
+
+ROOT = Path(__file__).parents[3]
+PLACED = re.compile(r'(?:failpoint|write_past)\(\s*"([^"]*)"')
+
+
+def struck(faults: Faults, name: str, about: str = "") -> bool:
+    try:
+        faults.reach(name, about)
+    except OSError:
+        return True
+    return False
+
+
+def test_every_registered_name_has_its_place_and_no_other_is_used() -> None:
+    sources = [
+        path
+        for folder in ("scheduler", "server", "workers")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    placed = [name for path in sources for name in PLACED.findall(path.read_text())]
+    assert set(placed) == set(FAILPOINTS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "worker.nowhere=kill",
+        "worker.entered",
+        "worker.entered=hurt",
+        "worker.entered=kill@0",
+        "=kill",
+    ],
+)
+def test_what_is_no_fault_at_a_known_moment_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no fault"):
+        parse_faults(text)
+
+
+def test_a_fault_strikes_once_at_its_nth_moment() -> None:
+    faults = Faults(parse_faults("worker.entered=error@2,worker.entered=error@4"), None)
+    assert [struck(faults, "worker.entered") for _ in range(5)] == [False, True, False, True, False]
+    assert not struck(faults, "worker.after_run")
+
+
+def test_a_fault_about_something_counts_nothing_else() -> None:
+    faults = Faults(parse_faults("worker.before_run~b:7=error@*"), None)
+    assert [struck(faults, "worker.before_run", about) for about in ("a:7", "b:7", "", "b:7")] == [
+        False, True, False, True,
+    ]  # fmt: skip
+
+
+def test_with_a_log_moments_are_counted_over_processes(tmp_path: Path) -> None:
+    log = tmp_path / "reached"
+    one, other = (Faults(parse_faults("worker.entered=error@2"), str(log)) for _ in range(2))
+    assert not struck(one, "worker.entered")
+    assert struck(other, "worker.entered")
+    assert not struck(one, "worker.entered")
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["worker.entered"] * 3
+
+
+def test_a_name_that_nobody_registered_is_an_error_where_failpoints_are_on() -> None:
+    with pytest.raises(ValueError, match="is no failpoint"):
+        Faults([], None).reach("worker.nowhere", "")
+
+
+def test_without_the_variable_nothing_happens() -> None:
+    assert failpoints._FAULTS is None
+    failpoint("worker.nowhere")
+    file = BytesIO()
+    write_past("snapshot.half_written", file, b"whole")
+    assert file.getvalue() == b"whole"
+
+
+def test_a_write_is_cut_in_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        failpoints, "_FAULTS", Faults(parse_faults("snapshot.half_written=error"), None)
+    )
+    file = BytesIO()
+    with pytest.raises(OSError, match="Failpoint"):
+        write_past("snapshot.half_written", file, b"halves")
+    assert file.getvalue() == b"hal"
+    write_past("snapshot.half_written", file, b"whole")
+    assert file.getvalue() == b"halwhole"
+
+
+@pytest.mark.parametrize(("action", "status"), [("kill", -9), ("sleep:0.01", 0)])
+def test_a_process_reads_its_faults_when_it_starts(action: str, status: int) -> None:
+    code = "from cotrain_store.failpoints import failpoint; failpoint('worker.entered')"
+    environment = {
+        "PYTHONPATH": str(ROOT / "scheduler"),
+        "COTRAIN_FAILPOINTS": f"worker.entered={action}",
+    }
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
+        == status
+    )
