@@ -82,6 +82,9 @@ class TooManyPolls(RequestError):
 class InvalidToken(RequestError):
     """The token is expired or not valid; get a new one with your API key."""
 
+    #: SDK 0.38 gets a new token at this, and sends the request again (RFC 6750).
+    challenge = 'Bearer error="invalid_token"'
+
     def __init__(self, *, expired: bool = False) -> None:
         super().__init__()
         self.expired = expired
@@ -176,9 +179,6 @@ def error_response(
     """Answer a refusal."""
     headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
     body = ErrorBody(detail=message, code=code, request_id=request_id)
-    if code == "invalid_token":
-        # SDK 0.38 gets a new token at this, and sends the request again.
-        headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
     return JSONResponse(body.model_dump(), status, headers)
 
 
@@ -219,7 +219,10 @@ async def _answer_known(request: Request, error: Exception) -> JSONResponse:
     retry_after_s = getattr(error, "retry_after_s", None)
     if isinstance(error, store.StoreUnavailable):
         retry_after_s = UNAVAILABLE_RETRY_S
-    return error_response(status, str(error), code_of(error), request_id, retry_after_s)
+    answer = error_response(status, str(error), code_of(error), request_id, retry_after_s)
+    if isinstance(error, InvalidToken):
+        answer.headers["WWW-Authenticate"] = error.challenge
+    return answer
 
 
 async def _answer_lost(request: Request, error: Exception) -> JSONResponse:

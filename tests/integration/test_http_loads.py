@@ -85,6 +85,20 @@ async def test_a_load_that_cannot_be_fails_in_its_place(api: Api, worker: StandI
     assert "path" in await result(api, worker, await load(api, run, 5, bare))
 
 
+async def test_an_export_is_not_sampled_from(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    path = (await save(api, worker, run, 1, "external_weights"))["path"]
+    sampler = {"session_id": run.partition(":")[0], "sampling_session_seq_id": 0}
+    refused = await api.post("create_sampling_session", {**sampler, "model_path": path})
+    assert refused.status_code == 400
+    assert refused.json()["detail"].startswith("external_weights are for download only")
+    asked = {"model": path, "prompt": "a", "max_tokens": 1}
+    headers = {"X-API-Key": ALICE}
+    refused = await api.http.post("/oai/api/v1/completions", json=asked, headers=headers)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("external_weights are for download only")
+
+
 async def test_a_run_started_by_a_load_is_what_the_checkpoint_was(
     api: Api, worker: StandIn
 ) -> None:
