@@ -184,27 +184,32 @@ class Intake:
         segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
         now = time.time()
         op = QueuedOp(run.id, seq or 0, kind, tokens, ref, len(body), now)
-        pool, tenant, limits = run.pool, run.tenant, self._limits
-        script_keys = [
-            keys.run(run.id), keys.log(pool, run.id), keys.ops(pool, run.id),
-            keys.bodies(pool, run.id), keys.digests(pool, run.id), keys.ready(pool),
-            keys.gaps(pool), keys.queue(pool, tenant), keys.queue_tenants(pool),
-            keys.spool_segment_refs(), keys.session_runs(run.session), keys.tenant_runs(tenant),
-            keys.notify_scheduler(), keys.riders(pool, run.id), keys.training_runs(tenant),
-        ]  # fmt: skip
+        limits = self._limits
         args = [
-            run.id, tenant, "" if seq is None else seq, digest, op.envelope(), b"" if segment else body, segment, tokens,
-            len(body), int(now * 1000), limits.ops, limits.tokens, limits.bytes, MAX_AHEAD,
-            limits.runs, record, idempotency_key, keys.hash_tag(pool), repr(run.created_at), *uses,
+            run.id, run.tenant, "" if seq is None else seq, digest, op.envelope(),
+            b"" if segment else body, segment, tokens, len(body), int(now * 1000), limits.ops,
+            limits.tokens, limits.bytes, MAX_AHEAD, limits.runs, record, idempotency_key,
+            keys.hash_tag(run.pool), repr(run.created_at), *uses,
         ]  # fmt: skip
         try:
-            answer, *place = await self._submit(script_keys, args)
+            answer, *place = await self._submit(_keys_of_submit(run), args)
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
             raise refusal("This request" if seq is None else f"seq_id {seq}")
         return request_id(run.id, place[0])
+
+
+def _keys_of_submit(run: RunRecord) -> list[str]:
+    pool, tenant = run.pool, run.tenant
+    return [
+        keys.run(run.id), keys.log(pool, run.id), keys.ops(pool, run.id),
+        keys.bodies(pool, run.id), keys.digests(pool, run.id), keys.ready(pool), keys.gaps(pool),
+        keys.queue(pool, tenant), keys.queue_tenants(pool), keys.spool_segment_refs(),
+        keys.session_runs(run.session), keys.tenant_runs(tenant), keys.notify_scheduler(),
+        keys.riders(pool, run.id), keys.training_runs(tenant),
+    ]  # fmt: skip
 
 
 _REFUSALS: dict[str, Callable[[str], Exception]] = {
