@@ -6,6 +6,7 @@ command that waits and asks again for minutes is killed: its exit status is then
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ def main() -> None:
     import_module("tinker")
     import_module("tinker.lib.public_interfaces.admin_client")
     assert threading.active_count() == 1, "a process with threads cannot be forked"
+    gc.freeze()  # a child that collected what it shares with us at its exit would copy it all first
     print(json.dumps([_run(command) for command in commands]))
 
 
