@@ -15,6 +15,7 @@ from cotrain_scheduler import beat, planner
 from cotrain_scheduler.settings import ClockMode
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.errors import PlanOutdated
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import Step
 
 if TYPE_CHECKING:
@@ -165,10 +166,12 @@ class Clock:
         cycle = await self._dispatch.last_cycle(pool) + 1
         runs = frozenset(op.run for op in chosen.ops)
         step = Step(cycle, worker.id, chosen.ops, now, {run: tenants[run] for run in runs})
+        failpoint("scheduler.before_plan")
         try:
             await self._dispatch.plan(pool, step)
         except PlanOutdated:
             return False
+        failpoint("scheduler.after_plan")
         clock.fairness, clock.planned_at = chosen.fairness, now
         clock.last = beat.LastCycle(runs)
         total = sum(op.tokens for op in chosen.ops)

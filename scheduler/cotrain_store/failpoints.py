@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import BinaryIO
 
 FAILPOINTS: Mapping[str, str] = MappingProxyType(
@@ -37,8 +37,6 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
         "spool.after_sync": "Records are durable, and nobody knows where they are.",
         "scheduler.before_plan": "A cycle is chosen and not written.",
         "scheduler.after_plan": "A cycle is written, and its scheduler does not know.",
-        "reassign.before": "A place is taken for dead, and still holds its work.",
-        "reassign.after": "A dead place's work was given away, and the scheduler does not know.",
         "worker.entered": "A worker took its place: its predecessor is fenced off.",
         "worker.replayed": "A run was brought back from its log.",
         "worker.before_run": "A step was read and not begun.",
@@ -162,10 +160,10 @@ class Faults:
 _FAULTS = Faults.asked_for(os.environ)
 
 
-def failpoint(name: str, about: str = "") -> None:
+def failpoint(name: str, about: str | Iterable[str] = "") -> None:
     """Mark a moment of FAILPOINTS, `about` a run or requests."""
     if _FAULTS is not None:
-        _FAULTS.reach(name, about)
+        _FAULTS.reach(name, about if isinstance(about, str) else " ".join(about))
 
 
 def write_past(name: str, file: BinaryIO, content: bytes) -> None:

@@ -25,6 +25,7 @@ from cotrain_store.errors import (
     StoreUnavailable,
     WeightsGone,
 )
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import (
     OpKind,
     QueuedOp,
@@ -191,10 +192,12 @@ class Intake:
             limits.tokens, limits.bytes, MAX_AHEAD, limits.runs, record, idempotency_key,
             keys.hash_tag(run.pool), repr(run.created_at), *uses,
         ]  # fmt: skip
+        failpoint("api.before_submit", run.id)
         try:
             answer, *place = await self._submit(_keys_of_submit(run), args)
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
+        failpoint("api.after_submit", run.id)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
             raise refusal("This request" if seq is None else f"seq_id {seq}")

@@ -21,6 +21,7 @@ from cotrain_store.errors import (
     SessionFinished,
     StoreUnavailable,
 )
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import RequestId, WeightsRef, sample_id
 from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, OWN_SEQS, lives, parse_sample
 from cotrain_store.samples import encode_sample
@@ -70,7 +71,9 @@ class SampleIntake:
         await self._capacity.check()
         request, content = sample_id(sampler.id, seq), encode_sample(body)
         ref = await self._capacity.place(content)
+        failpoint("api.before_submit", request)
         answer = await self._accept(sampler, request, _clone(seq), content, ref)
+        failpoint("api.after_submit", request)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
             raise refusal(seq)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from cotrain_store.errors import SpoolCorrupt
+from cotrain_store.failpoints import failpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -127,8 +128,11 @@ class Spool:
         batch = [put for put in batch if put[1].set_running_or_notify_cancel()]
         try:
             segment, file = self._open_segment()
+            failpoint("spool.before_write")
             refs = [str(self._append(segment, file, payload)) for payload, _ in batch]
+            failpoint("spool.before_sync")
             os.fdatasync(file)
+            failpoint("spool.after_sync")
         except OSError as failed:
             self._close_segment()  # a half-written tail is never referenced
             for _, durable in batch:
@@ -140,7 +144,8 @@ class Spool:
     def _append(self, segment: str, file: int, payload: bytes) -> SpoolRef:
         digest = _digest(payload)
         record = memoryview(_HEADER.pack(_MAGIC, len(payload), digest) + payload)
-        written = 0
+        written = os.write(file, record[: len(record) // 2])
+        failpoint("spool.half_written")
         while written < len(record):
             written += os.write(file, record[written:])
         ref = SpoolRef(segment, self._size, len(payload), digest.hex())

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cotrain_store.execution import Execution
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import WeightsRef, WorkerId
 from cotrain_store.sampling import Sampling
 from cotrain_store.token_stream import TokenPublisher
@@ -67,6 +68,7 @@ def enter_pool(
             sampler=settings.sampler,
         )
     )
+    failpoint("worker.entered")
     sampling = Sampling(connection, *spools, record.id, worker, execution.epoch)
     sampling.requeue()
     weights = WeightsStore(

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import pyrage
 
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import external_folder
 from cotrain_store.spool import sync_folder
 
@@ -52,13 +53,16 @@ def write_external(
         keys = [_recipient(recipient) for recipient in recipients]
         for file in sorted(adapter.iterdir()):
             _encrypt(file, unfinished / (file.name + SUFFIX), keys)
+            failpoint("external.half_written")
         owner = {"base_model": base_model, "weights": ref}
         with (unfinished / OWNER).open("w") as note:
             json.dump(owner, note)
             note.flush()
             os.fsync(note.fileno())
         sync_folder(unfinished)
+        failpoint("external.before_rename")
         unfinished.rename(folder)
+        failpoint("external.renamed")
         sync_folder(root)
     return sum(file.stat().st_size for file in folder.glob(f"*{SUFFIX}"))
 

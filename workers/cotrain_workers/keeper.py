@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import OpKind, RunId
 from cotrain_store.spool import unreferenced_segments
 from cotrain_workers.debt import Debt, may_leave, needs_snapshot
@@ -167,11 +168,13 @@ class Keeper:
                 if run in self._debts:
                     self._debts[run].ops += 1  # still owed
                 continue
+            failpoint("snapshot.before_register", run)
             registered = self._execution.register_snapshot(run, seq, snapshot.file, snapshot.sha256)
             del self._writing[
                 run
             ]  # only now: while Redis is away it stays finished and unregistered
             if registered:
+                failpoint("snapshot.registered", run)
                 self._keep_two(run)
                 log.info("snapshot_registered", run=run, seq=seq, size=snapshot.size)
 

@@ -17,6 +17,7 @@ import structlog
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import OpKind, RunId
 from cotrain_workers.beside import Beside
 from cotrain_workers.heart import Heart, resident_bytes
@@ -155,7 +156,9 @@ class WorkerLoop:
         step = replace(step, ops=tuple(op for op in step.ops if op.seq > self._keeper.done(op.run)))
         try:
             bodies = self._bodies(step, lost)
+            failpoint("worker.before_run", (op.request_id for op in step.ops))
             outputs, cost = self._outputs(step, bodies, lost, starts)
+            failpoint("worker.after_run", (op.request_id for op in step.ops))
             finished = time.time()
             outcome = outcome_of(
                 step, bodies, outputs, cost, (started, finished),
@@ -179,6 +182,7 @@ class WorkerLoop:
     def _commit(self, step: Step, outcome: Outcome) -> None:
         """Commit a step. While Redis is away it waits: the work is done."""
         counted = {**outcome.counted, **self._runs.uncounted}
+        failpoint("worker.before_commit", (op.request_id for op in step.ops))
         while True:
             try:
                 for run in outcome.ended:
@@ -192,6 +196,7 @@ class WorkerLoop:
                     raise
             else:
                 break
+        failpoint("worker.after_commit", (op.request_id for op in step.ops))
         self._runs.uncounted.clear()
         for save in outcome.saves.values():
             self._weights.put(save.records.weights, save.saved)

@@ -16,6 +16,7 @@ from uuid import uuid4
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from cotrain_store.failpoints import failpoint, write_past
 from cotrain_store.spool import sync_folder
 from cotrain_workers.ops import HostOptimizer
 from cotrain_workers.spec import AdapterSpec
@@ -58,10 +59,12 @@ def write_optimizer(root: Path, optimizer: HostOptimizer, base_model: str) -> Wr
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         unfinished = path.with_name(f".{digest}.{uuid4().hex}")
         with unfinished.open("wb") as file:
-            file.write(_content(optimizer, base_model))
+            write_past("optimizer.half_written", file, _content(optimizer, base_model))
             file.flush()
             os.fsync(file.fileno())
+        failpoint("optimizer.before_rename")
         unfinished.rename(path)
+        failpoint("optimizer.renamed")
         sync_folder(path.parent)
         sync_folder(root)
     os.utime(path)

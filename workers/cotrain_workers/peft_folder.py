@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from cotrain_store.failpoints import failpoint
 from cotrain_workers.sample_ops import HostWeights
 from cotrain_workers.spec import AdapterSpec
 
@@ -83,7 +84,9 @@ def write_folder(
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{name}.{uuid4().hex}")
         _write_files(unfinished, weights, layout, base_model, name)
+        failpoint("weights.before_rename")
         _put_in_place(unfinished, path, layout)
+        failpoint("weights.renamed")
         _sync(path.parent)
         _sync(root)
     return WrittenFolder(name, path, sum(file.stat().st_size for file in path.iterdir()))
@@ -170,6 +173,7 @@ def _write_files(
     config = json.dumps(adapter_config(weights.spec, layout, base_model), indent=2)
     folder.mkdir()
     (folder / TENSORS).write_bytes(save(tensors, header))
+    failpoint("weights.half_written")
     (folder / CONFIG).write_text(config + "\n")
     for path in (folder / TENSORS, folder / CONFIG, folder):
         _sync(path)

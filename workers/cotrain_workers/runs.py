@@ -9,6 +9,7 @@ import structlog
 
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.execution import RUN_STOPPED
+from cotrain_store.failpoints import failpoint
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
 
@@ -65,5 +66,6 @@ class Runs:
 
     def _restore(self, run: RunId, between: Between) -> None:
         replayed = self._keeper.ensure(run, between)
+        failpoint("worker.replayed", run)
         self.replayed_ops += replayed
         self.uncounted["replayed_ops"] += replayed

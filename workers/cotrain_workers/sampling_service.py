@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import RequestId, SampleUsage
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.token_stream import StreamedTokens
@@ -126,6 +127,8 @@ class SamplingService:
             self._sampling.give_back()
         try:
             claimed = self._sampling.claim(most)
+            if claimed:
+                failpoint("sample.claimed", (one.request for one in claimed))
         except CONNECTION_LOST:
             self._in_doubt = True
             raise
@@ -240,12 +243,14 @@ class SamplingService:
         """Store the results there are; while Redis is away, or the disk full, they are kept."""
         if not self._finished or time.monotonic() < self._answer_at:
             return
+        failpoint("sample.before_resolve", self._finished)
         try:
             self._sampling.resolve(self._finished, self._uncounted, self._usage)
         except OSError as full:
             log.error("results_not_written", reason=str(full))  # noqa: TRY400
             self._answer_at = time.monotonic() + RETRY_S
             return
+        failpoint("sample.after_resolve", self._finished)
         self._finished.clear()
         self._uncounted.clear()
         self._usage.clear()

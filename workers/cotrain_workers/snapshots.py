@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load, save
 
+from cotrain_store.failpoints import failpoint, write_past
 from cotrain_store.spool import sync_folder
 from cotrain_workers.bank import AdapterState
 from cotrain_workers.spec import AdapterSpec
@@ -56,11 +57,14 @@ def write_snapshot(
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_suffix(".tmp")
+    failpoint("snapshot.before_write", run)
     with temporary.open("wb") as file:
-        file.write(content)
+        write_past("snapshot.half_written", file, content)
         file.flush()
         os.fsync(file.fileno())
+    failpoint("snapshot.before_rename", run)
     temporary.rename(path)
+    failpoint("snapshot.renamed", run)
     sync_folder(path.parent)
     return Snapshot(name, hashlib.sha256(content).hexdigest(), len(content))
 

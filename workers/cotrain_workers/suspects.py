@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import RunId, request_id
 from cotrain_workers.ops import Failure
 
@@ -64,11 +65,13 @@ def _run_one_by_one(
         request = request_id(RunId(op.run), op.seq)
         if is_deadly:
             execution.risk(request)
+            failpoint("worker.before_risk", request)
         try:
             outputs.update(engine.run([op]).outputs)
         except Exception:
             log.exception("op_failed", run=op.run, seq=op.seq)
             return op
         if is_deadly:
+            failpoint("worker.after_risk", request)
             execution.survived(request)
     return None

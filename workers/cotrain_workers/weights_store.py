@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_store.failpoints import failpoint
 from cotrain_workers.checkpoint_files import ORPHAN_AGE_S
 from cotrain_workers.optimizer_file import OptimizerUnreadable
 from cotrain_workers.peft_folder import FolderUnreadable
@@ -261,9 +262,11 @@ class WeightsStore:
             log.error("weights_not_written", weights=ref, reason=str(failed))  # noqa: TRY400
             owed.writing, owed.retry_at = None, time.monotonic() + RETRY_S
             return
+        failpoint("weights.before_stored", ref)
         is_wanted = self._sampling.stored(
             ref, written.digest, written.size, written.optimizer_digest
         )
+        failpoint("weights.stored", ref)
         del self._owed[ref]  # only now: while Redis is away they stay written and owed
         if not is_wanted:
             return  # forgotten, or their commit found that their name was in use

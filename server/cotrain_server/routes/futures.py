@@ -21,6 +21,7 @@ from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.gate import PollRoute, try_again
 from cotrain_server.hangup import while_connected
+from cotrain_store.failpoints import failpoint
 from cotrain_store.futures import Pending
 from cotrain_store.messages import RequestId, ResultKind
 
@@ -60,6 +61,7 @@ async def retrieve_future(
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if isinstance(outcome, Pending):
         return try_again(poll.request_id, outcome.queue_state, outcome.reason)
+    failpoint("api.before_answer", poll.request_id)
     return await _answer(outcome, accept=request.headers.get("accept", ""))
 
 
