@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING, Any
 
-from tests.conformance.scoreboard.marks import ABSENT, NOT_TRIED, SUPPORTED
+from tests.conformance.scoreboard.marks import ABSENT, FAILED, NOT_TRIED, REFUSED, SUPPORTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ model. The rows are found by looking at the SDK: public methods and properties o
 futures, and every command of its command line. Where a method has options worth telling apart, they have
 rows of their own.
 
-**yes**: it did what it should. **no**: it was refused or failed, with the reason below the table, in the
-server's words or the SDK's. **not tried**: nobody has said how to call it. An empty cell: not in
-this version.
+**yes**: it did what it should. **no**: it was refused, with the reason below the table in the server's
+words or the SDK's. **fails**: it went wrong in another way. **not tried**: nobody has said how to call
+it. An empty cell: not in this version.
 """
 MARKS = {SUPPORTED: "yes", NOT_TRIED: "not tried", ABSENT: ""}
 ROW = re.compile(r"^\| `(?P<name>[^`]+)` \|(?P<cells>.*)\|$", re.MULTILINE)
@@ -93,12 +93,11 @@ def _owner(row: str) -> str:
 
 
 def _counts(founds: Sequence[Found]) -> str:
-    lines = ["| SDK | yes | no | not tried |", "|---|--:|--:|--:|"]
+    lines = ["| SDK | yes | no | fails | not tried |", "|---|--:|--:|--:|--:|"]
     for found in founds:
         outcomes = [outcome for outcome, _ in found["rows"].values()]
-        yes, not_tried = outcomes.count(SUPPORTED), outcomes.count(NOT_TRIED)
-        no = len(outcomes) - yes - not_tried - outcomes.count(ABSENT)
-        lines.append(f"| {found['version']} | {yes} | {no} | {not_tried} |")
+        counts = [outcomes.count(each) for each in (SUPPORTED, REFUSED, FAILED, NOT_TRIED)]
+        lines.append(f"| {found['version']} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join([*lines, ""])
 
 
@@ -126,7 +125,8 @@ def _cell(outcome: Sequence[str], reasons: list[str]) -> str:
         return MARKS[what]
     if reason(words) not in reasons:
         reasons.append(reason(words))
-    return f"no ({reasons.index(reason(words)) + 1})"
+    number = reasons.index(reason(words)) + 1
+    return f"no ({number})" if what == REFUSED else f"fails ({number})"
 
 
 def _unpassed(founds: Sequence[Found]) -> Iterator[str]:
