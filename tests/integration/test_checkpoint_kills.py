@@ -7,8 +7,6 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import pytest
-
 from cotrain_store.catalog import Catalog
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.connection import open_connection, open_sync_connection
@@ -23,10 +21,10 @@ from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, stack
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
-    from cotrain_store.messages import CheckpointRecord, RequestId, RunRecord
+    from cotrain_store.messages import RunRecord
     from cotrain_workers.engine import Engine
 
 STEP = 4  # ops of one step of the program
@@ -50,17 +48,15 @@ class Host:
         assert list(of_run) == list(found.items)
         return [checkpoint.name for checkpoint in found.items]
 
-    async def is_owed(self, run: RunRecord, request: RequestId) -> bool:
-        """Tell whether a save is committed and waits for its file alone."""
-        seq = int(request.rpartition(":")[2])
+    def done(self, run: RunRecord) -> int:
+        """Name the last committed seq of a run."""
         with contextlib.closing(open_sync_connection(self.redis.url)) as redis:
-            done = int(redis.hget(log(POOL, run.id), "done") or -1)
-        answer = await self.stack.futures.wait(run.tenant, request, 0.0)
-        return done >= seq and isinstance(answer, Pending)
+            return int(redis.hget(log(POOL, run.id), "done") or -1)
 
-    async def until_owed(self, run: RunRecord, request: RequestId) -> None:
+    async def until(self, happened: Callable[[], bool]) -> None:
+        """Wait for what another process does."""
         async with asyncio.timeout(60):
-            while not await self.is_owed(run, request):  # noqa: ASYNC110  # another process's doing
+            while not happened():  # noqa: ASYNC110  # another process's doing
                 await asyncio.sleep(0.01)
 
 
@@ -92,40 +88,49 @@ def no_disk(folder: Path) -> Iterator[None]:
     aside.rename(folder)
 
 
-async def state_digest(
-    host: Host, folder: Path, engine: Engine, checkpoint: CheckpointRecord
-) -> str:
-    """Load a checkpoint into a new run and digest its whole state: weights, moments, step."""
-    run = await run_from(host.stack, "a", f"copy-{checkpoint.name}", checkpoint)
-    await host.stack.result(run, request_id(run.id, 0))
-    await asyncio.to_thread(host.worker.stop)
-    return await asyncio.to_thread(restored_digest, host.redis.url, folder, engine, run.id)
-
-
-@pytest.mark.parametrize("held_back", ["weights", "optimizers"])
-async def test_a_save_resolves_after_its_worker_is_killed_before_its_files_are_written(
-    tmp_path: Path, engine: Engine, tiny_model: Path, held_back: str
+async def test_saves_resolve_after_their_worker_is_killed_before_their_files_are_written(
+    tmp_path: Path, engine: Engine, tiny_model: Path
 ) -> None:
-    """Before any file, and between the adapter's and the optimizer's; the disk being full till then."""
+    """One before any file, one between the adapter's and the optimizer's; till then the disk is full."""
     with EmbeddedRedis() as redis:
-        async with stack(redis.url, tmp_path / "alone") as alone:
-            _, digest = await undisturbed(alone, redis.url, tmp_path / "alone", engine, last=STEP)
-        redis.flush()
+        digests = {}
+        for last in (STEP, 2 * STEP):
+            async with stack(redis.url, tmp_path / "alone") as alone:
+                _, digests[last] = await undisturbed(
+                    alone, redis.url, tmp_path / "alone", engine, last
+                )
+            redis.flush()
         async with opened(redis, tmp_path, tiny_model) as host:
             run = await host.stack.create("a", "a", LORA)
             await results(host.stack, run, await submit(host.stack, run, 1, STEP))
-            with no_disk(tmp_path / held_back):
-                request = await submit_state(host.stack, run, STEP + 1, "x")
-                await host.until_owed(run, request)
-                later = await submit(host.stack, run, STEP + 1, 2 * STEP, place=STEP + 2)
-                await results(host.stack, run, later)  # training does not wait for a disk
-                assert await host.is_owed(run, request)
-                assert await host.listed(run) == []
-                await asyncio.to_thread(host.worker.kill)
+            with no_disk(tmp_path / "optimizers"):
+                between = await submit_state(host.stack, run, STEP + 1, "between")
+                await host.until(lambda: any((tmp_path / "weights").glob("??/[!.]*")))
+                with no_disk(tmp_path / "weights"):
+                    later = await submit(host.stack, run, STEP + 1, 2 * STEP, place=STEP + 2)
+                    before = await submit_state(host.stack, run, 2 * STEP + 2, "before")
+                    await results(host.stack, run, later)  # training waits for no disk
+                    await host.until(lambda: host.done(run) == 2 * STEP + 2)
+                    for request in (between, before):
+                        assert isinstance(
+                            await host.stack.futures.wait(run.tenant, request, 0), Pending
+                        )
+                    assert await host.listed(run) == []
+                    await asyncio.to_thread(host.worker.kill)
             host.worker.start()
-            checkpoint = await checkpoint_of(host.stack, run, request)
-            assert await host.listed(run) == ["x"]
-            assert await state_digest(host, tmp_path, engine, checkpoint) == digest
+            copies = []
+            for request in (between, before):
+                checkpoint = await checkpoint_of(host.stack, run, request)
+                copies.append(await run_from(host.stack, "a", checkpoint.name, checkpoint))
+            assert await host.listed(run) == ["before", "between"]
+            for copy in copies:
+                await host.stack.result(copy, request_id(copy.id, 0))
+            await asyncio.to_thread(host.worker.stop)
+        for copy, digest in zip(copies, digests.values(), strict=True):
+            assert (
+                await asyncio.to_thread(restored_digest, redis.url, tmp_path, engine, copy.id)
+                == digest
+            )
 
 
 async def test_a_checkpoint_survives_the_death_of_everything_to_the_bit(
