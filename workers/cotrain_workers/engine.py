@@ -6,16 +6,13 @@ then one wave of optimizer steps. A run's results depend on its own ops alone (o
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import transformers
 
-from cotrain_workers import attn, pack
 from cotrain_workers.adam import adamw_step, discard_gradient, gradient_norm, refuse_step
 from cotrain_workers.adapter_ops import begin, begins_run, load, save, unknown_run
 from cotrain_workers.admission import refuse_pass, refuse_reverse_kl
@@ -23,6 +20,7 @@ from cotrain_workers.bank import AdapterBank, AdapterState
 from cotrain_workers.base_model import load_base_model
 from cotrain_workers.decoder import DecoderSizes, EngineDecoder
 from cotrain_workers.heap import keep_freed_memory
+from cotrain_workers.numerics import numerics_of
 from cotrain_workers.open_pass import OpenPass
 from cotrain_workers.ops import (
     CycleOutput,
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_workers.base_model import BaseModel
+    from cotrain_workers.numerics import Numerics
     from cotrain_workers.ops import Op
     from cotrain_workers.sample_ops import HostWeights, TextOf
     from cotrain_workers.spec import AdapterSpec, Family, Layout, Target
@@ -58,7 +57,12 @@ class ModelFacts:
     max_rank: int
     eos_token_ids: tuple[int, ...]  # what ends a generation, ascending; may be empty
     modules_by_family: Mapping[Family, int]  # how many modules each train_* flag covers
-    numerics_id: str  # equal ids: the same plan gives the same bits
+    numerics: Numerics
+
+    @property
+    def numerics_id(self) -> str:
+        """Equal ids: the same plan gives the same bits."""
+        return self.numerics.id
 
 
 class Engine:
@@ -98,7 +102,7 @@ class Engine:
         sizes = (micro_batch_tokens, head_chunk_rows)
         wave = Wave(base, micro_batch_tokens=sizes[0], head_chunk_rows=sizes[1])
         bank = AdapterBank(base.targets, place, dtype)
-        return cls(model_facts(model, base, numerics_id(place, dtype, sizes)), base, wave, bank)
+        return cls(model_facts(model, base, numerics_of(place, dtype, sizes)), base, wave, bank)
 
     def run(self, ops: Sequence[Op], between: Callable[[], None] | None = None) -> CycleOutput:
         """Run one cycle: per run, ascending `seq`,
@@ -224,7 +228,7 @@ class Engine:
         return StepOutput(norm)
 
 
-def model_facts(model: str, base: BaseModel, numerics: str) -> ModelFacts:
+def model_facts(model: str, base: BaseModel, numerics: Numerics) -> ModelFacts:
     """Collect what the other processes may know."""
     modules: dict[Family, int] = {}
     for target in base.targets:
@@ -238,21 +242,8 @@ def model_facts(model: str, base: BaseModel, numerics: str) -> ModelFacts:
         max_rank=base.hidden_size,  # beyond it LoRA is of no lower rank than the weights
         eos_token_ids=base.eos_token_ids,
         modules_by_family=modules,
-        numerics_id=numerics,
+        numerics=numerics,
     )
-
-
-def numerics_id(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) -> str:
-    """Hash all that may change a bit of a result under one plan: hardware, libraries, threads, sizes."""
-    if device.type == "cuda":
-        hardware = f"{torch.cuda.get_device_name(device)} cuda {torch.version.cuda}"
-        hardware += f" {sorted(attn.varlen_parameters())}"
-    else:
-        hardware = f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
-    buckets = (pack.FINE_STEP, pack.FINE_LIMIT, pack.COARSE_STEP)
-    versions = (torch.__version__, transformers.__version__)
-    facts = repr((hardware, versions, str(dtype), buckets, sizes))
-    return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 def make_cuda_deterministic() -> None:

@@ -20,9 +20,11 @@ from cotrain_workers.bank import AdapterState
 from cotrain_workers.spec import AdapterSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 FORMAT = "cotrain-snapshot-1"
+ARENAS = ("weights", "grads", "m", "v")
 
 
 class SnapshotUnreadable(Exception):
@@ -42,17 +44,7 @@ def write_snapshot(
     folder: Path, run: str, seq: int, epoch: int, numerics_id: str, state: AdapterState
 ) -> Snapshot:
     """Write a run's state as of `seq`, durable under its final name when this returns."""
-    header = {
-        "format": FORMAT,
-        "run": run,
-        "seq": str(seq),
-        "numerics_id": numerics_id,
-        "spec": json.dumps(asdict(state.spec)),
-        "step": str(state.step),
-        "grads_pending": str(int(state.grads_pending)),
-    }
-    tensors = {name: getattr(state, name) for name in ("weights", "grads", "m", "v")}
-    content = save(tensors, header)
+    content = encode_snapshot(run, seq, numerics_id, state)
     name = f"{_run_folder(run)}/{seq}-{epoch}.safetensors"
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -81,10 +73,31 @@ def read_snapshot(folder: Path, file: str, sha256: str, run: str, seq: int) -> A
         raise SnapshotUnreadable(f"Snapshot {file} cannot be read: {missing}.") from missing
     if hashlib.sha256(content).hexdigest() != sha256:
         raise SnapshotUnreadable(f"Snapshot {file} does not match its digest.")
-    header = _header(content)
+    header, state = decode_snapshot(content)
     if (header["format"], header["run"], header["seq"]) != (FORMAT, run, str(seq)):
         raise SnapshotUnreadable(f"Snapshot {file} is not of run {run} at seq {seq}.")
-    return AdapterState(
+    return state
+
+
+def encode_snapshot(run: str, seq: int, numerics_id: str, state: AdapterState) -> bytes:
+    """Write a run's state as of `seq` as safetensors: the four arenas, and what else there is to it."""
+    header = {
+        "format": FORMAT,
+        "run": run,
+        "seq": str(seq),
+        "numerics_id": numerics_id,
+        "spec": json.dumps(asdict(state.spec)),
+        "step": str(state.step),
+        "grads_pending": str(int(state.grads_pending)),
+    }
+    content: bytes = save({name: getattr(state, name) for name in ARENAS}, header)
+    return content
+
+
+def decode_snapshot(content: bytes) -> tuple[Mapping[str, str], AdapterState]:
+    """Read `encode_snapshot` back: its header, whose `run` and `seq` say whose state it is."""
+    header = _header(content)
+    return header, AdapterState(
         spec=AdapterSpec(**json.loads(header["spec"])),
         step=int(header["step"]),
         grads_pending=header["grads_pending"] == "1",
