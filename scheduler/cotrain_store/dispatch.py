@@ -67,7 +67,7 @@ class Dispatch:
         self._ready = async_script(connection, "ready")
         self._plan = async_script(connection, "plan")
         self._lease = async_script(connection, "lease")
-        self._expire_gap = async_script(connection, "expire_gap")
+        self._expire_gap = async_script(connection, "reject", "expire_gap")
 
     @property
     def epoch(self) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
 from cotrain_store.connection import sync_script
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.messages import (
+    CheckpointRecord,
     OpKind,
     PoolId,
     PoolRecord,
@@ -28,10 +29,15 @@ from cotrain_store.messages import (
     Step,
     TenantId,
     WorkerId,
+    decode,
     encode,
     request_id,
+    run_of,
+    seq_of,
 )
+from cotrain_store.positions import LogPosition, log_position
 from cotrain_store.results import UNLOADED, pack_results
+from cotrain_store.rollback import DIGESTS_KEPT, Rollback
 from cotrain_store.save_rows import save_row
 from cotrain_store.spool import SpoolRef
 from cotrain_store.usage_fields import training_amounts
@@ -43,30 +49,10 @@ if TYPE_CHECKING:
     from cotrain_store.dispatch import WorkerBeat
     from cotrain_store.spool import Spool
 
-#: Digests of this many ops before a snapshot are kept, for retries that come very late.
-DIGESTS_KEPT = 1_024
 #: What the requests of a run resolve to that could not be brought back after a crash.
 RUN_STOPPED = Result.failed(
     "The training run was stopped: its log could not be replayed to the stored results.", "server"
 )
-
-
-@dataclass(frozen=True)
-class LogPosition:
-    """Where a run's log stands: committed to `done`, truncated to `snap`."""
-
-    tenant: TenantId
-    state: RunState
-    done: int
-    snap: int
-    snapshot_file: str
-    snapshot_sha256: str
-    older_file: str
-    older_sha256: str
-    older_snap: int
-    numerics_id: str
-    """Of the workers that wrote the log since the snapshot (`mixed` for several, empty for none);
-    a replay by another one may differ in the last bits."""
 
 
 class Execution:
@@ -86,7 +72,8 @@ class Execution:
         self.pool = pool
         self.worker = worker
         self._commit = sync_script(connection, "usage_add", "commit")
-        self._snapshot = sync_script(connection, "snapshot")
+        self._snapshot = sync_script(connection, "log_cut", "snapshot")
+        self._roll_back = Rollback(connection, pool, worker)
         self._forget = sync_script(connection, "forget")
         self._close = sync_script(connection, "run_close", "close")
         self.epoch = 0
@@ -126,26 +113,27 @@ class Execution:
         return sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
 
     def starts(self, step: Step) -> int:
-        """Count this start of a step that a predecessor left open; 0 for one planned since then.
+        """Count this start of a step that died with a predecessor, or with another worker whose work is
+        now this one's; 0 for one planned since then.
 
         A request that kills its process would otherwise kill every successor.
         """
-        if step.cycle not in self._left_open:
+        if step.cycle not in self._left_open and step.worker == self.worker:
             return 0
         return int(self._redis.hincrby(keys.starts(self.pool, self.worker), str(step.cycle), 1))
 
-    def deaths(self) -> dict[RequestId, int]:
-        """Tell over which ops, running alone, processes died, and how often."""
+    def deaths(self) -> dict[str, int]:
+        """Tell over which parts of a step, running apart, processes died, and how often."""
         rows = self._redis.hgetall(keys.deaths(self.pool, self.worker))
-        return {RequestId(request.decode()): int(count) for request, count in rows.items()}
+        return {part.decode(): int(count) for part, count in rows.items()}
 
-    def risk(self, request: RequestId) -> None:
+    def risk(self, part: str) -> None:
         """Count a death in advance: `survived` takes it back, if there is anybody left to call it."""
-        self._redis.hincrby(keys.deaths(self.pool, self.worker), request, 1)
+        self._redis.hincrby(keys.deaths(self.pool, self.worker), part, 1)
 
-    def survived(self, request: RequestId) -> None:
+    def survived(self, part: str) -> None:
         """Take back what `risk` noted."""
-        self._redis.hdel(keys.deaths(self.pool, self.worker), request)
+        self._redis.hdel(keys.deaths(self.pool, self.worker), part)
 
     def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
         """Read the bodies of ops; None where one is gone or does not match its digest."""
@@ -217,20 +205,7 @@ class Execution:
         """Read where a run's log stands; None for a run that has none."""
         raw = self._redis.hgetall(keys.log(self.pool, run))
         row = {field.decode(): value.decode() for field, value in raw.items()}
-        if not row:
-            return None
-        return LogPosition(
-            tenant=TenantId(row["tenant"]),
-            state=RunState(row["state"]),
-            done=int(row["done"]),
-            snap=int(row["snap"]),
-            snapshot_file=row.get("snapfile", ""),
-            snapshot_sha256=row.get("snapsha", ""),
-            older_file=row.get("oldfile", ""),
-            older_sha256=row.get("oldsha", ""),
-            older_snap=int(row.get("oldsnap", -1)),
-            numerics_id=row.get("numerics", ""),
-        )
+        return log_position(row) if row else None
 
     def logged_ops(self, run: RunId, first: int, last: int) -> list[QueuedOp]:
         """Read the ops first…last of a run for a replay.
@@ -255,7 +230,7 @@ class Execution:
         return Result.unpack(packed) if packed else None
 
     def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str) -> bool:
-        """Make a complete file the run's base and cut the log.
+        """Make a complete file the run's base; the one before stays, and the log is cut up to that.
 
         False if it came too late, or too early: the log holds a save whose weights are not stored.
 
@@ -271,6 +246,38 @@ class Execution:
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
+
+    def checkpoints(self, run: RunId) -> list[CheckpointRecord]:
+        """List a run's checkpoints with optimizer state, the newest first: what it can go on from.
+
+        The seq after which one was made is that of its weights.
+        """
+        names = self._redis.zrange(keys.run_checkpoints(run), 0, -1)
+        of_training = [name.decode() for name in names if name.startswith(b"weights/")]
+        rows = self._redis.mget(
+            [keys.checkpoint(run, *name.split("/")) for name in of_training] or [""]
+        )
+        found = [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
+        own = [checkpoint for checkpoint in found if run_of(RequestId(checkpoint.weights)) == run]
+        return sorted(own, key=lambda checkpoint: seq_of(checkpoint.weights), reverse=True)
+
+    def roll_back(self, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
+        """Let a run go on from a checkpoint: the newest state is lost, with both snapshots. Never silent.
+
+        `file` is a complete snapshot, under seq `done`, of the state that the checkpoint has. All that is
+        accepted by now and not committed fails, category server, and keeps its place; what comes later
+        runs. An open step of this worker then holds those as REJECTED: read it anew.
+
+        Returns the run's new weights_epoch.
+
+        Raises:
+            Fenced: another worker took this one's place.
+            SpoolCorrupt: the run has no log.
+        """
+        position = self.position(checkpoint.run)
+        if position is None:
+            raise SpoolCorrupt(f"Run {checkpoint.run} has no log.")
+        return self._roll_back(self.epoch, position, checkpoint, file, sha256)
 
     def runs_to_drop(self) -> list[RunId]:
         """List the closed runs this worker may still hold."""

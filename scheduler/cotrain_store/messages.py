@@ -104,7 +104,7 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One LoRA training. Immutable but for `state` and `last_request_at`.
+    """One LoRA training. Immutable but for `state` and what follows it.
 
     A copy of a checkpoint lies in a run of its own, which is closed from the start and has no log.
     """
@@ -119,6 +119,10 @@ class RunRecord:
     user_metadata: dict[str, Any] = field(default_factory=dict)
     state: RunState = RunState.LIVE
     last_request_at: float | None = None
+    weights_epoch: int = 0
+    """How often the server lost its newest state and went on from a checkpoint."""
+    rolled_back_to: str = ""
+    """The path of the last such checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -425,6 +429,11 @@ def request_id(run: RunId, seq: int) -> RequestId:
 def run_of(request: RequestId) -> RunId:
     """Name the run a request id belongs to; the inverse of `request_id`."""
     return RunId(request.rpartition(":")[0])
+
+
+def seq_of(request: RequestId | WeightsRef) -> int:
+    """Name the place in its run's order that a request id, or weights made by one, belong to."""
+    return int(request.rpartition(":")[2])
 
 
 def run_id(session: SessionId, model_seq_id: int) -> RunId:

@@ -51,5 +51,9 @@ POOL_COUNTERS = {
         "Prompt tokens of sample requests that were there already.",
     ),
     "replayed_ops": ("cotrain_replay_ops_total", "Ops run again after a restart."),
+    "rollbacks": (
+        "cotrain_rollbacks_total",
+        "Runs that lost their newest state and went on from a checkpoint.",
+    ),
     "diverged_runs": ("cotrain_replay_divergence_total", "Runs stopped because a replay differed."),
 }

@@ -121,7 +121,9 @@ class Records:
         session = await self.session(tenant, session_id)
         await self._redis.hset(keys.session(session.id), "project_id", project_id)
 
-    async def finish(self, tenant: TenantId, session_id: str, reason: FinishReason) -> tuple[RunId, ...]:
+    async def finish(
+        self, tenant: TenantId, session_id: str, reason: FinishReason
+    ) -> tuple[RunId, ...]:
         """End a session and name its runs, for the caller to close. The first reason wins."""
         session = await self.session(tenant, session_id)
         name = keys.session(session.id)
@@ -276,6 +278,8 @@ def run_record(row: dict[bytes, bytes]) -> RunRecord:
     raw["state"] = RunState(row.get(b"state", b"live").decode())
     last = row.get(b"last_request_at")
     raw["last_request_at"] = float(last) if last else None
+    raw["weights_epoch"] = int(row.get(b"weights_epoch", b"0"))
+    raw["rolled_back_to"] = row.get(b"rolled_back_to", b"").decode()
     return decode(RunRecord, raw)
 
 

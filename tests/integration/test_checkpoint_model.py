@@ -194,7 +194,8 @@ class CheckpointMachine(RuleBasedStateMachine):
         )
         assert registered == (run.done > run.snap and not owed)
         if registered:
-            run.snap, run.loads = run.done, {}
+            run.loads = {seq: ref for seq, ref in run.loads.items() if seq > run.snap}
+            run.snap = run.done
 
     @rule()
     def sweep(self) -> None:

@@ -118,18 +118,72 @@ async def test_a_request_that_crashed_keeps_its_place_and_nothing_to_run_again(l
     assert (log.references(), log.queued()) == ({}, (0, 0, 0))
 
 
-async def test_a_snapshot_cuts_the_log_and_releases_each_body_once(log: Log) -> None:
+async def test_a_snapshot_cuts_the_log_up_to_its_predecessor_and_releases_each_body_once(
+    log: Log,
+) -> None:
     run = await log.new_run()
     for seq, kind in enumerate([OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.FORWARD], 1):
         await log.submit(run, seq, kind, body=LARGE)
     await log.run_all()
     await log.submit(run, 4, body=LARGE)
     assert sum(log.references().values()) == 2
-    assert log.execution.register_snapshot(run.id, 3, "file", "sha")
+    assert log.execution.register_snapshot(run.id, 3, "older", "sha")
+    assert sum(log.references().values()) == 2
+    assert [op.seq for op in log.execution.logged_ops(run.id, 0, 3)] == [0, 1, 2, 3]
+    await log.run_all()
+    assert log.execution.register_snapshot(run.id, 4, "newer", "sha")
     assert sum(log.references().values()) == 1
     with pytest.raises(SpoolCorrupt, match="has no seq 3"):
         log.execution.logged_ops(run.id, 3, 4)
     assert [op.seq for op in log.execution.logged_ops(run.id, 4, 4)] == [4]
+
+
+async def test_a_position_names_both_snapshots_and_how_far_the_log_reaches_back(log: Log) -> None:
+    run = await log.new_run()
+    for seq in (1, 2):
+        await log.submit(run, seq)
+    await log.run_all()
+    first = log.execution.position(run.id)
+    assert first is not None
+    assert (first.done, first.snap, first.older_snap, first.cut) == (2, -1, -1, -1)
+    assert log.execution.register_snapshot(run.id, 1, "older", "sha 1")
+    second = log.execution.position(run.id)
+    assert second == replace(first, snap=1, snapshot_file="older", snapshot_sha256="sha 1")
+    assert log.execution.register_snapshot(run.id, 2, "newer", "sha 2")
+    third = log.execution.position(run.id)
+    assert third == replace(
+        first, snap=2, snapshot_file="newer", snapshot_sha256="sha 2", numerics_id="",
+        older_snap=1, older_file="older", older_sha256="sha 1", cut=1,
+    )  # fmt: skip
+
+
+async def test_a_snapshot_that_was_lost_is_replaced_and_its_predecessor_stays(log: Log) -> None:
+    run = await log.new_run()
+    await log.run_all()
+    await log.cover(run, 0)
+    before = log.execution.position(run.id)
+    assert before is not None
+    assert log.execution.register_snapshot(run.id, 1, "again", "sha 2")
+    after = replace(before, snapshot_file="again", snapshot_sha256="sha 2")
+    assert log.execution.position(run.id) == after
+
+
+async def test_a_log_that_an_older_version_cut_reaches_back_to_its_newest_snapshot(
+    log: Log,
+) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    await log.run_all()
+    row = {"snap": 0, "snapfile": "f0", "snapsha": "s", "oldsnap": -1, "oldfile": "", "oldsha": ""}
+    log.redis.hset(keys.log(POOL, run.id), mapping=row)
+    log.redis.hdel(keys.ops(POOL, run.id), 0)
+    position = log.execution.position(run.id)
+    assert position is not None
+    assert (position.snap, position.cut) == (0, 0)
+    assert log.execution.register_snapshot(run.id, 1, "f1", "s")
+    position = log.execution.position(run.id)
+    assert position is not None
+    assert (position.cut, position.older_file) == (0, "f0")
 
 
 @pytest.mark.parametrize("seq", [-1, 0, 2])
@@ -139,7 +193,7 @@ async def test_a_snapshot_of_the_future_or_the_past_is_not_registered(log: Log, 
     log.commit(await log.plan(most=1))
     assert log.execution.register_snapshot(run.id, 0, "file", "sha")
     before = log.everything()
-    assert not log.execution.register_snapshot(run.id, seq, "other", "sha")
+    assert not log.execution.register_snapshot(run.id, seq, "file", "sha")
     assert log.everything() == before
 
 

@@ -40,7 +40,9 @@ def unused(samples: Samples) -> list[WeightsRef]:
     return [weights.ref for weights in samples.sampling.unused_weights()]
 
 
-async def test_a_load_keeps_its_weights_until_a_recovery_copy_covers_it(samples: Samples) -> None:
+async def test_a_load_keeps_its_weights_until_two_recovery_copies_cover_it(
+    samples: Samples,
+) -> None:
     run, other = await samples.log.new_run(), await samples.log.new_run(session="other")
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
     await load(samples, other, 1, checkpoint.weights)
@@ -51,7 +53,11 @@ async def test_a_load_keeps_its_weights_until_a_recovery_copy_covers_it(samples:
     assert not samples.sampling.forget_weights(checkpoint.weights)
     assert samples.log.execution.register_snapshot(other.id, 0, "file", "sha")
     assert unused(samples) == []
-    assert samples.log.execution.register_snapshot(other.id, 1, "file", "sha")
+    assert samples.log.execution.register_snapshot(other.id, 1, "newer", "sha")
+    assert unused(samples) == []  # should that copy be lost, the log is replayed from the older one
+    await samples.log.submit(other, 2)
+    await samples.log.run_all()
+    assert samples.log.execution.register_snapshot(other.id, 2, "newest", "sha")
     assert unused(samples) == [checkpoint.weights]
     samples.sampling.forget_weights(checkpoint.weights)
     assert samples.sampling.weights(checkpoint.weights) is None
@@ -66,7 +72,7 @@ async def test_each_user_alone_keeps_weights(samples: Samples) -> None:
     delete(samples, checkpoint)
     await samples.log.run_all()
     assert unused(samples) == []
-    samples.log.execution.register_snapshot(other.id, 1, "file", "sha")
+    await samples.log.cover(other, 1)
     assert unused(samples) == []
     samples.log.redis.delete(keys.sampler(sampler.id))
     assert unused(samples) == [checkpoint.weights]
@@ -94,7 +100,7 @@ async def test_a_repeated_load_does_not_ask_for_its_weights_again(samples: Sampl
     checkpoint = await samples.checkpoint(run, 1, "x")
     once = await load(samples, other, 1, checkpoint.weights)
     await samples.log.run_all()
-    samples.log.execution.register_snapshot(other.id, 1, "file", "sha")
+    await samples.log.cover(other, 1)
     delete(samples, checkpoint)
     samples.sampling.forget_weights(checkpoint.weights)
     before = samples.log.everything()
@@ -131,7 +137,7 @@ async def test_a_merge_keeps_every_source(samples: Samples) -> None:
         delete(samples, source)
     assert unused(samples) == []
     await samples.log.run_all()
-    samples.log.execution.register_snapshot(other.id, 1, "file", "sha")
+    await samples.log.cover(other, 1)
     assert unused(samples) == [source.weights for source in sources]
 
 

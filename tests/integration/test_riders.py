@@ -121,11 +121,14 @@ async def test_the_key_of_a_rider_goes_with_its_digest(
     for seq in (1, 2):
         await send(log, run, seq)
     await executed(log)
-    log.execution.register_snapshot(run.id, 2, "file", "sha")
+    log.execution.register_snapshot(run.id, 2, "older", "sha")
+    log.execution.register_snapshot(run.id, 3, "newer", "sha")
     fields = set(log.redis.hkeys(keys.digests(POOL, run.id)))
     assert fields == {b"1", b"2", b"3", b"key:k", b"rider:1"}
-    log.execution.register_snapshot(run.id, 3, "file", "sha")
-    assert set(log.redis.hkeys(keys.digests(POOL, run.id))) == {b"2", b"3"}
+    await send(log, run, 3)
+    await executed(log)
+    log.execution.register_snapshot(run.id, 4, "newest", "sha")
+    assert set(log.redis.hkeys(keys.digests(POOL, run.id))) == {b"2", b"3", b"4"}
 
 
 async def test_a_rider_counts_against_how_far_ahead_a_client_may_be(log: Log) -> None:

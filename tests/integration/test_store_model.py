@@ -65,6 +65,7 @@ class RunModel:
     next: int = 0
     done: int = -1
     snap: int = -1
+    cut: int = -1
     closed: bool = False
     dead: set[int] = field(default_factory=set)
     """Accepted ops that were failed because the run was closed."""
@@ -220,7 +221,7 @@ class LogMachine(RuleBasedStateMachine):
         assert registered == (model.snap < seq <= model.done)
         if registered:
             event("snapshot registered")
-            model.snap = seq
+            model.cut, model.snap = model.snap, seq
 
     @rule(number=st.integers(0, RUNS - 1))
     def close(self, number: int) -> None:
@@ -239,7 +240,7 @@ class LogMachine(RuleBasedStateMachine):
             assert int(row[b"next"]) == model.next
             assert int(row[b"done"]) == model.done
             assert model.snap <= model.done < model.next or model.next == model.done + 1
-            live = {s for s in model.accepted if s > model.snap and s not in model.dead}
+            live = {s for s in model.accepted if s > model.cut and s not in model.dead}
             stored = {int(s) for s in self.redis.hkeys(keys.ops(POOL, record.id))}
             assert stored == live
             for seq in model.accepted:
@@ -264,6 +265,17 @@ class LogMachine(RuleBasedStateMachine):
                 references += ref.startswith("spool:") and not released
         stored = self.redis.hvals(keys.spool_segment_refs())
         assert sum(int(count) for count in stored) == references
+
+    @invariant()
+    def the_log_reaches_back_to_the_older_snapshot(self) -> None:
+        for model, record in zip(self.models, self.records, strict=True):
+            position = self.execution.position(record.id)
+            assert position is not None
+            assert (position.snap, position.cut) == (model.snap, model.cut)
+            assert position.older_snap == position.cut
+            assert position.older_file == ("" if model.cut < 0 else f"f{model.cut}")
+            ops = self.execution.logged_ops(record.id, position.older_snap + 1, position.done)
+            assert [op.seq for op in ops] == list(range(position.cut + 1, position.done + 1))
 
     def number(self, run: str) -> int:
         return int(run[1])

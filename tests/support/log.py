@@ -96,6 +96,13 @@ class Log:
         while await self.dispatch.ready(POOL):
             self.commit(await self.plan())
 
+    async def cover(self, run: RunRecord, last: int) -> None:
+        """Cut a run's log up to `last`, its last op: by a recovery copy, and one of an op more."""
+        assert self.execution.register_snapshot(run.id, last, f"f{last}", "sha")
+        await self.submit(run, last + 1)
+        await self.run_all()
+        assert self.execution.register_snapshot(run.id, last + 1, f"f{last + 1}", "sha")
+
     def new_worker(self) -> Execution:
         """Take the worker's place, as a second process would."""
         execution = Execution(self.redis, self.spool, self.results, POOL, WORKER)

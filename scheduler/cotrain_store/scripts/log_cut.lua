@@ -1,0 +1,22 @@
+-- log_cut: a part of other scripts: delete ops that a registered file covers, and free what they hold.
+-- `log` names the keys: ops, bodies, digests, refs. Digests outlive their ops by `kept`.
+local function cut_log(log, first, last, kept)
+  for seq = first, last do
+    local envelope = redis.call('HGET', log.ops, seq)
+    -- Not greedy: the reference is the last of five fields and holds no '|'.
+    local segment = envelope and string.match(envelope, '|spool:([^:|]+):[^|]*$')
+    if segment and string.sub(envelope, 1, 8) ~= 'forward|' then -- a forward's body went at commit
+      if redis.call('HINCRBY', log.refs, segment, -1) <= 0 then
+        redis.call('HDEL', log.refs, segment)
+      end
+    end
+    redis.call('HDEL', log.ops, seq)
+    redis.call('HDEL', log.bodies, seq)
+    local old = seq - kept
+    local key = redis.call('HGET', log.digests, 'rider:' .. old)
+    redis.call('HDEL', log.digests, old)
+    if key then
+      redis.call('HDEL', log.digests, 'rider:' .. old, 'key:' .. key)
+    end
+  end
+end

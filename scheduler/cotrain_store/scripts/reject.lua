@@ -1,0 +1,20 @@
+-- reject: a part of other scripts: fail an op that is accepted and not committed. It keeps its place.
+-- `log` names the keys: ops, bodies, refs, queue. `failure` holds: result, ttl (ms), and the body and
+-- envelope that the op has from now on. The request is added to `resolved`.
+local function reject(log, run, seq, failure, resolved)
+  local envelope = redis.call('HGET', log.ops, seq)
+  local kind, tokens, size, ref = string.match(envelope or '', '^([^|]*)|(%d+)|(%d+)|[^|]*|(.*)$')
+  if not kind or kind == 'rejected' then
+    return
+  end
+  local segment = string.match(ref, '^spool:([^:]+):')
+  if segment and redis.call('HINCRBY', log.refs, segment, -1) <= 0 then
+    redis.call('HDEL', log.refs, segment)
+  end
+  redis.call('HINCRBY', log.queue, 'tokens', 0 - tonumber(tokens))
+  redis.call('HINCRBY', log.queue, 'bytes', #failure.body - tonumber(size))
+  redis.call('HSET', log.ops, seq, failure.envelope)
+  redis.call('HSET', log.bodies, seq, failure.body)
+  redis.call('SET', 'cotrain:result:' .. run .. ':' .. seq, failure.result, 'NX', 'PX', failure.ttl)
+  resolved[#resolved + 1] = run .. ':' .. seq
+end
