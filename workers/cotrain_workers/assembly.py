@@ -13,6 +13,7 @@ from cotrain_store.token_stream import TokenPublisher
 from cotrain_workers.checkpoint_files import CheckpointFiles
 from cotrain_workers.keeper import Keeper
 from cotrain_workers.loop import WorkerLoop
+from cotrain_workers.recorder import Recorder
 from cotrain_workers.sampling_service import SamplingService
 from cotrain_workers.share import Share
 from cotrain_workers.vllm_decoder import VllmDecoder
@@ -93,6 +94,15 @@ def enter_pool(
         weights,
         sampler,
         Share(settings.sampling_share),
+        Recorder(
+            engine,
+            weights,
+            settings.recorder_dir / record.id / worker,
+            pool=record.id,
+            base_model=record.base_model,
+            epoch=execution.epoch,
+            kept=settings.record_cycles,
+        ),
         base_model=record.base_model,
         device=record.device,
         tokens_per_s=record.tokens_per_s,

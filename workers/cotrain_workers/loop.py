@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from cotrain_workers.keeper import Keeper
     from cotrain_workers.ops import CycleOutput, Op, Output
     from cotrain_workers.outcome import Outcome
+    from cotrain_workers.recorder import Recorder
     from cotrain_workers.runs import Between
     from cotrain_workers.sampling_service import SamplingService
     from cotrain_workers.share import Share
@@ -80,6 +81,7 @@ class WorkerLoop:
         weights: WeightsStore,
         sampler: SamplingService,
         share: Share,
+        recorder: Recorder,
         *,
         base_model: str,
         device: str,
@@ -91,6 +93,7 @@ class WorkerLoop:
         self._weights = weights
         self._runs = Runs(execution, keeper, weights)
         self._sampler = sampler
+        self._recorder = recorder
         self._base_model = base_model
         self._device = device
         self._tokens_per_s = tokens_per_s
@@ -156,6 +159,7 @@ class WorkerLoop:
         step = replace(step, ops=tuple(op for op in step.ops if op.seq > self._keeper.done(op.run)))
         try:
             bodies = self._bodies(step, lost)
+            self._recorder.begin(step, bodies)
             failpoint("worker.before_run", (op.request_id for op in step.ops))
             outputs, cost = self._outputs(step, bodies, lost, starts)
             failpoint("worker.after_run", (op.request_id for op in step.ops))
@@ -170,6 +174,7 @@ class WorkerLoop:
             for run in {op.run for op in step.ops}:
                 self._keeper.forget_state(run)
             raise
+        self._recorder.finish(step, outputs)
         self._measure(cost)
         self._keeper.committed(step, finished - started)
         self._beside.training_ends()

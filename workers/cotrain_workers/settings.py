@@ -40,6 +40,8 @@ class WorkerSettings(StoreSettings):
     """Take a recovery copy of a run that changed and then rested this long."""
     evict_idle_s: float = Field(default=1800.0, gt=0)
     """Drop a run that rested this long from memory; its next request brings it back."""
+    record_cycles: int = Field(default=0, ge=0)
+    """Keep the last so many cycles whole, to run them again with `cotrain replay`; 0 records none."""
     sampler: Literal["engine", "vllm"] = "engine"
     """What generates tokens: this process beside its training, or a vLLM server."""
     sampling_share: float = Field(default=0.5, ge=0, le=0.9)
@@ -64,6 +66,11 @@ class WorkerSettings(StoreSettings):
     def weights_dir(self) -> Path:
         """Saved adapters, in folders named after their content."""
         return self.data_dir / "weights"
+
+    @property
+    def recorder_dir(self) -> Path:
+        """Recorded cycles, of each worker in a folder of its own."""
+        return self.data_dir / "recorder"
 
     @property
     def tokenizers_dir(self) -> Path:

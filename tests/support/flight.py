@@ -1,0 +1,212 @@
+"""A worker's cycles without its server: an engine and a recorder, and four tenants who use all it has."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cotrain.proto import wire_pb2
+from cotrain_store.messages import (
+    LoadRequest,
+    LoadSource,
+    LoraSpec,
+    OpKind,
+    QueuedOp,
+    RunId,
+    SaveRequest,
+    Step,
+    TenantId,
+    WeightsRef,
+    WorkerId,
+    encode,
+)
+from cotrain_store.reverse_kl import KlArrays, ReverseKlBody, encode_reverse_kl
+from cotrain_workers.ops import Failure, SaveOutput
+from cotrain_workers.recorder import SUFFIX, Recorder
+from cotrain_workers.requests import engine_op
+from cotrain_workers.sample_ops import WeightsGone
+from tests.support.bodies import optim_body, pass_body, sequences
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.ops import HostOptimizer, Op, Output
+    from cotrain_workers.sample_ops import HostWeights
+    from cotrain_workers.spec import AdapterSpec, Layout
+
+    Asked = tuple[str, int, OpKind, bytes]  # run, seq, kind, body
+
+A, B, C, D = "ann:train:0", "bob:train:0", "cid:train:0", "dan:train:0"
+CRASHED = Failure("Internal error: this request could not be run.", "server")
+
+
+@dataclass
+class Memory:
+    """Saves, kept for loads."""
+
+    engine: Engine
+    saves: dict[str, SaveOutput] = field(default_factory=dict)
+
+    def host(self, ref: WeightsRef) -> HostWeights:
+        if ref not in self.saves:
+            raise WeightsGone(ref)
+        return self.saves[ref].weights
+
+    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
+        self.host(ref)
+        return self.saves[ref].optimizer
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        return self.engine.layout_of(spec)
+
+
+class Flight:
+    """Runs cycles as the worker's loop does, recorded in `folder`."""
+
+    def __init__(self, engine: Engine, folder: Path, *, kept: int = 100, epoch: int = 1) -> None:
+        self.engine = engine
+        self.folder = folder
+        self.memory = Memory(engine)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.recorder = Recorder(
+            engine,
+            self.memory,
+            folder,
+            pool="pool",
+            base_model="tiny",
+            epoch=epoch,
+            kept=kept,
+        )
+        self.cycles = 0
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob(f"*{SUFFIX}"))
+
+    def cycle(self, *asked: Asked, crashed: Sequence[tuple[str, int]] = ()) -> dict[str, Output]:
+        """Run a cycle; ops in `crashed` fail as if they had broken the engine. Outputs by request."""
+        self.begin(*asked)
+        runnable: list[Op] = []
+        outputs: dict[tuple[str, int], Output] = {}
+        for op in self.step.ops:
+            request = engine_op(op, self.bodies[op.run, op.seq], self.memory)
+            if (op.run, op.seq) in crashed:
+                outputs[op.run, op.seq] = CRASHED
+            elif isinstance(request, Failure):
+                outputs[op.run, op.seq] = request
+            else:
+                runnable.append(request)
+        outputs |= self.engine.run(runnable).outputs
+        for (run, seq), output in outputs.items():
+            if isinstance(output, SaveOutput):
+                self.memory.saves[f"{run}:{seq}"] = output
+        self.recorder.finish(self.step, outputs)
+        return {f"{run}:{seq}": output for (run, seq), output in outputs.items()}
+
+    def begin(self, *asked: Asked) -> None:
+        """Begin a cycle, and die in it if nothing follows."""
+        self.cycles += 1
+        ops = tuple(
+            QueuedOp(RunId(run), seq, kind, 0, "inline", len(body), 0.0)
+            for run, seq, kind, body in asked
+        )
+        tenants = {op.run: TenantId(op.run[:3]) for op in ops}
+        self.step = Step(self.cycles, WorkerId("w0"), ops, 0.0, tenants)
+        self.bodies: dict[tuple[str, int], bytes] = {
+            (run, seq): body for run, seq, _, body in asked
+        }
+        self.recorder.begin(self.step, self.bodies)
+
+
+def whole_story(flight: Flight) -> None:
+    """Four tenants in five cycles: every op, several losses, and one failure of every sort."""
+    flight.cycle(create(A, rank=4), create(B, rank=2), a_pass(A, 1), a_pass(B, 1, "ppo"))
+    flight.cycle(
+        a_pass(A, 2, "importance_sampling"), a_step(A, 3), a_save(A, 4),
+        a_pass(B, 2, kind=OpKind.FORWARD), a_step(B, 3),
+        create(C, rank=2), a_pass(C, 1, "dro"), rejected(C, 2),
+    )  # fmt: skip
+    flight.cycle(
+        a_pass(A, 5), a_step(A, 6),
+        a_reverse_kl(B, 4, f"{A}:4"), a_step(B, 5),
+        a_pass(C, 3, "cispo", advantage=float("nan")), a_step(C, 4),
+    )  # fmt: skip
+    flight.cycle(
+        a_load(A, 7, [f"{A}:4"], optimizer=True), a_load(C, 5, ["nobody:train:0:1"]), a_pass(B, 6),
+    )  # fmt: skip
+    mixed = a_load(D, 0, [f"{A}:4", f"{A}:4"], lora=LoraSpec(rank=8, seed=1))
+    flight.cycle(
+        a_pass(A, 8), a_step(A, 9), a_pass(B, 7, "gspo"), a_pass(C, 6), a_step(C, 7), mixed,
+        crashed=[(B, 7)],
+    )  # fmt: skip
+
+
+def create(run: str, rank: int) -> Asked:
+    body = json.dumps(asdict(LoraSpec(rank=rank, seed=len(run) + rank))).encode()
+    return run, 0, OpKind.CREATE, body
+
+
+def a_step(run: str, seq: int) -> Asked:
+    return run, seq, OpKind.OPTIM_STEP, optim_body(1e-2)
+
+
+def a_save(run: str, seq: int) -> Asked:
+    return run, seq, OpKind.SAVE, encode(SaveRequest(name="x", kind="weights")).encode()
+
+
+def rejected(run: str, seq: int) -> Asked:
+    body = json.dumps({"error": "datum 0: no tokens.", "category": "user"}).encode()
+    return run, seq, OpKind.REJECTED, body
+
+
+def a_load(
+    run: str, seq: int, refs: list[str], *, optimizer: bool = False, lora: LoraSpec | None = None
+) -> Asked:
+    sources = tuple(LoadSource(WeightsRef(ref), 0.5 if len(refs) > 1 else 1.0) for ref in refs)
+    return (
+        run,
+        seq,
+        OpKind.LOAD,
+        encode(LoadRequest("tinker://x", sources, optimizer, lora)).encode(),
+    )
+
+
+def a_reverse_kl(run: str, seq: int, reference: str) -> Asked:
+    datum = KlArrays(np.array([1, 2]), np.array([3]), np.array([4, 5, 6]), np.ones(3, np.float32))
+    body = encode_reverse_kl(ReverseKlBody(WeightsRef(reference), 1.0, (datum,)))
+    return run, seq, OpKind.REVERSE_KL, body
+
+
+def a_pass(
+    run: str,
+    seq: int,
+    loss_fn: str = "cross_entropy",
+    *,
+    kind: OpKind = OpKind.FORWARD_BACKWARD,
+    advantage: float = 1.0,
+) -> Asked:
+    """Ask for a pass over three sequences that depend on run and seq alone."""
+    drawn = sequences(seq * 1000 + ord(run[0]), 3, 7 + seq, vocab=32)
+    request = wire_pb2.ForwardBackwardRequest.FromString(
+        pass_body(run, seq, drawn, loss_fn=loss_fn, forward_only=kind is OpKind.FORWARD)
+    )
+    for datum in request.data:
+        length = len(datum.loss_fn_inputs["weights"].dense) // 4
+        if loss_fn != "cross_entropy":
+            del datum.loss_fn_inputs["weights"]
+            for name, value in policy_inputs(loss_fn, advantage).items():
+                tensor = datum.loss_fn_inputs[name]
+                tensor.dtype = wire_pb2.DTYPE_FLOAT32
+                tensor.dense = np.full(length, value, "<f4").tobytes()
+    return run, seq, kind, request.SerializeToString(deterministic=True)
+
+
+def policy_inputs(loss_fn: str, advantage: float) -> dict[str, float]:
+    """Name what a policy loss reads of every token."""
+    mask = {"sequence_ratio_mask": 1.0} if loss_fn == "gspo" else {}
+    return {"logprobs": -3.0, "advantages": advantage, **mask}
