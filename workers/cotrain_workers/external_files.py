@@ -63,7 +63,7 @@ def write_external(
         failpoint("external.before_rename")
         unfinished.rename(folder)
         failpoint("external.renamed")
-        sync_folder(root)
+    sync_folder(root)  # also for a process that died before it could do this
     return sum(file.stat().st_size for file in folder.glob(f"*{SUFFIX}"))
 
 

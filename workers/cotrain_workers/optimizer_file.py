@@ -65,8 +65,9 @@ def write_optimizer(root: Path, optimizer: HostOptimizer, base_model: str) -> Wr
         failpoint("optimizer.before_rename")
         unfinished.rename(path)
         failpoint("optimizer.renamed")
-        sync_folder(path.parent)
-        sync_folder(root)
+    # Found there, it may have been named by a process that died before it could do this.
+    sync_folder(path.parent)
+    sync_folder(root)
     os.utime(path)
     return WrittenOptimizer(digest, path.stat().st_size)
 

@@ -87,8 +87,9 @@ def write_folder(
         failpoint("weights.before_rename")
         _put_in_place(unfinished, path, layout)
         failpoint("weights.renamed")
-        _sync(path.parent)
-        _sync(root)
+    # Found there, it may have been named by a process that died before it could do this.
+    _sync(path.parent)
+    _sync(root)
     return WrittenFolder(name, path, sum(file.stat().st_size for file in path.iterdir()))
 
 

@@ -58,6 +58,7 @@ def write_snapshot(
     temporary.rename(path)
     failpoint("snapshot.renamed", run)
     sync_folder(path.parent)
+    sync_folder(folder)  # the name of the run's own folder
     return Snapshot(name, hashlib.sha256(content).hexdigest(), len(content))
 
 
