@@ -1,0 +1,224 @@
+"""A disk that loses power: what was synced is there afterwards, and nothing else need be.
+
+Processes that start with `Disk.environment` write below `Disk.root` through a preloaded shim
+(`shims/power.c`), which keeps a journal of what they synced. `cut` turns a folder there into what a power
+cut may leave of it. Without a `draw` that is the worst: bytes and names that nobody synced are gone, and
+what was replaced or removed is back. With one, each of them may have made it.
+
+A name is durable when its folder was synced. Redis 6.2 never does that; it counts on what ext4, XFS and
+Btrfs give, that syncing a new file makes its name durable (`NAMES_FOLLOW`). We do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import stat
+import subprocess
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator, Mapping
+
+SOURCE = Path(__file__).parent / "shims" / "power.c"
+#: Folders whose files' names are durable with their bytes.
+NAMES_FOLLOW = ("redis",)
+#: All a server keeps. The folders themselves are there for good; tests keep their own files beside them.
+KEPT = ("redis", "spool", "snapshots", "weights", "optimizers", "external")
+
+_C = ctypes.CDLL(None, use_errno=True)
+_AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _STATX_INO_AND_BTIME = -100, 0x100, 0x900
+
+
+class Entry(NamedTuple):
+    """What a name stands for."""
+
+    identity: str
+    kind: str  # "d" or "f"
+
+
+@dataclass
+class Synced:
+    """What is durable, by identity: bytes of files, names in folders."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    names: dict[str, dict[str, Entry]] = field(default_factory=dict)
+
+    def note(self, line: str) -> None:
+        """Take in one line of the journal."""
+        kind, identity, *rest = line.split("\t")
+        if kind == "D":
+            it = iter(rest[1:])
+            self.names[identity] = {
+                name: Entry(*entry) for name, *entry in zip(it, it, it, strict=True)
+            }
+            return
+        size, path = int(rest[0]), Path(rest[1])
+        self.sizes[identity] = size
+        if path.parent.name in NAMES_FOLLOW:
+            folder = self.names.setdefault(identity_of(path.parent), {})
+            folder[path.name] = Entry(identity, "f")
+
+
+def compile_shim(target: Path) -> str | None:
+    """Compile the shim to `target`; return why that cannot be done here, or None."""
+    compiler = shutil.which("cc")
+    if not compiler:
+        return "there is no C compiler (cc)"
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O2",
+        "-Wall",
+        "-Werror",
+        "-o",
+        str(target),
+        str(SOURCE),
+    ]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"the shim cannot be compiled: {made.stderr}" if made.returncode else None
+
+
+class Disk:
+    """The disk below `root`, seen through the shim."""
+
+    def __init__(self, root: Path, library: Path) -> None:
+        self.root = root.resolve()
+        self._shim = self.root / ".shim"
+        (self._shim / "inodes").mkdir(parents=True)
+        (self._shim / "journal").touch()
+        self.environment: Mapping[str, str] = {
+            "LD_PRELOAD": str(library), "POWER_SHIM": str(self._shim),
+        }  # fmt: skip
+
+    def be_slow(self, delay_ms: int) -> None:
+        """Let every sync take so long from now on."""
+        (self._shim / "delay_ms").write_text(str(delay_ms))
+
+    def syncs(self) -> list[str]:
+        """List what was synced so far, `F<path>` or `D<path>` each."""
+        lines = [line.split("\t") for line in self._journal()]
+        return [line[0] + line[3 if line[0] == "F" else 2] for line in lines]
+
+    def cut(self, folder: Path, draw: random.Random | None = None) -> None:
+        """Leave of `folder` what a power cut may leave. Nothing may be running there."""
+        after = folder / ".after"
+        self.leave(folder, after, draw)
+        for part in after.iterdir():
+            shutil.rmtree(folder / part.name)
+            part.rename(folder / part.name)
+            self._settle(folder / part.name)
+        after.rmdir()
+
+    def leave(
+        self, folder: Path, target: Path, draw: random.Random | None = None, unsynced: str = ""
+    ) -> None:
+        """Write to `target` what a power cut may leave of `folder`.
+
+        As if nobody had synced what matches the pattern `unsynced`, in the words of `syncs`.
+        """
+        target.mkdir()
+        synced = Synced()
+        for line in self._journal():
+            kind, *rest = line.split("\t")
+            if not fnmatchcase(kind + rest[2 if kind == "F" else 1], unsynced):
+                synced.note(line)
+        left = _Left(synced, self._shim / "inodes", _live(folder), draw)
+        for part in KEPT:
+            if (folder / part).is_dir():
+                left.write_folder(identity_of(folder / part), target / part)
+
+    def _journal(self) -> list[str]:
+        return (self._shim / "journal").read_text().splitlines()
+
+    def _settle(self, folder: Path) -> None:
+        """Note all of a folder as durable: it came through a power cut."""
+        names = []
+        for path in folder.iterdir():
+            identity = identity_of(path)
+            if path.is_dir():
+                self._settle(path)
+            else:
+                os.link(path, self._shim / "inodes" / identity)
+                self._note("F", identity, str(path.stat().st_size), str(path))
+            names += [path.name, identity, "d" if path.is_dir() else "f"]
+        self._note("D", identity_of(folder), str(folder), *names)
+
+    def _note(self, *words: str) -> None:
+        with (self._shim / "journal").open("a") as journal:
+            journal.write("\t".join(words) + "\n")
+
+
+@dataclass(frozen=True)
+class _Left:
+    """One power cut: what is durable, what there is, and what of the rest makes it."""
+
+    synced: Synced
+    inodes: Path
+    live: Mapping[str, Path]
+    draw: random.Random | None
+
+    def write_folder(self, identity: str, target: Path) -> None:
+        target.mkdir()
+        durable, present = self.synced.names.get(identity, {}), self._present(identity)
+        for name in sorted(durable.keys() | present.keys()):
+            has_made_it = self.draw is not None and self.draw.random() < 0.5
+            entry = present.get(name) if has_made_it else durable.get(name)
+            if entry and entry.kind == "d":
+                self.write_folder(entry.identity, target / name)
+            elif entry:
+                self._write_file(entry.identity, target / name)
+
+    def _write_file(self, identity: str, target: Path) -> None:
+        content = self.live.get(identity, self.inodes / identity).read_bytes()
+        size = min(self.synced.sizes.get(identity, 0), len(content))
+        if self.draw is not None:
+            size = self.draw.randint(size, len(content))
+        target.write_bytes(content[:size])
+
+    def _present(self, identity: str) -> dict[str, Entry]:
+        folder = self.live.get(identity)
+        return {path.name: entry for path, entry in _entries(folder)} if folder else {}
+
+
+def identity_of(path: Path) -> str:
+    """Name a file or folder as the shim does: its inode and when that was born."""
+    it = ctypes.create_string_buffer(256)  # struct statx
+    flags, mask = _AT_SYMLINK_NOFOLLOW, _STATX_INO_AND_BTIME
+    if _C.statx(_AT_FDCWD, os.fsencode(path), flags, mask, it):
+        raise OSError(ctypes.get_errno(), f"statx of {path}")
+    inode = int.from_bytes(it.raw[32:40], "little")
+    born_s, born_ns = (
+        int.from_bytes(it.raw[at : at + n], "little") for at, n in ((80, 8), (88, 4))
+    )
+    return f"{inode}.{born_s}.{born_ns}"
+
+
+def _live(folder: Path) -> dict[str, Path]:
+    parts = [folder / part for part in KEPT if (folder / part).is_dir()]
+    found = {identity_of(part): part for part in parts}
+    for part in parts:
+        found.update({entry.identity: path for path, entry in _below(part)})
+    return found
+
+
+def _below(folder: Path) -> Iterator[tuple[Path, Entry]]:
+    for path, entry in _entries(folder):
+        yield path, entry
+        if entry.kind == "d":
+            yield from _below(path)
+
+
+def _entries(folder: Path) -> Iterator[tuple[Path, Entry]]:
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+                yield path, Entry(identity_of(path), "d" if stat.S_ISDIR(mode) else "f")

@@ -1,0 +1,86 @@
+"""Write one of everything that a server keeps as files, and tell what is durable by now.
+
+`python -m tests.faults.power_writers FOLDER` prints `{path: SHA-256}` of the files. What fails, at a
+failpoint for one, is written once more, as it is after the death of whoever wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyrage
+import torch
+
+from cotrain_store.messages import WeightsRef
+from cotrain_store.spool import Spool
+from cotrain_workers.bank import AdapterState
+from cotrain_workers.checkpoint_files import CheckpointFiles, Saved
+from cotrain_workers.ops import HostOptimizer
+from cotrain_workers.sample_ops import HostWeights
+from cotrain_workers.snapshots import write_snapshot
+from cotrain_workers.spec import AdapterSpec, Target, plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SPEC = AdapterSpec(rank=2, seed=3, train_mlp=False)
+LAYOUT = plan_layout(SPEC, [Target("model.layers.0.self_attn.q_proj", "attn", 16, 16)])
+ARENA = torch.ones(LAYOUT.size)
+RECIPIENT = str(pyrage.x25519.Identity.generate().to_public())
+REF = WeightsRef("s:train:0:4")
+
+
+def write_body(spool: Spool, size: int) -> None:
+    spool.put(bytes(size)).result()
+
+
+def write_recovery_copy(folder: Path, seq: int) -> None:
+    weights, grads, m, v = (ARENA * seq for _ in range(4))
+    state = AdapterState(SPEC, weights, grads, m, v, step=seq, grads_pending=False)
+    write_snapshot(folder, "s:train:0", seq, 1, "numerics", state)
+
+
+def write_save(files: CheckpointFiles) -> None:
+    optimizer = HostOptimizer(SPEC, ARENA, ARENA.clone(), step=4)
+    files.write(REF, Saved(HostWeights(SPEC, ARENA), optimizer, (RECIPIENT,)), LAYOUT)
+
+
+def until_written(write: Callable[[], None]) -> None:
+    """Try again what failed, as the server does for as long as it takes."""
+    for _ in range(4):
+        with contextlib.suppress(OSError):
+            return write()
+    return write()
+
+
+def main(folder: Path) -> None:
+    spool = Spool(folder / "spool", "w", segment_bytes=100)  # a segment each
+    files = CheckpointFiles.below(folder, "tiny")
+    for write in (
+        *(partial(write_body, spool, size) for size in (200, 300)),
+        *(partial(write_recovery_copy, folder / "snapshots", seq) for seq in (3, 6)),
+        partial(write_save, files),
+    ):
+        until_written(write)
+    spool.close()
+    print(json.dumps(digests(folder)))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Give the SHA-256 of all files but unfinished ones, by path below a folder."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

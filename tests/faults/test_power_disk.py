@@ -1,0 +1,180 @@
+"""What our writers say is durable is there after a power cut, and each sync they do is needed for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.power_disk import Disk, compile_shim
+from tests.faults.power_writers import digests
+from tests.support.processes import ROOT, SOURCES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.faults
+
+#: What a writer syncs, in the words of `Disk.syncs`, and what each is there for.
+SYNCS = {
+    "the bytes of bodies": "F*/spool/*",
+    "the names of segments": "D*/spool",
+    "the bytes of recovery copies": "F*/snapshots/*",
+    "the names of recovery copies": "D*/snapshots/*",
+    "the folders of runs": "D*/snapshots",
+    "the tensors of adapters": "F*/weights/*.safetensors",
+    "the configurations of adapters": "F*/weights/*.json",
+    "the names in an adapter's folder": "D*/weights/??/.*",
+    "the names of adapters": "D*/weights/??",
+    "the folders of adapters": "D*/weights",
+    "the bytes of optimizer states": "F*/optimizers/*",
+    "the names of optimizer states": "D*/optimizers/??",
+    "the folders of optimizer states": "D*/optimizers",
+    "the bytes of exports": "F*/external/*.age",
+    "who owns exports": "F*/external/*.json",
+    "the names in exports": "D*/external/.*",
+    "the names of exports": "D*/external",
+}
+#: A predecessor died when files had their names, and nobody had synced those.
+JUST_RENAMED = ("snapshot", "weights", "optimizer", "external")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shim") / "power.so"
+    if reason := compile_shim(path):
+        pytest.skip(reason)
+    return path
+
+
+@pytest.fixture
+def disk(library: Path, tmp_path: Path) -> Disk:
+    return Disk(tmp_path, library)
+
+
+def run(disk: Disk, program: str, *arguments: object, **environment: str) -> str:
+    """Run a program on the disk; return what it prints."""
+    paths = os.pathsep.join([*SOURCES, str(ROOT)])
+    ran = subprocess.run(
+        [sys.executable, *program.split(), *map(str, arguments)], check=True, text=True,
+        stdout=subprocess.PIPE, env={**os.environ, **disk.environment, **environment, "PYTHONPATH": paths},
+    )  # fmt: skip
+    return ran.stdout
+
+
+def python(disk: Disk, folder: Path, program: str) -> None:
+    """Run lines of Python in `folder`."""
+    (folder / "redis").mkdir(parents=True, exist_ok=True)
+    (folder / "spool").mkdir(exist_ok=True)
+    script = folder / "program.py"
+    synced = "def sync(name): os.fsync(os.open(name, os.O_RDONLY))\n"
+    script.write_text(f"import os\nos.chdir({str(folder)!r})\n{synced}{program}")
+    run(disk, str(script))
+
+
+def test_what_nobody_synced_is_gone_after_a_power_cut(disk: Disk) -> None:
+    folder = disk.root / "d"
+    python(disk, folder, """
+for name in ("named", "unnamed"):
+    file = open(f"spool/{name}", "ab", buffering=0)
+    file.write(b"synced")
+    os.fsync(file)
+    file.write(b" and not")
+    if name == "named": sync("spool")
+""")  # fmt: skip
+    disk.cut(folder)
+    assert [path.name for path in (folder / "spool").iterdir()] == ["named"]
+    assert (folder / "spool" / "named").read_bytes() == b"synced"
+
+
+def test_what_was_replaced_or_removed_is_back_until_that_is_synced(disk: Disk) -> None:
+    folder = disk.root / "d"
+    python(disk, folder, """
+for name in ("replaced", "removed"):
+    open(f"spool/{name}", "w").write("old")
+    sync(f"spool/{name}")
+sync("spool")
+open("spool/new", "w").write("new")
+sync("spool/new")
+os.rename("spool/new", "spool/replaced")
+os.unlink("spool/removed")
+""")  # fmt: skip
+    disk.cut(folder)
+    assert {path.name: path.read_text() for path in (folder / "spool").iterdir()} == {
+        "replaced": "old", "removed": "old",
+    }  # fmt: skip
+
+
+def test_what_came_through_one_power_cut_comes_through_the_next(disk: Disk) -> None:
+    folder = disk.root / "d"
+    python(disk, folder, """
+os.mkdir("spool/deep")
+open("spool/deep/file", "w").write("old")
+for name in ("spool/deep/file", "spool/deep", "spool"): sync(name)
+""")  # fmt: skip
+    for _ in range(3):
+        disk.cut(folder)
+    assert (folder / "spool" / "deep" / "file").read_text() == "old"
+
+
+def test_any_part_of_what_nobody_synced_may_make_it(disk: Disk) -> None:
+    folder = disk.root / "d"
+    python(disk, folder, """
+file = open("spool/file", "ab", buffering=0)
+sync("spool")
+file.write(b"0123456789")
+open("spool/other", "w")
+""")  # fmt: skip
+    left = set()
+    for seed in range(40):
+        target = disk.root / f"left{seed}"
+        disk.leave(folder, target, random.Random(seed))
+        left |= {path.name for path in (target / "spool").iterdir()}
+        left.add(str((target / "spool" / "file").stat().st_size))
+    assert left >= {"other", "0", "5", "10"}
+
+
+@pytest.fixture(scope="module")
+def written(library: Path) -> Iterator[tuple[Disk, Path, dict[str, str]]]:
+    """A disk on which everything was written, and what of it is durable."""
+    with TemporaryDirectory(prefix="cotrain-") as name:
+        disk = Disk(Path(name), library)
+        (disk.root / "d").mkdir()
+        promised = run(disk, "-m tests.faults.power_writers", disk.root / "d")
+        yield disk, disk.root / "d", json.loads(promised)
+
+
+def test_all_our_writers_call_durable_comes_through_a_power_cut(
+    written: tuple[Disk, Path, dict[str, str]], tmp_path: Path
+) -> None:
+    disk, folder, promised = written
+    disk.leave(folder, tmp_path / "left")
+    assert digests(tmp_path / "left") == promised
+    assert len(promised) == 10
+
+
+@pytest.mark.parametrize("what", SYNCS)
+def test_a_power_cut_shows_that_a_sync_was_left_out(
+    what: str, written: tuple[Disk, Path, dict[str, str]], tmp_path: Path
+) -> None:
+    disk, folder, promised = written
+    disk.leave(folder, tmp_path / "left", unsynced=SYNCS[what])
+    assert digests(tmp_path / "left") != promised
+
+
+def test_what_a_dead_writer_renamed_is_durable_once_it_is_found_there(
+    disk: Disk, tmp_path: Path
+) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    faults = ",".join(f"{name}.renamed=error" for name in JUST_RENAMED)
+    promised = run(disk, "-m tests.faults.power_writers", folder, COTRAIN_FAILPOINTS=faults)
+    disk.cut(folder)
+    assert digests(folder) == json.loads(promised)
