@@ -5,31 +5,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cotrain_store.messages import OpKind
-from cotrain_workers.ops import Failure
+from cotrain_workers.fingerprints import fingerprint_of
+from cotrain_workers.ops import Failure, SaveOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from cotrain_store.messages import QueuedOp, Result, RunId, Step
+    from cotrain_store.messages import QueuedOp, RunId, Step
     from cotrain_workers.ops import CycleOutput, Output
 
 
 def cycle_record(
     step: Step,
-    results: Mapping[tuple[RunId, int], Result],
+    outputs: Mapping[tuple[str, int], Output],
     cost: CycleOutput | None,
     started: float,
     finished: float,
 ) -> dict[str, Any]:
-    """Sum a cycle up for its history: who was in it, how much, how long each wave took."""
+    """Sum a cycle up for its history: who was in it, how much, how long each wave took.
+
+    A digest stands for what came of each op, whichever cycle it ran in: `cotrain replay` shows it, too.
+    Saves have none: their weights are stored under the digest of all their content.
+    """
     runs: dict[RunId, dict[str, Any]] = {}
     for op in step.ops:
         row = runs.setdefault(op.run, {"run": op.run, "tenant": step.tenant_by_run[op.run],
-                                       "tokens": 0, "ops": {}, "failed": 0})  # fmt: skip
+                                       "tokens": 0, "ops": {}, "failed": 0, "digests": {}})  # fmt: skip
         row["tokens"] += op.tokens
         row["ops"][op.kind.value] = row["ops"].get(op.kind.value, 0) + 1
-        row["failed"] += results[op.run, op.seq].kind.name == "FAILURE"
+        output = outputs[op.run, op.seq]
+        row["failed"] += isinstance(output, Failure)
+        if not isinstance(output, SaveOutput):
+            row["digests"][str(op.seq)] = fingerprint_of(output).digest
     return {
         "cycle": step.cycle,
         "worker": step.worker,

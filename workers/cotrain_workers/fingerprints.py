@@ -45,6 +45,16 @@ class Fingerprint:
     numbers: Mapping[str, np.ndarray] = field(default_factory=dict)  # float32 or float64 [n]
     arenas: Mapping[str, ArenaPrint] = field(default_factory=dict)
 
+    @property
+    def digest(self) -> str:
+        """Name what is compared in 16 characters."""
+        hasher = hashlib.sha256(self.said.encode())
+        for name, values in self.numbers.items():
+            hasher.update(f"\0{name}\0".encode() + values.tobytes())
+        for name, arena in self.arenas.items():
+            hasher.update(f"\0{name}\0{arena.sha256}".encode())
+        return hasher.hexdigest()[:16]
+
 
 def fingerprint_of(output: Output) -> Fingerprint:
     """Take what there is to compare of an op's output."""
@@ -65,7 +75,9 @@ def fingerprint_of(output: Output) -> Fingerprint:
             return Fingerprint(f"load of {path}")
         case SaveOutput(weights, optimizer):
             saved = {"weights": _arena(weights.flat), **_moments(optimizer)}
-            return Fingerprint(f"save of {weights.spec}, {_steps(optimizer)}", arenas=saved)
+            return Fingerprint(
+                f"save of rank {weights.spec.rank}, {_steps(optimizer)}", arenas=saved
+            )
         case Failure(message, category):
             return Fingerprint(f"{category} error: {message}", is_accident=category == "server")
 
@@ -80,7 +92,7 @@ def fingerprint_of_state(state: AdapterState) -> Fingerprint:
         "Adam v": state.v,
     }
     return Fingerprint(
-        f"{state.spec}, step {state.step}, {pending}",
+        f"rank {state.spec.rank}, step {state.step}, {pending}",
         arenas={name: _arena(arena) for name, arena in arenas.items()},
     )
 

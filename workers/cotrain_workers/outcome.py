@@ -57,7 +57,7 @@ def outcome_of(
         else result_of(op, outputs[op.run, op.seq], step.cycle)
         for op in step.ops
     }
-    record = cycle_record(step, results, cost, *times)
+    record = cycle_record(step, outputs, cost, *times)
     compute_s = cost.wave_s + cost.optim_s if cost else times[1] - times[0]
     failed = [op for op in step.ops if isinstance(outputs[op.run, op.seq], Failure)]
     return Outcome(

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+
+import numpy as np
 
 from cotrain_store.messages import (
     OpKind,
     QueuedOp,
-    Result,
     RunId,
     Step,
     TenantId,
@@ -13,7 +15,7 @@ from cotrain_store.messages import (
 )
 from cotrain_store.metrics import POOL_COUNTERS
 from cotrain_workers.cycle_record import counted_cycle, cycle_record
-from cotrain_workers.ops import CycleOutput, Failure, Output, StepOutput
+from cotrain_workers.ops import CycleOutput, Failure, Output, PassOutput, StepOutput
 
 A, B = RunId("a"), RunId("b")
 STEP = Step(
@@ -33,23 +35,21 @@ OUTPUTS: dict[tuple[str, int], Output] = {
     (A, 2): StepOutput(0.5),
     (B, 1): StepOutput(0.5),
 }
-RESULTS = {
-    (A, 1): Result.failed("Loss is not finite (seq 1).", "user"),
-    (A, 2): Result.of_json({}),
-    (B, 1): Result.of_json({}),
-}
 COST = CycleOutput(
     OUTPUTS, forwards=2, tokens=42, padded_tokens=64, wave_s=0.5, optim_s=0.25, beside_s=0.125
 )
 
 
 def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
-    record = cycle_record(STEP, RESULTS, COST, started=101.0, finished=101.8)
+    record = cycle_record(STEP, OUTPUTS, COST, started=101.0, finished=101.8)
     assert (record["cycle"], record["worker"], record["planned_at"]) == (4, "w0", 100.0)
     assert (record["tokens"], record["padded_tokens"], record["forwards"]) == (42, 64, 2)
     assert (record["duration_ms"], record["wave_ms"], record["optim_ms"]) == (800.0, 500.0, 250.0)
     assert record["sampling_ms"] == 125.0
     assert record["outcome"] == "ok"
+    assert json.loads(json.dumps(record)) == record
+    digests = [run.pop("digests") for run in record["runs"]]
+    assert [list(of_run) for of_run in digests] == [["1", "2"], ["1"]]
     assert record["runs"] == [
         {
             "run": "a",
@@ -60,18 +60,27 @@ def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
         },
         {"run": "b", "tenant": "u", "tokens": 12, "ops": {"forward_backward": 1}, "failed": 0},
     ]
-    assert json.loads(json.dumps(record)) == record
+
+
+def test_equal_outputs_have_equal_digests_and_others_do_not() -> None:
+    def digest(loss: float, cycle: int) -> str:
+        outputs = {**OUTPUTS, (A, 1): PassOutput([np.zeros(2, np.float32)], loss)}
+        record = cycle_record(replace(STEP, cycle=cycle), outputs, COST, 0.0, 1.0)
+        of_op: str = record["runs"][0]["digests"]["1"]
+        return of_op
+
+    assert digest(1.0, cycle=4) == digest(1.0, cycle=5) != digest(1.5, cycle=4)
 
 
 def test_a_cycle_that_broke_has_no_cost_and_says_so() -> None:
-    record = cycle_record(STEP, RESULTS, None, started=101.0, finished=101.8)
+    record = cycle_record(STEP, OUTPUTS, None, started=101.0, finished=101.8)
     assert (record["outcome"], record["wave_ms"], record["forwards"]) == ("isolated", None, None)
     counted = counted_cycle(STEP, OUTPUTS, None, record)
     assert (counted["forwards"], counted["padding_tokens"], counted["tokens"]) == (0, 0, 42)
 
 
 def test_what_is_counted_is_shown() -> None:
-    record = cycle_record(STEP, RESULTS, COST, started=101.0, finished=101.8)
+    record = cycle_record(STEP, OUTPUTS, COST, started=101.0, finished=101.8)
     counted = counted_cycle(STEP, OUTPUTS, COST, record)
     assert counted == {
         "cycles": 1,
