@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_scheduler import beat, planner
+from cotrain_scheduler import beat, fleet, planner
 from cotrain_scheduler.settings import ClockMode
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.errors import PlanOutdated
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cotrain_scheduler.settings import SchedulerSettings
-    from cotrain_store.dispatch import Dispatch, WorkerBeat
+    from cotrain_store.dispatch import Dispatch, Place, WorkerBeat
     from cotrain_store.messages import PoolId, RunQueue, WorkerId
 
 log = structlog.get_logger()
@@ -55,6 +55,7 @@ class Clock:
         self._dispatch = dispatch
         self._settings = settings
         self._clocks: defaultdict[tuple[PoolId, WorkerId], _WorkerClock] = defaultdict(_WorkerClock)
+        self._empty_since: defaultdict[PoolId, fleet.Absences] = defaultdict(dict)
         self._woken = asyncio.Event()
         self._has_free_worker = True
         self._stopping = False
@@ -115,7 +116,9 @@ class Clock:
         return beat.beat_number(now, self._settings.clock_period_s)
 
     async def _tick_pool(self, pool: PoolId, now: float) -> float:
-        beats = await self._dispatch.beats(pool)
+        places = await self._dispatch.places(pool)
+        await self._reassign(pool, places, now)
+        beats = [place.beat for place in places if place.beat]
         free = [worker for worker in beats if await self._is_free(pool, worker, now)]
         if not free:
             return now + SWEEP_S
@@ -136,6 +139,16 @@ class Clock:
             elif not await self._plan(pool, worker, mine, now):
                 again = min(again, now + _REPLAN_S)
         return again
+
+    async def _reassign(self, pool: PoolId, places: Sequence[Place], now: float) -> None:
+        """Give what workers had that are dead for long to living ones."""
+        self._empty_since[pool] = fleet.absences(places, self._empty_since[pool], now)
+        after_s = self._settings.reassign_after_s
+        for place, heir in fleet.inheritances(places, self._empty_since[pool], now, after_s):
+            failpoint("reassign.before", place.worker)
+            if await self._dispatch.reassign(pool, place, heir):
+                failpoint("reassign.after", place.worker)
+                log.warning("worker_reassigned", pool=pool, worker=place.worker, heir=heir)
 
     async def _is_free(self, pool: PoolId, worker: WorkerBeat, now: float) -> bool:
         if await self._dispatch.open_steps(pool, worker.id):

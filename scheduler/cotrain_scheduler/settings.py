@@ -28,5 +28,7 @@ class SchedulerSettings(StoreSettings):
     """How long an eager cycle waits for the runs of the last one to come back, at least."""
     quantum_tokens: int = Field(default=2048, ge=1)
     """Tokens a tenant may take per turn of the fair share."""
+    reassign_after_s: float = Field(default=30.0, gt=0)
+    """A worker that is gone for this long loses its work to another one of its pool."""
     gap_limit_s: float = Field(default=900.0, gt=0)
     """After this long behind a missing seq_id, waiting requests fail instead of waiting on."""

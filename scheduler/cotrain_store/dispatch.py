@@ -26,6 +26,7 @@ from cotrain_store.messages import (
     decode,
     encode,
 )
+from cotrain_store.sample_ends import CANCELLED, lives
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -57,6 +58,17 @@ class WorkerBeat:
     """Claimed, and not yet in the decoder's batch."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where one worker of a pool is, or should be. Its process may be another one tomorrow."""
+
+    worker: WorkerId
+    epoch: int
+    """Of the process that came last."""
+    beat: WorkerBeat | None
+    """None while nobody is there."""
+
+
 class Dispatch:
     """One scheduler's access to every pool, under its lease."""
 
@@ -67,6 +79,7 @@ class Dispatch:
         self._ready = async_script(connection, "ready")
         self._plan = async_script(connection, "plan")
         self._lease = async_script(connection, "lease")
+        self._reassign = async_script(connection, "sample_finish", "sample_put_back", "reassign")
         self._expire_gap = async_script(connection, "reject", "expire_gap")
 
     @property
@@ -92,13 +105,42 @@ class Dispatch:
         """List the pools there are."""
         return sorted(PoolId(name.decode()) for name in await self._redis.hkeys(keys.pools()))
 
-    async def beats(self, pool: PoolId) -> list[WorkerBeat]:
-        """List the workers of a pool that are alive."""
-        ids = sorted(
-            WorkerId(name.decode()) for name in await self._redis.smembers(keys.workers(pool))
-        )
-        rows = await self._redis.mget([keys.worker(pool, name) for name in ids]) if ids else []
-        return [decode(WorkerBeat, json.loads(row)) for row in rows if row]
+    async def places(self, pool: PoolId) -> list[Place]:
+        """List the places of a pool's workers, also those where nobody has been for a while."""
+        ids = sorted(WorkerId(n.decode()) for n in await self._redis.smembers(keys.workers(pool)))
+        pipeline = self._redis.pipeline(transaction=False)
+        for worker in ids:
+            pipeline.get(keys.worker_epoch(pool, worker))
+            pipeline.get(keys.worker(pool, worker))
+        rows = await pipeline.execute()
+        return [
+            Place(worker, int(epoch or 0), decode(WorkerBeat, json.loads(beat)) if beat else None)
+            for worker, epoch, beat in zip(ids, rows[::2], rows[1::2], strict=True)
+        ]
+
+    async def reassign(self, pool: PoolId, place: Place, heir: WorkerId) -> bool:
+        """Give what a dead worker had to another one; its runs but those at work can go anywhere.
+
+        Should its last process still live, it can write nothing any more. False if somebody is there
+        again, or the heir is gone: nothing was written.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        script_keys = [
+            keys.scheduler_epoch(), keys.workers(pool), keys.worker_epoch(pool, place.worker),
+            keys.worker(pool, place.worker), keys.worker(pool, heir), keys.spool_segment_refs(),
+            keys.notify_results(), keys.counters(pool),
+        ]  # fmt: skip
+        args = [
+            self._epoch, keys.prefix(pool), place.worker, place.epoch, heir, keys.ANY_LANE,
+            CANCELLED.pack(), keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload),
+            *lives(time.time()),
+        ]  # fmt: skip
+        answer = await self._reassign(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"OK")
 
     async def open_steps(self, pool: PoolId, worker: WorkerId) -> int:
         """Count a worker's steps that are planned and not yet committed."""

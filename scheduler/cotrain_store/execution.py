@@ -79,7 +79,7 @@ class Execution:
         self.epoch = 0
         self._numerics_id = ""
         self._base_model = ""
-        self._left_open: frozenset[int] = frozenset()
+        self._left_open: set[int] = set()
         self._wakes: Any = None  # redis-py leaves its PubSub untyped
 
     def enter(self, record: PoolRecord) -> int:
@@ -89,7 +89,7 @@ class Execution:
         self.epoch = int(self._redis.incr(keys.worker_epoch(self.pool, self.worker)))
         self._redis.sadd(keys.workers(self.pool), self.worker)
         self._redis.hset(keys.pools(), self.pool, encode(record))
-        self._left_open = frozenset(step.cycle for step in self.open_steps())
+        self._left_open = {step.cycle for step in self.open_steps()}
         return self.epoch
 
     def beat(self, beat: WorkerBeat) -> None:
@@ -108,32 +108,38 @@ class Execution:
         self._redis.delete(keys.worker(self.pool, self.worker))
 
     def open_steps(self) -> list[Step]:
-        """Read the planned and not yet committed steps, oldest first."""
+        """Read the planned and not yet committed steps, oldest first; those of a dead worker, too,
+        whose heir this one is.
+        """
         rows = self._redis.hvals(keys.open_steps(self.pool, self.worker))
-        return sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
+        steps = sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
+        self._left_open |= {step.cycle for step in steps if step.worker != self.worker}
+        return [replace(step, worker=self.worker) for step in steps]
 
     def starts(self, step: Step) -> int:
-        """Count this start of a step that died with a predecessor, or with another worker whose work is
-        now this one's; 0 for one planned since then.
+        """Count this start of a step that a predecessor left open; 0 for one planned since then.
 
         A request that kills its process would otherwise kill every successor.
         """
-        if step.cycle not in self._left_open and step.worker == self.worker:
+        if step.cycle not in self._left_open:
             return 0
-        return int(self._redis.hincrby(keys.starts(self.pool, self.worker), str(step.cycle), 1))
+        return int(self._redis.hincrby(keys.starts(self.pool), str(step.cycle), 1))
 
     def deaths(self) -> dict[str, int]:
-        """Tell over which parts of a step, running apart, processes died, and how often."""
-        rows = self._redis.hgetall(keys.deaths(self.pool, self.worker))
+        """Tell over which parts of steps processes died, and how often."""
+        rows = self._redis.hgetall(keys.deaths(self.pool))
         return {part.decode(): int(count) for part, count in rows.items()}
 
     def risk(self, part: str) -> None:
-        """Count a death in advance: `survived` takes it back, if there is anybody left to call it."""
-        self._redis.hincrby(keys.deaths(self.pool, self.worker), part, 1)
+        """Count a death in advance: `survived` takes it back, if there is anybody left to call it.
+
+        A part of a step is named by the request that it begins with, and anything behind.
+        """
+        self._redis.hincrby(keys.deaths(self.pool), part, 1)
 
     def survived(self, part: str) -> None:
         """Take back what `risk` noted."""
-        self._redis.hdel(keys.deaths(self.pool, self.worker), part)
+        self._redis.hdel(keys.deaths(self.pool), part)
 
     def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
         """Read the bodies of ops; None where one is gone or does not match its digest."""
@@ -179,7 +185,7 @@ class Execution:
             keys.worker_epoch(self.pool, self.worker), keys.open_steps(self.pool, self.worker),
             keys.cycles(self.pool), keys.spool_segment_refs(), keys.notify_results(),
             keys.notify_scheduler(), keys.counters(self.pool),
-            keys.starts(self.pool, self.worker), keys.deaths(self.pool, self.worker),
+            keys.starts(self.pool), keys.deaths(self.pool),
         ]  # fmt: skip
         args: list[str | int | bytes] = [
             self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,

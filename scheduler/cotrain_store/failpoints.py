@@ -37,6 +37,8 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
         "spool.after_sync": "Records are durable, and nobody knows where they are.",
         "scheduler.before_plan": "A cycle is chosen and not written.",
         "scheduler.after_plan": "A cycle is written, and its scheduler does not know.",
+        "reassign.before": "A worker is dead for long, and what it had is not given away.",
+        "reassign.after": "What a dead worker had is given away, and its scheduler does not know.",
         "worker.entered": "A worker took its place: its predecessor is fenced off.",
         "worker.replayed": "A run was brought back from its log.",
         "worker.before_run": "A step was read and not begun.",

@@ -208,14 +208,17 @@ def open_steps(pool: PoolId, worker: WorkerId) -> str:
     return f"{prefix(pool)}open:{worker}"
 
 
-def starts(pool: PoolId, worker: WorkerId) -> str:
+def starts(pool: PoolId) -> str:
     """Name the hash cycle → how many processes died over it; a field goes with its step."""
-    return f"{prefix(pool)}starts:{worker}"
+    return f"{prefix(pool)}starts"
 
 
-def deaths(pool: PoolId, worker: WorkerId) -> str:
-    """Name the hash request → how many processes died over it alone; goes with its step."""
-    return f"{prefix(pool)}deaths:{worker}"
+def deaths(pool: PoolId) -> str:
+    """Name the hash part of a step → how many processes died over it; a field goes with its step.
+
+    A part is named by the request that it begins with, and anything behind.
+    """
+    return f"{prefix(pool)}deaths"
 
 
 def drops(pool: PoolId, worker: WorkerId) -> str:
@@ -244,7 +247,10 @@ def worker(pool: PoolId, worker_id: WorkerId) -> str:
 
 
 def workers(pool: PoolId) -> str:
-    """Name the set of worker ids that ever served this pool."""
+    """Name the set of worker ids that serve this pool; one that is gone for long is struck off.
+
+    A run whose worker is none of these has none.
+    """
     return f"{prefix(pool)}workers"
 
 

@@ -51,6 +51,10 @@ POOL_COUNTERS = {
         "Prompt tokens of sample requests that were there already.",
     ),
     "replayed_ops": ("cotrain_replay_ops_total", "Ops run again after a restart."),
+    "reassignments": (
+        "cotrain_reassignments_total",
+        "Dead workers whose work was given to another one.",
+    ),
     "rollbacks": (
         "cotrain_rollbacks_total",
         "Runs that lost their newest state and went on from a checkpoint.",

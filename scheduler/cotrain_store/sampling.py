@@ -89,7 +89,9 @@ class Sampling:
         self._epoch_key = keys.worker_epoch(pool, worker)
         self._claim_token = secrets.token_hex(8)
         self._claim = sync_script(connection, "sample_claim")
-        self._requeue = sync_script(connection, "sample_finish", "sample_requeue")
+        self._requeue = sync_script(
+            connection, "sample_finish", "sample_put_back", "sample_requeue"
+        )
         self._resolve = sync_script(connection, "usage_add", "sample_finish", "sample_resolve")
         ends = ("checkpoint_index", "run_close", "save_end")
         self._stored = sync_script(connection, "usage_add", *ends, "weights_stored")
@@ -279,14 +281,10 @@ class Sampling:
         return bool(self._redis.sismember(keys.external_folders(self._pool), folder))
 
     def _put_back(self, *, deaths: int) -> int:
-        pool, me = self._pool, self._worker
-        script_keys = [
-            self._epoch_key, keys.claimed_samples(pool, me), keys.cancelled_samples(pool, me),
-            keys.last_claim(pool, me), keys.spool_segment_refs(), keys.notify_results(),
-        ]  # fmt: skip
+        script_keys = [self._epoch_key, keys.spool_segment_refs(), keys.notify_results()]
         args = [
-            self._epoch, keys.prefix(pool), deaths, CANCELLED.pack(), keys.SMALL_RESULT_TTL_MS,
-            len(CANCELLED.payload), *lives(time.time()),
+            self._epoch, keys.prefix(self._pool), self._worker, deaths, CANCELLED.pack(),
+            keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload), *lives(time.time()),
         ]  # fmt: skip
         count = self._requeue(script_keys, args)
         if count == b"FENCED":

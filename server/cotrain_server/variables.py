@@ -16,7 +16,14 @@ STORE = frozenset(name.upper() for name in StoreSettings.model_fields)
 FAULTS = frozenset({"FAILPOINTS", "FAILPOINTS_LOG"})
 API = frozenset(name.upper() for name in ServerSettings.model_fields)
 #: By name, since no process may import another; a test compares them with the real settings.
-SCHEDULER = STORE | {"CLOCK_MODE", "CLOCK_PERIOD_S", "GATHER_MS", "QUANTUM_TOKENS", "GAP_LIMIT_S"}
+SCHEDULER = STORE | {
+    "CLOCK_MODE",
+    "CLOCK_PERIOD_S",
+    "GATHER_MS",
+    "QUANTUM_TOKENS",
+    "REASSIGN_AFTER_S",
+    "GAP_LIMIT_S",
+}
 WORKER = STORE | {
     "BASE_MODEL",
     "WORKER_ID",

@@ -16,7 +16,6 @@ from cotrain_workers.engine import Engine
 from cotrain_workers.loop import MAX_STARTS
 from cotrain_workers.suspects import MAX_DEATHS
 from tests.support.deaths import Failpoint, Killed, dying_worker, live
-from tests.support.log import WORKER
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.stack import POOL, make_worker, worker
 
@@ -190,7 +189,7 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     assert engine.state(neighbour.id).digest() == digest
     assert deaths <= 1 + MAX_STARTS + MAX_DEATHS
     assert restored_digest(url, tmp_path, engine, guilty.id) == engine.state(guilty.id).digest()
-    assert not redis.exists(keys.starts(POOL, WORKER), keys.deaths(POOL, WORKER))
+    assert not redis.exists(keys.starts(POOL), keys.deaths(POOL))
 
 
 async def test_kills_from_outside_are_not_blamed_on_a_request(

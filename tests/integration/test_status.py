@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from cotrain_store import keys
-from cotrain_store.dispatch import WorkerBeat
-from cotrain_store.messages import TenantId, WorkerId
+from cotrain_store.dispatch import Place, WorkerBeat
+from cotrain_store.messages import TenantId
 from cotrain_store.status import (
     QueueStatus,
     cycle_records,
@@ -68,12 +68,13 @@ async def test_sample_requests_are_counted_by_tenant(samples: Samples) -> None:
 
 async def test_a_worker_that_says_nothing_any_more_is_known_and_not_alive(log: Log) -> None:
     log.execution.beat(WorkerBeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0))
-    assert [beat.id for beat in await log.dispatch.beats(POOL)] == [WORKER]
+    beats = [place.beat for place in await log.dispatch.places(POOL)]
+    assert [beat.id for beat in beats if beat] == [WORKER]
     assert 0 < log.redis.pttl(keys.worker(POOL, WORKER)) <= keys.WORKER_BEAT_TTL_MS
     log.execution.leave()
     status = await pool_status(log.connection, POOL)
     assert (status.workers, status.workers_known) == ((), 1)
-    assert await log.dispatch.beats(POOL) == []
+    assert await log.dispatch.places(POOL) == [Place(WORKER, log.execution.epoch, None)]
 
 
 async def test_a_beat_of_another_version_is_read(log: Log) -> None:
@@ -82,7 +83,9 @@ async def test_a_beat_of_another_version_is_read(log: Log) -> None:
         '{"id":"w0","epoch":1,"state":"serving","device":"cpu","tokens_per_s":1.0,"runs":0,'
         '"memory_bytes":0,"seen_at":0.0,"a_field_of_tomorrow":[]}',
     )
-    assert [beat.id for beat in await log.dispatch.beats(POOL)] == [WorkerId("w0")]
+    [place] = await log.dispatch.places(POOL)
+    assert place.beat is not None
+    assert place.beat.id == WORKER
     assert (await pool_status(log.connection, POOL)).workers[0].epoch == 1
 
 

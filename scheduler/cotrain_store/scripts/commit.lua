@@ -106,7 +106,11 @@ for i = FIRST, #ARGV, 9 do
 end
 redis.call('HDEL', open, cycle)
 redis.call('HDEL', starts, cycle)
-redis.call('DEL', deaths)
+for _, part in ipairs(redis.call('HKEYS', deaths)) do
+  if done[string.match(part, '^([^.]*):%d+')] then
+    redis.call('HDEL', deaths, part)
+  end
+end
 for name, value in pairs(totals) do
   redis.call('HINCRBYFLOAT', counters, name, value)
 end

@@ -14,8 +14,11 @@ end
 for i = FIRST, #ARGV, 3 do
   local run, first, count = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
   local log = redis.call('HMGET', prefix .. 'log:' .. run, 'state', 'next', 'worker')
-  if log[1] ~= 'live' or tonumber(log[2]) ~= first or (log[3] and log[3] ~= worker) then
+  if log[1] ~= 'live' or tonumber(log[2]) ~= first then
     return 'OUTDATED'
+  end
+  if log[3] and log[3] ~= worker and redis.call('SISMEMBER', prefix .. 'workers', log[3]) == 1 then
+    return 'OUTDATED' -- another one has it
   end
   for seq = first, first + count - 1 do
     if redis.call('HEXISTS', prefix .. 'ops:' .. run, seq) == 0 then

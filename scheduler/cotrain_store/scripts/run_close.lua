@@ -32,9 +32,13 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
         resolved[#resolved + 1] = run .. ':' .. seq
       end
     end
-    if row[4] and state == 'closed' then
-      redis.call('SADD', prefix .. 'drops:' .. row[4], run)
-      redis.call('PUBLISH', prefix .. 'notify:' .. row[4], run)
+    local worker = row[4]
+    if worker and redis.call('SISMEMBER', prefix .. 'workers', worker) == 0 then
+      worker = redis.call('SMEMBERS', prefix .. 'workers')[1] -- its own is gone for good
+    end
+    if worker and state == 'closed' then
+      redis.call('SADD', prefix .. 'drops:' .. worker, run)
+      redis.call('PUBLISH', prefix .. 'notify:' .. worker, run)
     end
   end
   return resolved

@@ -13,7 +13,7 @@ import pytest
 from cotrain_scheduler import clock as clock_module
 from cotrain_scheduler.clock import RENEW_S, SWEEP_S, Clock
 from cotrain_scheduler.settings import ClockMode, SchedulerSettings
-from cotrain_store.dispatch import WorkerBeat
+from cotrain_store.dispatch import Place, WorkerBeat
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.messages import (
     OpKind,
@@ -46,6 +46,8 @@ class InMemory:
         self.expired: list[RunId] = []
         self.resigned = False
         self.workers = [WORKER]
+        self.dead: list[WorkerId] = []
+        self.given_away: list[tuple[WorkerId, WorkerId]] = []
         self.calls = 0
         self.wake: asyncio.Queue[bool] = asyncio.Queue()
 
@@ -65,8 +67,14 @@ class InMemory:
     async def pools(self) -> list[PoolId]:
         return [POOL]
 
-    async def beats(self, _: PoolId) -> list[WorkerBeat]:
-        return [WorkerBeat(w, 1, "serving", "cpu", 1e4, 0, 0, NOW) for w in self.workers]
+    async def places(self, _: PoolId) -> list[Place]:
+        beats = [WorkerBeat(w, 1, "serving", "cpu", 1e4, 0, 0, NOW) for w in self.workers]
+        return [Place(beat.id, 1, beat) for beat in beats] + [Place(w, 1, None) for w in self.dead]
+
+    async def reassign(self, _: PoolId, place: Place, heir: WorkerId) -> bool:
+        self.dead.remove(place.worker)
+        self.given_away.append((place.worker, heir))
+        return True
 
     async def open_steps(self, _: PoolId, worker: WorkerId) -> int:
         return sum(step.worker == worker for step in self.open)
@@ -166,6 +174,17 @@ async def test_new_runs_go_to_the_emptiest_worker_and_each_gets_its_own_step(
     runs = [{op.run for op in step.ops} for step in store.steps]
     assert len(runs[0]) == len(runs[1]) == 2
     assert runs[0] | runs[1] == {"a", "b", "c", "d"}
+
+
+async def test_a_worker_that_is_gone_for_long_loses_its_work_once(store: InMemory) -> None:
+    clock = clock_on(store, reassign_after_s=30)
+    store.dead = [WorkerId("w1")]
+    for now in (NOW, NOW + 29.9):
+        await clock._tick(now)
+    assert store.given_away == []
+    await clock._tick(NOW + 30)
+    await clock._tick(NOW + 31)
+    assert store.given_away == [("w1", WORKER)]
 
 
 async def test_a_metronome_plans_on_the_beat_and_only_then(store: InMemory) -> None:

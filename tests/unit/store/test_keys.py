@@ -61,6 +61,10 @@ def test_the_scripts_build_only_keys_that_are_made_here() -> None:
             keys.ready(pool),
             keys.gaps(pool),
             keys.drops(pool, WorkerId(none)),
+            keys.open_steps(pool, WorkerId(none)),
+            keys.last_claim(pool, WorkerId(none)),
+            keys.workers(pool),
+            keys.queue_tenants(pool),
         ],
     )
     of_all = {
