@@ -12,7 +12,7 @@ from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.futures import Pending
 from cotrain_store.messages import OpKind, RunState, request_id
 from cotrain_workers.checkpoint_files import CheckpointFiles
-from cotrain_workers.loop import NO_ROOM
+from cotrain_workers.step_runner import NO_ROOM
 from cotrain_workers.weights_store import LOST
 from tests.support.bodies import sequences
 from tests.support.checkpoints import (
@@ -120,6 +120,9 @@ async def test_a_replay_begins_at_the_last_load_and_needs_no_checkpoint_of_a_liv
         await results(server, run, requests[:-1] + last)
         # Its creation, the load, and what followed but for the forward; not the two steps before.
         assert 1 + STEP <= loop._runs.replayed_ops <= 2 + STEP
+    with worker(url, tmp_path, engine) as loop:
+        assert loop._weights.sweep() == []  # the copy before the last one would be replayed from
+        await results(server, run, await submit(server, run, 1, 1, place=3 * STEP + 6))
     with worker(url, tmp_path, engine) as loop:
         assert loop._weights.sweep() == [checkpoint.weights]
 

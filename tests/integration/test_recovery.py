@@ -15,6 +15,7 @@ from tests.support.program import (
     LORA,
     PROGRAM,
     killed_after,
+    restored_digest,
     results,
     snapshot_files,
     submit,
@@ -93,34 +94,67 @@ async def test_a_drained_worker_leaves_nothing_to_replay(
     url = empty_redis.url
     _, digest = await undisturbed(server, url, tmp_path, engine)
     run = RunId("undisturbed:train:0")
-    assert redis.hlen(keys.ops(POOL, run)) == 0
     engine.drop(run)
     with worker(url, tmp_path, engine) as loop:
         assert loop._keeper.ensure(run) == 0
     assert engine.state(run).digest() == digest
 
 
-async def test_the_older_copy_serves_where_the_log_still_reaches_it(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "another run's"])
+@pytest.mark.parametrize("copies", [1, 2])
+async def test_a_newest_copy_that_cannot_be_read_costs_a_longer_replay_and_nothing_else(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    damage: str,
+    copies: int,
 ) -> None:
+    """From its predecessor, or from the beginning of the run; then there is a good copy again."""
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=8)
     run = await server.create("a", "a", LORA)
+    answers = []
+    for first, last in ((1, 4), (5, 6))[:copies]:
+        with worker(url, tmp_path, engine):
+            answers += await results(server, run, await submit(server, run, first, last))
+    newest, *_ = snapshot_files(redis, run, tmp_path)
+    content = newest.read_bytes()
+    match damage:
+        case "cut":
+            newest.write_bytes(content[:-1])
+        case "flipped":
+            newest.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        case "gone":
+            newest.unlink()
+        case "another run's":
+            name = redis.hget(keys.log(POOL, RunId("undisturbed:train:0")), "snapfile")
+            other = tmp_path / "snapshots" / name.decode()
+            newest.write_bytes(other.read_bytes())
     with worker(url, tmp_path, engine):
-        answers = await results(server, run, await submit(server, run, 1, 4))
-    with worker(url, tmp_path, engine):
-        answers += await results(server, run, await submit(server, run, 5, 6))
-        log = {
-            name: redis.hgetall(name)
-            for name in (keys.ops(POOL, run.id), keys.bodies(POOL, run.id))
-        }
-    for name, fields in log.items():
-        redis.hset(name, mapping=fields)  # as if the newer copy had not cut the log
-    newest, _ = snapshot_files(redis, run, tmp_path)
-    newest.write_bytes(newest.read_bytes()[:100])
-    with worker(url, tmp_path, engine):
-        answers += await results(server, run, await submit(server, run, 7, 8))
+        answers += await results(server, run, await submit(server, run, len(answers) + 1, 8))
     assert answers == expected
+    assert engine.state(run.id).digest() == digest
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
+
+
+async def test_a_good_copy_takes_the_place_of_one_that_cannot_be_read(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    """At once, before the run does anything else: its predecessor is the last there is."""
+    url = empty_redis.url
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine):
+        await results(server, run, await submit(server, run, 1, 4))
+    digest = engine.state(run.id).digest()
+    (torn,) = snapshot_files(redis, run, tmp_path)
+    torn.write_bytes(b"torn")
+    engine.drop(run.id)
+    with worker(url, tmp_path, engine) as loop:
+        assert loop._keeper.ensure(run.id) > 0
+    with worker(url, tmp_path, engine) as loop:
+        assert loop._keeper.ensure(run.id) == 0
     assert engine.state(run.id).digest() == digest
 
 

@@ -61,39 +61,19 @@ async def assert_stopped_alone(
     assert engine.state(neighbour.id).digest() == digest
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "another run's"])
-async def test_a_recovery_copy_that_cannot_be_read_stops_its_run_alone(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    redis: Any,
-    damage: str,
+async def test_a_run_with_no_copy_that_can_be_read_and_no_checkpoint_stops_alone(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
     url = empty_redis.url
     broken, neighbour = await two_runs(server, url, tmp_path, engine, last=2)
-    (path,) = snapshot_files(redis, broken, tmp_path)
-    content = path.read_bytes()
-    match damage:
-        case "cut":
-            path.write_bytes(content[:-1])
-        case "flipped":
-            path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
-        case "gone":
-            path.unlink()
-        case "another run's":
-            (other,) = snapshot_files(redis, neighbour, tmp_path)
-            redis.hset(
-                keys.log(POOL, broken.id),
-                "snapfile",
-                str(other.relative_to(tmp_path / "snapshots")),
-            )
-            redis.hset(
-                keys.log(POOL, broken.id),
-                "snapsha",
-                redis.hget(keys.log(POOL, neighbour.id), "snapsha"),
-            )
-    await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour)
+    with worker(url, tmp_path, engine):
+        for run in (broken, neighbour):
+            await results(server, run, await submit(server, run, 3, 3))
+    copies = snapshot_files(redis, broken, tmp_path)
+    assert len(copies) == 2
+    for copy in copies:
+        copy.unlink()
+    await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour, first=4)
 
 
 async def test_a_body_that_is_gone_stops_its_run_alone(

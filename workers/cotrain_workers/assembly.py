@@ -106,6 +106,7 @@ def enter_pool(
         base_model=record.base_model,
         device=record.device,
         tokens_per_s=record.tokens_per_s,
+        grace_s=settings.stop_grace_s,
     )
 
 

@@ -19,6 +19,7 @@ from cotrain_workers.admission import refuse_pass, refuse_reverse_kl
 from cotrain_workers.bank import AdapterBank, AdapterState
 from cotrain_workers.base_model import load_base_model
 from cotrain_workers.decoder import DecoderSizes, EngineDecoder
+from cotrain_workers.device import check_device
 from cotrain_workers.heap import keep_freed_memory
 from cotrain_workers.numerics import numerics_of
 from cotrain_workers.open_pass import OpenPass
@@ -162,6 +163,10 @@ class Engine:
             kv_tokens, page_tokens, step_tokens, weights_bytes, self._wave.head_chunk_rows
         )
         return EngineDecoder(self._base, weights, text, sizes)
+
+    def check_device(self) -> None:
+        """Raise DeviceLost if an error has left a device that cannot compute any more."""
+        check_device(self._base.head_weight.device)
 
     def has(self, run: str) -> bool:
         """Return whether this engine holds the run's adapter."""

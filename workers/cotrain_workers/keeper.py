@@ -18,6 +18,7 @@ from cotrain_store.messages import OpKind, RunId
 from cotrain_store.spool import unreferenced_segments
 from cotrain_workers.debt import Debt, may_leave, needs_snapshot
 from cotrain_workers.recovery import has_other_numerics, restore
+from cotrain_workers.rollback import roll_back
 from cotrain_workers.snapshots import Snapshot, remove_snapshots, write_snapshot
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Keeper:
         if run in self._debts:
             return 0
         self._weights.recall()
-        replayed = restore(
+        restored = restore(
             self._engine,
             self._execution,
             self._weights,
@@ -83,14 +84,25 @@ class Keeper:
             exact=self._exact,
             between=between,
         )
-        position = self._execution.position(run)
-        assert position is not None  # or it could not have been restored
-        debt = Debt(position.done, ops=replayed, used_at=time.time())
+        position = restored.position
+        debt = Debt(position.done, ops=restored.replayed, used_at=time.time())
         debt.entries = position.done - position.snap
         if has_other_numerics(self._engine, position):
             debt.compute_s = math.inf  # copy it out at once: a log mixes no numerics
+        if not restored.from_newest:
+            debt.ops, debt.compute_s = max(1, debt.ops), math.inf  # and for want of a good copy
         self._debts[run] = debt
-        return replayed
+        return restored.replayed
+
+    def roll_back(self, run: RunId) -> bool:
+        """Let a run whose newest state is lost go on from its newest checkpoint; False if it has none.
+
+        It is not in memory then: `ensure` brings it back.
+        """
+        self.forget_state(run)
+        return roll_back(
+            self._engine, self._execution, self._weights, self._settings.snapshots_dir, run
+        )
 
     def done(self, run: RunId) -> int:
         """Name the last seq whose effect is in memory; -1 for a run that is not there."""

@@ -7,6 +7,7 @@ runs beside them, so that a run replayed alone ends where it was. The stored res
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from cotrain_store.execution import Execution, LogPosition
+    from cotrain_store.execution import Execution
     from cotrain_store.messages import QueuedOp, Result
+    from cotrain_store.positions import LogPosition
     from cotrain_workers.engine import Engine
     from cotrain_workers.ops import Op, Output
     from cotrain_workers.weights_store import WeightsStore
@@ -64,8 +66,8 @@ def restore(
     *,
     exact: bool,
     between: Callable[[], None] | None = None,
-) -> int:
-    """Load a run into the engine as of its committed `done`; return how many ops were replayed.
+) -> Restored:
+    """Load a run into the engine as of its committed `done`.
 
     Saves whose weights were lost before they were on disk are among them: `weights` gets those again.
 
@@ -75,17 +77,108 @@ def restore(
 
     Raises:
         ReplayDiverged: the run must not go on; its log says why.
-        SpoolCorrupt: a part of its log is missing.
+        SpoolCorrupt: a part of its log is missing, or of what the log goes on from.
     """
     position = execution.position(run)
     if position is None or position.state is RunState.FAILED:
         raise SpoolCorrupt(f"Run {run} has no log to restore from.")
+    lost = SpoolCorrupt(f"Run {run} has no copy that can be read.")
+    for base in bases_of(position):
+        engine.drop(run)
+        try:
+            _load(engine, snapshots, run, base)
+            replayed = _replay_from(
+                engine, execution, weights, run, base, position.done,
+                exact=exact and not _is_foreign(engine, base.numerics_id), between=between,
+            )  # fmt: skip
+        except (SnapshotUnreadable, SpoolCorrupt) as unusable:
+            log.error("base_unusable", run=run, seq=base.seq, reason=str(unusable))  # noqa: TRY400
+            lost = SpoolCorrupt(str(unusable))
+            continue
+        if replayed or base.file:
+            log.info(
+                "run_restored", run=run, snapshot=base.seq, replayed=replayed, done=position.done
+            )
+        return Restored(position, replayed, from_newest=base.seq == position.snap)
     engine.drop(run)
-    exact = exact and not has_other_numerics(engine, position)
-    base = _load_base(engine, snapshots, run, position)
+    raise lost
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How a run was brought back."""
+
+    position: LogPosition
+    replayed: int
+    """How many ops were run again."""
+    from_newest: bool
+    """False: its newest snapshot could not be used."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Where a replay may begin: the state after `seq`, in a file, or nothing at all (-1, no file)."""
+
+    seq: int
+    file: str
+    sha256: str
+    numerics_id: str
+    """Of the workers that wrote the log from here on."""
+
+
+def bases_of(position: LogPosition) -> list[Base]:
+    """List what a run can be brought back from, the newest first: two snapshots, or its beginning.
+
+    An older one costs a longer replay, and nothing else: the log reaches back to it. Pure.
+    """
+    newest = Base(
+        position.snap, position.snapshot_file, position.snapshot_sha256, position.numerics_id
+    )
+    older = Base(
+        position.older_snap, position.older_file, position.older_sha256, position.older_numerics_id
+    )
+    return [
+        base
+        for base in dict.fromkeys((newest, older))
+        if (base.file or base.seq == -1) and base.seq >= position.cut
+    ]
+
+
+def has_other_numerics(engine: Engine, position: LogPosition) -> bool:
+    """Tell whether this engine may give other bits than those that wrote this log."""
+    return _is_foreign(engine, position.numerics_id)
+
+
+def _is_foreign(engine: Engine, numerics_id: str) -> bool:
+    return numerics_id not in ("", engine.facts.numerics_id)
+
+
+def _load(engine: Engine, snapshots: Path, run: RunId, base: Base) -> None:
+    """Put a base's state into the engine; raises SnapshotUnreadable."""
+    if not base.file:
+        return  # its first op makes the run
+    state = read_snapshot(snapshots, base.file, base.sha256, run, base.seq)
+    try:
+        engine.restore(run, state)
+    except ValueError as foreign:
+        raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
+
+
+def _replay_from(
+    engine: Engine,
+    execution: Execution,
+    weights: WeightsStore,
+    run: RunId,
+    base: Base,
+    done: int,
+    *,
+    exact: bool,
+    between: Callable[[], None] | None,
+) -> int:
+    """Run the log from a base to `done`; return how many ops were run."""
     ops = [
         op
-        for op in execution.logged_ops(run, base + 1, position.done)
+        for op in execution.logged_ops(run, base.seq + 1, done)
         if op.kind not in _STATELESS
         and (op.kind is not OpKind.SAVE or weights.is_lost(WeightsRef(op.request_id)))
     ]
@@ -98,35 +191,7 @@ def restore(
             if isinstance(output, SaveOutput):
                 saved = saved_of(SaveRequest.parse(body), output)
                 weights.put_again(WeightsRef(op.request_id), saved)
-    if ops or base >= 0:
-        log.info("run_restored", run=run, snapshot=base, replayed=len(ops), done=position.done)
     return len(ops)
-
-
-def has_other_numerics(engine: Engine, position: LogPosition) -> bool:
-    """Tell whether this engine may give other bits than those that wrote this log."""
-    return position.numerics_id not in ("", engine.facts.numerics_id)
-
-
-def _load_base(engine: Engine, snapshots: Path, run: RunId, position: LogPosition) -> int:
-    """Load the newest snapshot that can be read; return its seq, or -1 for none.
-
-    An older one only helps where the log still reaches back to it, which `logged_ops` checks.
-    """
-    candidates = [
-        (position.snap, position.snapshot_file, position.snapshot_sha256),
-        (position.older_snap, position.older_file, position.older_sha256),
-    ]
-    for seq, file, sha256 in candidates:
-        if not file:
-            continue
-        try:
-            engine.restore(run, read_snapshot(snapshots, file, sha256, run, seq))
-        except (SnapshotUnreadable, ValueError) as unreadable:  # ValueError: of another base model
-            log.error("snapshot_unreadable", run=run, reason=str(unreadable))  # noqa: TRY400
-        else:
-            return seq
-    return -1
 
 
 def _from_last_load(ops: list[QueuedOp]) -> list[QueuedOp]:

@@ -34,15 +34,28 @@ class Runs:
         self._keeper = keeper
         self._weights = weights
         self.replayed_ops = 0
+        self.rollbacks = 0
         self.uncounted: Counter[str] = Counter()
         """For the pool's totals; whoever has written them clears it."""
 
-    def ensure(self, run: RunId, tenant: TenantId, between: Between) -> Failure | None:
-        """Have a run in memory; a Failure for all its requests if it had to be stopped."""
+    def ensure(
+        self, run: RunId, tenant: TenantId, between: Between, *, before: int | None = None
+    ) -> Failure | None:
+        """Have a run in memory; a Failure for all its requests if it had to be stopped.
+
+        What is in memory serves only as the state right before seq `before`: another worker may have
+        had the run since.
+        """
+        if before is not None and self._keeper.done(run) != before - 1:
+            self._keeper.forget_state(run)
         try:
             self._restore(run, between)
-        except (ReplayDiverged, SpoolCorrupt) as broken:
-            return self.stop(run, tenant, broken)
+        except ReplayDiverged as diverged:
+            return self.stop(run, tenant, diverged)
+        except SpoolCorrupt as lost:
+            if not self._keeper.roll_back(run):
+                return self.stop(run, tenant, lost)
+            self._note_rollback(run)
         return None
 
     def start_over(self, run: RunId) -> None:
@@ -63,6 +76,12 @@ class Runs:
         self._execution.fail_run(run, tenant)
         self._keeper.forget_state(run)
         return Failure(RUN_STOPPED.json()["error"], "server")
+
+    def _note_rollback(self, run: RunId) -> None:
+        self.rollbacks += 1
+        for owed in self._weights.lost():
+            if owed.run == run:  # the log that would have made them again is gone
+                self._weights.give_up(owed.ref)
 
     def _restore(self, run: RunId, between: Between) -> None:
         replayed = self._keeper.ensure(run, between)

@@ -42,6 +42,8 @@ class WorkerSettings(StoreSettings):
     """Drop a run that rested this long from memory; its next request brings it back."""
     record_cycles: int = Field(default=0, ge=0)
     """Keep the last so many cycles whole, to run them again with `cotrain replay`; 0 records none."""
+    stop_grace_s: float = Field(default=60.0, gt=0)
+    """Time between SIGTERM and SIGKILL: what the drain of a worker is planned by."""
     sampler: Literal["engine", "vllm"] = "engine"
     """What generates tokens: this process beside its training, or a vLLM server."""
     sampling_share: float = Field(default=0.5, ge=0, le=0.9)
