@@ -36,7 +36,7 @@ from cotrain_store.messages import (
     seq_of,
 )
 from cotrain_store.positions import LogPosition, log_position
-from cotrain_store.results import UNLOADED, pack_results
+from cotrain_store.results import UNLOADED, is_spooled, pack_results, whole_result
 from cotrain_store.rollback import DIGESTS_KEPT, Rollback
 from cotrain_store.save_rows import save_row
 from cotrain_store.spool import SpoolRef
@@ -231,9 +231,15 @@ class Execution:
         return ops
 
     def stored_result(self, op: QueuedOp) -> Result | None:
-        """Read the committed result of an op, if it has not expired."""
+        """Read the committed result of an op, whole, if it has not expired and its file is there."""
         packed = self._redis.get(keys.result(op.request_id))
-        return Result.unpack(packed) if packed else None
+        if not packed:
+            return None
+        result = Result.unpack(packed)
+        try:
+            return whole_result(result, self._results) if is_spooled(result) else result
+        except SpoolCorrupt:
+            return None
 
     def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str) -> bool:
         """Make a complete file the run's base; the one before stays, and the log is cut up to that.

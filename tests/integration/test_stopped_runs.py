@@ -11,6 +11,8 @@ from cotrain.proto import wire_pb2
 from cotrain_store import keys
 from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.messages import Result, ResultKind, RunState, request_id
+from cotrain_store.spool import Spool, SpoolRef, new_writer
+from tests.support.bodies import sequences
 from tests.support.program import (
     LORA,
     killed_after,
@@ -118,3 +120,33 @@ async def test_a_replay_that_gives_other_results_stops_its_run_alone(
     redis.set(name, tampered(redis.get(name), how))
     await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour, first=5)
     assert redis.hget(keys.counters(POOL), "diverged_runs") == b"1"
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    is_gone: bool,
+) -> None:
+    url = empty_redis.url
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine) as loop:
+        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+        large = await server.forward_backward(run, 1, sequences(0, 12, 500))
+        whole = await server.result(run, large)
+    stored = Result.unpack(redis.get(keys.result(large)))
+    assert stored.kind is ResultKind.SPOOLED_PASS
+    spool = Spool(tmp_path / "spool", new_writer("forger"))
+    payload = Result.unpack(tampered(whole.pack(), "a log-prob")).payload
+    forged = spool.put(payload).result()
+    spool.close()
+    if is_gone:
+        (tmp_path / "spool" / SpoolRef.parse(forged).segment).unlink()
+    redis.set(keys.result(large), Result(stored.kind, forged.encode()).pack())
+    engine.drop(run.id)
+    with worker(url, tmp_path, engine):
+        step = await server.result(run, await server.optim_step(run, 2))
+    assert (step == RUN_STOPPED) is not is_gone
