@@ -1,0 +1,240 @@
+"""A worker is a place: what it had goes to another one when nobody has been there for long."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.dispatch import Dispatch, Place, WorkerBeat
+from cotrain_store.errors import Fenced
+from cotrain_store.execution import Execution
+from cotrain_store.messages import OpKind, Result, WorkerId
+from cotrain_store.sampling import Sampling
+from tests.support.log import WORKER
+from tests.support.samples import sampler_record
+from tests.support.stack import POOL, pool_record_for_tests
+
+if TYPE_CHECKING:
+    from tests.support.log import Log
+    from tests.support.samples import Samples
+
+HEIR = WorkerId("w1")
+THIRD = WorkerId("w2")
+
+
+def enter(log: Log, worker: WorkerId) -> Execution:
+    """Start another worker, and let it be seen."""
+    execution = Execution(log.redis, log.spool, log.results, POOL, worker)
+    epoch = execution.enter(pool_record_for_tests())
+    execution.beat(WorkerBeat(worker, epoch, "serving", "cpu", 1.0, 0, 0, 0.0))
+    return execution
+
+
+async def place_of(log: Log, worker: WorkerId = WORKER) -> Place:
+    return next(place for place in await log.dispatch.places(POOL) if place.worker == worker)
+
+
+async def reassign(log: Log, heir: WorkerId = HEIR) -> None:
+    assert await log.dispatch.reassign(POOL, await place_of(log), heir)
+
+
+def sampling_of(log: Log, execution: Execution) -> Sampling:
+    return Sampling(log.redis, log.spool, log.results, POOL, execution.worker, execution.epoch)
+
+
+async def test_an_open_step_is_run_by_the_heir_as_it_was_planned(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    step, zombie = await log.plan(), log.execution
+    log.execution = enter(log, HEIR)
+    await reassign(log)
+    [moved] = log.execution.open_steps()
+    assert (moved.cycle, moved.ops, moved.worker) == (step.cycle, step.ops, HEIR)
+    before = log.everything()
+    with pytest.raises(Fenced):
+        zombie.commit(step, {(run.id, seq): Result.of_json({}) for seq in (0, 1)}, {}, {})
+    with pytest.raises(Fenced):
+        zombie.register_snapshot(run.id, 0, "file", "sha")
+    assert log.everything() == before
+    log.commit(moved)
+    assert log.result(run, 1)
+    assert log.queued() == (0, 0, 0)
+    assert not log.redis.exists(keys.open_steps(POOL, WORKER), keys.open_steps(POOL, HEIR))
+
+
+async def test_the_heir_knows_how_many_died_over_a_step_and_over_its_parts(log: Log) -> None:
+    run = await log.new_run()
+    step = await log.plan()
+    assert log.execution.starts(step) == 0
+    successor = log.new_worker()
+    assert successor.starts(successor.open_steps()[0]) == 1
+    successor.risk(f"{run.id}:0")
+    log.execution = enter(log, HEIR)
+    await reassign(log)
+    [moved] = log.execution.open_steps()
+    assert log.execution.starts(moved) == 2
+    assert log.execution.deaths() == {f"{run.id}:0": 1}
+    log.commit(moved)
+    assert log.execution.deaths() == {}
+    assert not log.redis.exists(keys.starts(POOL))
+
+
+async def test_a_commit_leaves_what_is_held_against_another_step(log: Log) -> None:
+    first = await log.new_run("a")
+    step = await log.plan()
+    log.execution.risk(f"{first.id}:0..{first.id}:7")
+    log.execution.risk("s:train:9:0")
+    log.commit(step)
+    assert log.execution.deaths() == {"s:train:9:0": 1}
+
+
+async def test_runs_at_work_belong_to_the_heir_and_the_others_to_whoever_is_free(log: Log) -> None:
+    resting, working = await log.new_run("a"), await log.new_run("b")
+    await log.run_all()
+    await log.submit(working, 1)
+    await log.plan()
+    for run in (resting, working):
+        await log.submit(run, 2 if run is working else 1)
+    heir = enter(log, HEIR)
+    owners = {queue.run: queue.worker for queue in await log.dispatch.ready(POOL)}
+    assert owners == {resting.id: WORKER, working.id: WORKER}
+    await reassign(log)
+    owners = {queue.run: queue.worker for queue in await log.dispatch.ready(POOL)}
+    assert owners == {resting.id: None, working.id: HEIR}
+    log.execution = heir
+    log.commit(heir.open_steps()[0])
+
+
+async def test_an_owed_save_goes_to_the_heir_with_its_run(samples: Samples) -> None:
+    log = samples.log
+    run = await log.new_run()
+    await samples.save(run, 1, name="x")
+    heir = enter(log, HEIR)
+    await reassign(log)
+    sampling = sampling_of(log, heir)
+    [owed] = sampling.unstored()
+    assert samples.sampling.unstored() == []
+    assert log.redis.hget(keys.log(POOL, run.id), "worker") == HEIR.encode()
+    with pytest.raises(Fenced):
+        samples.stored(run, 1)
+    assert sampling.stored(owed.ref, "digest", 10)
+    assert log.result(run, 1)
+    assert sampling.unstored() == []
+
+
+async def test_sample_requests_go_on_in_their_order(samples: Samples) -> None:
+    log = samples.log
+    run = await log.new_run()
+    _, saves = await samples.save(run, 1, sampler=7)
+    fresh = sampler_record(weights=saves[run.id, 1].weights.ref, number=7, ephemeral=True)
+    base = await samples.sampler("a", 1)
+    first, second, third = await samples.submit(fresh, 0, 1, 2)
+    anywhere = await samples.submit(base, 0, 1)
+    assert samples.claim(2) == [first, second]
+    await samples.intake.cancel(fresh.tenant, second)
+    heir = enter(log, HEIR)
+    await reassign(log)
+    assert samples.load()[:2] == (4, 0)
+    with pytest.raises(Fenced):
+        samples.resolve(first)
+    sampling = sampling_of(log, heir)
+    claimed = sampling.claim(9)
+    assert [one.request for one in claimed] == [first, third, *anywhere]
+    assert [one.starts for one in claimed] == [1, 0, 0, 0]
+    result = samples.result(second)
+    assert result is not None
+    assert result.json()["category"] == "user"  # cancelled
+    later = (await samples.submit(fresh, 3))[0]
+    assert log.redis.hget(keys.sample(later), "lane") == HEIR.encode()
+
+
+async def test_what_waits_for_weights_that_are_stored_may_run_anywhere(samples: Samples) -> None:
+    log = samples.log
+    run = await log.new_run()
+    _, saves = await samples.save(run, 1, sampler=7)
+    fresh = sampler_record(weights=saves[run.id, 1].weights.ref, number=7, ephemeral=True)
+    [request] = await samples.submit(fresh, 0)
+    samples.stored(run, 1)
+    enter(log, HEIR)
+    third = enter(log, THIRD)
+    await reassign(log)
+    assert [one.request for one in sampling_of(log, third).claim(1)] == [request]
+
+
+async def test_a_closed_run_of_a_dead_worker_is_dropped_by_another(log: Log) -> None:
+    before, after = await log.new_run("a"), await log.new_run("b")
+    await log.run_all()
+    await log.intake.close_run(before)
+    heir = enter(log, HEIR)
+    await reassign(log)
+    assert heir.runs_to_drop() == [before.id]
+    await log.intake.close_run(after)
+    assert heir.runs_to_drop() == sorted([before.id, after.id])
+    assert heir.forget(before.id)
+    assert heir.forget(after.id)
+
+
+async def test_a_place_that_is_taken_again_starts_empty(log: Log) -> None:
+    run = await log.new_run()
+    await log.plan()
+    heir = enter(log, HEIR)
+    await reassign(log)
+    again = enter(log, WORKER)
+    assert again.open_steps() == []
+    log.execution = heir
+    log.commit(heir.open_steps()[0])
+    await log.submit(run, 1)
+    [queue] = await log.dispatch.ready(POOL)
+    assert queue.worker == HEIR
+
+
+@pytest.mark.parametrize("change", ["came back", "was there in between", "heir died"])
+async def test_nothing_is_given_away_when_it_changed_meanwhile(log: Log, change: str) -> None:
+    await log.new_run()
+    await log.plan()
+    enter(log, HEIR)
+    place = await place_of(log)
+    if change == "came back":
+        enter(log, WORKER)
+    elif change == "was there in between":
+        log.new_worker()
+    else:
+        log.redis.delete(keys.worker(POOL, HEIR))
+    before = log.everything()
+    assert not await log.dispatch.reassign(POOL, place, HEIR)
+    assert log.everything() == before
+
+
+async def test_a_second_time_changes_nothing_and_a_replaced_scheduler_gives_nothing_away(
+    log: Log,
+) -> None:
+    await log.new_run()
+    await log.plan()
+    enter(log, HEIR)
+    place, old = await place_of(log), log.dispatch
+    await old.resign()
+    log.dispatch = Dispatch(log.connection, "successor")
+    assert await log.dispatch.lead()
+    before = log.everything()
+    with pytest.raises(Fenced):
+        await old.reassign(POOL, place, HEIR)
+    assert log.everything() == before
+    assert await log.dispatch.reassign(POOL, place, HEIR)
+    before = log.everything()
+    assert await log.dispatch.reassign(POOL, place, HEIR)
+    assert log.everything() == before
+    assert WORKER not in {one.worker for one in await log.dispatch.places(POOL)}
+
+
+async def test_a_step_of_any_content_is_moved_whole(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1, OpKind.OPTIM_STEP, body=b"\xff\x00")
+    step = await log.plan()
+    [text] = log.redis.hvals(keys.open_steps(POOL, WORKER))
+    enter(log, HEIR)
+    await reassign(log)
+    assert log.redis.hvals(keys.open_steps(POOL, HEIR)) == [text]
+    assert json.loads(text)["cycle"] == step.cycle
