@@ -6,9 +6,10 @@ The model is what a reader would expect: a dict of ops per run, two cursors, a s
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,12 @@ from typing_extensions import override
 from cotrain_scheduler.planner import runnable_prefix
 from cotrain_store import keys
 from cotrain_store.connection import open_connection, open_sync_connection
-from cotrain_store.dispatch import Dispatch
+from cotrain_store.dispatch import Dispatch, WorkerBeat
 from cotrain_store.errors import Fenced, PlanOutdated, RunClosed, SeqConflict, SeqTooFar
 from cotrain_store.execution import Execution
 from cotrain_store.intake import MAX_AHEAD, Intake, TenantLimits
 from cotrain_store.messages import (
+    CheckpointRecord,
     LoraSpec,
     OpKind,
     Result,
@@ -40,6 +42,7 @@ from cotrain_store.messages import (
     SessionId,
     Step,
     TenantId,
+    WeightsRef,
     WorkerId,
     request_id,
     run_id,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from tests.support.redis_server import EmbeddedRedis
 
 RUNS = 3
+WORKERS = (WorkerId("w0"), WorkerId("w1"))
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 KINDS = st.sampled_from([*PASSES, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD])
 
@@ -66,9 +70,14 @@ class RunModel:
     done: int = -1
     snap: int = -1
     cut: int = -1
+    older_file: str = ""
+    worker: WorkerId | None = None
     closed: bool = False
     dead: set[int] = field(default_factory=set)
     """Accepted ops that were failed because the run was closed."""
+    rejected: set[int] = field(default_factory=set)
+    """Accepted ops that were failed because the run was rolled back: they keep their place."""
+    rollbacks: int = 0
 
 
 class LogMachine(RuleBasedStateMachine):
@@ -88,8 +97,9 @@ class LogMachine(RuleBasedStateMachine):
         self.intake = Intake(self.async_redis, self.spool, TenantLimits(ops=10_000))
         self.dispatch = Dispatch(self.async_redis, "scheduler-0")
         assert self.wait(self.dispatch.lead())
-        self.execution = self.new_worker()
-        self.open: Step | None = None
+        self.workers = {worker: self.new_worker(worker) for worker in WORKERS}
+        self.open: dict[WorkerId, list[Step]] = {worker: [] for worker in WORKERS}
+        self.gave_up: dict[WorkerId, list[RunModel]] = {}
         self.cycle = 0
         self.models = [RunModel() for _ in range(RUNS)]
         self.records = [self.record(number) for number in range(RUNS)]
@@ -100,10 +110,16 @@ class LogMachine(RuleBasedStateMachine):
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(coroutine)
 
-    def new_worker(self) -> Execution:
-        execution = Execution(self.redis, self.spool, self.spool, POOL, WorkerId("w0"))
-        execution.enter(pool_record_for_tests())
+    def new_worker(self, worker: WorkerId) -> Execution:
+        execution = Execution(self.redis, self.spool, self.spool, POOL, worker)
+        epoch = execution.enter(pool_record_for_tests())
+        beat = WorkerBeat(worker, epoch, "serving", "cpu", 1.0, 0, 0, 0.0)
+        self.redis.set(keys.worker(POOL, worker), json.dumps(asdict(beat)))
         return execution
+
+    def of(self, model: RunModel) -> Execution:
+        """Find the worker of a run, or one of those that may have it."""
+        return self.workers[model.worker or min(self.workers)]
 
     def record(self, number: int) -> RunRecord:
         session = SessionId(f"s{number}")
@@ -146,59 +162,125 @@ class LogMachine(RuleBasedStateMachine):
         with pytest.raises(expected):
             self.wait(self.intake.submit(record, far, OpKind.FORWARD, b"", 1, "z"))
 
-    @precondition(lambda self: self.open is None)
-    @rule(most=st.integers(1, 6))
-    def plan(self, most: int) -> None:
+    @rule(most=st.integers(1, 6), worker=st.sampled_from(WORKERS))
+    def plan(self, most: int, worker: WorkerId) -> None:
         queues = self.wait(self.dispatch.ready(POOL))
+        for queue in queues:
+            assert queue.worker == self.models[self.number(queue.run)].worker
+        if self.open[worker] or worker not in self.workers:
+            return
         ready = {queue.run for queue in queues}
         for model, record in zip(self.models, self.records, strict=True):
             can_go_on = not model.closed and model.next in model.accepted
             assert (record.id in ready) == can_go_on
-        ops = [op for queue in queues for op in runnable_prefix(queue.ops)[:most]]
+        mine = [queue for queue in queues if queue.worker in (None, worker)]
+        ops = [op for queue in mine for op in runnable_prefix(queue.ops)[:most]]
         if not ops:
             return
         tenants = {record.id: record.tenant for record in self.records}
-        step = Step(self.cycle + 1, WorkerId("w0"), tuple(ops), time.time(), tenants)
+        step = Step(self.cycle + 1, worker, tuple(ops), time.time(), tenants)
         self.wait(self.dispatch.plan(POOL, step))
         self.cycle += 1
-        self.open = step
+        self.open[worker] = [step]
         for op in ops:
             model = self.models[self.number(op.run)]
+            model.worker = worker
             assert op.seq == model.next  # no run reordered, no gap skipped
             model.next += 1
 
-    @precondition(lambda self: self.open is not None)
-    @rule()
-    def plan_of_the_past_is_refused(self) -> None:
-        assert self.open is not None
-        again = Step(self.cycle + 1, WorkerId("w0"), self.open.ops, 0.0, self.open.tenant_by_run)
-        with pytest.raises(PlanOutdated):
-            self.wait(self.dispatch.plan(POOL, again))
+    @rule(worker=st.sampled_from(WORKERS))
+    def plan_of_the_past_is_refused(self, worker: WorkerId) -> None:
+        for step in self.open[worker]:
+            again = Step(self.cycle + 1, worker, step.ops, 0.0, step.tenant_by_run)
+            with pytest.raises(PlanOutdated):
+                self.wait(self.dispatch.plan(POOL, again))
 
-    @precondition(lambda self: self.open is not None)
-    @rule(twice=st.booleans())
-    def commit(self, twice: bool) -> None:
-        assert self.open is not None
-        assert self.execution.open_steps() == [self.open]
-        step, self.open = self.open, None
+    @precondition(lambda self: any(self.open.values()))
+    @rule(twice=st.booleans(), which=st.randoms(use_true_random=False))
+    def commit(self, twice: bool, which: Any) -> None:
+        worker = which.choice([worker for worker in WORKERS if self.open[worker]])
+        assert self.workers[worker].open_steps() == self.open[worker]
+        step = which.choice(self.open[worker])
+        self.open[worker].remove(step)
         results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
         for _ in range(1 + twice):
-            self.execution.commit(step, results, {"cycle": step.cycle}, {"cycles": 1})
+            self.workers[worker].commit(step, results, {"cycle": step.cycle}, {"cycles": 1})
         event("committed")
         for op in step.ops:
             self.models[self.number(op.run)].done = op.seq
 
-    @precondition(lambda self: self.open is not None)
-    @rule()
-    def a_replaced_worker_commits_nothing(self) -> None:
-        assert self.open is not None
-        old, self.execution = self.execution, self.new_worker()
-        results = {(op.run, op.seq): Result.of_json({"old": True}) for op in self.open.ops}
-        with pytest.raises(Fenced):
-            old.commit(self.open, results, {}, {})
+    def refuse(self, old: Execution, steps: list[Step]) -> None:
+        """Let a process that was replaced try everything."""
+        for step in steps:
+            results = {(op.run, op.seq): Result.of_json({"old": True}) for op in step.ops}
+            with pytest.raises(Fenced):
+                old.commit(step, results, {}, {})
         with pytest.raises(Fenced):
             old.register_snapshot(self.records[0].id, 0, "f", "s")
-        assert self.execution.open_steps() == [self.open]
+        with pytest.raises(Fenced):
+            old.roll_back(self.checkpoint(0), "f", "s")
+
+    @rule(which=st.randoms(use_true_random=False))
+    def a_replaced_worker_writes_nothing(self, which: Any) -> None:
+        worker = which.choice(sorted(self.workers))
+        old = self.workers[worker]
+        self.workers[worker] = self.new_worker(worker)
+        self.refuse(old, self.open[worker])
+        assert self.workers[worker].open_steps() == self.open[worker]
+
+    @precondition(lambda self: len(self.workers) > 1)
+    @rule(worker=st.sampled_from(WORKERS))
+    def reassign(self, worker: WorkerId) -> None:
+        zombie = self.workers.pop(worker)
+        [heir] = self.workers
+        self.redis.delete(keys.worker(POOL, worker))
+        [place] = [p for p in self.wait(self.dispatch.places(POOL)) if p.worker == worker]
+        assert self.wait(self.dispatch.reassign(POOL, place, heir))
+        event(f"reassigned with {len(self.open[worker])} open steps")
+        self.refuse(zombie, self.open[worker])
+        for step in self.open[worker]:
+            for op in step.ops:
+                self.models[self.number(op.run)].worker = heir
+        moved = [replace(step, worker=heir) for step in self.open[worker]]
+        self.open[heir] = sorted(self.open[heir] + moved, key=lambda step: step.cycle)
+        self.open[worker] = []
+        self.gave_up[worker] = [m for m in self.models if m.worker == worker]
+        for model in self.gave_up[worker]:
+            model.worker = None
+
+    @precondition(lambda self: len(self.workers) < len(WORKERS))
+    @rule()
+    def come_back(self) -> None:
+        [worker] = set(WORKERS) - set(self.workers)
+        self.workers[worker] = self.new_worker(worker)
+        assert self.workers[worker].open_steps() == []
+        for model in self.gave_up.pop(worker):
+            model.worker = model.worker or worker  # nobody else took it
+
+    def checkpoint(self, number: int) -> CheckpointRecord:
+        run = self.records[number]
+        weights = WeightsRef(f"{run.id}:0")
+        return CheckpointRecord(run.id, run.tenant, "weights", "x", weights, MODEL, 0.0)
+
+    @precondition(lambda self: any(model.done >= 0 for model in self.models))
+    @rule(which=st.randoms(use_true_random=False))
+    def roll_back(self, which: Any) -> None:
+        number = which.choice([n for n in range(RUNS) if self.models[n].done >= 0])
+        model, record = self.models[number], self.records[number]
+        model.rollbacks += 1
+        file = f"back {model.done}"
+        assert self.of(model).roll_back(self.checkpoint(number), file, "sha") == model.rollbacks
+        event("rolled back")
+        model.snap = model.cut = model.done
+        model.older_file = ""
+        model.rejected |= {seq for seq in model.accepted if seq > model.done} - model.dead
+        for worker, steps in self.open.items():
+            if any(op.run == record.id for step in steps for op in step.ops):
+                self.open[worker] = self.workers[worker].open_steps()
+                rejected = [
+                    op for step in self.open[worker] for op in step.ops if op.run == record.id
+                ]
+                assert {op.kind for op in rejected} == {OpKind.REJECTED}
 
     @rule()
     def a_replaced_scheduler_plans_nothing(self) -> None:
@@ -217,10 +299,15 @@ class LogMachine(RuleBasedStateMachine):
     def snapshot(self, number: int, back: int) -> None:
         model, record = self.models[number], self.records[number]
         seq = model.done - back
-        registered = self.execution.register_snapshot(record.id, seq, f"f{seq}", "sha")
-        assert registered == (model.snap < seq <= model.done)
-        if registered:
+        before = self.of(model).position(record.id)
+        assert before is not None
+        file = f"f{seq}"
+        registered = self.of(model).register_snapshot(record.id, seq, file, "sha")
+        is_again = seq == model.snap >= 0 and before.snapshot_file != file
+        assert registered == (is_again or model.snap < seq <= model.done)
+        if registered and not is_again:
             event("snapshot registered")
+            model.older_file = before.snapshot_file
             model.cut, model.snap = model.snap, seq
 
     @rule(number=st.integers(0, RUNS - 1))
@@ -245,10 +332,10 @@ class LogMachine(RuleBasedStateMachine):
             assert stored == live
             for seq in model.accepted:
                 answered = self.redis.get(keys.result(request_id(record.id, seq))) is not None
-                assert answered == (seq <= model.done or seq in model.dead)
+                assert answered == (seq <= model.done or seq in model.dead | model.rejected)
                 if seq > model.done and seq not in model.dead:
                     queued[record.tenant][0] += 1
-                    queued[record.tenant][1] += model.accepted[seq][2]
+                    queued[record.tenant][1] += (seq not in model.rejected) * model.accepted[seq][2]
         for tenant, (ops, tokens) in queued.items():
             row = self.redis.hgetall(keys.queue(POOL, TenantId(tenant)))
             assert int(row.get(b"ops", 0)) == ops
@@ -269,12 +356,14 @@ class LogMachine(RuleBasedStateMachine):
     @invariant()
     def the_log_reaches_back_to_the_older_snapshot(self) -> None:
         for model, record in zip(self.models, self.records, strict=True):
-            position = self.execution.position(record.id)
+            execution = self.of(model)
+            position = execution.position(record.id)
             assert position is not None
             assert (position.snap, position.cut) == (model.snap, model.cut)
             assert position.older_snap == position.cut
-            assert position.older_file == ("" if model.cut < 0 else f"f{model.cut}")
-            ops = self.execution.logged_ops(record.id, position.older_snap + 1, position.done)
+            assert position.older_file == model.older_file
+            assert position.weights_epoch == model.rollbacks
+            ops = execution.logged_ops(record.id, position.older_snap + 1, position.done)
             assert [op.seq for op in ops] == list(range(position.cut + 1, position.done + 1))
 
     def number(self, run: str) -> int:
