@@ -11,24 +11,16 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import LoadRequest, OpKind
-from cotrain_store.reverse_kl import decode_reverse_kl
 from cotrain_workers.fingerprints import fingerprint_of, fingerprint_of_state
-from cotrain_workers.recorded_cycle import (
-    CycleFacts,
-    Findings,
-    ReadCheckpoints,
-    add_findings,
-    write_inputs,
-)
+from cotrain_workers.recorded_cycle import CycleFacts, Findings, ReadCheckpoints, checkpoints_of
+from cotrain_workers.recording_file import add_findings, write_inputs
 from cotrain_workers.sample_ops import HostWeights, WeightsGone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from cotrain_store.messages import QueuedOp, RunId, Step, WeightsRef
+    from cotrain_store.messages import QueuedOp, RunId, Step
     from cotrain_workers.bank import AdapterState
     from cotrain_workers.engine import Engine
     from cotrain_workers.loads import Checkpoints
@@ -127,19 +119,3 @@ class Recorder:
     def _forget_old(self) -> None:
         for path in sorted(self._folder.glob(f"*{SUFFIX}"))[: -self._kept]:
             path.unlink(missing_ok=True)
-
-
-def checkpoints_of(op: QueuedOp, body: bytes) -> list[tuple[WeightsRef, bool]]:
-    """Name the weights that an op reads, each with whether it reads their optimizer state, too."""
-    if not body:
-        return []
-    if op.kind is OpKind.LOAD:
-        request = LoadRequest.parse(body)
-        return [(source.ref, request.optimizer) for source in request.sources]
-    if op.kind is OpKind.REVERSE_KL:
-        try:
-            reference = decode_reverse_kl(body).reference
-        except MalformedBody:
-            return []
-        return [(reference, False)] if reference else []
-    return []

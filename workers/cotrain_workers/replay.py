@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
+from cotrain_workers.engine import Engine
 from cotrain_workers.fingerprints import differences, fingerprint_of, fingerprint_of_state
 from cotrain_workers.ops import Failure
 from cotrain_workers.recorded_cycle import Findings
@@ -15,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cotrain_store.messages import QueuedOp, RunId, WeightsRef
-    from cotrain_workers.engine import Engine
     from cotrain_workers.fingerprints import Fingerprint
+    from cotrain_workers.numerics import Numerics
     from cotrain_workers.ops import HostOptimizer, Op, Output
-    from cotrain_workers.recorded_cycle import RecordedCycle
+    from cotrain_workers.recorded_cycle import CycleFacts, RecordedCycle
     from cotrain_workers.sample_ops import HostWeights
     from cotrain_workers.spec import AdapterSpec, Layout
 
@@ -35,6 +38,8 @@ class Compared:
     run: RunId
     seq: int | None
     what: str
+    digest: str
+    """What came out now, as a cycle's record has it."""
     verdict: Verdict
     details: str
     """In what it diverged, why it was left out, or what is new in a cycle without an outcome."""
@@ -64,14 +69,49 @@ class RecordedCheckpoints:
         return self.layout(spec)
 
 
-def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False) -> Findings:
-    """Run a recorded cycle; the engine holds its runs afterwards, and must hold none of them before.
+def engine_for(facts: CycleFacts, base_model: str | None, device: str | None) -> Engine:
+    """Load the base model as the recording worker did, as far as this machine can.
 
-    What failed for reasons of the server's own (a crash, a full disk) is left out, but with `everything`.
-    Raises ValueError if a state does not fit the base model, and whatever a broken engine raises.
+    Raises OSError if there is no such model, UnsupportedModel if it is none that can be trained.
+    """
+    numerics = facts.numerics
+    can_cuda = torch.cuda.is_available()
+    if numerics.threads:
+        torch.set_num_threads(numerics.threads)
+    return Engine.load(
+        base_model or facts.model,
+        device=device or (numerics.device if can_cuda else "cpu"),
+        dtype=getattr(torch, numerics.dtype),
+        micro_batch_tokens=numerics.micro_batch_tokens,
+        head_chunk_rows=numerics.head_chunk_rows,
+        local_files_only=False,
+    )
+
+
+def tolerance_of(then: Numerics, now: Numerics) -> float:
+    """Return how far numbers may lie apart: nothing on a CPU with the numerics that were recorded.
+
+    On CUDA the same plan gives the same bits, but how a cycle was run (halved for want of memory, op by
+    op after a crash) is not part of the plan.
+    """
+    return 0.0 if then == now and now.device == "cpu" else OTHER_NUMERICS
+
+
+def restore_before(engine: Engine, cycle: RecordedCycle) -> None:
+    """Give the engine, which holds none of them, the runs of a cycle as they were before it.
+
+    Raises ValueError if they are of another base model.
     """
     for run, state in cycle.before.items():
         engine.restore(run, state)
+
+
+def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False) -> Findings:
+    """Run a recorded cycle from where `restore_before` left the engine.
+
+    What failed by an accident (a crash, a full disk) is left out, but with `everything`. Raises whatever
+    a broken engine raises.
+    """
     checkpoints = RecordedCheckpoints(cycle, engine.layout_of)
     outputs: dict[tuple[str, int], Output] = {}
     runnable: list[Op] = []
@@ -122,11 +162,11 @@ def _compared(
     if now is None:
         assert then is not None
         verdict: Verdict = "left out" if then.is_accident else "DIVERGED"
-        return Compared(run, seq, what, verdict, then.said)
+        return Compared(run, seq, what, "", verdict, then.said)
     if then is None or then.is_accident:
-        return Compared(run, seq, what, "new", now.said)
+        return Compared(run, seq, what, now.digest, "new", now.said)
     found = differences(then, now, tolerance)
     if found:
-        return Compared(run, seq, what, "DIVERGED", "; ".join(found))
+        return Compared(run, seq, what, now.digest, "DIVERGED", "; ".join(found))
     is_equal = not differences(then, now, tolerance=0.0)
-    return Compared(run, seq, what, "equal" if is_equal else "close", "")
+    return Compared(run, seq, what, now.digest, "equal" if is_equal else "close", "")
