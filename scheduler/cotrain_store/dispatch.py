@@ -56,6 +56,11 @@ class WorkerBeat:
     samples_running: int = 0
     samples_waiting: int = 0
     """Claimed, and not yet in the decoder's batch."""
+    safe_tokens: int = 0
+    """What one pass of the base model has room for; less than was set up once memory ran out."""
+    halvings: int = 0
+    """How often that was."""
+    host: str = ""
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,8 @@ class Execution:
         crashed: Collection[tuple[RunId, int]] = (),
         saves: Mapping[tuple[RunId, int], SaveRecords] | None = None,
         usage: Mapping[RunId, RunUsage] | None = None,
+        *,
+        is_exact: bool = True,
     ) -> None:
         """Make a step's results visible and end its cycle. Twice is harmless.
 
@@ -174,7 +176,8 @@ class Execution:
         when its weights are stored (`Sampling.stored`); where its name is in use it fails here, and
         has no weights. `record` is what the cycle's history keeps; `counted` is added to the pool's
         totals, `usage` to what the tenants used. Ops in `crashed` changed nothing and must never be
-        run again: the log keeps their place only.
+        run again: the log keeps their place only. What is not `is_exact` has other last bits than this
+        worker's numerics stand for.
 
         Raises:
             Fenced: another worker took this one's place; nothing was written.
@@ -189,7 +192,7 @@ class Execution:
         ]  # fmt: skip
         args: list[str | int | bytes] = [
             self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,
-            json.dumps(counted), self._numerics_id, json.dumps(saved),
+            json.dumps(counted), self._numerics_id if is_exact else "mixed", json.dumps(saved),
             json.dumps(used), keys.USAGE_TTL_S,
         ]  # fmt: skip
         all_packed = pack_results([results[op.run, op.seq] for op in step.ops], self._results)

@@ -71,7 +71,10 @@ class Engine:
 
     def __init__(self, facts: ModelFacts, base: BaseModel, wave: Wave, bank: AdapterBank) -> None:
         self.facts = facts
-        self.base_forwards = 0  # since the engine was loaded
+        # All since the engine was loaded:
+        self.base_forwards = 0
+        self.halvings = 0  # of what did not fit into memory
+        self.cut_pieces = 0  # among that; an op so cut has other last bits than with more memory
         self._base = base
         self._wave = wave
         self._bank = bank
@@ -133,6 +136,8 @@ class Engine:
             elif isinstance(op, Load) and not op.creates:
                 outputs[op.run, op.seq] = load(self._bank, op)
         self.base_forwards += cost.forwards
+        self.halvings += cost.halvings
+        self.cut_pieces += cost.cut_pieces
         return CycleOutput(
             outputs=outputs,
             forwards=cost.forwards,
@@ -187,6 +192,11 @@ class Engine:
     def layout(self, run: str) -> Layout:
         """Return where the run's matrices lie in its arenas. Raises KeyError for an unknown run."""
         return self._bank[run].layout
+
+    @property
+    def safe_tokens(self) -> int:
+        """Return how many tokens one pass of the base model has room for, as far as that is known."""
+        return self._wave.safe_tokens
 
     @property
     def targets(self) -> Sequence[Target]:

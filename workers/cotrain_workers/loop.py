@@ -77,6 +77,7 @@ class WorkerLoop:
         grace_s: float,
     ) -> None:
         """`grace_s` is the time between SIGTERM and SIGKILL."""
+        self._engine = engine
         self._execution = execution
         self._keeper = keeper
         self._weights = weights
@@ -150,7 +151,7 @@ class WorkerLoop:
         started = time.time()
         self._beside.training_begins()
         deaths = self._runner.suspicion(step).deaths
-        rollbacks = self._runs.rollbacks
+        rollbacks, cuts = self._runs.rollbacks, self._engine.cut_pieces
         lost = self._restore_runs(step, self._between(deaths))
         if self._runs.rollbacks > rollbacks:
             return  # some of its ops are given up: it is to be read anew
@@ -167,7 +168,7 @@ class WorkerLoop:
                 step, bodies, outputs, cost, (started, finished),
                 self._execution.pool, self._base_model,
             )  # fmt: skip
-            self._commit(step, outcome)
+            self._commit(step, outcome, is_exact=self._engine.cut_pieces == cuts)
         except PAUSES:
             # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
             for run in {op.run for op in step.ops}:
@@ -183,7 +184,7 @@ class WorkerLoop:
             tokens=record["tokens"], forwards=record["forwards"], dur_ms=record["duration_ms"],
         )  # fmt: skip
 
-    def _commit(self, step: Step, outcome: Outcome) -> None:
+    def _commit(self, step: Step, outcome: Outcome, *, is_exact: bool) -> None:
         """Commit a step. While Redis is away, or the disk full, it waits: the work is done."""
         counted = {**outcome.counted, **self._runs.uncounted}
         failpoint("worker.before_commit", (op.request_id for op in step.ops))
@@ -193,7 +194,7 @@ class WorkerLoop:
                     self._execution.close_run(run, step.tenant_by_run[run])
                 self._execution.commit(
                     step, outcome.results, outcome.record, counted,
-                    outcome.crashed, outcome.records, outcome.usage,
+                    outcome.crashed, outcome.records, outcome.usage, is_exact=is_exact,
                 )  # fmt: skip
             except PAUSES as pause:
                 log.warning("commit_waits", cycle=step.cycle, reason=str(pause))
@@ -245,4 +246,6 @@ class WorkerLoop:
             restored_ops=self._runs.replayed_ops,
             samples_running=self._sampler.running,
             samples_waiting=self._sampler.waiting,
+            safe_tokens=self._engine.safe_tokens,
+            halvings=self._engine.halvings,
         )

@@ -58,6 +58,14 @@ def settle(done: OpenPass) -> None:
     done.output = output_of(done) if is_finite else not_finite(done.op)
 
 
+def give_up(failed: OpenPass, failure: Failure) -> None:
+    """Fail an incomplete pass and leave no trace of it."""
+    if failed.gradient is not None:
+        settle_gradient(failed.adapter, failed.gradient, keep=False)
+        failed.gradient = None
+    failed.output = failure
+
+
 def output_of(done: OpenPass) -> PassOutput | ReverseKlOutput:
     """Return what a complete pass found."""
     if not isinstance(done.op, ReverseKl):
@@ -88,6 +96,11 @@ def is_all_finite(arena: torch.Tensor) -> bool:
     """Return whether an arena holds no NaN and no infinity. Waits for the device."""
     low, high = arena.aminmax()
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def needs_memory(tokens: int) -> Failure:
+    """Return the answer to a pass with a datum of so many tokens that memory cannot hold it."""
+    return Failure(f"Request needs more memory than the worker has ({tokens} tokens).", "server")
 
 
 def not_finite(op: Pass | ReverseKl) -> Failure:

@@ -5,7 +5,7 @@ Where an op is cut depends on the op alone, so its sums do not depend on its nei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,13 +19,26 @@ FINE_STEP, FINE_LIMIT, COARSE_STEP = 32, 2048, 128
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of one op's datums; it becomes one segment of the packed row and is never cut again."""
+    """A range of one op's datums; it becomes one segment of the packed row.
+
+    It is cut again only where memory cannot hold it.
+    """
 
     owner: int  # place of its pass in the wave
     first: int  # datum
     last: int  # one past
     tokens: int
     needs_grad: bool
+
+    def halves(self, lengths: Sequence[int]) -> tuple[Piece, Piece]:
+        """Cut at the datum nearest to the middle; `lengths` are of its datums, at least two."""
+        sums = [sum(lengths[:at]) for at in range(1, len(lengths))]
+        at = min(range(len(sums)), key=lambda place: abs(2 * sums[place] - self.tokens))
+        middle = self.first + at + 1
+        return (
+            replace(self, last=middle, tokens=sums[at]),
+            replace(self, first=middle, tokens=self.tokens - sums[at]),
+        )
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,10 @@ class MicroBatch:
         """Return the two halves, in order; there are at least two pieces."""
         middle = len(self.pieces) // 2
         return MicroBatch(self.pieces[:middle]), MicroBatch(self.pieces[middle:])
+
+    def without(self, owner: int) -> MicroBatch:
+        """Return the same without the pieces of one op."""
+        return MicroBatch(tuple(piece for piece in self.pieces if piece.owner != owner))
 
 
 def bucket(tokens: int) -> int:

@@ -179,9 +179,12 @@ def _replay_from(
         and (op.kind is not OpKind.SAVE or weights.is_lost(WeightsRef(op.request_id)))
     ]
     ops = _from_last_load(ops)
+    cuts = engine.cut_pieces
     for group in _cycles(ops):
         bodies = _bodies(execution, group)
-        outputs = _replay(engine, execution, weights, group, bodies, exact=exact, between=between)
+        outputs = _replay(
+            engine, execution, weights, group, bodies, exact=exact, cuts=cuts, between=between
+        )
         for op, body in zip(group, bodies, strict=True):
             output = outputs.get((op.run, op.seq))
             if isinstance(output, SaveOutput):
@@ -230,8 +233,10 @@ def _replay(
     bodies: Sequence[bytes],
     *,
     exact: bool,
+    cuts: int,
     between: Callable[[], None] | None,
 ) -> Mapping[tuple[str, int], Output]:
+    """Run a part of the log; bits count as long as `cuts` is how often memory ran out so far."""
     runnable: list[Op] = []
     for op, body in zip(group, bodies, strict=True):
         request = engine_op(op, body, weights)
@@ -240,6 +245,7 @@ def _replay(
         elif request.category == "server":  # it ran once, so it does not fail by itself
             raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
     outputs = engine.run(runnable, between).outputs
+    exact = exact and engine.cut_pieces == cuts
     for op in group:
         stored = execution.stored_result(op)
         output = outputs.get((op.run, op.seq))

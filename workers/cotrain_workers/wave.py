@@ -16,7 +16,8 @@ from cotrain_workers.base_model import UNEMBED
 from cotrain_workers.forward import hidden_states, pack_row
 from cotrain_workers.head import Head, HeadInput, HeadResult
 from cotrain_workers.losses import LOSSES
-from cotrain_workers.open_pass import claim_gradient, output_of, settle
+from cotrain_workers.memory import is_out_of_memory, release_memory
+from cotrain_workers.open_pass import claim_gradient, give_up, needs_memory, output_of, settle
 from cotrain_workers.ops import ReverseKl
 from cotrain_workers.pack import MicroBatch, Piece, cut, fill
 from cotrain_workers.reverse_kl import KlHead, KlInput, Question, References, weighted_rows
@@ -44,6 +45,8 @@ class WaveCost:
     tokens: int = 0
     padded_tokens: int = 0
     beside_s: float = 0.0  # in `between`
+    halvings: int = 0  # of what did not fit into memory
+    cut_pieces: int = 0  # among that; an op so cut has other last bits than with more memory
 
     def add(self, batches: Sequence[MicroBatch]) -> None:
         """Count micro-batches that ran."""
@@ -63,6 +66,9 @@ class Wave:
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
+        self.safe_tokens = micro_batch_tokens
+        """Tokens of a micro-batch that ought to fit: what did not has lowered it. Nobody's bits depend on
+        it, as it says only who goes together."""
         wide = base.head_weight.dtype == torch.float64
         self._loss_dtype = torch.float64 if wide else torch.float32
 
@@ -79,13 +85,13 @@ class Wave:
             if not cuts:
                 open_pass.output = output_of(open_pass)
         cost = WaveCost()
-        waiting = deque(fill(pieces, self._micro_batch_tokens))
+        waiting = deque(fill(pieces, self.safe_tokens))
         while waiting:
             batch = waiting.popleft()
             ran = self._try(batch, passes)
             if ran is None:
                 cost.forwards += 1
-                waiting.extendleft(reversed(batch.halves()))
+                self._give_way(batch, passes, waiting, cost)
             else:
                 cost.add(ran)
             if between is not None:
@@ -97,15 +103,14 @@ class Wave:
     def _try(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> list[MicroBatch] | None:
         """Run a micro-batch and return it, after those that its references took.
 
-        If memory runs out, undo it and return None (raise, if it is one piece).
-        Pieces stay as they are, so that the retry in halves adds up what this one would have.
+        If memory runs out, undo it and return None.
         """
         owners = [passes[at] for at in dict.fromkeys(piece.owner for piece in batch.pieces)]
         of_earlier_pieces = [(p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient]
         try:
             return self._run_micro_batch(batch, passes)
-        except torch.OutOfMemoryError:
-            if len(batch.pieces) == 1:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
         # Here the exception is gone, and with it the tensors that its frames held.
         for owner in owners:
@@ -113,7 +118,39 @@ class Wave:
                 owner.gradient.flat.zero_()
         for gradient, before in of_earlier_pieces:
             gradient.flat.copy_(before)
+        release_memory(self._device)
         return None
+
+    def _give_way(
+        self,
+        batch: MicroBatch,
+        passes: Sequence[OpenPass],
+        waiting: deque[MicroBatch],
+        cost: WaveCost,
+    ) -> None:
+        """Put the halves of what did not fit in front; an op of which one datum does not fit fails.
+
+        While pieces stay as they are, the sums are the same to the bit. One that does not fit by itself
+        is cut at a datum.
+        """
+        piece, *others = batch.pieces
+        owner = passes[piece.owner]
+        if not others and piece.last - piece.first == 1:
+            give_up(owner, needs_memory(piece.tokens))
+            left = [batch.without(piece.owner) for batch in waiting]
+            waiting.clear()
+            waiting.extend(batch for batch in left if batch.pieces)
+            return
+        if others:
+            first, second = batch.halves()
+        else:
+            lengths = [len(datum.tokens) for datum in owner.datums(piece)]
+            first, second = (MicroBatch((half,)) for half in piece.halves(lengths))
+            owner.pieces_left += 1
+            cost.cut_pieces += 1
+        cost.halvings += 1
+        self.safe_tokens = min(self.safe_tokens, max(first.tokens, second.tokens))
+        waiting.extendleft((second, first))
 
     def _cut(self, at: int, op: Pass | ReverseKl) -> list[Piece]:
         lengths = [len(datum.tokens) for datum in op.datums]
