@@ -1,0 +1,92 @@
+"""What a worker recorded while it served runs again elsewhere, from the files alone, to the same bits."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from cotrain_store.messages import LoraSpec, OpKind
+from cotrain_store.status import cycle_records
+from cotrain_workers.recorder import SUFFIX
+from cotrain_workers.recording_file import read_cycle
+from cotrain_workers.replay import compared, engine_for, restore_before, run_again
+from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
+from tests.support.deaths import Failpoint, dying_worker
+from tests.support.program import LORA, results, submit
+from tests.support.stack import POOL, Stack, worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.recorded_cycle import RecordedCycle
+    from cotrain_workers.replay import Compared
+    from tests.support.redis_server import EmbeddedRedis
+
+REJECTED = {"error": "datum 0 has no tokens.", "category": "user"}
+
+
+def recordings(folder: Path) -> list[RecordedCycle]:
+    return [read_cycle(path) for path in sorted((folder / "recorder").glob(f"*/*/*{SUFFIX}"))]
+
+
+def replayed(cycle: RecordedCycle, model: Path) -> list[Compared]:
+    engine = engine_for(cycle.facts, str(model), device="cpu")
+    restore_before(engine, cycle)
+    return list(compared(cycle, run_again(engine, cycle), tolerance=0.0))
+
+
+async def test_all_that_was_served_runs_again_to_the_same_bits(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path
+) -> None:
+    a, b = await server.create("a", "a", LORA), await server.create("b", "b", LoraSpec(2, 1))
+    with worker(empty_redis.url, tmp_path, engine, record_cycles=100):
+        requests = await submit(server, a, 1, 4)
+        saved = await submit_state(server, a, 5)
+        answers = await results(server, b, await submit(server, b, 1, 3))
+        checkpoint = await checkpoint_of(server, a, saved)
+        requests += [await submit_load(server, a, 6, checkpoint)]
+        requests += await submit(server, a, 5, 8, place=7)
+        body = json.dumps(REJECTED).encode()
+        refused = await server.intake.submit(b, 4, OpKind.REJECTED, body, 0, digest="4")
+        begun = await run_from(server, "a", "c", checkpoint)
+        answers += await results(server, a, requests)
+        answers += await results(server, b, [refused, *await submit(server, b, 4, 4, place=5)])
+        answers += await results(server, begun, await submit(server, begun, 1, 4))
+        rows = await cycle_records(server.futures._redis, POOL, 100)
+    assert [each for each in answers if isinstance(each, dict) and "error" in each] == [REJECTED]
+    cycles = recordings(tmp_path)
+    assert [cycle.facts.step.cycle for cycle in cycles] == [row["cycle"] for row in reversed(rows)]
+    kinds = {op.kind for cycle in cycles for op in cycle.facts.step.ops}
+    assert {OpKind.SAVE, OpKind.LOAD, OpKind.REJECTED, OpKind.OPTIM_STEP} <= kinds
+    again = [row for cycle in cycles for row in replayed(cycle, tiny_model)]
+    assert {row.verdict for row in again} == {"equal"}
+    kept = {
+        (run["run"], int(seq)): digest
+        for row in rows
+        for run in row["runs"]
+        for seq, digest in run["digests"].items()
+    }
+    shown = {
+        (row.run, row.seq): row.digest for row in again if row.what not in ("save", "state after")
+    }
+    assert kept == shown
+
+
+async def test_a_cycle_that_a_worker_died_in_is_kept_beside_the_one_of_its_successor(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path
+) -> None:
+    run = await server.create("a", "a", LORA)
+    requests = await submit(server, run, 1, 4)
+    url = empty_redis.url
+    async with dying_worker(url, tmp_path, engine, Failpoint("commit", 1), record_cycles=9):
+        pass
+    engine.drop(run.id)
+    with worker(url, tmp_path, engine, record_cycles=9):
+        await results(server, run, requests)
+    first, second = recordings(tmp_path)[:2]
+    assert first.found is None
+    assert first.facts.step.ops == second.facts.step.ops
+    assert {row.verdict for row in replayed(second, tiny_model)} == {"equal"}
+    digests = [[row.digest for row in replayed(cycle, tiny_model)] for cycle in (first, second)]
+    assert digests[0] == digests[1]
