@@ -1,0 +1,141 @@
+"""A worker that computes nothing: whatever is planned, it commits with one small result.
+
+    python -m bench.load.null_worker [--ops-per-s N] [--ops-per-cycle N] [--times FILE]
+
+The real side of the log (steps, bodies, commits, recovery copies' registration), so that what is
+measured is everything but the engine. `--times` notes when each request was about to be committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cotrain_store.bodies import encode_pass_output
+from cotrain_store.connection import CONNECTION_LOST, open_sync_connection
+from cotrain_store.dispatch import WorkerBeat
+from cotrain_store.execution import Execution
+from cotrain_store.messages import OpKind, PoolId, PoolRecord, Result, ResultKind, RunId, WorkerId
+from cotrain_store.spool import RESULTS, Spool, new_writer
+
+if TYPE_CHECKING:
+    from cotrain_store.messages import QueuedOp, Step
+
+POOL = PoolRecord(
+    id=PoolId("p-null"), base_model="null", architecture="null", vocab_size=512, context_length=1024,
+    max_rank=64, num_parameters=1, device="none", dtype="float32", numerics_id="null",
+    tokens_per_s=1e9,
+)  # fmt: skip
+WORKER = WorkerId("w0")
+#: Tokens of every op the load sends, so that a budget in tokens is one in ops.
+TOKENS_PER_OP = 32
+#: Each run's log is cut after this many ops, as by a worker that writes recovery copies.
+OPS_PER_SNAPSHOT = 32
+BEAT_S = 1.0
+CLOCK_PERIOD_S = 10.0
+_PASSED = Result(
+    ResultKind.PASS,
+    encode_pass_output([np.zeros(TOKENS_PER_OP, np.float32)], {"loss:sum": 1.0}),
+)
+_DONE = Result.of_json({"type": "done"})
+
+
+class NullWorker:
+    """Commits steps until told to stop; a Redis that is away is a pause."""
+
+    def __init__(
+        self, execution: Execution, ops_per_s: float, ops_per_cycle: int, times: Path | None
+    ) -> None:
+        self._execution = execution
+        self._ops_per_s = ops_per_s
+        self._ops_per_cycle = ops_per_cycle
+        self._times = times
+        self._beat_at = 0.0
+        self._snapshots: dict[RunId, int] = {}
+        self._stopping = False
+
+    def stop(self, *_: object) -> None:
+        self._stopping = True
+
+    def run(self) -> None:
+        while not self._stopping:
+            try:
+                self._beat()
+                steps = self._execution.open_steps()
+                if steps:
+                    self._commit(steps[0])
+                else:
+                    self._execution.wait(0.2)
+            except CONNECTION_LOST:
+                time.sleep(0.05)
+
+    def _commit(self, step: Step) -> None:
+        bodies = self._execution.bodies(step.ops)
+        assert None not in bodies
+        if self._ops_per_s:
+            time.sleep(len(step.ops) / self._ops_per_s)
+        results = {(op.run, op.seq): _result(op) for op in step.ops}
+        about_to_commit = time.time()
+        self._execution.commit(step, results, {"cycle": step.cycle, "ops": len(step.ops)}, {})
+        if self._times:
+            with self._times.open("a") as file:
+                file.writelines(f"{op.request_id} {about_to_commit!r}\n" for op in step.ops)
+        for op in step.ops:
+            if op.seq - self._snapshots.get(op.run, 0) >= OPS_PER_SNAPSHOT:
+                self._execution.register_snapshot(op.run, op.seq, f"{op.run}-{op.seq}", "0" * 64)
+                self._snapshots[op.run] = op.seq
+
+    def _beat(self) -> None:
+        now = time.time()
+        if now - self._beat_at < BEAT_S:
+            return
+        self._beat_at = now
+        # The planner fills a cycle with what a worker does in one clock period.
+        tokens_per_s = self._ops_per_cycle * TOKENS_PER_OP / CLOCK_PERIOD_S
+        self._execution.beat(
+            WorkerBeat(WORKER, self._execution.epoch, "serving", "none", tokens_per_s, 0, 0, now)
+        )
+
+
+def publish_pool(redis_url: str, spool: Spool) -> None:
+    """Say what the pool can do before its worker is there, as one that died has left it."""
+    connection = open_sync_connection(redis_url)
+    Execution(connection, spool, spool, POOL.id, WORKER).enter(POOL)
+    connection.close()
+
+
+def _result(op: QueuedOp) -> Result:
+    return _PASSED if op.kind in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD) else _DONE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ops-per-s", type=float, default=0.0)
+    parser.add_argument("--ops-per-cycle", type=int, default=2048)
+    parser.add_argument("--times", type=Path)
+    args = parser.parse_args()
+    folder = Path(os.environ["COTRAIN_DATA_DIR"]) / "spool"
+    connection = open_sync_connection(os.environ["COTRAIN_REDIS_URL"])
+    writer = new_writer("null")
+    spools = Spool(folder, writer), Spool(folder, RESULTS + writer)
+    execution = Execution(connection, *spools, POOL.id, WORKER)
+    execution.enter(POOL)
+    worker = NullWorker(execution, args.ops_per_s, args.ops_per_cycle, args.times)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, worker.stop)
+    worker.run()
+    with contextlib.suppress(*CONNECTION_LOST):
+        execution.leave()
+    for spool in spools:
+        spool.close()
+
+
+if __name__ == "__main__":
+    main()

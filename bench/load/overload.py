@@ -1,0 +1,122 @@
+"""Three times as much work as there is capacity: what is accepted is kept, the rest is told so at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bench.load.http import Client, new_run, pass_body, persist
+from bench.load.null_worker import TOKENS_PER_OP
+from bench.load.place import Place, a_place, percentile
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+TENANTS = 32
+CAPACITY_PER_S = 60.0
+FACTOR = 3.0
+#: Per tenant; all of them together wait about four seconds.
+QUOTA_OPS = 8
+SAMPLE_S = 0.5
+
+
+@dataclass
+class Seen:
+    """What became of the requests, and how the processes grew."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    refused_ms: list[float] = field(default_factory=list)
+    accepted_ms: list[float] = field(default_factory=list)
+    answers: list[asyncio.Task[None]] = field(default_factory=list)
+    api_mb: list[float] = field(default_factory=list)
+    redis_mb: list[float] = field(default_factory=list)
+    queued_ops: list[int] = field(default_factory=list)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Offer FACTOR times the capacity, in open loop, for `args.seconds`."""
+    keys = [f"tml-load{number}" for number in range(TENANTS)]
+    with a_place() as place:
+        place.start_api(keys, QUOTA_OPS=str(QUOTA_OPS))
+        place.start_scheduler()
+        place.start_worker(
+            f"--ops-per-s={CAPACITY_PER_S}", f"--ops-per-cycle={CAPACITY_PER_S / 10:.0f}"
+        )
+        return asyncio.run(_measure(place, keys, args.seconds))
+
+
+async def _measure(place: Place, keys: Sequence[str], seconds: float) -> dict[str, Any]:
+    seen = Seen()
+    runs = [await new_run(Client(place.address, key), seen.statuses) for key in keys]
+    seen.statuses.clear()
+    ends_at = time.monotonic() + seconds
+    watching = asyncio.create_task(_watch(place, seen))
+    await asyncio.gather(
+        *(_offer(place, key, run, ends_at, seen) for key, run in zip(keys, runs, strict=True))
+    )
+    watching.cancel()
+    accepted, refused = len(seen.accepted_ms), len(seen.refused_ms)
+    await asyncio.wait_for(asyncio.gather(*seen.answers), 60)
+    third = len(seen.api_mb) // 3
+    return {
+        "offered_per_s": (accepted + refused) / seconds,
+        "capacity_per_s": CAPACITY_PER_S,
+        "accepted": accepted,
+        "refused": refused,
+        "answered_of_accepted": sum(not answer.exception() for answer in seen.answers),
+        "refused_p50_ms": percentile(seen.refused_ms, 0.5),
+        "refused_p99_ms": percentile(seen.refused_ms, 0.99),
+        "accepted_p99_ms": percentile(seen.accepted_ms, 0.99),
+        "queued_ops_max": max(seen.queued_ops),
+        "queued_ops_bound": TENANTS * QUOTA_OPS,
+        "api_mb_after_a_third": seen.api_mb[third],
+        "api_mb_at_the_end": seen.api_mb[-1],
+        "redis_mb_after_a_third": seen.redis_mb[third],
+        "redis_mb_at_the_end": seen.redis_mb[-1],
+        "redis_kb_kept_per_answer": (seen.redis_mb[-1] - seen.redis_mb[third]) * 1024
+        / (CAPACITY_PER_S * seconds * 2 / 3),
+        "seen": dict(seen.statuses),
+    }  # fmt: skip
+
+
+async def _offer(place: Place, key: str, run: str, ends_at: float, seen: Seen) -> None:
+    """Send at a fixed pace, whatever is answered; a refused request is not sent again."""
+    client, seq, due = Client(place.address, key), 1, time.monotonic()
+    while due < ends_at:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        due += TENANTS / (CAPACITY_PER_S * FACTOR)
+        began = time.perf_counter()
+        status, answer = await client.post("forward_backward", pass_body(run, seq, TOKENS_PER_OP))
+        took_ms = 1000 * (time.perf_counter() - began)
+        seen.statuses[f"forward_backward {status}"] += 1
+        if status == 200:
+            assert isinstance(answer, dict)
+            seq += 1
+            seen.accepted_ms.append(took_ms)
+            seen.answers.append(
+                asyncio.create_task(_answered(place, key, answer["request_id"], seen))
+            )
+        else:
+            assert status == 429, answer
+            seen.refused_ms.append(took_ms)
+
+
+async def _answered(place: Place, key: str, request: str, seen: Seen) -> None:
+    client = Client(place.address, key)
+    await persist(client, "retrieve_future", {"request_id": request}, seen.statuses)
+    client.close()
+
+
+async def _watch(place: Place, seen: Seen) -> None:
+    with place.connected() as redis:
+        names = [name for name in redis.scan_iter("*queue:*") if redis.type(name) == b"hash"]
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            names = [name for name in redis.scan_iter("*queue:*") if redis.type(name) == b"hash"]
+            seen.queued_ops.append(sum(int(redis.hget(name, "ops") or 0) for name in names))
+            seen.redis_mb.append(redis.info("memory")["used_memory"] / 2**20)
+            seen.api_mb.append(place.running["api"].rss_mb)

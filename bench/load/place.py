@@ -1,0 +1,172 @@
+"""Where a load runs: a real Redis, a real scheduler, API processes behind one port, a null worker.
+
+Each is a process of its own, as `cotrain serve` has them; none outlives the place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from redis import ConnectionError as RedisConnectionError
+
+from bench.load.null_worker import publish_pool
+from cotrain_store.connection import SyncConnection, open_sync_connection
+from cotrain_store.embedded import find_redis_binary, redis_command
+from cotrain_store.spool import Spool, new_writer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [str(ROOT / name) for name in ("client", "scheduler", "server", "workers", ".")]
+PATIENCE_S = 60.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Running:
+    """One process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def rss_mb(self) -> float:
+        """What it holds in memory now."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+    @property
+    def cpu_s(self) -> float:
+        """What it has taken of the processors so far."""
+        return cpu_s(self.process.pid)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> float:
+        """SIGTERM; return how long it took to end, in s."""
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(PATIENCE_S)
+        assert status == 0, f"{self.name} ended with {status}"
+        return time.monotonic() - began
+
+
+@dataclass
+class Place:
+    """The processes of one load."""
+
+    folder: Path
+    listener: socket.socket = field(
+        default_factory=lambda: socket.create_server(("127.0.0.1", 0), backlog=4096)
+    )
+    running: dict[str, Running] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.redis_url = f"unix://{self.folder}/redis.sock"
+        self.start_redis()
+        spool = Spool(self.folder / "data" / "spool", new_writer("bench"))
+        publish_pool(self.redis_url, spool)
+        spool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        for one in self.running.values():
+            one.kill()
+        self.listener.close()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the API listens, whichever process answers."""
+        host, port = self.listener.getsockname()
+        return host, port
+
+    def start_redis(self) -> None:
+        """Start Redis (again), with the flags that `cotrain serve` gives it."""
+        folder = self.folder / "redis"
+        folder.mkdir(exist_ok=True)
+        command = redis_command(find_redis_binary(), folder, self.folder / "redis.sock")
+        self._start("redis", command)
+        deadline = time.monotonic() + PATIENCE_S
+        with contextlib.closing(open_sync_connection(self.redis_url)) as connection:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(RedisConnectionError):
+                    connection.ping()
+                    return
+                time.sleep(0.01)
+        raise RuntimeError("Redis did not come up")
+
+    def start_scheduler(self) -> Running:
+        return self._start("scheduler", [sys.executable, "-m", "cotrain_scheduler"])
+
+    def start_worker(self, *options: str) -> Running:
+        return self._start("worker", [sys.executable, "-m", "bench.load.null_worker", *options])
+
+    def start_api(self, keys: Sequence[str], name: str = "api", **settings: str) -> Running:
+        """Start an API process on the place's port."""
+        descriptor = self.listener.fileno()
+        os.set_inheritable(descriptor, True)
+        given = {"API_KEYS": ",".join(keys), "LISTEN_FD": str(descriptor), **settings}
+        return self._start(name, [sys.executable, "-m", "cotrain_server"], (descriptor,), **given)
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[SyncConnection]:
+        """Look into Redis behind everybody's back."""
+        with contextlib.closing(open_sync_connection(self.redis_url)) as connection:
+            yield connection
+
+    def _start(
+        self, name: str, command: Sequence[str], fds: Sequence[int] = (), **settings: str
+    ) -> Running:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(SOURCES),
+            "COTRAIN_REDIS_URL": self.redis_url,
+            "COTRAIN_DATA_DIR": str(self.folder / "data"),
+            "COTRAIN_DISK_RESERVE_BYTES": "0",
+            **{f"COTRAIN_{key}": value for key, value in settings.items()},
+        }
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, pass_fds=fds
+            )
+        self.running[name] = Running(name, process)
+        return self.running[name]
+
+
+@contextlib.contextmanager
+def a_place() -> Iterator[Place]:
+    """Make a place in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="ctload-") as folder, Place(Path(folder)) as place:
+        yield place
+
+
+def cpu_s(pid: int | str = "self") -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of all lies."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -1,0 +1,149 @@
+"""Restarts under load: an API that is replaced behind its port, and a Redis that dies or stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from bench.load.http import Client, new_run, persist, trained
+from bench.load.place import PATIENCE_S, Place, a_place
+from bench.load.waiting import LONG_POLL_S, Waiting, accept, keys_for, until_held
+from cotrain_store import keys as redis_keys
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+WAITING = 2_000
+TENANTS = 32
+#: Requests of the other kind, sent all the while.
+ASKS_PER_S = 50.0
+#: Longer than any socket or pool of ours waits.
+STANDSTILL_S = 10.0
+CALM_S = 3.0
+
+
+def measure_api(args: argparse.Namespace) -> dict[str, Any]:
+    """Replace an API process that holds polls: first in good order, then by kill -9."""
+    keys = keys_for(WAITING)
+    with a_place() as place:
+        place.start_api(keys, "first", LONG_POLL_S=LONG_POLL_S)
+        place.start_scheduler()
+        return asyncio.run(_measure_api(place, keys))
+
+
+async def _measure_api(place: Place, keys: Sequence[str]) -> dict[str, Any]:
+    waiting, polled, asked = await accept(place, keys, WAITING), Counter[str](), Counter[str]()
+    polls = [asyncio.create_task(_answered(place, one, polled)) for one in waiting]
+    await until_held(place, WAITING)
+    asking = asyncio.create_task(_ask(place, keys[0], asked))
+    await _start_api(place, keys, "second", 2)
+    ended_after_s = await asyncio.to_thread(place.running.pop("first").stop)
+    began = time.monotonic()
+    await until_held(place, WAITING)
+    moved_after_s = ended_after_s + time.monotonic() - began
+    orderly = {"polls": dict(polled), "others": dict(asked)}
+    polled.clear()
+    asked.clear()
+    place.running.pop("second").kill()
+    began = time.monotonic()
+    await _start_api(place, keys, "third", 1)
+    await until_held(place, WAITING)
+    back_after_s = time.monotonic() - began
+    place.start_worker()
+    answered = await asyncio.wait_for(asyncio.gather(*polls), PATIENCE_S)
+    asking.cancel()
+    return {
+        "waiting": len(waiting),
+        "drained_after_s": ended_after_s,
+        "all_polls_moved_after_s": moved_after_s,
+        "orderly_polls": orderly["polls"],
+        "orderly_others": orderly["others"],
+        "after_a_kill_all_back_after_s": back_after_s,
+        "killed_polls": dict(polled),
+        "killed_others": dict(asked),
+        "answered": len(answered),
+    }
+
+
+async def _start_api(place: Place, keys: Sequence[str], name: str, listening: int) -> None:
+    place.start_api(keys, name, LONG_POLL_S=LONG_POLL_S)
+    with place.connected() as redis:
+        channel = redis_keys.notify_results()
+        while redis.pubsub_numsub(channel)[0][1] < listening:  # noqa: ASYNC110  # nothing tells
+            await asyncio.sleep(0.05)
+
+
+async def _answered(place: Place, one: Waiting, seen: Counter[str]) -> None:
+    client = Client(place.address, one.key)
+    await persist(client, "retrieve_future", {"request_id": one.request}, seen)
+    client.close()
+
+
+async def _ask(place: Place, key: str, seen: Counter[str]) -> None:
+    """Open a session now and then: a request that is answered at once."""
+    client = Client(place.address, key)
+    while True:
+        await persist(client, "create_session", {}, seen)
+        await asyncio.sleep(1 / ASKS_PER_S)
+
+
+def measure_redis(args: argparse.Namespace) -> dict[str, Any]:
+    """Kill Redis under load and start it again; then let it stand still for STANDSTILL_S."""
+    keys = [f"tml-load{number}" for number in range(TENANTS)]
+    with a_place() as place:
+        place.start_api(keys)
+        place.start_scheduler()
+        place.start_worker()
+        return asyncio.run(_measure_redis(place, keys))
+
+
+async def _measure_redis(place: Place, keys: Sequence[str]) -> dict[str, Any]:
+    seen, answered_at = Counter[str](), list[float]()
+    stop = asyncio.Event()
+    tenants = [asyncio.create_task(_train(place, key, stop, seen, answered_at)) for key in keys]
+    await asyncio.sleep(CALM_S)
+    killed_at = time.monotonic()
+    await asyncio.to_thread(place.running["redis"].kill)
+    await asyncio.to_thread(place.start_redis)
+    started_after_s = time.monotonic() - killed_at
+    await asyncio.sleep(CALM_S)
+    after_kill, stopped_at = dict(seen), time.monotonic()
+    place.running["redis"].process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(STANDSTILL_S)
+    place.running["redis"].process.send_signal(signal.SIGCONT)
+    await asyncio.sleep(CALM_S)
+    stop.set()
+    sent = sum(await asyncio.wait_for(asyncio.gather(*tenants), PATIENCE_S))
+    return {
+        "redis_answered_again_after_s": started_after_s,
+        "pause_after_the_kill_s": _pause(answered_at, killed_at),
+        "seen_with_the_kill": after_kill,
+        "standstill_s": STANDSTILL_S,
+        "pause_over_the_standstill_s": _pause(answered_at, stopped_at),
+        "seen_in_all": dict(seen),
+        "sent": sent,
+        "answered": len(answered_at),
+    }
+
+
+async def _train(
+    place: Place, key: str, stop: asyncio.Event, seen: Counter[str], answered_at: list[float]
+) -> int:
+    client, seq = Client(place.address, key), 0
+    run = await new_run(client, seen)
+    while not stop.is_set():
+        seq += 1
+        await trained(client, run, seq, seen)
+        answered_at.append(time.monotonic())
+    return seq
+
+
+def _pause(answered_at: Sequence[float], since: float) -> float:
+    """How long no request was answered, from a moment on (with what was just on its way)."""
+    later = [since, *sorted(at for at in answered_at if at > since)]
+    return max(after - before for before, after in itertools.pairwise(later))

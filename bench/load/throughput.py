@@ -1,0 +1,170 @@
+"""How many requests per second can be accepted, planned, committed and answered, without an engine.
+
+256 tenants with four requests in flight each, on a Redis that fsyncs every write. Once through the
+store alone (this process has the API's part), once through HTTP (this process is all the clients).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bench.load.http import Client, new_run, pass_body, trained
+from bench.load.null_worker import POOL, TOKENS_PER_OP
+from bench.load.place import Place, a_place, cpu_s, percentile
+from cotrain_store.connection import open_connection
+from cotrain_store.futures import Futures, Pending
+from cotrain_store.intake import Intake, TenantLimits
+from cotrain_store.messages import (
+    LoraSpec,
+    OpKind,
+    RequestId,
+    RunId,
+    RunRecord,
+    SessionId,
+    TenantId,
+    run_id,
+)
+from cotrain_store.spool import Spool, new_writer
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Awaitable, Callable, Sequence
+
+    #: One request with this seq, up to its answer.
+    Ask = Callable[[int], Awaitable[None]]
+
+WARM_S = 2.0
+
+
+@dataclass
+class Tally:
+    """Requests answered while it counted: how long each took, and what each process spent on them."""
+
+    seconds: float
+    latencies_s: list[float] = field(default_factory=list)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        answered = len(self.latencies_s)
+        return {
+            "answered_per_s": answered / self.seconds,
+            "p50_ms": percentile(self.latencies_s, 0.5) * 1000,
+            "p99_ms": percentile(self.latencies_s, 0.99) * 1000,
+            "cpu_ms_per_request": {
+                name: 1000 * spent / answered for name, spent in self.cpu_s.items()
+            },
+        }
+
+
+async def drive(place: Place, asks: Sequence[Ask], depth: int, seconds: float) -> Tally:
+    """Keep `depth` requests of every tenant in flight; `asks[i](seq)` is one, up to its answer."""
+    tally, is_counting, stop = Tally(seconds), asyncio.Event(), asyncio.Event()
+
+    async def lane(ask: Ask, seqs: itertools.count[int]) -> None:
+        while not stop.is_set():
+            began = time.perf_counter()
+            await ask(next(seqs))
+            if is_counting.is_set():
+                tally.latencies_s.append(time.perf_counter() - began)
+
+    lanes = [
+        asyncio.create_task(lane(ask, seqs))
+        for ask, seqs in [(ask, itertools.count(1)) for ask in asks]
+        for _ in range(depth)
+    ]
+    await asyncio.sleep(WARM_S)
+    before = _cpu(place)
+    is_counting.set()
+    await asyncio.sleep(seconds)
+    is_counting.clear()
+    tally.cpu_s = {name: after - before[name] for name, after in _cpu(place).items()}
+    stop.set()
+    await asyncio.gather(*lanes)
+    return tally
+
+
+def _cpu(place: Place) -> dict[str, float]:
+    return {"this": cpu_s(), **{name: one.cpu_s for name, one in place.running.items()}}
+
+
+def measure_store(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the road through the store: submit, plan, commit, wake, read."""
+    with a_place() as place:
+        place.start_scheduler()
+        place.start_worker()
+        return asyncio.run(_through_the_store(place, args))
+
+
+async def _through_the_store(place: Place, args: argparse.Namespace) -> dict[str, Any]:
+    connection = open_connection(place.redis_url)
+    spool = Spool(place.folder / "data" / "spool", new_writer("api"))
+    async with Futures(connection, spool) as futures:
+        intake = Intake(connection, spool, TenantLimits())
+
+        async def tenant(number: int) -> Ask:
+            run = _run_of(number)
+            await _answered(futures, run, await intake.create_run(run))
+
+            async def ask(seq: int) -> None:
+                body = pass_body(run.id, seq, TOKENS_PER_OP)
+                request = await intake.submit(
+                    run, seq, OpKind.FORWARD_BACKWARD, body, TOKENS_PER_OP, digest=f"{seq}"
+                )
+                await _answered(futures, run, request)
+
+            return ask
+
+        asks = await asyncio.gather(*(tenant(number) for number in range(args.tenants)))
+        tally = await drive(place, asks, args.depth, args.seconds)
+    spool.close()
+    await connection.aclose()
+    return tally.row()
+
+
+def measure_http(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the same through HTTP."""
+    keys = [f"tml-load{number}" for number in range(args.tenants)]
+    with a_place() as place:
+        place.start_scheduler()
+        place.start_worker()
+        place.start_api(keys)
+        return asyncio.run(_through_http(place, keys, args))
+
+
+async def _through_http(
+    place: Place, keys: Sequence[str], args: argparse.Namespace
+) -> dict[str, Any]:
+    seen = Counter[str]()
+
+    async def tenant(key: str) -> Ask:
+        idle = [Client(place.address, key) for _ in range(args.depth)]
+        run = await new_run(idle[0], seen)
+
+        async def ask(seq: int) -> None:
+            client = idle.pop()
+            await trained(client, run, seq, seen)
+            idle.append(client)
+
+        return ask
+
+    asks = [await tenant(key) for key in keys]
+    tally = await drive(place, asks, args.depth, args.seconds)
+    return {**tally.row(), "seen": dict(seen)}
+
+
+async def _answered(futures: Futures, run: RunRecord, request: RequestId) -> None:
+    while isinstance(await futures.wait(run.tenant, request, 30.0), Pending):
+        pass
+
+
+def _run_of(number: int) -> RunRecord:
+    session = SessionId(f"{number:032x}")
+    return RunRecord(
+        id=RunId(run_id(session, 0)), tenant=TenantId(f"t{number}"), session=session, pool=POOL.id,
+        base_model=POOL.base_model, lora=LoraSpec(rank=4, seed=0), created_at=time.time(),
+    )  # fmt: skip

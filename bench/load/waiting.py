@@ -1,0 +1,138 @@
+"""How many polls one API process can hold, what they weigh, and how soon each learns of its result."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.load.http import Client, pass_body, persist
+from bench.load.null_worker import POOL, TOKENS_PER_OP
+from bench.load.place import PATIENCE_S, Place, a_place, percentile
+from cotrain_store.connection import open_connection
+from cotrain_store.intake import Intake, TenantLimits
+from cotrain_store.messages import LoraSpec, OpKind, RequestId, RunRecord, SessionId, run_id
+from cotrain_store.spool import Spool, new_writer
+from cotrain_store.tenants import Tenants
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+REQUESTS_PER_TENANT = 200
+IDLE_S = 3.0
+#: Longer than the part takes, if all goes well: a poll is asked again after it.
+LONG_POLL_S = "40"
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that is accepted, and the key of its tenant."""
+
+    key: str
+    request: RequestId
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Hold `args.waiting` polls in one API process, then resolve them at a steady pace."""
+    keys = keys_for(args.waiting)
+    with a_place() as place:
+        api = place.start_api(keys, LONG_POLL_S=LONG_POLL_S)
+        place.start_scheduler()
+        return asyncio.run(_measure(place, api.name, keys, args))
+
+
+async def _measure(
+    place: Place, api_name: str, keys: Sequence[str], args: argparse.Namespace
+) -> dict[str, Any]:
+    api, times = place.running[api_name], place.folder / "times"
+    waiting = await accept(place, keys, args.waiting)
+    empty_mb, seen = api.rss_mb, Counter[str]()
+    began = time.monotonic()
+    polls = [asyncio.create_task(_answered_at(place, one, seen)) for one in waiting]
+    await until_held(place, len(waiting))
+    held_after_s, held_mb, idle_from = time.monotonic() - began, api.rss_mb, api.cpu_s
+    await asyncio.sleep(IDLE_S)
+    idle_cpu = (api.cpu_s - idle_from) / IDLE_S
+    per_cycle = max(1, round(args.wakes_per_s / 10))
+    place.start_worker(
+        f"--ops-per-s={args.wakes_per_s}", f"--ops-per-cycle={per_cycle}", f"--times={times}"
+    )
+    answered_at = dict(await asyncio.gather(*polls))
+    committed = dict(line.split() for line in times.read_text().splitlines())
+    wakes_ms = [1000 * (at - float(committed[request])) for request, at in answered_at.items()]
+    return {
+        "waiting": len(waiting),
+        "all_held_after_s": held_after_s,
+        "rss_mb_before": empty_mb,
+        "rss_mb_waiting": held_mb,
+        "kb_per_poll": (held_mb - empty_mb) * 1024 / len(waiting),
+        "idle_cpu_share": idle_cpu,
+        "wake_p50_ms": percentile(wakes_ms, 0.5),
+        "wake_p99_ms": percentile(wakes_ms, 0.99),
+        "wake_max_ms": max(wakes_ms),
+        "seen": dict(seen),
+    }
+
+
+async def _answered_at(place: Place, one: Waiting, seen: Counter[str]) -> tuple[str, float]:
+    client = Client(place.address, one.key)
+    await persist(client, "retrieve_future", {"request_id": one.request}, seen)
+    at = time.time()
+    client.close()
+    return one.request, at
+
+
+def keys_for(requests: int) -> list[str]:
+    """Give the keys of as many tenants as that many requests need."""
+    return [f"tml-load{number}" for number in range(-(-requests // REQUESTS_PER_TENANT))]
+
+
+async def accept(place: Place, keys: Sequence[str], count: int) -> list[Waiting]:
+    """Have `count` requests accepted, straight into the store: that is not what is measured here."""
+    connection = open_connection(place.redis_url)
+    spool = Spool(place.folder / "data" / "spool", new_writer("bench"))
+    intake = Intake(connection, spool, TenantLimits())
+
+    async def of_one_tenant(number: int, key: str) -> list[Waiting]:
+        tenant = await Tenants(connection).register(key, "load")
+        session = SessionId(f"{number:032x}")
+        run = RunRecord(
+            id=run_id(session, 0), tenant=tenant.id, session=session, pool=POOL.id,
+            base_model=POOL.base_model, lora=LoraSpec(rank=4, seed=0), created_at=time.time(),
+        )  # fmt: skip
+        requests = [await intake.create_run(run)]
+        for seq in range(1, REQUESTS_PER_TENANT):
+            body = pass_body(run.id, seq, TOKENS_PER_OP)
+            kind = OpKind.FORWARD_BACKWARD
+            requests.append(
+                await intake.submit(run, seq, kind, body, TOKENS_PER_OP, digest=f"{seq}")
+            )
+        return [Waiting(key, request) for request in requests]
+
+    found = await asyncio.gather(*(of_one_tenant(*item) for item in enumerate(keys)))
+    spool.close()
+    await connection.aclose()
+    return [one for requests in found for one in requests][:count]
+
+
+async def until_held(place: Place, count: int) -> None:
+    """Wait until the (only) API process holds this many polls."""
+    deadline = time.monotonic() + PATIENCE_S
+    while await asyncio.to_thread(held, place) < count:
+        assert time.monotonic() < deadline, "not all polls are held"
+        await asyncio.sleep(0.2)
+
+
+def held(place: Place) -> int:
+    """Ask an API process how many polls it holds; 0 while none answers."""
+    host, port = place.address
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=20) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return 0
+    return int(float(text.split("\ncotrain_longpoll_waiters ")[1].split("\n")[0]))
