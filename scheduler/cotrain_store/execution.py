@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
 from cotrain_store.connection import sync_script
+from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.messages import (
     CheckpointRecord,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
-    from cotrain_store.dispatch import WorkerBeat
     from cotrain_store.spool import Spool
 
 #: What the requests of a run resolve to that could not be brought back after a crash.
@@ -351,6 +351,12 @@ class Execution:
             wakes.subscribe(keys.notify_worker(self.pool, self.worker))
             self._wakes = wakes  # only now: one that never subscribed would wait for nothing
         self._wakes.get_message(timeout=timeout_s)
+
+
+def beat_at(connection: SyncConnection, pool: PoolId, worker: WorkerId) -> WorkerBeat | None:
+    """Read the sign of life at a worker's place, whoever gives it; None for nobody's."""
+    beat = connection.get(keys.worker(pool, worker))
+    return decode(WorkerBeat, json.loads(beat)) if beat else None
 
 
 def _body_of(op: QueuedOp) -> str:

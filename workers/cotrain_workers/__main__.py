@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import structlog
@@ -14,12 +16,15 @@ import torch
 
 from cotrain_store.connection import check_store_sync, open_sync_connection
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
+from cotrain_store.execution import beat_at
 from cotrain_store.logs import configure_logs
-from cotrain_store.messages import PoolRecord
+from cotrain_store.messages import PoolRecord, WorkerId
 from cotrain_store.spool import RESULTS, Spool, new_writer
 from cotrain_workers.assembly import enter_pool
+from cotrain_workers.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine import Engine
 from cotrain_workers.ops import Create, Datum, Pass
+from cotrain_workers.place import PlaceTaken, await_absence, take_place
 from cotrain_workers.settings import WorkerSettings, pool_of
 from cotrain_workers.spec import AdapterSpec
 from cotrain_workers.tokenizer import publish_tokenizer
@@ -32,8 +37,11 @@ _PROBE_TOKENS = 1024
 
 def serve(settings: WorkerSettings) -> int:
     """Load the base model and serve its pool until told to stop."""
+    pool, worker = pool_of(settings.model_name), WorkerId(settings.worker_id)
+    take_place(settings.data_dir / "run", pool, worker)
     connection = open_sync_connection(settings.redis_url)
     check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
+    await_absence(partial(beat_at, connection, pool, worker), socket.gethostname())
     device = _device(settings)
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)
@@ -45,7 +53,6 @@ def serve(settings: WorkerSettings) -> int:
         local_files_only=settings.offline,
     )
     tokens_per_s = measure_throughput(engine)
-    pool = pool_of(settings.model_name)
     tokenizer = publish_tokenizer(
         settings.model_source, pool, settings.tokenizers_dir, local_files_only=settings.offline
     )
@@ -67,6 +74,10 @@ def serve(settings: WorkerSettings) -> int:
     except Fenced:
         log.warning("worker_fenced")
         return 0
+    except DeviceLost as lost:
+        log.error("device_lost", reason=str(lost))  # noqa: TRY400  # all there is to it is in its name
+        sys.stdout.flush()
+        os._exit(EXIT_CODE)  # an orderly end would call the device
     log.info("worker_stopped")
     return 0
 
@@ -123,6 +134,9 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         sys.exit(serve(settings))
+    except PlaceTaken as taken:
+        log.error("place_taken", reason=str(taken))  # noqa: TRY400
+        sys.exit(2)
     except UnsafeRedis as unsafe:
         log.error("redis_refused", reason=str(unsafe))  # noqa: TRY400
         sys.exit(2)

@@ -7,6 +7,7 @@ it died is computed again from the log.
 from __future__ import annotations
 
 import math
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -248,4 +249,5 @@ class WorkerLoop:
             samples_waiting=self._sampler.waiting,
             safe_tokens=self._engine.safe_tokens,
             halvings=self._engine.halvings,
+            host=socket.gethostname(),
         )
