@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from cotrain_store.connection import open_connection
 from cotrain_store.futures import Futures
 from cotrain_store.spool import Spool, new_writer
+from cotrain_workers.suspects import MAX_DEATHS
 from tests.support.processes import Process, settings_of, stack_of
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_workers.engine import Engine
+
+POISON = {
+    "error": "Request repeatedly crashed the worker; it was not applied.",
+    "category": "server",
+}
 
 
 async def test_killed_processes_change_no_number(
@@ -100,3 +106,48 @@ async def test_a_killed_worker_loses_no_saved_weights_and_no_sample(
             await asyncio.to_thread(victim.stop)
         spool.close()
         await connection.aclose()
+
+
+async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left_out(
+    tmp_path: Path, engine: Engine, tiny_model: Path
+) -> None:
+    """Its neighbour in the step ends as if alone, and its own run as if it had never been."""
+    with EmbeddedRedis() as redis_server:
+        url = redis_server.url
+        async with stack(url, tmp_path / "alone") as alone:
+            expected, digest = await undisturbed(alone, url, tmp_path / "alone", engine, last=3)
+            with worker(url, tmp_path / "alone", engine):
+                without = await alone.create("without", "without", LORA)
+                await results(alone, without, await submit(alone, without, 3, 4, place=1))
+        redis_server.flush()
+
+        poison = "a:train:0:1"
+        kills = f"worker.before_run~{poison}=kill@*,worker.before_risk~{poison}=kill@*"
+        settings = settings_of(url, tmp_path, tiny_model) | {"COTRAIN_FAILPOINTS": kills}
+        shared = {name: settings[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
+        connection, spool = open_connection(url), Spool(tmp_path / "spool", new_writer("api"))
+        async with Futures(connection, spool) as futures:
+            server = stack_of(connection, spool, futures)
+            guilty, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
+            requests = await submit(server, guilty, 1, 1)
+            others = await submit(server, neighbour, 1, 3)
+            with (
+                Process("cotrain_scheduler", shared, tmp_path / "scheduler.log") as scheduler,
+                Process("cotrain_workers", settings, tmp_path / "worker.log") as trainer,
+            ):
+                # As planned, twice; its run's part of the step, once; alone, twice.
+                for _ in range(2 + 1 + MAX_DEATHS):
+                    await asyncio.to_thread(trainer.await_kill)
+                    trainer.start()
+                assert await results(server, guilty, requests) == [POISON]
+                assert await results(server, neighbour, others) == expected
+                await results(server, guilty, await submit(server, guilty, 3, 4, place=2))
+                await asyncio.to_thread(trainer.stop)
+                await asyncio.to_thread(scheduler.stop)
+        spool.close()
+        await connection.aclose()
+        mine = await asyncio.to_thread(restored_digest, url, tmp_path, engine, guilty.id)
+        assert mine == engine.state(without.id).digest()
+        assert (
+            await asyncio.to_thread(restored_digest, url, tmp_path, engine, neighbour.id) == digest
+        )
