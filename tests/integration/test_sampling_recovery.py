@@ -12,7 +12,7 @@ from cotrain_store import keys
 from cotrain_store.messages import request_id
 from cotrain_workers.decoder import EngineDecoder
 from cotrain_workers.sample_requests import seed_of
-from cotrain_workers.sampling_service import CRASHED, MAX_DEATHS, MAX_STARTS
+from cotrain_workers.suspects import CRASHED, MAX_DEATHS, POISON
 from tests.support.deaths import Failpoint, Killed, dying_worker, live
 from tests.support.program import LORA, submit
 from tests.support.sampling import (
@@ -269,7 +269,7 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
             await asyncio.sleep(0.01)
         loop.stop()
         deaths += not await life
-    assert (await answers)[1].json()["error"] == CRASHED.message
+    assert (await answers)[1].json()["error"] == POISON.message
     for request in (requests[0], requests[2]):
         assert await sampled(server, sampler, request) == expected
-    assert deaths <= 1 + MAX_STARTS + MAX_DEATHS
+    assert deaths <= 2 * MAX_DEATHS

@@ -101,7 +101,12 @@ class WorkerLoop:
         self._stopping.set()
 
     def run(self) -> None:
-        """Serve until stopped; raises Fenced when another process took this worker's place."""
+        """Serve until stopped.
+
+        Raises:
+            Fenced: another process took this worker's place.
+            DeviceLost: this one cannot compute any more.
+        """
         heart = Heart(self._execution, self._beat, self._stopping)
         heart.start()
         while not self._stopping.is_set():
@@ -110,6 +115,9 @@ class WorkerLoop:
             except PAUSES as pause:
                 log.warning("paused", reason=str(pause))
                 self._stopping.wait(_RETRY_S)
+            except RuntimeError:  # in a decoder, most likely: the ops of a step are looked after
+                self._engine.check_device()
+                raise
         if heart.was_replaced:
             raise Fenced
         heart.join()

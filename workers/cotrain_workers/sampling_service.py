@@ -22,6 +22,7 @@ from cotrain_store.token_stream import StreamedTokens
 from cotrain_workers.ops import Failure
 from cotrain_workers.sample_ops import SampleOutput
 from cotrain_workers.sample_requests import sample_request, sample_result
+from cotrain_workers.suspects import CRASHED, MAX_DEATHS, POISON
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,12 +39,6 @@ log = structlog.get_logger()
 AHEAD = 16
 #: Results that could not be written (a full disk, most likely) are tried again after so long.
 RETRY_S = 1.0
-#: A request that was running when so many processes died is then run alone; one that so many died
-#: over, alone, is what kills them. High enough for kills that come from outside.
-MAX_STARTS = 2
-MAX_DEATHS = 3
-
-CRASHED = Failure("Internal error: this request could not be run.", "server")
 UNREADABLE = Failure("Internal error: this request could not be read back.", "server")
 GONE = Failure("The weights of this sampler are lost; save them again.", "server")
 
@@ -156,14 +151,14 @@ class SamplingService:
         if claimed.body is None:
             self._finish(claimed.request, UNREADABLE)
         elif claimed.deaths >= MAX_DEATHS:
-            self._finish(claimed.request, CRASHED)
+            self._finish(claimed.request, POISON)
         elif ref and not self._weights.is_known(ref):
             self._finish(claimed.request, GONE)
         else:
             request = sample_request(claimed, claimed.body, self._end_of_sequence)
             if claimed.body.stream:
                 self._streamed.add(request.id)
-            if claimed.starts > MAX_STARTS:
+            if claimed.starts >= MAX_DEATHS:
                 log.warning("request_runs_alone", request=request.id, starts=claimed.starts)
                 self._suspects.append(request)
             else:

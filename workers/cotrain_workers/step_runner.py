@@ -18,7 +18,7 @@ from cotrain_store.messages import OpKind, RunId
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
 from cotrain_workers.requests import engine_op
-from cotrain_workers.suspects import MAX_DEATHS, Risks, run_alone, run_in_parts
+from cotrain_workers.suspects import MAX_DEATHS, POISON, Risks, run_alone, run_in_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -137,7 +137,9 @@ class StepRunner:
             op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run
         ]
         by_itself = partial(self._by_itself, ops, step, risks)
-        return run_in_parts(self._engine, risks, side_by_side, by_itself)
+        outputs = run_in_parts(self._engine, risks, side_by_side, by_itself)
+        self._runs.uncounted["poison_ops"] += sum(each is POISON for each in outputs.values())
+        return outputs
 
     def _by_itself(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Outputs:
         """Run one run's ops one by one, from its last committed state; blame what still fails."""

@@ -38,6 +38,8 @@ log = structlog.get_logger()
 
 #: A write that failed (a full disk, most likely) is tried again after so long.
 RETRY_S = 5.0
+#: What a dead worker owed, whose heir this one may be, is looked for this often.
+RECALL_S = 2.0
 #: Weights that nobody uses any more are looked for this often, their files once per ORPHAN_AGE_S.
 SWEEP_S = 60.0
 #: What a named save resolves to that cannot be made again.
@@ -79,7 +81,7 @@ class WeightsStore:
         self._given_up: set[WeightsRef] = set()
         self._recent: OrderedDict[WeightsRef, HostWeights] = OrderedDict()
         self._digests: dict[WeightsRef, str] = {}
-        self._sweep_at = self._orphans_at = 0.0
+        self._recall_at = self._sweep_at = self._orphans_at = 0.0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.recall()
 
@@ -217,6 +219,9 @@ class WeightsStore:
         if now >= self._orphans_at:
             self._orphans_at = now + ORPHAN_AGE_S
             self._files.remove_orphans(self._sampling)
+        if now >= self._recall_at:
+            self._recall_at = now + RECALL_S
+            self.recall()
         if now < self._sweep_at:
             return []
         self._sweep_at = now + SWEEP_S
