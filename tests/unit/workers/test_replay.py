@@ -135,6 +135,19 @@ def test_what_other_numerics_recorded_may_be_off_by_a_little_and_not_by_much(
     assert (A, 3) in diverged(replayed(much, tolerance=OTHER_NUMERICS))
 
 
+def test_the_base_model_is_loaded_as_the_recording_worker_had_it(
+    new_engine: NewEngine, tmp_path: Path
+) -> None:
+    flight = Flight(new_engine(micro_batch_tokens=64, head_chunk_rows=16), tmp_path)
+    flight.cycle(create(A, rank=4))
+    facts = read_cycle(flight.files[0]).facts
+    torch.set_num_threads(2)
+    try:
+        assert engine_for(facts, base_model=None, device=None).facts.numerics == facts.numerics
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_a_cycle_that_killed_its_process_is_there_and_runs_again(flight: Flight) -> None:
     flight.cycle(create(A, rank=4))
     flight.begin(a_pass(A, 1), a_step(A, 2))
