@@ -106,7 +106,9 @@ async def _measure_redis(place: Place, keys: Sequence[str]) -> dict[str, Any]:
     seen, answered_at = Counter[str](), list[float]()
     stop = asyncio.Event()
     tenants = [asyncio.create_task(_train(place, key, stop, seen, answered_at)) for key in keys]
-    await asyncio.sleep(CALM_S)
+    while len(answered_at) < 4 * TENANTS:  # noqa: ASYNC110  # everything is up, and warm
+        await asyncio.sleep(0.1)
+    seen.clear()
     killed_at = time.monotonic()
     await asyncio.to_thread(place.running["redis"].kill)
     await asyncio.to_thread(place.start_redis)
