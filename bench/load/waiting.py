@@ -126,7 +126,7 @@ async def until_held(place: Place, count: int) -> None:
         TimeoutError: it does not: polls run out as fast as they come in.
     """
     async with asyncio.timeout(PATIENCE_S):
-        while await asyncio.to_thread(held, place) < count:
+        while await asyncio.to_thread(held, place) < count:  # noqa: ASYNC110  # it has to be asked
             await asyncio.sleep(0.2)
 
 
