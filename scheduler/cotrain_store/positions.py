@@ -42,8 +42,9 @@ class LogPosition:
 
 
 def log_position(row: Mapping[str, str]) -> LogPosition:
-    """Read a log's hash. One that was cut before two snapshots were kept reaches back to one only."""
+    """Read a log's hash. One that a version cut which kept one snapshot reaches back to the newest only."""
     numerics, older = row.get("numerics", ""), row.get("oldnumerics", "")
+    is_cut_at_older = "cut" in row and row["cut"] == row["oldsnap"]
     return LogPosition(
         tenant=TenantId(row["tenant"]),
         state=RunState(row["state"]),
@@ -54,7 +55,7 @@ def log_position(row: Mapping[str, str]) -> LogPosition:
         older_file=row.get("oldfile", ""),
         older_sha256=row.get("oldsha", ""),
         older_snap=int(row.get("oldsnap", -1)),
-        cut=int(row.get("cut", row["snap"])),
+        cut=int(row["oldsnap"] if is_cut_at_older else row["snap"]),
         numerics_id=numerics,
         older_numerics_id="mixed"
         if older and numerics and older != numerics

@@ -184,6 +184,11 @@ async def test_a_log_that_an_older_version_cut_reaches_back_to_its_newest_snapsh
     position = log.execution.position(run.id)
     assert position is not None
     assert (position.cut, position.older_file) == (0, "f0")
+    # And once more during a rolling upgrade: a worker that keeps no predecessor cuts up to its snapshot.
+    log.redis.hset(keys.log(POOL, run.id), mapping={"oldsnap": 1, "snap": 2, "done": 2})
+    position = log.execution.position(run.id)
+    assert position is not None
+    assert (position.older_snap, position.cut) == (1, 2)
 
 
 @pytest.mark.parametrize("seq", [-1, 0, 2])
