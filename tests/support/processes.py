@@ -54,6 +54,10 @@ class Process:
         self._process.kill()
         assert self._process.wait(PATIENCE_S) == -signal.SIGKILL, self._log.read_text()
 
+    def send(self, signum: signal.Signals) -> None:
+        """Send it a signal that it survives."""
+        self._process.send_signal(signum)
+
     def await_kill(self) -> None:
         """Wait until it was killed, by whatever it was told to die of."""
         assert self._process.wait(PATIENCE_S) == -signal.SIGKILL, self._log.read_text()
