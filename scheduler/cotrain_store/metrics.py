@@ -55,6 +55,10 @@ POOL_COUNTERS = {
         "cotrain_reassignments_total",
         "Dead workers whose work was given to another one.",
     ),
+    "poison_ops": (
+        "cotrain_poison_ops_total",
+        "Requests given up: processes died over them alone.",
+    ),
     "rollbacks": (
         "cotrain_rollbacks_total",
         "Runs that lost their newest state and went on from a checkpoint.",
