@@ -50,6 +50,7 @@ async def _measure(
 ) -> dict[str, Any]:
     api, times = place.running[api_name], place.folder / "times"
     waiting = await accept(place, keys, args.waiting)
+    await until_held(place, 0)  # it is up
     empty_mb, seen = api.rss_mb, Counter[str]()
     began = time.monotonic()
     polls = [asyncio.create_task(_answered_at(place, one, seen)) for one in waiting]
@@ -131,11 +132,11 @@ async def until_held(place: Place, count: int) -> None:
 
 
 def held(place: Place) -> int:
-    """Ask an API process how many polls it holds; 0 while none answers."""
+    """Ask an API process how many polls it holds; -1 while none answers."""
     host, port = place.address
     try:
         with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=20) as answer:
             text = answer.read().decode()
     except OSError:
-        return 0
+        return -1
     return int(float(text.split("\ncotrain_longpoll_waiters ")[1].split("\n")[0]))
