@@ -1,0 +1,209 @@
+"""The power fails below a whole server: every process is gone, and what nobody synced, too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import redis as redis_client
+from tests.faults.host import MODEL, REDIS, Nursery
+from tests.faults.invariants import Look
+from tests.faults.trial import near_blame
+from typing_extensions import override
+
+from cotrain_store import keys
+from cotrain_store.messages import WeightsRef, external_folder
+from tests.support.redis_server import EmbeddedRedis
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from tests.faults.host import Host
+    from tests.faults.trial import Disturb
+
+    from cotrain_store.connection import SyncConnection
+    from tests.faults.power_disk import Disk
+
+    #: Of each run: how far it has been accepted, committed and covered.
+    Places = Mapping[str, tuple[int, ...]]
+
+LOOK_S = 0.01
+
+
+class Mains(Nursery):
+    """A nursery whose children live on one disk and lose power together."""
+
+    def __init__(self, model: Path, disk: Disk) -> None:
+        super().__init__(model)
+        self.disk = disk
+        self._is_on = asyncio.Event()
+        self._is_on.set()
+        self._alive: set[int] = set()
+
+    @override
+    async def __aenter__(self) -> Mains:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.disk.environment.items():
+                patch.setenv(name, value)
+            await super().__aenter__()
+        return self
+
+    @override
+    async def ask(self, do: str, **order: Any) -> Any:
+        await self._is_on.wait()
+        answer = await super().ask(do, **order)
+        if do == "start":
+            self._alive.add(answer)
+            self.ended(answer).add_done_callback(lambda _: self._alive.discard(answer))
+        return answer
+
+    async def off(self) -> None:
+        """Kill all children, and start none until `on`."""
+        self._is_on.clear()
+        async with self._order:  # whoever was before us has been started
+            alive = list(self._alive)
+        for pid in alive:
+            self.tell("signal", pid=pid, signal=int(signal.SIGKILL))
+        await asyncio.gather(*(asyncio.shield(self.ended(pid)) for pid in alive))
+
+    def on(self) -> None:
+        """Let children start again."""
+        self._is_on.set()
+
+
+@dataclass
+class Cutter:
+    """Cuts the power of one server, and looks at what is left before anything starts again."""
+
+    mains: Mains
+    seed: int | None = None
+    """None: nothing survives that was not synced. Else each time another part of it does."""
+    cuts: int = 0
+    broken: list[str] = field(default_factory=list)
+    """Promises that did not survive a cut."""
+
+    async def cut(self, host: Host) -> None:
+        """Cut the power once. Goes on to its end when it is cancelled, with the power on again."""
+        await asyncio.shield(asyncio.create_task(self._cut(host)))
+
+    async def _cut(self, host: Host) -> None:
+        before = await _places_of(host)
+        self.cuts += 1
+        host.kill(REDIS)  # the others do not start before it answers
+        await self.mains.off()
+        try:
+            self.broken += await asyncio.to_thread(self._change_disk, host.folder, before)
+        finally:
+            self.mains.on()
+
+    def _change_disk(self, folder: Path, before: Places) -> list[str]:
+        draw = None if self.seed is None else random.Random(f"{self.seed}/{self.cuts}")
+        self.mains.disk.cut(folder, draw)
+        return [f"cut {self.cuts}: {broken}" for broken in broken_promises(folder, before)]
+
+
+def cuts_at_random(cutter: Cutter, times: int, mean_s: float = 0.5) -> Disturb:
+    """Cut the power some times, wherever that may be."""
+
+    async def disturb(host: Host) -> None:
+        draw = random.Random(cutter.seed)
+        while cutter.cuts < times:
+            await asyncio.sleep(draw.expovariate(1 / mean_s))
+            if not near_blame(host):
+                await cutter.cut(host)
+                await host.until_ready()
+
+    return disturb
+
+
+def cuts_at(cutter: Cutter, moments: Iterable[str]) -> Disturb:
+    """Cut the power whenever one of these failpoints stops its process."""
+
+    async def disturb(host: Host) -> None:
+        left = set(moments)
+        while left:
+            await asyncio.sleep(LOOK_S)
+            lines = host.reached.read_text().splitlines() if host.reached.exists() else []
+            if now := left & {line.partition(" ")[0] for line in lines}:
+                left -= now
+                await cutter.cut(host)
+
+    return disturb
+
+
+async def _places_of(host: Host) -> Places:
+    while True:
+        with contextlib.suppress(redis_client.ConnectionError), host.store() as store:
+            return places(store)
+        await asyncio.sleep(LOOK_S)  # it is just coming up
+
+
+def places(store: SyncConnection) -> Places:
+    """Read how far each run is. Redis shows nothing that it has not synced."""
+    names = sorted(store.scan_iter("cotrain:{*}:log:*"))
+    fields = ("next", "done", "snap")
+    return {
+        name.decode(): tuple(int(value or -1) for value in store.hmget(name, fields))
+        for name in names
+    }
+
+
+def broken_promises(folder: Path, before: Places) -> list[str]:
+    """List what Redis' log in `folder` refers to and the files there do not keep; `before`: and forgets."""
+    with server_below(folder) as store:
+        return list(_broken(store, folder, before))
+
+
+@contextlib.contextmanager
+def server_below(folder: Path) -> Iterator[SyncConnection]:
+    """Start a Redis on a copy of what it left in `folder`."""
+    with EmbeddedRedis() as server:
+        server.kill()
+        shutil.copytree(folder / "redis", server.socket.parent, dirs_exist_ok=True)
+        server.restart()
+        with redis_client.Redis.from_url(server.url) as store:
+            yield store
+
+
+def _broken(store: SyncConnection, folder: Path, before: Places) -> Iterator[str]:
+    now = places(store)
+    for run, place in before.items():
+        if any(after < then for after, then in zip(now.get(run, (-1,) * 3), place, strict=True)):
+            yield f"I1 {run} went back from {place} to {now.get(run)}"
+    for wrong in Look(store, folder, MODEL).violations():
+        if "at rest" not in wrong:
+            yield wrong
+    prefix = keys.weights(WeightsRef(""))
+    for name in sorted(store.scan_iter(f"{prefix}*")):
+        if store.type(name) == b"hash":
+            row = {k.decode(): v.decode() for k, v in store.hgetall(name).items()}
+            yield from _wrong_weights(WeightsRef(name.decode().removeprefix(prefix)), row, folder)
+
+
+def _wrong_weights(ref: WeightsRef, row: Mapping[str, str], folder: Path) -> Iterator[str]:
+    """Say where the files of stored weights are not those that were counted."""
+    digest, optimizer = row.get("digest"), row.get("optimizer")
+    if not digest:
+        return  # owed: the log makes them again
+    files = list((folder / "weights" / digest[:2] / digest).glob("*"))
+    if optimizer:
+        files += (folder / "optimizers" / optimizer[:2]).glob(f"{optimizer}.*")
+    if json.loads(row["record"]).get("external"):
+        export = folder / "external" / external_folder(ref)
+        files += export.glob("*.age")
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads((export / "owner.json").read_text())["weights"] == ref:
+                ref = WeightsRef("")
+        if ref:
+            yield f"I5 {ref}: nobody owns its export"
+    size = sum(file.stat().st_size for file in files)
+    if size != int(row["size"]):
+        yield f"I5 {digest}: its files have {size} bytes, not {row['size']}"
