@@ -268,6 +268,7 @@ def resumed(bench: Bench) -> Facts:
 def undisturbed(bench: Bench) -> Facts:
     """Do each thing with checkpoints once, so that it can be told whether it went the same way."""
     run, rest = steps(bench.run()), rest_of(bench)
+    count_before = _count(rest)
     path = saved(run, "saved")
     run.load_state(path).result()
     created = from_all_of_state(bench, path)
@@ -281,7 +282,12 @@ def undisturbed(bench: Bench) -> Facts:
         "seen": [seen(run), seen(created), seen(steps(created))],
         "listed": sorted(listed(rest, run)),
         "paths": len(set(paths)),
+        "new": _count(rest) - count_before,
     }
+
+
+def _count(rest: Any) -> int:
+    return int(rest.list_user_checkpoints(limit=1).result().cursor.total_count)
 
 
 if __name__ == "__main__":

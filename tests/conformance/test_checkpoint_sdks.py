@@ -198,10 +198,14 @@ def test_a_lost_answer_changes_no_bit(
     checkpointed: CheckpointReport, checkpointed_from_afar: tuple[LossyProxy, Facts]
 ) -> None:
     proxy, facts = checkpointed_from_afar
-    asked = {"load_weights", "save_weights", "save_weights_for_sampler"}
-    asked |= {"weights_info"} if checkpointed.sdk == "0.22.0" else {"save_weights_external"}
-    assert asked <= set(proxy.lost)
+    asked = {"load_weights", "publish", "save_weights", "save_weights_for_sampler"}
+    if checkpointed.sdk == "0.22.0":
+        asked |= {"weights_info"}
+    else:
+        asked |= {"copy_weights", "save_weights_external"}
+    assert asked == {endpoint.rpartition("/")[2] for endpoint in proxy.lost}
     assert facts["undisturbed"] == checkpointed.facts["undisturbed"]
+    assert facts["undisturbed"]["new"] == facts["undisturbed"]["paths"]
 
 
 @pytest.fixture(scope="module")
