@@ -121,7 +121,9 @@ class Records:
         session = await self.session(tenant, session_id)
         await self._redis.hset(keys.session(session.id), "project_id", project_id)
 
-    async def finish(self, tenant: TenantId, session_id: str, reason: FinishReason) -> tuple[RunId, ...]:
+    async def finish(
+        self, tenant: TenantId, session_id: str, reason: FinishReason
+    ) -> tuple[RunId, ...]:
         """End a session and name its runs, for the caller to close. The first reason wins."""
         session = await self.session(tenant, session_id)
         name = keys.session(session.id)
