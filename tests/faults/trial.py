@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cotrain_store.connection import CONNECTION_LOST
 from tests.faults.host import MODEL, REDIS, Host
 from tests.faults.invariants import Look, Watch, differences, unexpected
 from tests.faults.traffic import Player, Refused, client_of
@@ -126,7 +127,7 @@ def random_kills(seed: int, mean_s: float = 0.5, names: Sequence[str] = ()) -> D
 
 def near_blame(host: Host) -> bool:
     """Tell whether one more death could be put down to a request, which is not to blame here."""
-    with contextlib.suppress(ConnectionError, OSError), host.store() as store:
+    with contextlib.suppress(*CONNECTION_LOST), host.store() as store:
         for name in store.scan_iter("cotrain:{*}:starts:*"):
             if any(int(count) >= 1 for count in store.hvals(name)):
                 return True
