@@ -237,9 +237,10 @@ class Host:
             kept.pid = await self.nursery.ask(
                 "start", run=kept.run, environment=dict(kept.environment), log=log
             )
+            ended = self.nursery.ended(kept.pid)
             if kept.name == REDIS:
-                await self._until_redis_answers()
-            status = await self.nursery.ended(kept.pid)
+                await self._until_redis_answers(ended)
+            status = await ended
             if kept.name == REDIS:
                 self._redis_up.clear()
             if not self._is_over and (status != 0 or not kept.stopping):
@@ -247,10 +248,9 @@ class Host:
                 self.deaths.append(Death(kept.name, status, was_away, lived_s))
                 await asyncio.sleep(RESTART_S)
 
-    async def _until_redis_answers(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+    async def _until_redis_answers(self, ended: asyncio.Future[int]) -> None:
         with self.store() as store:
-            while time.monotonic() < deadline:
+            while not ended.done():
                 with contextlib.suppress(redis_client.ConnectionError):
                     if store.ping():
                         self._redis_up.set()
