@@ -20,7 +20,7 @@ from cotrain_store.embedded import find_redis_binary, redis_command
 from tests.support.processes import ROOT, SOURCES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
 
@@ -128,8 +128,11 @@ class Host:
     settings: Mapping[str, str] = field(default_factory=dict)
     workers: Sequence[str] = ("w0",)
     deaths: list[Death] = field(default_factory=list)
+    before_restart: Callable[[str], None] = lambda _: None
+    """Called with the name of what died, before it is started again."""
     address: str = ""
     _kept: dict[str, Kept] = field(default_factory=dict)
+    _retired: list[Kept] = field(default_factory=list)
     _redis_up: asyncio.Event = field(default_factory=asyncio.Event)
     _redis_downs: int = 0
     _is_over: bool = False
@@ -138,6 +141,11 @@ class Host:
     def redis_url(self) -> str:
         """Name Redis' socket; its folder's name is short enough for one."""
         return f"unix://{self.folder}/r.sock"
+
+    @property
+    def _ours(self) -> list[str]:
+        """Name all but Redis, in the order in which they were started."""
+        return [name for name in self._kept if name != REDIS]
 
     @property
     def reached(self) -> Path:
@@ -153,10 +161,7 @@ class Host:
         self._keep(REDIS, redis_command(find_redis_binary(), self.folder / "redis", socket), {})
         await self._redis_up.wait()
         for worker in self.workers:
-            self._keep(worker, "cotrain_workers", self._environment(
-                BASE_MODEL=f"{MODEL}={self.folder}", WORKER_ID=worker, TORCH_THREADS="1",
-                OFFLINE="true", DEVICE="cpu", SNAPSHOT_DEBT_OPS="3", KV_CACHE_TOKENS="4096",
-            ))  # fmt: skip
+            self.add_worker(worker, worker)
         self._keep("scheduler", "cotrain_scheduler", self._environment())
         self._keep("api", "cotrain_server", self._environment(
             LISTEN_FD=str(listener), API_KEYS=KEY, LONG_POLL_S="10",
@@ -166,14 +171,36 @@ class Host:
 
     async def __aexit__(self, *_: object) -> None:
         self._is_over = True
-        for kept in self._kept.values():
+        everybody = [*self._kept.values(), *self._retired]
+        for kept in everybody:
             kept.stopping = True
             self.nursery.tell("signal", pid=kept.pid, signal=int(signal.SIGKILL))
-        for kept in self._kept.values():
+        for kept in everybody:
             if kept.pid:
                 await self.nursery.ended(kept.pid)
             assert kept.task
             kept.task.cancel()
+
+    def add_worker(self, name: str, worker_id: str) -> None:
+        """Start a worker, under a name of the host's own."""
+        self._keep(name, "cotrain_workers", self._environment(
+            BASE_MODEL=f"{MODEL}={self.folder}", WORKER_ID=worker_id, TORCH_THREADS="1",
+            OFFLINE="true", DEVICE="cpu", SNAPSHOT_DEBT_OPS="3", KV_CACHE_TOKENS="4096",
+        ))  # fmt: skip
+        self.workers = (*(one for one in self.workers if one != name), name)
+
+    def add_scheduler(self, name: str) -> None:
+        """Start one more scheduler."""
+        self._keep(name, "cotrain_scheduler", self._environment())
+
+    def retire(self, name: str) -> asyncio.Task[None]:
+        """Start a process no more once it has ended, which is what is waited for by what this gives."""
+        kept = self._kept.pop(name)
+        kept.stopping = True
+        self.workers = [one for one in self.workers if one != name]
+        self._retired.append(kept)
+        assert kept.task
+        return kept.task
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process as it is now."""
@@ -182,19 +209,28 @@ class Host:
             self._redis_downs += 1
         self.nursery.tell("signal", pid=self._kept[name].pid, signal=int(number))
 
+    def pid(self, name: str) -> int:
+        """Tell the process by this name as it is now, or was when it retired."""
+        return next(k.pid for k in [*self._kept.values(), *self._retired] if k.name == name)
+
+    def count(self, failpoint: str) -> int:
+        """Count how often a failpoint was reached."""
+        lines = self.reached.read_text().splitlines() if self.reached.exists() else []
+        return sum(line.startswith(f"{failpoint} ") for line in lines)
+
     async def calm(self) -> None:
         """Let all of ours drain and start again, without failpoints, in the order of an upgrade."""
         self.settings = {k: v for k, v in self.settings.items() if k != "FAILPOINTS"}
-        for name in (*self.workers, "scheduler", "api"):
+        for name in self._ours:
             kept = self._kept[name]
             await self._end(name, signal.SIGTERM)
             environment = {k: v for k, v in kept.environment.items() if k != "COTRAIN_FAILPOINTS"}
             self._keep(name, kept.run, environment)
         await self.until_ready()
 
-    async def stop(self, *names: str) -> None:
-        """Let processes drain, one after the other, and start them no more."""
-        for name in names:
+    async def stop(self) -> None:
+        """Let all of ours drain, first who takes new work, and start them no more."""
+        for name in reversed(self._ours):
             await self._end(name, signal.SIGTERM)
 
     def store(self) -> SyncConnection:
@@ -246,6 +282,7 @@ class Host:
             if not self._is_over and (status != 0 or not kept.stopping):
                 was_away, lived_s = downs != self._redis_downs, time.monotonic() - since
                 self.deaths.append(Death(kept.name, status, was_away, lived_s))
+                self.before_restart(kept.name)
                 await asyncio.sleep(RESTART_S)
 
     async def _until_redis_answers(self, ended: asyncio.Future[int]) -> None:

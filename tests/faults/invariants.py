@@ -1,7 +1,7 @@
 """What must hold after anything has died, looked at from outside: Redis, files, answers, exit codes.
 
 I1 what was accepted resolves · I2 once, and every reading gives the same bytes · I3 the runs end bit-equal
-to undisturbed ones · I4 snap ≤ done < next, planned ⊆ (done, next) · I5 the log reaches back to its
+to undisturbed ones · I4 snap ≤ done < next, nothing planned at rest, no result before its commit · I5 the log reaches back to its
 snapshots, what it refers to is there, and nothing is counted that is not · I6 epochs, `done` and `snap`
 only grow · I7 queues count 0 at rest · I8 nothing ends but by SIGKILL or in order · I9 (`fairness.py`)
 tenants with work get equal turns · I10 AOF and spool stay small.
@@ -23,7 +23,7 @@ import redis as redis_client
 from safetensors.numpy import load
 
 from cotrain_store import keys
-from cotrain_store.messages import OpKind, QueuedOp, RunId, WorkerId
+from cotrain_store.messages import OpKind, QueuedOp, RunId, WorkerId, request_id
 from cotrain_store.spool import SpoolRef
 from cotrain_workers.settings import pool_of
 
@@ -215,7 +215,7 @@ def unexpected(deaths: Iterable[Death]) -> list[str]:
 
 
 class Watch:
-    """Look again and again, while things die, at what may only grow (I6)."""
+    """Look again and again, while things die, at what may only grow (I6), and what comes first (I4)."""
 
     def __init__(self, url: str, base_model: str) -> None:
         self._url = url
@@ -240,6 +240,23 @@ class Watch:
                 ("done", "snap", "next"), store.hmget(name, ["done", "snap", "next"]), strict=True
             ):
                 self._note(f"{name} {field}", int(value or -1))
+            self._look_ahead(store, RunId(name.decode().rpartition("log:")[2]))
+
+    def _look_ahead(self, store: SyncConnection, run: RunId) -> None:
+        """Look for results of what is planned; in this order, since a commit writes both at once."""
+        name, pipeline = keys.log(self._pool, run), store.pipeline(transaction=False)
+        done, after = (int(value or 0) for value in store.hmget(name, ["done", "next"]))
+        ahead = [request_id(run, seq) for seq in range(done + 1, after)]
+        for request in ahead:
+            pipeline.exists(keys.result(request))
+        seen = [
+            request for request, is_there in zip(ahead, pipeline.execute(), strict=True) if is_there
+        ]
+        done = int(store.hget(name, "done") or 0)
+        early = [request for request in seen if int(request.rpartition(":")[2]) > done]
+        self.violations += [
+            f"I4 {request} has a result, and {done} is committed" for request in early
+        ]
 
     def _note(self, name: str, value: int) -> None:
         before = self._seen.get(name, value)

@@ -36,7 +36,7 @@ async def soak(seed: int, minutes: float) -> int:
                 return 1
             for _ in range(PLAYS):
                 here = folder / str(seed)
-                mean_s = random.Random(seed).choice([0.2, 0.4, 0.8])
+                mean_s = random.Random(seed).choice([0.3, 0.5, 1.0])
                 outcome = await trial(
                     nursery, here, asked, seed=seed, expected=calm.ending,
                     disturb=random_kills(seed, mean_s),

@@ -65,7 +65,11 @@ async def test_death_at_a_failpoint_changes_nothing(
     names = (PACKS | UNSAMPLED_PACKS)[pack]
     faults = [f"{name}=kill@{nth}" for name in names for nth in (1, 2, 3)]
     outcome = await trial(
-        nursery, folder, asked, expected=await calm(asked), FAILPOINTS=",".join(faults)
+        nursery,
+        folder,
+        asked,
+        expected=await calm(asked),
+        settings={"FAILPOINTS": ",".join(faults)},
     )
     assert outcome.violations == []
     assert {name: outcome.reached[name] for name in names if outcome.reached[name] < 3} == {}
@@ -80,7 +84,7 @@ async def test_deaths_over_a_suspected_request_from_outside_are_not_held_against
     faults = [*SUSPECTED, f"worker.before_risk=kill@{before}", f"worker.after_risk=kill@{after}"]
     outcome = await trial(
         nursery, folder, UNSAMPLED, expected=await calm(UNSAMPLED),
-        FAILPOINTS=",".join([SLOW, *faults]),
+        settings={"FAILPOINTS": ",".join([SLOW, *faults])},
     )  # fmt: skip
     assert outcome.violations == []
     assert len(outcome.deaths) == len(faults)

@@ -55,11 +55,11 @@ async def trial(
     expected: Ending | None = None,
     disturb: Disturb | None = None,
     limit_s: float = LIMIT_S,
-    **settings: str,
+    settings: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Play programs to a new server below `folder` while `disturb` runs; stop it, and look."""
     ending, violations = None, []
-    async with Host(nursery, folder, settings) as host:
+    async with Host(nursery, folder, settings or {}) as host:
         watch = Watch(host.redis_url, MODEL)
         watching = asyncio.create_task(watch.run())
         clients = [client_of(host.address, seed * 100 + n) for n in range(len(programs))]
@@ -69,7 +69,7 @@ async def trial(
                 await _beside([player.play() for player in players], disturb and disturb(host))
                 await host.calm()
                 played = await asyncio.gather(*(player.finish() for player in players))
-            await host.stop("api", "scheduler", *host.workers)
+            await host.stop()
             with host.store() as store:
                 look = Look(store, folder, MODEL)
                 ending = look.ending(played)
