@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 FOLDERS = ("client", "scheduler", "server", "workers")
 WORKERS = "workers/cotrain_workers"
 STORE = "scheduler/cotrain_store"
+FENCED_BY_WORKER = (
+    "commit", "snapshot", "forget", "sample_claim", "sample_requeue", "sample_resolve",
+    "weights_stored", "weights_lost", "weights_forget",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,7 @@ MUTANTS = {
     ),
     "no fencing": Mutant(
         [
-            _without_fence("commit"),
-            _without_fence("snapshot"),
+            *(_without_fence(script) for script in FENCED_BY_WORKER),
             Edit(f"{STORE}/execution.py", "int(current) != self.epoch", "int(current) < 0"),
         ],
         "a place is taken",

@@ -78,27 +78,31 @@ async def _lead_taken(host: Host) -> None:
     await asyncio.Event().wait()
 
 
-async def _power_lost_in_spool(host: Host) -> None:
-    """Lose what was written to the spool and not synced, as a host does that loses its power."""
+async def _power_lost(host: Host) -> None:
+    """Lose what was written to the spool and not synced, and the worker, as a power cut does."""
 
     def lose(name: str) -> None:
-        last = [
-            line
-            for line in host.reached.read_text().splitlines()
-            if line.startswith("spool.before_sync ")
+        moment = "spool.before_sync "
+        reached = [
+            line for line in host.reached.read_text().splitlines() if line.startswith(moment)
         ]
-        if name == "api" and last:
-            at = SpoolRef.parse(last[-1].split()[2])
+        if name == "api" and reached:
+            at = SpoolRef.parse(reached[-1].split()[2])
             os.truncate(host.folder / "spool" / at.segment, at.offset)
+            host.kill("w0")
 
     host.before_restart = lose
     await asyncio.Event().wait()
 
 
 SCENARIOS = {
-    "killed after a commit": killed_at("worker.after_commit@4", "worker.after_commit@7"),
+    "killed after a commit": killed_at(
+        "worker.after_commit@4", "worker.after_commit@7", SNAPSHOT_DEBT_OPS="1000"
+    ),
     "killed before a commit": killed_at("worker.before_commit@4", "worker.before_commit@7"),
-    "killed behind a recovery copy": killed_at("snapshot.registered@3", "snapshot.registered@6"),
+    "killed behind a recovery copy": killed_at(
+        *(f"snapshot.registered@{nth}" for nth in (2, 4, 6, 8, 10, 12))
+    ),
     "killed in a recovery copy": killed_at("snapshot.half_written@3", "snapshot.half_written@6"),
     "killed before a request is logged": killed_at("api.before_submit@20", "api.before_submit@40"),
     "a commit that takes its time": Scenario(
@@ -108,6 +112,12 @@ SCENARIOS = {
     "a place is taken": Scenario({"FAILPOINTS": "worker.before_run=stop@4"}, _place_taken),
     "the lead is taken": Scenario({"FAILPOINTS": "scheduler.before_plan=stop@4"}, _lead_taken),
     "power is lost before the spool is synced": Scenario(
-        {"FAILPOINTS": "spool.before_sync=sleep:0.5@1,spool.before_sync=kill@1"}, _power_lost_in_spool
+        {
+            "FAILPOINTS": ",".join(
+                f"spool.before_sync={fault}@{nth}" for nth in (1, 2, 3) for fault in ("sleep:0.5", "kill")
+            ),
+            "SNAPSHOT_DEBT_OPS": "1000",
+        },
+        _power_lost,
     ),
 }  # fmt: skip

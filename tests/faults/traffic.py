@@ -207,7 +207,9 @@ class Player:
         told = self._told[request] = await self._client.result(request)
         self._played.answers[request.replace(self._session, "S")] = self._comparable(told)
         if route == "save_weights_for_sampler":
-            sampler = json.loads(told)["sampling_session_id"]
+            sampler = json.loads(told).get("sampling_session_id")
+            if sampler is None:
+                raise Refused(f"{request} became {told.decode():.300}")
             samples = range(self._program.samples)
             await asyncio.gather(*(self._sample(sampler, number) for number in samples))
 
