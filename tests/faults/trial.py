@@ -110,13 +110,13 @@ def _reached(host: Host) -> Counter[str]:
     return Counter(line.partition(" ")[0] for line in lines)
 
 
-def random_kills(seed: int, mean_s: float = 0.5, names: Sequence[str] = ()) -> Disturb:
-    """Kill a random process every now and then, the worker most often."""
+def random_kills(seed: int, mean_s: float = 0.5, most: int = 40) -> Disturb:
+    """Kill a random process every now and then, the worker most often; `most` in all."""
 
     async def kill(host: Host) -> None:
         draw = random.Random(seed)
-        victims = names or [*[*host.workers] * 3, *["api", "scheduler"] * 2, REDIS]
-        while True:
+        victims = [*[*host.workers] * 3, *["api", "scheduler"] * 2, REDIS]
+        while len(host.deaths) < most:
             await asyncio.sleep(draw.expovariate(1 / mean_s))
             name = draw.choice(victims)
             if name not in host.workers or not near_blame(host):
