@@ -55,9 +55,10 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
     clock = Processor()
     micro_batch, decode_step, run = Wave._run_micro_batch, EngineDecoder.step, Engine.run
 
-    def trained(self: Wave, *args: Any) -> None:
-        micro_batch(self, *args)
+    def trained(self: Wave, *args: Any) -> Any:
+        ran = micro_batch(self, *args)
         clock.train()
+        return ran
 
     def decoded(self: EngineDecoder) -> Progress:
         clock.decode()
