@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from cotrain_store import keys
 from cotrain_store.errors import RunClosed, SeqConflict, SeqTooFar
-from cotrain_store.execution import DIGESTS_KEPT
 from cotrain_store.futures import Pending
 from cotrain_store.intake import MAX_AHEAD
 from cotrain_store.messages import OpKind, RequestId, TenantId
+from cotrain_store.rollback import DIGESTS_KEPT
 from tests.support.log import open_log
 from tests.support.stack import POOL
 
