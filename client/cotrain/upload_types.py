@@ -20,8 +20,8 @@ class UploadQuery(WireModel):
     model_seq_id: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     """With both, an upload that is sent again is the same one; without, it gets a session of its own."""
     ttl_seconds: int | None = None
-    user_metadata: Annotated[str | None, Field(max_length=2**16)] = None
-    """A JSON object of texts, kept with the checkpoint."""
+    user_metadata: Annotated[str | None, Field(max_length=2**14)] = None
+    """A JSON object of texts, kept with the checkpoint; an HTTP server takes no longer request line."""
 
 
 class UploadResponse(UntypedAPIFuture):

@@ -130,7 +130,7 @@ class Spool:
             segment, file = self._open_segment()
             failpoint("spool.before_write")
             refs = [str(self._append(segment, file, payload)) for payload, _ in batch]
-            failpoint("spool.before_sync")
+            failpoint("spool.before_sync", refs)
             os.fdatasync(file)
             failpoint("spool.after_sync")
         except OSError as failed:

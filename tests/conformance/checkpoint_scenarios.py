@@ -1,21 +1,31 @@
 """What a user's program does with checkpoints, under whichever official SDK is first on the path.
 
 Run as `python -m tests.conformance.checkpoint_scenarios BASE_URL BASE_MODEL SCENARIO…` from the root;
-prints one JSON object, scenario → facts. Judging the facts is the tests' work. FOLDER is where
-downloads go; CHECKPOINT is the path that `resumed` goes on from.
+prints one JSON object, scenario → facts. Judging the facts is the tests' work. CHECKPOINT is the path
+that `resumed` goes on from.
 """
 
 from __future__ import annotations
 
 import os
-import urllib.error
-import urllib.request
-from pathlib import Path
 from typing import Any
 
-import tinker
 from tinker import types
 
+from tests.conformance.checkpointing import (
+    PROJECT,
+    from_all_of_state,
+    from_state,
+    in_project,
+    listed,
+    paths_of,
+    rest_of,
+    run_of,
+    saved,
+    seen,
+    steps,
+)
+from tests.conformance.export_scenarios import archived, exported
 from tests.conformance.sampling_scenarios import made, sample, sampler_of, told
 from tests.conformance.scenarios import (
     IS_OLD,
@@ -23,77 +33,10 @@ from tests.conformance.scenarios import (
     Facts,
     batch,
     error_of,
-    logprobs,
     run_named,
-    step,
 )
 
-PROJECT = "a-project"
-STEPS = 2
-"""Steps before the checkpoint, and steps after it."""
 TTL_S = 7200
-
-
-def seen(run: Any) -> list[list[float]]:
-    """Look at a run through the log-probs of one batch."""
-    return logprobs(run.forward(batch(), "cross_entropy").result())
-
-
-def steps(run: Any, count: int = STEPS) -> Any:
-    """Train a few steps; each batch is another one."""
-    for number in range(count):
-        step(run, batch(number))
-    return run
-
-
-def saved(run: Any, name: str, **options: Any) -> str:
-    """Save a run's state under a name."""
-    return str(run.save_state(name, **options).result().path)
-
-
-def from_state(bench: Bench, path: str, **options: Any) -> Any:
-    """Start a run from a checkpoint's weights."""
-    return made(bench.service.create_training_client_from_state(path, **options))
-
-
-def from_all_of_state(bench: Bench, path: str, **options: Any) -> Any:
-    """Start a run from a checkpoint's weights and optimizer state."""
-    return made(bench.service.create_training_client_from_state_with_optimizer(path, **options))
-
-
-def in_project(bench: Bench) -> Any:
-    """Belong to a project: what the SDK copies, it copies into one."""
-    key = os.environ["TINKER_API_KEY"]
-    return tinker.ServiceClient(base_url=bench.base_url, api_key=key, project_id=PROJECT)
-
-
-def rest_of(bench: Bench) -> Any:
-    """Talk to the REST half."""
-    return bench.service.create_rest_client()
-
-
-def listed(rest: Any, run: Any) -> dict[str, Facts]:
-    """List a run's checkpoints as the SDK understands them, by id."""
-    checkpoints = rest.list_checkpoints(run.model_id).result().checkpoints
-    return {
-        each.checkpoint_id: {
-            "type": each.checkpoint_type,
-            "path": each.tinker_path,
-            "size": each.size_bytes,
-            "public": each.public,
-            "lives_s": each.expires_at and (each.expires_at - each.time).total_seconds(),
-            "user_metadata": getattr(each, "user_metadata", None),
-        }
-        for each in checkpoints
-    }
-
-
-def download(url: str, path: Path) -> int:
-    """Fetch a signed URL as the SDK does, without a key; returns the length it was promised."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with urllib.request.urlopen(url) as response:
-        path.write_bytes(response.read())
-        return int(response.headers["Content-Length"])
 
 
 # ---- Scenarios -----------------------------------------------------------------------------------
@@ -176,8 +119,9 @@ def kept(bench: Bench) -> Facts:
     facts["longer"] = listed(rest, run)["weights/for-a-while"]["lives_s"]
     rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
     facts["for_ever"] = listed(rest, run)["weights/for-a-while"]["lives_s"]
-    too_short = rest.set_checkpoint_ttl_from_tinker_path
-    facts["set_too_short"] = error_of(lambda: too_short(path, 60).result())
+    facts["set_too_short"] = error_of(
+        lambda: rest.set_checkpoint_ttl_from_tinker_path(path, 60).result()
+    )
     return facts
 
 
@@ -294,67 +238,15 @@ def copied(bench: Bench) -> Facts:
         rest.copy_weights(path, PROJECT).result(),
     ]
     rest.delete_checkpoint_from_tinker_path(path).result()
-    owner = copies[0].removeprefix("tinker://").partition("/")[0]
     stranger = rest_of(bench.of_key(1))
     return {
         "path": path,
         "copies": copies,
         "original": seen(run),
         "loaded": [seen(from_all_of_state(bench, copy)) for copy in copies],
-        "listed": [each.tinker_path for each in rest.list_checkpoints(owner).result().checkpoints],
+        "listed": paths_of(rest, run_of(copies[0])),
         "foreign": error_of(lambda: stranger.copy_weights(copies[0], PROJECT).result()),
     }
-
-
-def exported(bench: Bench) -> Facts:
-    """Export for other programs, openly and to two age recipients, and download both."""
-    import pyrage
-
-    folder, run = Path(os.environ["FOLDER"]), steps(bench.run())
-    rest, identities = rest_of(bench), [pyrage.x25519.Identity.generate() for _ in range(2)]
-    recipients = [str(identity.to_public()) for identity in identities]
-    plain = run.save_weights_external("plain").result().path
-    locked = run.save_weights_external("locked", age_encryption_recipients=recipients)
-    paths = {"plain": plain, "locked": locked.result().path}
-    urls = {name: _urls(rest, path) for name, path in paths.items()}
-    address = next(iter(urls["plain"].values()))
-    return {
-        "paths": paths,
-        "files": {
-            name: {file: download(url, folder / name / file) for file, url in of_path.items()}
-            for name, of_path in urls.items()
-        },
-        "identities": [str(identity) for identity in identities],
-        "logprobs": seen(run),
-        "listed": listed(rest, run),
-        "recipient": error_of(
-            lambda: run.save_weights_external("bad", age_encryption_recipients=["age1x"]).result()
-        ),
-        "statuses": [_status_of(address), _status_of(address.replace("/files/", "/files/x"))],
-    }
-
-
-def _urls(rest: Any, path: str) -> dict[str, str]:
-    answer = rest.get_external_weights_urls(path).result()
-    assert answer.expires.tzinfo is not None
-    return dict(answer.urls)
-
-
-def _status_of(url: str) -> int:
-    try:
-        with urllib.request.urlopen(url) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return int(error.code)
-
-
-def archived(bench: Bench) -> Facts:
-    """Download a checkpoint's archive, as the older SDKs do."""
-    run = steps(bench.run())
-    path = run.save_weights_for_sampler("archived").result().path
-    answer = rest_of(bench).get_checkpoint_archive_url_from_tinker_path(path).result()
-    length = download(answer.url, Path(os.environ["FOLDER"]) / "archive.tar")
-    return {"logprobs": seen(run), "length": length, "expires": answer.expires.timestamp()}
 
 
 def begun(bench: Bench) -> Facts:
@@ -369,14 +261,14 @@ def resumed(bench: Bench) -> Facts:
     path = os.environ["CHECKPOINT"]
     run = from_all_of_state(bench, path)
     rest = rest_of(bench)
-    owner = path.removeprefix("tinker://").partition("/")[0]
-    paths = [each.tinker_path for each in rest.list_checkpoints(owner).result().checkpoints]
+    paths = paths_of(rest, run_of(path))
     return {"halfway": seen(run), "end": seen(steps(run)), "listed": paths}
 
 
 def undisturbed(bench: Bench) -> Facts:
     """Do each thing with checkpoints once, so that it can be told whether it went the same way."""
     run, rest = steps(bench.run()), rest_of(bench)
+    count_before = _count(rest)
     path = saved(run, "saved")
     run.load_state(path).result()
     created = from_all_of_state(bench, path)
@@ -385,18 +277,18 @@ def undisturbed(bench: Bench) -> Facts:
     if not IS_OLD:
         paths.append(run.save_weights_external("exported").result().path)
         copy = rest.copy_weights(path, PROJECT).result()
-        paths.append(rest.list_checkpoints(_run_of(copy)).result().checkpoints[0].tinker_path)
+        paths += paths_of(rest, run_of(copy))
     return {
         "seen": [seen(run), seen(created), seen(steps(created))],
         "listed": sorted(listed(rest, run)),
         "paths": len(set(paths)),
+        "new": _count(rest) - count_before,
     }
 
 
-def _run_of(path: str) -> str:
-    return path.removeprefix("tinker://").partition("/")[0]
+def _count(rest: Any) -> int:
+    return int(rest.list_user_checkpoints(limit=1).result().cursor.total_count)
 
 
 if __name__ == "__main__":
-    assert tinker.__name__  # the SDK under test, imported before anything is asked of it
-    run_named(globals())
+    run_named({**globals(), "archived": archived, "exported": exported})

@@ -71,6 +71,7 @@ CHECKPOINT_SCENARIOS_OF = {"0.38.0": ("copied", "exported"), "0.22.0": ("archive
 LOSES_CHECKPOINT_ANSWERS_OF = {
     "copy_weights",
     "load_weights",
+    "publish",
     "save_weights",
     "save_weights_external",
     "save_weights_for_sampler",

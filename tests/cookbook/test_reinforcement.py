@@ -27,8 +27,7 @@ def test_rl_loop_learns_from_its_own_samples(bench: Bench) -> None:
     assert ran.status == 0, ran.output
     rewards = ran.series("reward/total")
     assert len(rewards) == 8
-    assert rewards[0] < 0.4
-    assert mean(rewards[4:]) > 0.6
+    assert mean(rewards[4:]) > rewards[0] + 0.3
     assert [row["name"] for row in ran.checkpoints] == ["000004", "final"]
 
 
@@ -46,8 +45,7 @@ def test_math_rl_learns_to_end_its_turn(bench: Bench) -> None:
     ran = bench.run("math_rl.train", "math_rl", **SMALL, **LOSS, **options, **also)
     assert_sampled_as_trained(ran, steps=6)
     ended = ran.series("env/all/format")
-    assert ended[0] < 0.5
-    assert mean(ended[3:]) > 0.8
+    assert mean(ended[3:]) > ended[0] + 0.2
     assert [row["name"] for row in ran.checkpoints] == ["000004", "final"]
 
 
@@ -82,7 +80,7 @@ def test_guess_number_plays_whole_games(bench: Bench) -> None:
     assert_sampled_as_trained(ran, steps=3)
     assert max(ran.series("env/all/turns_per_episode")) == 10
     rewards = ran.series("env/all/reward/total")
-    assert rewards[-1] > rewards[0]
+    assert max(rewards[1:]) > rewards[0]
 
 
 def assert_sampled_as_trained(ran: Ran, steps: int) -> None:

@@ -136,7 +136,9 @@ class CheckpointMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.owed())
     @rule(which=st.randoms(use_true_random=False))
     def store(self, which: Any) -> None:
-        ref = which.choice(self.owed())
+        self.note_stored(which.choice(self.owed()))
+
+    def note_stored(self, ref: WeightsRef) -> None:
         save = self.saves[ref]
         assert self.samples.sampling.stored(ref, f"digest of {ref}", 10)
         save.state = "stored"
@@ -185,10 +187,14 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.wait(self.checkpoints.copy(source, made, None))
         self.names[made.id, where[1], where[2]] = self.names[where]
 
-    @rule(number=NUMBERS)
-    def cut_the_log(self, number: int) -> None:
+    @rule(number=NUMBERS, settles=st.booleans())
+    def cut_the_log(self, number: int, settles: bool) -> None:
         record, run = self.records[number], self.runs[number]
         owed = [ref for ref in self.owed() if ref.startswith(f"{record.id}:")]
+        if settles:
+            for ref in owed:
+                self.note_stored(ref)
+            owed = []
         registered = self.samples.log.execution.register_snapshot(
             record.id, run.done, f"f{run.done}", "sha"
         )
@@ -260,5 +266,5 @@ class CheckpointMachine(RuleBasedStateMachine):
 def test_checkpoints_behave_like_their_model(redis_server: EmbeddedRedis) -> None:
     CheckpointMachine.server = redis_server
     run_state_machine_as_test(
-        CheckpointMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
+        CheckpointMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
     )

@@ -271,6 +271,16 @@ async def test_a_copy_of_anothers_checkpoint_needs_leave(api: Api, worker: Stand
     assert (await info(api, copied.json()["tinker_path"])).status_code == 404
 
 
+async def test_a_copy_that_cannot_be_leaves_nothing_behind(api: Api, worker: StandIn) -> None:
+    path = (await save(api, worker, await api.new_run(), 1))["path"]
+    before = (await api.get("sessions")).json()
+    assert (await copy(api, path + "b")).status_code == 404
+    assert (await api.get("sessions")).json() == before
+    await copy(api, path)
+    runs = (await api.get("training_runs?project_id=archive")).json()["training_runs"]
+    assert [run["user_metadata"] for run in runs] == [{"copied_from": path}]
+
+
 async def test_a_copy_must_go_somewhere(api: Api, worker: StandIn) -> None:
     path = (await save(api, worker, await api.new_run(), 1))["path"]
     for body in ({}, {"session_id": "s"}, {"model_seq_id": 1}):

@@ -110,7 +110,7 @@ async def test_a_finished_session_samples_no_more_but_gets_what_it_asked_for(
     record = replace(sampler_record(), session=session.id)
     sampler = await samples.records.create_sampler(record)
     (request,) = await samples.submit(sampler, 0)
-    await samples.records.finish(A, session.id, "done")
+    await samples.records.finish(A, session.id, "success")
     before = samples.log.everything()
     with pytest.raises(SessionFinished):
         await samples.submit(sampler, 1)

@@ -51,12 +51,16 @@ class LossyProxy:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def loses(self, endpoint: str, body: bytes, encoding: str | None) -> bool:
-        """Note a request, and say whether its answer is to be lost."""
+        """Note a request, and say whether its answer is to be lost.
+
+        An endpoint may be meant by its last word alone, as `publish` is.
+        """
         if endpoint == "save_weights_for_sampler":
             body = RENUMBERED.sub(b"", body)
         with self._lock:
             self.encodings.add((endpoint, encoding))
-            if endpoint not in self._endpoints or (endpoint, body) in self._seen:
+            meant = {endpoint, endpoint.rpartition("/")[2]} & set(self._endpoints)
+            if not meant or (endpoint, body) in self._seen:
                 return False
             self._seen.add((endpoint, body))
             self.lost.append(endpoint)

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 FORMAT = "cotrain-adapter-1"
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-#: A folder that is still being written an hour later belongs to a process that died.
-UNFINISHED_AGE_S = 3600.0
 #: What a reader of the config multiplies and attaches by; the rest of it is for show.
 _DECISIVE = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
 
@@ -120,13 +117,6 @@ def read_folder(path: Path, layout_of: LayoutOf) -> HostWeights:
 def remove_folder(root: Path, digest: str) -> None:
     """Delete an adapter's folder; under its final name it is whole or gone. Twice is harmless."""
     _set_aside(folder_of(root, digest))
-
-
-def remove_unfinished(root: Path, older_than_s: float = UNFINISHED_AGE_S) -> None:
-    """Delete what processes that died left half-written or half-deleted."""
-    for path in root.glob("??/.*"):
-        if time.time() - path.stat().st_mtime > older_than_s:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[str, object]:

@@ -127,6 +127,9 @@ async def copy_weights(
     token = x_tinker_weights_access_token or wanted.weights_access_token
     reader = await reader_of(request, services, tenant.id, token)
     source = await find_source(services, reader, wanted.source_path)
+    if wanted.session_id is None:
+        project = wanted.destination_project_id
+        await services.records.create_session(tenant.id, session_id=session, project_id=project)
     run = _closed_run(name, tenant.id, session, source)
     copy = await services.checkpoints.copy(
         source.checkpoint, run, wanted.ttl_seconds, reader=reader
@@ -138,8 +141,10 @@ async def copy_weights(
 async def _destination(
     services: Services, tenant: TenantId, wanted: CopyWeightsRequest, key: str | None
 ) -> SessionId:
-    """Find the session that a copy goes to, or make one for it in the project."""
-    if wanted.session_id is not None and wanted.model_seq_id is not None:
+    """Find the session that a copy goes to, or name one to be made for it in the project."""
+    if (wanted.session_id is None) != (wanted.model_seq_id is None):
+        raise Invalid("session_id and model_seq_id are needed together.")
+    if wanted.session_id is not None:
         session = await services.records.session(tenant, wanted.session_id)
         if session.finished_at is not None:
             raise SessionFinished
@@ -147,12 +152,7 @@ async def _destination(
     if wanted.destination_project_id is None:
         raise Invalid("destination_project_id, or session_id with model_seq_id, is needed.")
     made_of = f"{tenant}\0{key or secrets.token_hex(16)}"
-    made = await services.records.create_session(
-        tenant,
-        project_id=wanted.destination_project_id,
-        session_id=SessionId("copy-" + hashlib.sha256(made_of.encode()).hexdigest()[:32]),
-    )
-    return made.id
+    return SessionId("copy-" + hashlib.sha256(made_of.encode()).hexdigest()[:32])
 
 
 async def _is_copied(services: Services, tenant: TenantId, run: RunId, source_path: str) -> bool:

@@ -174,7 +174,7 @@ async def _new_run(services: Services, wanted: _Wanted, lora: LoraSpec, digest: 
         base_model=wanted.pool.base_model,
         lora=lora,
         created_at=time.time(),
-        user_metadata={"upload": digest},
+        user_metadata={"upload_sha256": digest},
     )
 
 

@@ -43,7 +43,7 @@ def walk(sdk: str, address: str, base_model: str, *rows: str, exchanging: str = 
     }
     module = "tests.conformance.scoreboard.walk"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, address, base_model, *rows],
+        [sys.executable, "-W", "ignore", "-m", module, base_model, *rows],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,

@@ -20,13 +20,13 @@ from tests.conformance.scoreboard.hub import Hub
 
 PROMPT = [7, 8, 9, 10, 11]
 MAX_TOKENS = 4
+PROJECT = "a-project"
 
 
 class Place:
     """A tenant's place on a server, filled as it is looked at."""
 
-    def __init__(self, base_url: str, base_model: str) -> None:
-        self.base_url = base_url
+    def __init__(self, base_model: str) -> None:
         self.base_model = base_model
         self.key = os.environ["TINKER_API_KEY"]
         self.foreign_key = os.environ["OTHER_API_KEY"]
@@ -63,7 +63,7 @@ class Place:
     @cached_property
     def project_service(self) -> Any:
         """A service client that belongs to a project."""
-        return self.new_service(project_id="a-project")
+        return self.new_service(project_id=PROJECT)
 
     @cached_property
     def admin(self) -> Any:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from tinker import types
 
 from tests.conformance.scoreboard.calls import call, check
-from tests.conformance.scoreboard.service_recipes import PROJECT, is_new_path, serves
+from tests.conformance.scoreboard.place import PROJECT
+from tests.conformance.scoreboard.service_recipes import is_new_path, serves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tests.conformance.scoreboard.calls import Recipe
     from tests.conformance.scoreboard.place import Place
 
-PROJECT = "a-project"
 METADATA = {"a": "b"}
 
 

@@ -1,6 +1,6 @@
 """Walk through everything one SDK offers, against a live server, and print how each row went.
 
-Run as `python -m tests.conformance.scoreboard.walk BASE_URL BASE_MODEL [ROW…]` from the root, under the
+Run as `python -m tests.conformance.scoreboard.walk BASE_MODEL [ROW…]` from the root, under the
 SDK that is first on the path; with names of rows, those alone are walked. TINKER_BASE_URL and
 TINKER_API_KEY say where and who, as they do for a user.
 """
@@ -138,9 +138,9 @@ def _unpassed(members: Mapping[str, list[str]], passed: Mapping[str, set[str]]) 
 
 
 if __name__ == "__main__":
-    base_url, base_model, *names = sys.argv[1:]
+    base_model, *names = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
-        found = walk(Place(base_url, base_model), Path(folder), set(names))
+        found = walk(Place(base_model), Path(folder), set(names))
     json.dump(found, sys.stdout)
     sys.stdout.flush()
     os._exit(0)  # clients are left open, and threads of calls that never answered

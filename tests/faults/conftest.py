@@ -1,0 +1,62 @@
+"""One nursery for all trials, and what each set of programs comes to when nothing disturbs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from tests.faults.host import Nursery
+from tests.faults.trial import trial
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+
+    from tests.faults.invariants import Ending
+    from tests.faults.traffic import Program
+
+    Calm = Callable[[Sequence[Program]], Awaitable[Ending]]
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model that is as small as can be, without a tokenizer."""
+    from tests.support.tiny_models import build_tiny
+
+    return build_tiny("qwen3", tmp_path_factory.mktemp("small") / "model")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def nursery(small_model: Path) -> AsyncIterator[Nursery]:
+    """Where all processes come from."""
+    async with Nursery(small_model) as opened:
+        yield opened
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A new data folder; its path is short enough for a unix socket."""
+    with TemporaryDirectory(prefix="cotrain-") as name:
+        yield Path(name)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def calm(nursery: Nursery) -> AsyncIterator[Calm]:
+    """How programs end when nothing disturbs them."""
+    known: list[tuple[Sequence[Program], Ending]] = []
+
+    async def ending(programs: Sequence[Program]) -> Ending:
+        for one, its in known:
+            if one == programs:
+                return its
+        with TemporaryDirectory(prefix="cotrain-") as name:
+            outcome = await trial(nursery, Path(name), programs)
+        assert outcome.violations == []
+        assert outcome.ending
+        known.append((programs, outcome.ending))
+        return outcome.ending
+
+    yield ending

@@ -1,0 +1,303 @@
+"""A whole server on one host: Redis, API, scheduler, workers, each started again whenever it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import httpx
+import redis as redis_client
+
+from cotrain_store.embedded import find_redis_binary, redis_command
+from tests.support.processes import ROOT, SOURCES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from cotrain_store.connection import SyncConnection
+
+KEY = "tml-faults_secret-of-faults"
+MODEL = "tiny"
+PATIENCE_S = 120.0
+#: How soon a process that died is started again.
+RESTART_S = 0.02
+REDIS = "redis"
+#: What a process says when it starts while Redis is away; whoever started it starts it again.
+NO_REDIS = {1, 3}
+START_S = 20.0
+
+
+class Nursery:
+    """Orders to the process that forks (`tests.faults.nursery`), and what it reports."""
+
+    def __init__(self, model: Path, sources: Sequence[str] = SOURCES) -> None:
+        self._model = model
+        self._sources = sources
+        self._answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._ended: dict[int, asyncio.Future[int]] = {}
+        self._order = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        paths = os.pathsep.join([*self._sources, str(ROOT)])
+        environment = {
+            **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.faults.nursery", str(self._model),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
+        )  # fmt: skip
+        self._reading = asyncio.create_task(self._read())
+        assert await self._answers.get() == "ready"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        await self._process.wait()
+        await self._reading
+
+    async def ask(self, do: str, **order: Any) -> Any:
+        """Give an order that is answered."""
+        async with self._order:
+            self.tell(do, **order)
+            return await self._answers.get()
+
+    def tell(self, do: str, **order: Any) -> None:
+        """Give an order that is not."""
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
+
+    def ended(self, pid: int) -> asyncio.Future[int]:
+        """Give what will be the exit status of a child."""
+        return self._ended.setdefault(pid, asyncio.get_running_loop().create_future())
+
+    async def _read(self) -> None:
+        assert self._process.stdout
+        while line := await self._process.stdout.readline():
+            told = json.loads(line)
+            if "ended" in told:
+                self.ended(told["ended"]).set_result(told["status"])
+            else:
+                self._answers.put_nowait(told["answer"])
+        self._answers.put_nowait("gone")
+
+
+@dataclass(frozen=True)
+class Death:
+    """A process that ended without being told to stop."""
+
+    name: str
+    status: int
+    redis_was_away: bool
+    lived_s: float
+
+    @property
+    def is_fault(self) -> bool:
+        """Tell whether it died by itself (invariant I8), and not because there was no Redis yet."""
+        is_excused = self.redis_was_away and self.status in NO_REDIS and self.lived_s < START_S
+        return self.status not in (0, -signal.SIGKILL) and not is_excused
+
+
+@dataclass
+class Kept:
+    """One process, started again until it is stopped."""
+
+    name: str
+    run: str | Sequence[str]
+    environment: Mapping[str, str]
+    pid: int = 0
+    stopping: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass
+class Host:
+    """The processes of one server below `folder`, and how they died."""
+
+    nursery: Nursery
+    folder: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+    workers: Sequence[str] = ("w0",)
+    deaths: list[Death] = field(default_factory=list)
+    before_restart: Callable[[str], None] = lambda _: None
+    """Called with the name of what died, before it is started again."""
+    address: str = ""
+    _kept: dict[str, Kept] = field(default_factory=dict)
+    _retired: list[Kept] = field(default_factory=list)
+    _redis_up: asyncio.Event = field(default_factory=asyncio.Event)
+    _redis_downs: int = 0
+    _is_over: bool = False
+
+    @property
+    def redis_url(self) -> str:
+        """Name Redis' socket; its folder's name is short enough for one."""
+        return f"unix://{self.folder}/r.sock"
+
+    @property
+    def _ours(self) -> list[str]:
+        """Name all but Redis, in the order in which they were started."""
+        return [name for name in self._kept if name != REDIS]
+
+    @property
+    def reached(self) -> Path:
+        """Name the file in which failpoints count what was reached."""
+        return self.folder / "reached"
+
+    async def __aenter__(self) -> Self:
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        (self.folder / "redis").mkdir(exist_ok=True)
+        port, listener = await self.nursery.ask("listen")
+        self.address = f"http://127.0.0.1:{port}"
+        socket = Path(self.redis_url.removeprefix("unix://"))
+        self._keep(REDIS, redis_command(find_redis_binary(), self.folder / "redis", socket), {})
+        await self._redis_up.wait()
+        for worker in self.workers:
+            self.add_worker(worker, worker)
+        self._keep("scheduler", "cotrain_scheduler", self._environment())
+        self._keep("api", "cotrain_server", self._environment(
+            LISTEN_FD=str(listener), API_KEYS=KEY, LONG_POLL_S="10",
+        ))  # fmt: skip
+        await self.until_ready()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_over = True
+        everybody = [*self._kept.values(), *self._retired]
+        for kept in everybody:
+            kept.stopping = True
+            self.nursery.tell("signal", pid=kept.pid, signal=int(signal.SIGKILL))
+        for kept in everybody:
+            if kept.pid:
+                await self.nursery.ended(kept.pid)
+            assert kept.task
+            kept.task.cancel()
+
+    def add_worker(self, name: str, worker_id: str) -> None:
+        """Start a worker, under a name of the host's own."""
+        self._keep(name, "cotrain_workers", self._environment(
+            BASE_MODEL=f"{MODEL}={self.folder}", WORKER_ID=worker_id, TORCH_THREADS="1",
+            OFFLINE="true", DEVICE="cpu", SNAPSHOT_DEBT_OPS="3", KV_CACHE_TOKENS="4096",
+        ))  # fmt: skip
+        self.workers = (*(one for one in self.workers if one != name), name)
+
+    def add_scheduler(self, name: str) -> None:
+        """Start one more scheduler."""
+        self._keep(name, "cotrain_scheduler", self._environment())
+
+    def retire(self, name: str) -> asyncio.Task[None]:
+        """Start a process no more once it has ended, which is what is waited for by what this gives."""
+        kept = self._kept.pop(name)
+        kept.stopping = True
+        self.workers = [one for one in self.workers if one != name]
+        self._retired.append(kept)
+        assert kept.task
+        return kept.task
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a process as it is now."""
+        if name == REDIS:
+            self._redis_up.clear()
+            self._redis_downs += 1
+        self.nursery.tell("signal", pid=self._kept[name].pid, signal=int(number))
+
+    def pid(self, name: str) -> int:
+        """Tell the process by this name as it is now, or was when it retired."""
+        return next(k.pid for k in [*self._kept.values(), *self._retired] if k.name == name)
+
+    def count(self, failpoint: str) -> int:
+        """Count how often a failpoint was reached."""
+        lines = self.reached.read_text().splitlines() if self.reached.exists() else []
+        return sum(line.startswith(f"{failpoint} ") for line in lines)
+
+    async def calm(self) -> None:
+        """Let all of ours drain and start again, without failpoints, in the order of an upgrade."""
+        self.settings = {k: v for k, v in self.settings.items() if k != "FAILPOINTS"}
+        for name in self._ours:
+            kept = self._kept[name]
+            await self._end(name, signal.SIGTERM)
+            environment = {k: v for k, v in kept.environment.items() if k != "COTRAIN_FAILPOINTS"}
+            self._keep(name, kept.run, environment)
+        await self.until_ready()
+
+    async def stop(self) -> None:
+        """Let all of ours drain, first who takes new work, and start them no more."""
+        for name in reversed(self._ours):
+            await self._end(name, signal.SIGTERM)
+
+    def store(self) -> SyncConnection:
+        """Open a connection behind everybody's back."""
+        return redis_client.Redis.from_url(self.redis_url)
+
+    async def until_ready(self) -> None:
+        """Wait until the server would train."""
+        async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient(base_url=self.address) as http:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    if (await http.get("/readyz")).status_code == 200:
+                        return
+                await asyncio.sleep(0.05)
+
+    def log_of(self, name: str) -> str:
+        """Read what a process wrote."""
+        path = self.folder / "logs" / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _environment(self, **own: str) -> dict[str, str]:
+        shared = {
+            "REDIS_URL": self.redis_url, "DATA_DIR": str(self.folder), "DISK_RESERVE_BYTES": "0",
+            "FAILPOINTS_LOG": str(self.reached),
+        }  # fmt: skip
+        return {
+            f"COTRAIN_{name}": value for name, value in (shared | own | dict(self.settings)).items()
+        }
+
+    def _keep(self, name: str, run: str | Sequence[str], environment: Mapping[str, str]) -> None:
+        kept = self._kept[name] = Kept(name, run, environment)
+        kept.task = asyncio.create_task(self._keep_running(kept))
+
+    async def _keep_running(self, kept: Kept) -> None:
+        log = str(self.folder / "logs" / f"{kept.name}.log")
+        while not kept.stopping:
+            if kept.name != REDIS:
+                await self._redis_up.wait()
+            downs, since = self._redis_downs, time.monotonic()
+            kept.pid = await self.nursery.ask(
+                "start", run=kept.run, environment=dict(kept.environment), log=log
+            )
+            ended = self.nursery.ended(kept.pid)
+            if kept.name == REDIS:
+                await self._until_redis_answers(ended)
+            status = await ended
+            if kept.name == REDIS:
+                self._redis_up.clear()
+            if not self._is_over and (status != 0 or not kept.stopping):
+                was_away, lived_s = downs != self._redis_downs, time.monotonic() - since
+                self.deaths.append(Death(kept.name, status, was_away, lived_s))
+                self.before_restart(kept.name)
+                await asyncio.sleep(RESTART_S)
+
+    async def _until_redis_answers(self, ended: asyncio.Future[int]) -> None:
+        with self.store() as store:
+            while not ended.done():
+                with contextlib.suppress(redis_client.ConnectionError):
+                    if store.ping():
+                        self._redis_up.set()
+                        return
+                await asyncio.sleep(0.01)
+
+    async def _end(self, name: str, number: int) -> None:
+        kept = self._kept.pop(name)
+        kept.stopping = True
+        if kept.pid:
+            self.nursery.tell("signal", pid=kept.pid, signal=int(number))
+        assert kept.task
+        await asyncio.wait_for(kept.task, PATIENCE_S)

@@ -1,0 +1,274 @@
+"""What must hold after anything has died, looked at from outside: Redis, files, answers, exit codes.
+
+I1 what was accepted resolves · I2 once, and every reading gives the same bytes · I3 the runs end bit-equal
+to undisturbed ones · I4 snap ≤ done < next, nothing planned at rest, no result before its commit · I5 the log reaches back to its
+snapshots, what it refers to is there, and nothing is counted that is not · I6 epochs, `done` and `snap`
+only grow · I7 queues count 0 at rest · I8 nothing ends but by SIGKILL or in order · I9 (`fairness.py`)
+tenants with work get equal turns · I10 AOF and spool stay small.
+
+I1 and I2 are asked by the client (`traffic.py`): it waits for every answer, and reads each twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import redis as redis_client
+from safetensors.numpy import load
+
+from cotrain_store import keys
+from cotrain_store.messages import OpKind, QueuedOp, RunId, WorkerId, request_id
+from cotrain_store.spool import SpoolRef
+from cotrain_workers.settings import pool_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from cotrain_store.connection import SyncConnection
+    from tests.faults.host import Death
+    from tests.faults.traffic import Played
+
+#: Bytes of Redis' log and of the spool that no trial here may exceed.
+DISK_BOUND = 96 * 1024**2
+#: These leave the state as it is.
+STATELESS = (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED)
+WATCH_S = 0.05
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a trial came to, without what may differ between two: one entry per run, in order."""
+
+    answers: Sequence[Mapping[str, Any]]
+    states: Sequence[Mapping[str, str]]
+    """Digest of weights, gradients, m and v each; spec, step, and the seq it is as of."""
+    weights: Sequence[Mapping[str, tuple[str, str]]]
+    """Digests of what each save holds: adapter, optimizer state."""
+
+
+class Look:
+    """The store and the files of a server at rest: everything is stopped but Redis."""
+
+    def __init__(self, store: SyncConnection, folder: Path, base_model: str) -> None:
+        self._store = store
+        self._folder = folder
+        self._pool = pool_of(base_model)
+
+    def ending(self, played: Sequence[Played]) -> Ending:
+        """Sum up what the runs came to."""
+        runs = [RunId(one.run) for one in played]
+        return Ending(
+            [one.answers for one in played],
+            [self._state(run) for run in runs],
+            [self._weights(run) for run in runs],
+        )
+
+    def violations(self) -> list[str]:
+        """Check I4, I5, I7 and I10."""
+        prefix = len(keys.log(self._pool, RunId("")))
+        names = self._store.scan_iter(f"{keys.log(self._pool, RunId(''))}*")
+        runs = sorted(RunId(name.decode()[prefix:]) for name in names)
+        found = [said for run in runs for said in self._wrong_log(run)]
+        return [*found, *self._wrong_refs(runs), *self._not_at_rest(), *self._too_much()]
+
+    def _row(self, run: RunId) -> dict[str, str]:
+        raw = self._store.hgetall(keys.log(self._pool, run))
+        return {name.decode(): value.decode() for name, value in raw.items()}
+
+    def _ops(self, run: RunId) -> dict[int, QueuedOp]:
+        raw = self._store.hgetall(keys.ops(self._pool, run))
+        return {int(seq): QueuedOp.parse(run, int(seq), text.decode()) for seq, text in raw.items()}
+
+    def _wrong_log(self, run: RunId) -> Iterable[str]:
+        row, ops = self._row(run), self._ops(run)
+        snap, done, after = (int(row[name]) for name in ("snap", "done", "next"))
+        if not snap <= done < after:
+            yield f"I4 {run}: snap {snap}, done {done}, next {after}"
+        oldest = int(row.get("oldsnap", -1))
+        if any(seq <= oldest for seq in ops):
+            yield f"I5 {run}: ops {sorted(ops)} reach back past snapshot {oldest}"
+        if any(seq not in ops for seq in range(snap + 1, after)):
+            yield f"I5 {run}: ops {sorted(ops)} do not cover {snap + 1}..{after - 1}"
+        for file, sha256 in (
+            (row.get("snapfile"), row.get("snapsha")),
+            (row.get("oldfile"), row.get("oldsha")),
+        ):
+            path = self._folder / "snapshots" / (file or "")
+            if file and (not path.exists() or _sha256(path) != sha256):
+                yield f"I5 {run}: snapshot {file} is not what was registered"
+        for seq, op in ops.items():
+            if _refers(op, done) and not self._is_whole(op.ref):
+                yield f"I5 {run}: the body of seq {seq} is gone from {op.ref}"
+            inline = self._store.hexists(keys.bodies(self._pool, run), str(seq))
+            if op.ref == "inline" and not inline and op.kind not in STATELESS:
+                yield f"I5 {run}: the body of seq {seq} is gone"
+
+    def _wrong_refs(self, runs: Sequence[RunId]) -> Iterable[str]:
+        counted = Counter(
+            SpoolRef.parse(op.ref).segment
+            for run in runs
+            for op in self._ops(run).values()
+            if _refers(op, int(self._row(run)["done"]))
+        )
+        raw = self._store.hgetall(keys.spool_segment_refs())
+        noted = {segment.decode(): int(count) for segment, count in raw.items()}
+        if noted != dict(counted):
+            yield f"I5 spool references: noted {noted}, there are {dict(counted)}"
+
+    def _not_at_rest(self) -> Iterable[str]:
+        workers = [
+            WorkerId(name.decode()) for name in self._store.smembers(keys.workers(self._pool))
+        ]
+        for worker in workers:
+            for name in (
+                keys.open_steps(self._pool, worker), keys.unstored_weights(self._pool, worker),
+                keys.claimed_samples(self._pool, worker),
+            ):  # fmt: skip
+                if self._store.exists(name):
+                    yield f"I4 {name} is not empty at rest"
+        for pattern in ("queue:*", "samples:*"):
+            for name in self._store.scan_iter(f"{keys.prefix(self._pool)}{pattern}"):
+                counts = {k.decode(): v.decode() for k, v in self._store.hgetall(name).items()}
+                if any(float(count) for count in counts.values()):
+                    yield f"I7 {name.decode()} is {counts} at rest"
+
+    def _too_much(self) -> Iterable[str]:
+        files = [f for part in ("redis", "spool") for f in (self._folder / part).glob("*")]
+        size = sum(file.stat().st_size for file in files)
+        if size > DISK_BOUND:
+            yield f"I10 AOF and spool take {size} bytes"
+
+    def _state(self, run: RunId) -> Mapping[str, str]:
+        """Read the last recovery copy, which a drain leaves behind; say so where it is behind."""
+        row, ops = self._row(run), self._ops(run)
+        snap, done = int(row["snap"]), int(row["done"])
+        late = [
+            s for s in range(snap + 1, done + 1) if s not in ops or ops[s].kind not in STATELESS
+        ]
+        if late or not row.get("snapfile"):
+            return {"undrained": f"{run}: snap {snap}, done {done}"}
+        content = (self._folder / "snapshots" / row["snapfile"]).read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])["__metadata__"]
+        kept = {name: header[name] for name in ("seq", "spec", "step", "grads_pending")}
+        tensors = load(content)
+        return kept | {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in tensors.items()}
+
+    def _weights(self, run: RunId) -> Mapping[str, tuple[str, str]]:
+        prefix = f"cotrain:weights:{run}:"
+        found = {}
+        for name in sorted(self._store.scan_iter(f"{prefix}*")):
+            if self._store.type(name) != b"hash":
+                continue
+            digest, optimizer = (
+                (value or b"").decode()
+                for value in self._store.hmget(name, ["digest", "optimizer"])
+            )
+            is_there = (self._folder / "weights" / digest[:2] / digest).is_dir()
+            found[name.decode().removeprefix(prefix)] = (digest if is_there else "gone", optimizer)
+        return found
+
+    def _is_whole(self, ref: str) -> bool:
+        at = SpoolRef.parse(ref)
+        path = self._folder / "spool" / at.segment
+        if not path.exists():
+            return False
+        with path.open("rb") as file:
+            file.seek(at.offset + 28)  # magic, length, digest
+            return hashlib.sha256(file.read(at.length)).hexdigest()[:32] == at.digest
+
+
+def differences(expected: Ending, got: Ending) -> list[str]:
+    """Compare two endings (I2, I3); empty when they are equal to the bit."""
+    found = []
+    for number, (asked, told) in enumerate(zip(expected.answers, got.answers, strict=True)):
+        for request in sorted(asked.keys() | told.keys()):
+            if asked.get(request) != told.get(request):
+                what = f"{asked.get(request)!s:.200} became {told.get(request)!s:.200}"
+                found.append(f"I3 run {number}: {request}: {what}")
+    for what in ("states", "weights"):
+        for number, (one, other) in enumerate(
+            zip(getattr(expected, what), getattr(got, what), strict=True)
+        ):
+            if one != other:
+                differing = {
+                    k: (one.get(k), other.get(k))
+                    for k in one.keys() | other.keys()
+                    if one.get(k) != other.get(k)
+                }
+                found.append(f"I3 run {number}: {what} differ: {differing!s:.600}")
+    return found
+
+
+def unexpected(deaths: Iterable[Death]) -> list[str]:
+    """List processes that died by themselves (I8)."""
+    return [
+        f"I8 {d.name} ended with {d.status} after {d.lived_s:.1f} s" for d in deaths if d.is_fault
+    ]
+
+
+class Watch:
+    """Look again and again, while things die, at what may only grow (I6), and what comes first (I4)."""
+
+    def __init__(self, url: str, base_model: str) -> None:
+        self._url = url
+        self._pool = pool_of(base_model)
+        self._seen: dict[str, int] = {}
+        self.violations: list[str] = []
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        with redis_client.Redis.from_url(self._url, socket_timeout=5) as store:
+            while True:
+                with contextlib.suppress(redis_client.ConnectionError, redis_client.TimeoutError):
+                    self._look(store)
+                await asyncio.sleep(WATCH_S)
+
+    def _look(self, store: SyncConnection) -> None:
+        epochs = [keys.scheduler_epoch(), *store.scan_iter(f"{keys.prefix(self._pool)}epoch:*")]
+        for name in epochs:
+            self._note(str(name), int(store.get(name) or 0))
+        for name in store.scan_iter(f"{keys.log(self._pool, RunId(''))}*"):
+            for field, value in zip(
+                ("done", "snap", "next"), store.hmget(name, ["done", "snap", "next"]), strict=True
+            ):
+                self._note(f"{name} {field}", int(value or -1))
+            self._look_ahead(store, RunId(name.decode().rpartition("log:")[2]))
+
+    def _look_ahead(self, store: SyncConnection, run: RunId) -> None:
+        """Look for results of what is planned; in this order, since a commit writes both at once."""
+        name, pipeline = keys.log(self._pool, run), store.pipeline(transaction=False)
+        done, after = (int(value or 0) for value in store.hmget(name, ["done", "next"]))
+        ahead = [request_id(run, seq) for seq in range(done + 1, after)]
+        for request in ahead:
+            pipeline.exists(keys.result(request))
+        seen = [
+            request for request, is_there in zip(ahead, pipeline.execute(), strict=True) if is_there
+        ]
+        done = int(store.hget(name, "done") or 0)
+        early = [request for request in seen if int(request.rpartition(":")[2]) > done]
+        self.violations += [
+            f"I4 {request} has a result, and {done} is committed" for request in early
+        ]
+
+    def _note(self, name: str, value: int) -> None:
+        before = self._seen.get(name, value)
+        if value < before:
+            self.violations.append(f"I6 {name} went back from {before} to {value}")
+        self._seen[name] = value
+
+
+def _refers(op: QueuedOp, done: int) -> bool:
+    """Tell whether an op in the log holds a record of the spool: a forward lets go at its commit."""
+    return op.ref != "inline" and not (op.kind is OpKind.FORWARD and op.seq <= done)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

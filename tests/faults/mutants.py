@@ -1,0 +1,197 @@
+"""Deliberate defects, each in a copy of the sources: the scenario named beside it must notice.
+
+An edit names the line as it is in the sources, so that a change there also asks for a look at the mutant.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tests.support.processes import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+FOLDERS = ("client", "scheduler", "server", "workers")
+WORKERS = "workers/cotrain_workers"
+STORE = "scheduler/cotrain_store"
+FENCED_BY_WORKER = (
+    "commit", "snapshot", "forget", "sample_claim", "sample_requeue", "sample_resolve",
+    "weights_stored", "weights_lost", "weights_forget",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace every occurrence of `old` in a file, of which there is one at least."""
+
+    file: str
+    old: str
+    new: str
+
+    def apply(self, root: Path) -> None:
+        """Change a copy; raises AssertionError where the sources have moved on."""
+        path = root / self.file
+        text = path.read_text()
+        assert self.old in text, f"{self.file} has no {self.old!r} any more"
+        path.write_text(text.replace(self.old, self.new))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A defect, and the scenario that catches it."""
+
+    edits: Sequence[Edit]
+    scenario: str
+
+    def plant(self, root: Path) -> list[str]:
+        """Copy the sources below `root` and spoil them; return the folders to import from."""
+        for folder in FOLDERS:
+            shutil.copytree(
+                ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        for edit in self.edits:
+            edit.apply(root)
+        return [str(root / folder) for folder in FOLDERS]
+
+
+def _without_fence(script: str) -> Edit:
+    fence = "if redis.call('GET', epoch_key) ~= epoch then"
+    return Edit(f"{STORE}/scripts/{script}.lua", fence, "if false then")
+
+
+MUTANTS = {
+    "no replay": Mutant(
+        [Edit(f"{WORKERS}/recovery.py", "    ops = _from_last_load(ops)\n", "    ops = []\n")],
+        "killed after a commit",
+    ),
+    "double gradient": Mutant(  # a recovery copy that says it is one request older than it is
+        [
+            Edit(
+                f"{WORKERS}/keeper.py",
+                "        state = self._engine.state(run)\n",
+                "        state, debt = self._engine.state(run), Debt(debt.seq - 1)\n",
+            )
+        ],
+        "killed behind a recovery copy",
+    ),
+    "torn snapshot accepted": Mutant(
+        [
+            Edit(
+                f"{WORKERS}/keeper.py",
+                "if not writing.done() or (owed is not None and owed <= seq):",
+                "if owed is not None and owed <= seq:",
+            ),
+            Edit(
+                f"{WORKERS}/keeper.py",
+                "snapshot = writing.result()",
+                "snapshot = Snapshot("
+                "f'{_run_folder(run)}/{seq}-{self._execution.epoch}.safetensors', 'any', 0)",
+            ),
+            Edit(
+                f"{WORKERS}/keeper.py",
+                "from cotrain_workers.snapshots import ",
+                "from cotrain_workers.snapshots import _run_folder, ",
+            ),
+            Edit(f"{WORKERS}/snapshots.py", 'path.with_suffix(".tmp")', "path"),
+            Edit(
+                f"{WORKERS}/snapshots.py",
+                "if hashlib.sha256(content).hexdigest() != sha256:",
+                "if not content:",
+            ),
+        ],
+        "killed in a recovery copy",
+    ),
+    "snapshot before commit": Mutant(
+        [
+            Edit(
+                f"{WORKERS}/loop.py",
+                "            self._commit(step, outcome)\n",
+                "            self._keeper.committed(step, 1e9)\n"
+                "            self._keeper.drain(9.0)\n"
+                "            self._commit(step, outcome)\n",
+            ),
+            Edit(
+                f"{WORKERS}/keeper.py",
+                "        self._writer.shutdown(wait=False, cancel_futures=True)\n",
+                "",
+            ),
+            Edit(f"{STORE}/scripts/snapshot.lua", " or seq > done", ""),
+        ],
+        "killed before a commit",
+    ),
+    "no fencing": Mutant(
+        [
+            *(_without_fence(script) for script in FENCED_BY_WORKER),
+            Edit(f"{STORE}/execution.py", "int(current) != self.epoch", "int(current) < 0"),
+        ],
+        "a place is taken",
+    ),
+    "lost wake-up": Mutant(
+        [
+            Edit(
+                f"{STORE}/futures.py",
+                "                await self._resolve(list(self._waiters))\n",
+                "",
+            ),
+            Edit(
+                f"{STORE}/scripts/commit.lua",
+                "redis.call('PUBLISH', notify, table.concat(resolved, '\\n'))\n",
+                "",
+            ),
+        ],
+        "nobody asks twice",
+    ),
+    "result before log": Mutant(
+        [
+            Edit(
+                f"{WORKERS}/loop.py",
+                '        failpoint("worker.before_commit"',
+                "        for (run, seq), told in outcome.results.items():\n"
+                "            self._execution._redis.set(\n"
+                "                f'cotrain:result:{run}:{seq}', told.pack(), nx=True\n"
+                "            )\n"
+                '        failpoint("worker.before_commit"',
+            )
+        ],
+        "a commit that takes its time",
+    ),
+    "spool reference before fsync": Mutant(
+        [
+            Edit(
+                f"{STORE}/spool.py",
+                '            failpoint("spool.before_sync", refs)\n',
+                "            for (_, durable), ref in zip(batch, refs, strict=True):\n"
+                "                durable.set_result(ref)\n"
+                '            failpoint("spool.before_sync", refs)\n',
+            ),
+            Edit(
+                f"{STORE}/spool.py",
+                "        for (_, durable), ref in zip(batch, refs, strict=True):\n"
+                "            durable.set_result(ref)\n\n",
+                "\n",
+            ),
+        ],
+        "power is lost before the spool is synced",
+    ),
+    "answer before log": Mutant(
+        [
+            Edit(
+                f"{STORE}/intake.py",
+                "            answer, *place = await self._submit(_keys_of_submit(run), args)\n",
+                "            if seq is not None and seq > 0:\n"
+                "                import asyncio\n\n"
+                "                async def later() -> None:\n"
+                "                    await asyncio.sleep(0.1)\n"
+                "                    await self._submit(_keys_of_submit(run), args)\n\n"
+                "                asyncio.get_running_loop().create_task(later())\n"
+                "                return request_id(run.id, seq)\n"
+                "            answer, *place = await self._submit(_keys_of_submit(run), args)\n",
+            )
+        ],
+        "killed before a request is logged",
+    ),
+}

@@ -1,0 +1,123 @@
+"""What is made to go wrong, by name: each must change nothing, and must change something in a mutant."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store.spool import SpoolRef
+from tests.faults.traffic import programs, without_samples
+from tests.faults.trial import LIMIT_S, trial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from pathlib import Path
+
+    from tests.faults.host import Host, Nursery
+    from tests.faults.invariants import Ending
+    from tests.faults.traffic import Program
+    from tests.faults.trial import Outcome
+
+PROGRAMS = without_samples(programs(1))
+POLL_S = 0.02
+#: A beat lasts 10 s; a place whose beat is over may be taken from another host.
+BEAT_S = 11.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Settings of the server, what happens beside the runs, and how long they may take."""
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    disturb: Callable[[Host], Coroutine[Any, Any, None]] | None = None
+    limit_s: float = LIMIT_S
+
+    async def run(
+        self, nursery: Nursery, folder: Path, expected: Ending, asked: Sequence[Program] = PROGRAMS
+    ) -> Outcome:
+        """Play it."""
+        return await trial(
+            nursery, folder, asked, expected=expected, disturb=self.disturb, limit_s=self.limit_s,
+            settings=self.settings,
+        )  # fmt: skip
+
+
+def killed_at(*moments: str, **settings: str) -> Scenario:
+    """Kill at moments, `name@nth`."""
+    faults = ",".join(moment.replace("@", "=kill@") for moment in moments)
+    return Scenario({"FAILPOINTS": faults, **settings})
+
+
+async def _until(host: Host, failpoint: str, count: int) -> None:
+    while host.count(failpoint) < count:  # noqa: ASYNC110  # another process's doing
+        await asyncio.sleep(POLL_S)
+
+
+async def _place_taken(host: Host) -> None:
+    """Pause a worker in a step, let another process take its place and train on, wake the first."""
+    await _until(host, "worker.before_run", 4)
+    await asyncio.sleep(BEAT_S)
+    for lock in (host.folder / "run").glob("worker-*"):
+        lock.unlink()  # as if the other one were on another host
+    host.add_worker("second", "w0")
+    await _until(host, "worker.after_commit", 8)
+    ended = host.retire("w0")
+    host.nursery.tell("signal", pid=host.pid("w0"), signal=int(signal.SIGCONT))
+    await asyncio.wait({ended}, timeout=LIMIT_S)
+
+
+async def _lead_taken(host: Host) -> None:
+    """Pause the scheduler that leads, let another one plan, wake the first."""
+    await _until(host, "scheduler.before_plan", 4)
+    host.add_scheduler("second")
+    await _until(host, "scheduler.after_plan", 8)
+    host.nursery.tell("signal", pid=host.pid("scheduler"), signal=int(signal.SIGCONT))
+    await asyncio.Event().wait()
+
+
+async def _power_lost(host: Host) -> None:
+    """Lose what was written to the spool and not synced, and the worker, as a power cut does."""
+
+    def lose(name: str) -> None:
+        moment = "spool.before_sync "
+        reached = [
+            line for line in host.reached.read_text().splitlines() if line.startswith(moment)
+        ]
+        if name == "api" and reached:
+            at = SpoolRef.parse(reached[-1].split()[2])
+            os.truncate(host.folder / "spool" / at.segment, at.offset)
+            host.kill("w0")
+
+    host.before_restart = lose
+    await asyncio.Event().wait()
+
+
+SCENARIOS = {
+    "killed after a commit": killed_at(
+        "worker.after_commit@4", "worker.after_commit@7", SNAPSHOT_DEBT_OPS="1000"
+    ),
+    "killed before a commit": killed_at("worker.before_commit@4", "worker.before_commit@7"),
+    "killed behind a recovery copy": killed_at(
+        *(f"snapshot.registered@{nth}" for nth in (2, 4, 6, 8, 10, 12))
+    ),
+    "killed in a recovery copy": killed_at("snapshot.half_written@3", "snapshot.half_written@6"),
+    "killed before a request is logged": killed_at("api.before_submit@20", "api.before_submit@40"),
+    "a commit that takes its time": Scenario(
+        {"FAILPOINTS": "worker.before_commit=sleep:0.3@4,worker.before_commit=sleep:0.3@7"}
+    ),
+    "nobody asks twice": Scenario({"LONG_POLL_S": "40"}, limit_s=38),
+    "a place is taken": Scenario({"FAILPOINTS": "worker.before_run=stop@4"}, _place_taken),
+    "the lead is taken": Scenario({"FAILPOINTS": "scheduler.before_plan=stop@4"}, _lead_taken),
+    "power is lost before the spool is synced": Scenario(
+        {
+            "FAILPOINTS": ",".join(
+                f"spool.before_sync={fault}@{nth}" for nth in (1, 2, 3) for fault in ("sleep:0.5", "kill")
+            ),
+            "SNAPSHOT_DEBT_OPS": "1000",
+        },
+        _power_lost,
+    ),
+}  # fmt: skip

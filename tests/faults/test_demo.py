@@ -1,0 +1,67 @@
+"""`make demo`, and its worker killed in the middle: minutes, so `pytest -m soak tests/faults`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.processes import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KILLED_AT_STEPS = (6, 14, 22)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Find the processes that descend from this one."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield int(child)
+            yield from descendants(int(child))
+
+
+def kill_worker() -> None:
+    (worker,) = [
+        pid
+        for pid in descendants(os.getpid())
+        if b"cotrain_workers" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.faults
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_killing_the_worker_in_the_middle_of_the_demo_changes_nothing_in_its_final_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    demo: Any = importlib.import_module("demo")
+    model = demo.make_model()
+    corpus = demo.Corpus(demo.tokenizer_of(model))
+    calm = demo.train_everybody(model, corpus)
+
+    watch, killed = demo.watch, []
+
+    def watch_and_kill(progress: Any, work: Any) -> None:
+        for step in KILLED_AT_STEPS:
+            while not all(its.step >= step for its in progress):
+                assert not any(each.done() for each in work)
+                time.sleep(0.1)
+            kill_worker()
+            killed.append(step)
+        watch(progress, work)
+
+    monkeypatch.setattr(demo, "watch", watch_and_kill)
+    disturbed = demo.train_everybody(model, corpus)
+    assert killed == list(KILLED_AT_STEPS)
+    assert [its.before for its in disturbed] == [its.before for its in calm]
+    assert [its.after for its in disturbed] == [its.after for its in calm]
+    assert [its.loss for its in disturbed] == [its.loss for its in calm]

@@ -1,0 +1,90 @@
+"""A process dies at each failpoint, the first, second and third time it is reached: nothing changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store.failpoints import FAILPOINTS
+from tests.faults.traffic import programs, without_samples
+from tests.faults.trial import trial
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.faults.conftest import Calm
+    from tests.faults.host import Nursery
+
+pytestmark = pytest.mark.faults
+in_one_loop = pytest.mark.asyncio(loop_scope="session")
+
+PROGRAMS = programs(1)
+#: Where background work of the worker dies nine times over, a sample beside it would be blamed.
+UNSAMPLED = without_samples(PROGRAMS)
+#: Moments that one trial takes together.
+PACKS = {
+    "api": ("api.before_submit", "api.after_submit", "api.before_answer", "sample.claimed"),
+    "spool": (
+        "spool.before_write",
+        "spool.half_written",
+        "spool.before_sync",
+        "spool.after_sync",
+    ),
+    "scheduler": ("scheduler.before_plan", "scheduler.after_plan", "sample.before_resolve"),
+    "samples": ("sample.after_resolve",),
+}
+UNSAMPLED_PACKS = {
+    "start": ("worker.entered", "worker.replayed", "worker.before_run"),
+    "step": ("worker.after_run", "worker.before_commit", "worker.after_commit"),
+    "copy": ("snapshot.before_write", "snapshot.half_written", "snapshot.before_rename"),
+    "copied": ("snapshot.renamed", "snapshot.before_register", "snapshot.registered"),
+    "save": ("weights.half_written", "weights.before_rename", "weights.renamed"),
+    "saved": ("weights.before_stored", "weights.stored", "optimizer.half_written"),
+    "optimizer": ("optimizer.before_rename", "optimizer.renamed", "external.half_written"),
+    "export": ("external.before_rename", "external.renamed"),
+}
+#: A step that was left open again and again is run request by request, each at its own risk. It has many,
+#: since the step before it takes its time.
+SLOW = "worker.before_run=sleep:1@2"
+SUSPECTED = [f"worker.before_run=kill@{nth}" for nth in (3, 4, 5)]
+RISKS = ("worker.before_risk", "worker.after_risk")
+
+
+def test_every_failpoint_is_in_some_trial() -> None:
+    packs = [*PACKS.values(), *UNSAMPLED_PACKS.values(), RISKS]
+    assert sorted(name for pack in packs for name in pack) == sorted(FAILPOINTS)
+
+
+@in_one_loop
+@pytest.mark.parametrize("pack", [*PACKS, *UNSAMPLED_PACKS])
+async def test_death_at_a_failpoint_changes_nothing(
+    pack: str, nursery: Nursery, folder: Path, calm: Calm
+) -> None:
+    asked = PROGRAMS if pack in PACKS else UNSAMPLED
+    names = (PACKS | UNSAMPLED_PACKS)[pack]
+    faults = [f"{name}=kill@{nth}" for name in names for nth in (1, 2, 3)]
+    outcome = await trial(
+        nursery,
+        folder,
+        asked,
+        expected=await calm(asked),
+        settings={"FAILPOINTS": ",".join(faults)},
+    )
+    assert outcome.violations == []
+    assert {name: outcome.reached[name] for name in names if outcome.reached[name] < 3} == {}
+    assert len(outcome.deaths) == len(faults)
+
+
+@in_one_loop
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 2), (3, 1)])
+async def test_deaths_over_a_suspected_request_from_outside_are_not_held_against_it(
+    before: int, after: int, nursery: Nursery, folder: Path, calm: Calm
+) -> None:
+    faults = [*SUSPECTED, f"worker.before_risk=kill@{before}", f"worker.after_risk=kill@{after}"]
+    outcome = await trial(
+        nursery, folder, UNSAMPLED, expected=await calm(UNSAMPLED),
+        settings={"FAILPOINTS": ",".join([SLOW, *faults])},
+    )  # fmt: skip
+    assert outcome.violations == []
+    assert len(outcome.deaths) == len(faults)

@@ -1,0 +1,36 @@
+"""Each mutant is caught by the scenario it names: `make mutants`. That they still apply is always tested."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.host import Nursery
+from tests.faults.mutants import MUTANTS
+from tests.faults.scenarios import PROGRAMS, SCENARIOS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.faults.conftest import Calm
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_still_applies_to_the_sources(name: str, tmp_path: Path) -> None:
+    MUTANTS[name].plant(tmp_path)
+
+
+@pytest.mark.faults
+@pytest.mark.mutants
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("name", MUTANTS)
+async def test_a_mutant_is_caught(
+    name: str, small_model: Path, folder: Path, tmp_path: Path, calm: Calm
+) -> None:
+    expected = await calm(PROGRAMS)
+    sources, scenario = MUTANTS[name].plant(tmp_path), SCENARIOS[MUTANTS[name].scenario]
+    async with Nursery(small_model, sources) as nursery:
+        outcome = await scenario.run(nursery, folder, expected)
+    assert outcome.violations != []
+    print(f"{name}, caught by {MUTANTS[name].scenario!r}: {outcome.violations[0]:.160}")

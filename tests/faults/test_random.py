@@ -1,0 +1,30 @@
+"""Every process dies at random moments, Redis too: nothing changes. Longer: `make soak`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.traffic import programs
+from tests.faults.trial import random_kills, trial
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.faults.conftest import Calm
+    from tests.faults.host import Nursery
+
+pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_deaths_at_random_moments_change_nothing(
+    seed: int, nursery: Nursery, folder: Path, calm: Calm
+) -> None:
+    asked = programs(1)
+    outcome = await trial(
+        nursery, folder, asked, seed=seed, expected=await calm(asked), disturb=random_kills(seed)
+    )
+    assert outcome.violations == []
+    assert outcome.deaths

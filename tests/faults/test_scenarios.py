@@ -1,0 +1,23 @@
+"""What the mutants are caught by changes nothing in the server as it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.scenarios import PROGRAMS, SCENARIOS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.faults.conftest import Calm
+    from tests.faults.host import Nursery
+
+pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+async def test_it_changes_nothing(name: str, nursery: Nursery, folder: Path, calm: Calm) -> None:
+    outcome = await SCENARIOS[name].run(nursery, folder, await calm(PROGRAMS))
+    assert outcome.violations == []

@@ -1,0 +1,231 @@
+"""What a few tenants ask of a server, and a client that never gives up.
+
+A program is drawn from its seed alone. It is sent pipelined, out of order and sometimes twice, whatever
+dies meanwhile; what it was answered, and what became of each run, must not depend on that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from tests.faults.host import KEY, MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+CYCLE_METRIC = "clock_cycle:unique"
+RETRY_S = 0.05
+#: Codes after which a client asks again: not now, slow down, restarting.
+AGAIN = {408, 429, 500, 502, 503, 504}
+VOCAB = 128
+#: Bodies of this many tokens do not fit beside their op in Redis.
+LONG = 1100
+#: Nobody has its key.
+RECIPIENT = "age164q2x3vl64uamwjgl97z2hn8ryqe9l8agdcwzaztf4uwk5vljv4qftk6j7"
+
+
+class Refused(AssertionError):
+    """The server gave an answer that no client gets over."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request of a run: its route, and its body without run and place."""
+
+    route: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one run is asked for: parts that are sent one after the other, each pipelined."""
+
+    rank: int
+    seed: int
+    parts: Sequence[Sequence[Call]]
+    end: Sequence[Call]
+    """For when everything is calm again: it brings the run back into its worker's memory."""
+    samples: int = 2
+
+
+def programs(seed: int, runs: int = 4, parts: int = 3) -> list[Program]:
+    """Draw what the runs of one trial are asked for."""
+    return [_program(random.Random(f"{seed}/{number}"), parts) for number in range(runs)]
+
+
+def without_samples(drawn: Sequence[Program]) -> list[Program]:
+    """Leave out what would be blamed for the deaths that happen beside it, one after another."""
+    return [replace(program, samples=0) for program in drawn]
+
+
+def _program(draw: random.Random, parts: int) -> Program:
+    drawn = []
+    for part in range(parts):
+        calls = [call for _ in range(draw.randint(1, 2)) for call in _step(draw)]
+        if part:
+            path = f"s{draw.randrange(part)}"
+            calls.insert(0, Call("load_weights", {"path": path, "optimizer": draw.random() < 0.7}))
+        calls.append(Call("save_weights", {"path": f"s{part}"}))
+        if draw.random() < 0.5:
+            calls += _step(draw)
+        if draw.random() < 0.4:
+            external = {"path": f"e{part}", "age_encryption_recipients": [RECIPIENT]}
+            calls.append(Call("save_weights_external", external))
+        calls.append(Call("save_weights_for_sampler", {"sampling_session_seq_id": part}))
+        calls.append(_pass(draw, "forward_backward"))  # a gradient that waits, at the end too
+        drawn.append(calls)
+    end = [_pass(draw, "forward_backward")]
+    return Program(draw.choice([2, 4, 8]), draw.randrange(1 << 30), drawn, end)
+
+
+def _step(draw: random.Random) -> list[Call]:
+    passes = [_pass(draw, draw.choice(["forward_backward"] * 3 + ["forward"])) for _ in range(2)]
+    adam = {"learning_rate": 10 ** draw.uniform(-3, -2), "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    return [*passes, Call("optim_step", {"adam_params": adam})]
+
+
+def _pass(draw: random.Random, route: str) -> Call:
+    lengths = [LONG // 4] * 4 if draw.random() < 0.15 else [draw.randint(1, 12) for _ in range(2)]
+    data = []
+    for length in lengths:
+        tokens = [draw.randrange(VOCAB) for _ in range(length + 1)]
+        data.append({
+            "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens[:-1]}]},
+            "loss_fn_inputs": {
+                "target_tokens": {"dtype": "int64", "data": tokens[1:]},
+                "weights": {"dtype": "float32", "data": [1.0] * length},
+            },
+        })  # fmt: skip
+    return Call(route, {f"{route}_input": {"data": data, "loss_fn": "cross_entropy"}})
+
+
+@dataclass
+class Client:
+    """One tenant's way to the server: it repeats what was not answered."""
+
+    http: httpx.AsyncClient
+    draw: random.Random
+    repeated: int = 0
+    waited: int = 0
+
+    async def post(self, route: str, body: Mapping[str, Any]) -> bytes:
+        """Ask until there is an answer."""
+        while True:
+            try:
+                answer = await self.http.post(f"/api/v1/{route}", json=body)
+            except httpx.TransportError:
+                self.repeated += 1
+            else:
+                if answer.status_code == 200:
+                    return answer.content
+                if answer.status_code not in AGAIN:
+                    raise Refused(f"{route}: {answer.status_code} {answer.text}")
+                self.waited += 1
+            await asyncio.sleep(RETRY_S * self.draw.random())
+
+    async def submit(self, route: str, body: Mapping[str, Any]) -> str:
+        """Send a request at some moment, now and then twice at once; both answers name one future."""
+        await asyncio.sleep(0.02 * self.draw.random())
+        times = 2 if self.draw.random() < 0.2 else 1
+        answers = await asyncio.gather(*(self.post(route, body) for _ in range(times)))
+        names = {json.loads(answer)["request_id"] for answer in answers}
+        if len(names) > 1:
+            raise Refused(f"{route} sent twice became {names}")
+        return str(names.pop())
+
+    async def result(self, request: str) -> bytes:
+        """Wait for what a request resolves to."""
+        return await self.post("retrieve_future", {"request_id": request})
+
+
+@dataclass
+class Played:
+    """A run, and what its requests were answered, without what may differ between two plays."""
+
+    run: str = ""
+    answers: dict[str, Any] = field(default_factory=dict)
+
+
+def client_of(address: str, seed: int) -> Client:
+    """Make a client of the server at this address; close its `http`."""
+    headers = {"X-API-Key": KEY, "Accept": "application/json"}
+    http = httpx.AsyncClient(base_url=address, headers=headers, timeout=60)
+    return Client(http, random.Random(seed))
+
+
+class Player:
+    """Plays one run's program; everything here raises Refused."""
+
+    def __init__(self, client: Client, program: Program) -> None:
+        self._client = client
+        self._program = program
+        self._played = Played()
+        self._session = ""
+        self._seq = 0
+        self._told: dict[str, bytes] = {}
+
+    async def play(self) -> None:
+        """Play all but the end."""
+        client, program = self._client, self._program
+        self._session = json.loads(await client.post("create_session", {}))["session_id"]
+        self._played.run = f"{self._session}:train:0"
+        lora = {"rank": program.rank, "seed": program.seed}
+        await self._ask("create_model", {
+            "session_id": self._session, "model_seq_id": 0, "base_model": MODEL,
+            "lora_config": lora,
+        })  # fmt: skip
+        for calls in program.parts:
+            await self._send(calls)
+
+    async def finish(self) -> Played:
+        """Play the end, and ask for every answer once more."""
+        await self._send(self._program.end)
+        await asyncio.gather(*(self._ask_again(request) for request in self._told))
+        return self._played
+
+    async def _send(self, calls: Sequence[Call]) -> None:
+        asked = []
+        for call in calls:
+            self._seq += 1
+            asked.append(self._ask(call.route, self._placed(call)))
+        await asyncio.gather(*asked)
+
+    def _placed(self, call: Call) -> dict[str, Any]:
+        body = {"model_id": self._played.run, "seq_id": self._seq, **call.body}
+        if call.route == "load_weights":
+            body["path"] = f"tinker://{self._played.run}/weights/{body['path']}"
+        return body
+
+    async def _ask(self, route: str, body: Mapping[str, Any]) -> None:
+        request = await self._client.submit(route, body)
+        told = self._told[request] = await self._client.result(request)
+        self._played.answers[request.replace(self._session, "S")] = self._comparable(told)
+        if route == "save_weights_for_sampler":
+            sampler = json.loads(told).get("sampling_session_id")
+            if sampler is None:
+                raise Refused(f"{request} became {told.decode():.300}")
+            samples = range(self._program.samples)
+            await asyncio.gather(*(self._sample(sampler, number) for number in samples))
+
+    async def _sample(self, sampler: str, number: int) -> None:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1 + number, 2, 3]}]}
+        await self._ask("asample", {
+            "sampling_session_id": sampler, "seq_id": number, "num_samples": 1, "prompt": prompt,
+            "sampling_params": {"max_tokens": 12, "seed": number, "temperature": 1.0},
+        })  # fmt: skip
+
+    async def _ask_again(self, request: str) -> None:
+        if await self._client.result(request) != self._told[request]:
+            raise Refused(f"{request} was answered twice, differently")
+
+    def _comparable(self, told: bytes) -> Any:
+        answer = json.loads(told.replace(self._session.encode(), b"S"))
+        answer.get("metrics", {}).pop(CYCLE_METRIC, None)
+        answer.pop("size_bytes", None)  # age adds random padding
+        return answer

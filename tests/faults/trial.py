@@ -1,0 +1,140 @@
+"""One trial: a server, a few runs that train on it, something that goes wrong, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store.connection import CONNECTION_LOST
+from tests.faults.host import MODEL, REDIS, Host
+from tests.faults.invariants import Look, Watch, differences, unexpected
+from tests.faults.traffic import Player, Refused, client_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from pathlib import Path
+
+    from tests.faults.host import Death, Nursery
+    from tests.faults.invariants import Ending
+    from tests.faults.traffic import Program
+
+    Running = Coroutine[Any, Any, None]
+    Disturb = Callable[[Host], Running]
+
+#: A trial that takes longer has lost something (I1).
+LIMIT_S = 180.0
+
+
+@dataclass
+class Outcome:
+    """What a trial showed."""
+
+    ending: Ending | None
+    violations: list[str]
+    deaths: Sequence[Death]
+    reached: Mapping[str, int]
+    """How often each failpoint was reached, over all processes."""
+    logs: Mapping[str, str] = field(repr=False, default_factory=dict)
+
+    @property
+    def killed(self) -> Counter[str]:
+        """Count the deaths by process."""
+        return Counter(death.name for death in self.deaths)
+
+
+async def trial(
+    nursery: Nursery,
+    folder: Path,
+    programs: Sequence[Program],
+    *,
+    seed: int = 0,
+    expected: Ending | None = None,
+    disturb: Disturb | None = None,
+    limit_s: float = LIMIT_S,
+    settings: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Play programs to a new server below `folder` while `disturb` runs; stop it, and look."""
+    ending, violations = None, []
+    async with Host(nursery, folder, settings or {}) as host:
+        watch = Watch(host.redis_url, MODEL)
+        watching = asyncio.create_task(watch.run())
+        clients = [client_of(host.address, seed * 100 + n) for n in range(len(programs))]
+        players = [Player(*each) for each in zip(clients, programs, strict=True)]
+        try:
+            async with asyncio.timeout(limit_s):
+                await _beside([player.play() for player in players], disturb and disturb(host))
+                await host.calm()
+                played = await asyncio.gather(*(player.finish() for player in players))
+            await host.stop()
+            with host.store() as store:
+                look = Look(store, folder, MODEL)
+                ending = look.ending(played)
+                violations += look.violations()
+        except Refused as refused:
+            violations.append(f"I1 {refused}")
+        except TimeoutError:
+            violations.append(f"I1 not over after {limit_s:g} s")
+        finally:
+            watching.cancel()
+            for client in clients:
+                await client.http.aclose()
+    violations += watch.violations + unexpected(host.deaths)
+    if expected and ending:
+        violations += differences(expected, ending)
+    logs = {path.stem: path.read_text(errors="replace") for path in (folder / "logs").iterdir()}
+    return Outcome(ending, violations, host.deaths, _reached(host), logs)
+
+
+async def _beside(plays: Sequence[Running], disturbance: Running | None) -> None:
+    """Wait for all plays while something goes wrong beside them; raise the first thing raised."""
+    playing = asyncio.gather(*plays)
+    tasks: set[asyncio.Future[Any]] = {playing}
+    if disturbance:
+        tasks.add(asyncio.create_task(disturbance))
+    try:
+        while not playing.done():
+            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _reached(host: Host) -> Counter[str]:
+    lines = host.reached.read_text().splitlines() if host.reached.exists() else []
+    return Counter(line.partition(" ")[0] for line in lines)
+
+
+def random_kills(seed: int, mean_s: float = 0.5, most: int = 40) -> Disturb:
+    """Kill a random process every now and then, the worker most often; `most` in all."""
+
+    async def kill(host: Host) -> None:
+        draw = random.Random(seed)
+        victims = [*[*host.workers] * 3, *["api", "scheduler"] * 2, REDIS]
+        while len(host.deaths) < most:
+            await asyncio.sleep(draw.expovariate(1 / mean_s))
+            name = draw.choice(victims)
+            if name not in host.workers or not near_blame(host):
+                host.kill(name)
+
+    return kill
+
+
+def near_blame(host: Host) -> bool:
+    """Tell whether one more death could be put down to a request, which is not to blame here."""
+    with contextlib.suppress(*CONNECTION_LOST), host.store() as store:
+        for name in store.scan_iter("cotrain:{*}:starts:*"):
+            if any(int(count) >= 1 for count in store.hvals(name)):
+                return True
+        for name in store.scan_iter("cotrain:{*}:claimed:*"):
+            for request in store.lrange(name, 0, -1):
+                deaths = store.hmget(f"cotrain:sample:{request.decode()}", ["starts", "deaths"])
+                if any(int(count or 0) >= 2 for count in deaths):
+                    return True
+        return False
+    return True
