@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bench.load.http import Client, new_run, pass_body, trained
 from bench.load.null_worker import POOL, TOKENS_PER_OP
 from bench.load.place import Place, a_place, cpu_s, percentile
-from cotrain_store.connection import open_connection
+from cotrain_store.connection import open_shared_connection
 from cotrain_store.futures import Futures, Pending
 from cotrain_store.intake import Intake, TenantLimits
 from cotrain_store.messages import (
@@ -101,7 +101,7 @@ def measure_store(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _through_the_store(place: Place, args: argparse.Namespace) -> dict[str, Any]:
-    connection = open_connection(place.redis_url)
+    connection = open_shared_connection(place.redis_url)
     spool = Spool(place.folder / "data" / "spool", new_writer("api"))
     async with Futures(connection, spool) as futures:
         intake = Intake(connection, spool, TenantLimits())

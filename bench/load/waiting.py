@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bench.load.http import Client, pass_body, persist
 from bench.load.null_worker import POOL, TOKENS_PER_OP
 from bench.load.place import PATIENCE_S, Place, a_place, percentile
-from cotrain_store.connection import open_connection
+from cotrain_store.connection import open_shared_connection
 from cotrain_store.intake import Intake, TenantLimits
 from cotrain_store.messages import LoraSpec, OpKind, RequestId, RunRecord, SessionId, run_id
 from cotrain_store.spool import Spool, new_writer
@@ -93,7 +93,7 @@ def keys_for(requests: int) -> list[str]:
 
 async def accept(place: Place, keys: Sequence[str], count: int) -> list[Waiting]:
     """Have `count` requests accepted, straight into the store: that is not what is measured here."""
-    connection = open_connection(place.redis_url)
+    connection = open_shared_connection(place.redis_url)
     spool = Spool(place.folder / "data" / "spool", new_writer("bench"))
     intake = Intake(connection, spool, TenantLimits())
 

@@ -1,7 +1,7 @@
 """Open a connection to Redis and refuse one that could lose acknowledged writes.
 
-No other file imports redis; the classes that own one role each (intake, dispatch, execution, futures,
-records, tenants, status, and those of sampling) all get their connection from here.
+No other file but `together` imports redis; the classes that own one role each (intake, dispatch,
+execution, futures, records, tenants, status, and those of sampling) all get their connection from here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from redis.retry import Retry
 
 from cotrain_store import keys
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
+from cotrain_store.together import SharedRedis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -45,8 +46,17 @@ _RECANCEL_S = 0.05
 
 
 def open_connection(url: str) -> Connection:
-    """Open a pooled asynchronous connection (server, scheduler). Connects on first use."""
-    pool = redis.asyncio.BlockingConnectionPool.from_url(
+    """Open a pooled asynchronous connection (scheduler). Connects on first use."""
+    return redis.asyncio.Redis.from_pool(_pool(url))
+
+
+def open_shared_connection(url: str) -> Connection:
+    """Open one for a process with many callers at once (server)."""
+    return SharedRedis.from_pool(_pool(url))
+
+
+def _pool(url: str) -> redis.asyncio.BlockingConnectionPool:
+    return redis.asyncio.BlockingConnectionPool.from_url(
         url,
         max_connections=MAX_CONNECTIONS,
         timeout=POOL_TIMEOUT_S,
@@ -57,7 +67,6 @@ def open_connection(url: str) -> Connection:
         retry=AsyncRetry(ExponentialBackoff(cap=0.5, base=0.02), _RETRIES),
         retry_on_error=list(CONNECTION_LOST),
     )
-    return redis.asyncio.Redis.from_pool(pool)
 
 
 def open_sync_connection(url: str) -> SyncConnection:

@@ -44,11 +44,14 @@ if TYPE_CHECKING:
     from cotrain_server.settings import ServerSettings
 
 
+#: What is asked for most stands first: a request is compared with one route after the other.
 PARTS = (
+    futures,
+    training,
+    sampling,
     auth,
     sessions,
     runs,
-    training,
     weights,
     loads,
     mint,
@@ -63,8 +66,6 @@ PARTS = (
     billing,
     audit,
     samplers,
-    sampling,
-    futures,
     openai,
     anthropic,
     status,

@@ -16,7 +16,7 @@ from cotrain_store.audit import Audit
 from cotrain_store.catalog import Catalog
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.completions import Completions
-from cotrain_store.connection import Connection, check_store, open_connection
+from cotrain_store.connection import Connection, check_store, open_shared_connection
 from cotrain_store.futures import Futures
 from cotrain_store.intake import Intake
 from cotrain_store.records import Records
@@ -84,7 +84,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
     Raises:
         UnsafeRedis, StoreUnavailable: this process must not take requests.
     """
-    connection = open_connection(settings.redis_url)
+    connection = open_shared_connection(settings.redis_url)
     # The spool is created by whoever comes first, and its thread must end with this process.
     spool = await asyncio.to_thread(Spool, settings.spool_dir, new_writer("api"))
     try:

@@ -65,7 +65,7 @@ def live(loop: WorkerLoop, spools: Sequence[Spool]) -> bool:
 
 @contextlib.asynccontextmanager
 async def dying_worker(
-    redis_url: str, data_dir: Path, engine: Engine, failpoint: Failpoint, **settings: float
+    redis_url: str, data_dir: Path, engine: Engine, failpoint: Failpoint, **settings: float | str
 ) -> AsyncIterator[WorkerLoop]:
     """Run a worker until it dies at `failpoint`; leaving the block waits for that."""
     loop, spools = make_worker(redis_url, data_dir, engine, **settings)

@@ -124,7 +124,7 @@ async def stack(
 
 @contextlib.contextmanager
 def worker(
-    redis_url: str, data_dir: Path, engine: Engine, **overrides: float
+    redis_url: str, data_dir: Path, engine: Engine, **overrides: float | str
 ) -> Iterator[WorkerLoop]:
     """Run a worker's loop in a thread; leaving the block drains it."""
     loop, spools = make_worker(redis_url, data_dir, engine, **overrides)
@@ -140,7 +140,7 @@ def worker(
 
 
 def make_worker(
-    redis_url: str, data_dir: Path, engine: Engine, **overrides: float
+    redis_url: str, data_dir: Path, engine: Engine, **overrides: float | str
 ) -> tuple[WorkerLoop, tuple[Spool, Spool]]:
     """Build a worker's loop without running it."""
     settings = WorkerSettings.model_validate(

@@ -1,0 +1,120 @@
+"""A worker is gone for good: another one of its pool goes on with what it had."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.errors import Fenced
+from cotrain_store.messages import Result, WorkerId
+from tests.support.checkpoints import checkpoint_of, run_from, submit_state
+from tests.support.deaths import Failpoint, dying_worker
+from tests.support.program import LORA, restored_digest, results, submit, undisturbed
+from tests.support.stack import POOL, Stack, worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages import RunRecord
+    from cotrain_workers.engine import Engine
+    from tests.support.redis_server import EmbeddedRedis
+
+STEP = 4
+DEAD, HEIR = WorkerId("w0"), WorkerId("w1")
+
+
+async def inherit(server: Stack, redis: Any) -> None:
+    """Give what the dead worker had to the other one, without waiting until it is dead for long."""
+    redis.delete(keys.worker(POOL, DEAD))
+    async with asyncio.timeout(60):
+        while not redis.exists(keys.worker(POOL, HEIR)):  # noqa: ASYNC110  # another thread's doing
+            await asyncio.sleep(0.01)
+    (place,) = [place for place in await server.dispatch.places(POOL) if place.worker == DEAD]
+    assert await server.dispatch.reassign(POOL, place, HEIR)
+
+
+async def owner(redis: Any, run: RunRecord) -> bytes:
+    found: bytes = redis.hget(keys.log(POOL, run.id), "worker")
+    return found
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        Failpoint("bodies"),
+        Failpoint("commit", 1),
+        Failpoint("commit", 1, after=True),
+        Failpoint("commit", 2),
+        Failpoint("stored", of_sampling=True),
+    ],
+    ids=str,
+)
+async def test_an_heir_goes_on_with_the_same_numbers_and_owes_the_same_saves(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    failpoint: Failpoint,
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
+    run = await server.create("a", "a", LORA)
+    requests = await submit(server, run, 1, STEP)
+    save = await submit_state(server, run, STEP + 1)
+    requests += await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
+    async with dying_worker(url, tmp_path, engine, failpoint, snapshot_debt_ops=2):
+        pass
+    engine.drop(run.id)
+    with worker(url, tmp_path, engine, worker_id=HEIR):
+        await inherit(server, redis)
+        assert await results(server, run, requests) == expected
+        checkpoint = await checkpoint_of(server, run, save)
+        assert await owner(redis, run) == HEIR.encode()
+        twin = await run_from(server, "a", "twin", checkpoint)
+        await results(server, twin, await submit(server, twin, STEP + 1, 2 * STEP, place=1))
+    assert engine.state(run.id).digest() == digest
+    assert engine.state(twin.id).weights.equal(engine.state(run.id).weights)
+
+
+async def test_who_was_given_up_can_write_nothing_any_more(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url = empty_redis.url
+    run = await server.create("a", "a", LORA)
+    requests = await submit(server, run, 1, 1)
+    async with dying_worker(url, tmp_path, engine, Failpoint("bodies")) as zombie:
+        pass
+    engine.drop(run.id)
+    (step,) = zombie._execution.open_steps()
+    with worker(url, tmp_path, engine, worker_id=HEIR):
+        await inherit(server, redis)
+        await results(server, run, requests)
+    late = {(op.run, op.seq): Result.failed("late", "server") for op in step.ops}
+    with pytest.raises(Fenced):
+        zombie._execution.commit(step, late, {}, {})
+    with pytest.raises(Fenced):
+        zombie._execution.beat(zombie._beat())
+
+
+async def test_a_run_that_was_elsewhere_meanwhile_is_not_gone_on_with_from_memory(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    """Here behind the worker's back; a run comes back when the worker that had it since dies."""
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
+        answers = await results(server, run, await submit(server, run, 1, STEP))
+        stale, debt = engine.state(run.id), loop._keeper._debts[run.id]
+        debt_before = type(debt)(debt.seq, used_at=debt.used_at)
+        requests = await submit(server, run, STEP + 1, 2 * STEP - 1)
+        answers += await results(server, run, requests)
+        engine.restore(run.id, stale)
+        loop._keeper._debts[run.id] = debt_before
+        answers += await results(server, run, await submit(server, run, 2 * STEP, 2 * STEP))
+    assert answers == expected
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
