@@ -109,10 +109,10 @@ MUTANTS = {
         [
             Edit(
                 f"{WORKERS}/loop.py",
-                "            self._commit(step, outcome)\n",
+                "            self._commit(step, outcome",
                 "            self._keeper.committed(step, 1e9)\n"
                 "            self._keeper.drain(9.0)\n"
-                "            self._commit(step, outcome)\n",
+                "            self._commit(step, outcome",
             ),
             Edit(
                 f"{WORKERS}/keeper.py",

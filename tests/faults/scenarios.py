@@ -51,19 +51,20 @@ def killed_at(*moments: str, **settings: str) -> Scenario:
     return Scenario({"FAILPOINTS": faults, **settings})
 
 
-async def _until(host: Host, failpoint: str, count: int) -> None:
+async def until(host: Host, failpoint: str, count: int) -> None:
+    """Wait until a failpoint was reached so often."""
     while host.count(failpoint) < count:  # noqa: ASYNC110  # another process's doing
         await asyncio.sleep(POLL_S)
 
 
 async def _place_taken(host: Host) -> None:
     """Pause a worker in a step, let another process take its place and train on, wake the first."""
-    await _until(host, "worker.before_run", 4)
+    await until(host, "worker.before_run", 4)
     await asyncio.sleep(BEAT_S)
     for lock in (host.folder / "run").glob("worker-*"):
         lock.unlink()  # as if the other one were on another host
     host.add_worker("second", "w0")
-    await _until(host, "worker.after_commit", 8)
+    await until(host, "worker.after_commit", 8)
     ended = host.retire("w0")
     host.nursery.tell("signal", pid=host.pid("w0"), signal=int(signal.SIGCONT))
     await asyncio.wait({ended}, timeout=LIMIT_S)
@@ -71,9 +72,9 @@ async def _place_taken(host: Host) -> None:
 
 async def _lead_taken(host: Host) -> None:
     """Pause the scheduler that leads, let another one plan, wake the first."""
-    await _until(host, "scheduler.before_plan", 4)
+    await until(host, "scheduler.before_plan", 4)
     host.add_scheduler("second")
-    await _until(host, "scheduler.after_plan", 8)
+    await until(host, "scheduler.after_plan", 8)
     host.nursery.tell("signal", pid=host.pid("scheduler"), signal=int(signal.SIGCONT))
     await asyncio.Event().wait()
 
