@@ -106,7 +106,9 @@ async def _measure_redis(place: Place, keys: Sequence[str]) -> dict[str, Any]:
     seen, answered_at = Counter[str](), list[float]()
     stop = asyncio.Event()
     tenants = [asyncio.create_task(_train(place, key, stop, seen, answered_at)) for key in keys]
-    await asyncio.sleep(CALM_S)
+    while len(answered_at) < 4 * TENANTS:  # noqa: ASYNC110  # everything is up, and warm
+        await asyncio.sleep(0.1)
+    seen.clear()
     killed_at = time.monotonic()
     await asyncio.to_thread(place.running["redis"].kill)
     await asyncio.to_thread(place.start_redis)
@@ -121,10 +123,10 @@ async def _measure_redis(place: Place, keys: Sequence[str]) -> dict[str, Any]:
     sent = sum(await asyncio.wait_for(asyncio.gather(*tenants), PATIENCE_S))
     return {
         "redis_answered_again_after_s": started_after_s,
-        "pause_after_the_kill_s": _pause(answered_at, killed_at),
+        "pause_after_the_kill_s": _pause(answered_at, killed_at, stopped_at),
         "seen_with_the_kill": after_kill,
         "standstill_s": STANDSTILL_S,
-        "pause_over_the_standstill_s": _pause(answered_at, stopped_at),
+        "pause_over_the_standstill_s": _pause(answered_at, stopped_at, time.monotonic()),
         "seen_in_all": dict(seen),
         "sent": sent,
         "answered": len(answered_at),
@@ -143,7 +145,7 @@ async def _train(
     return seq
 
 
-def _pause(answered_at: Sequence[float], since: float) -> float:
-    """How long no request was answered, from a moment on (with what was just on its way)."""
-    later = [since, *sorted(at for at in answered_at if at > since)]
-    return max(after - before for before, after in itertools.pairwise(later))
+def _pause(answered_at: Sequence[float], since: float, until: float) -> float:
+    """How long no request was answered between two moments (nor what was just on its way)."""
+    between = [since, *sorted(at for at in answered_at if since < at < until), until]
+    return max(after - before for before, after in itertools.pairwise(between))

@@ -23,6 +23,9 @@ StoreError
 ├── Busy                            (nothing is wrong; try again later)
 │   ├── QueueFull
 │   ├── RunQuotaReached
+│   ├── SessionQuotaReached
+│   ├── SamplerQuotaReached
+│   ├── UnreadQuotaReached
 │   ├── SamplingBusy
 │   ├── StoreFull
 │   └── DiskReserveReached
@@ -136,6 +139,24 @@ class RunQuotaReached(Busy):
     """Run quota reached."""
 
     retry_after_s = 30.0
+
+
+class SessionQuotaReached(Busy):
+    """Session quota reached; finish some, or let those that are idle end."""
+
+    retry_after_s = 30.0
+
+
+class SamplerQuotaReached(Busy):
+    """Sampler quota reached; those without use end by themselves."""
+
+    retry_after_s = 30.0
+
+
+class UnreadQuotaReached(Busy):
+    """Unread results exceed the quota; fetch them."""
+
+    retry_after_s = 5.0
 
 
 class SamplingBusy(Busy):

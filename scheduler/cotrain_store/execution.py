@@ -71,7 +71,7 @@ class Execution:
         self._results = results
         self.pool = pool
         self.worker = worker
-        self._commit = sync_script(connection, "usage_add", "commit")
+        self._commit = sync_script(connection, "unread", "usage_add", "commit")
         self._snapshot = sync_script(connection, "log_cut", "snapshot")
         self._roll_back = Rollback(connection, pool, worker)
         self._forget = sync_script(connection, "forget")
@@ -91,6 +91,11 @@ class Execution:
         self._redis.hset(keys.pools(), self.pool, encode(record))
         self._left_open = {step.cycle for step in self.open_steps()}
         return self.epoch
+
+    @property
+    def writer(self) -> str:
+        """Name this worker as no other process was ever named, after it entered."""
+        return f"{self.worker}-{self.epoch}"
 
     def beat(self, beat: WorkerBeat) -> None:
         """Say that this worker is alive; raises Fenced when another took its place."""
@@ -201,7 +206,10 @@ class Execution:
             has_crashed = (op.run, op.seq) in crashed
             released = _body_of(op) if has_crashed or op.kind is OpKind.FORWARD else ""
             kept = _place_of(op) if has_crashed else ""
-            args += [op.run, op.seq, tenant, op.tokens, op.size, ttl_ms, packed, released, kept]
+            size = len(results[op.run, op.seq].payload)
+            args += [
+                op.run, op.seq, tenant, op.tokens, op.size, ttl_ms, packed, released, kept, size,
+            ]  # fmt: skip
         answer = self._commit(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
@@ -215,6 +223,14 @@ class Execution:
         raw = self._redis.hgetall(keys.log(self.pool, run))
         row = {field.decode(): value.decode() for field, value in raw.items()}
         return log_position(row) if row else None
+
+    def bases(self, run: RunId) -> frozenset[str]:
+        """Name the registered snapshots of a run, of whichever pool it is: workers of all share a folder."""
+        files: set[bytes | None] = set()
+        for pool in self._redis.hkeys(keys.pools()):
+            log = keys.log(PoolId(pool.decode()), run)
+            files |= set(self._redis.hmget(log, ["snapfile", "oldfile"]))
+        return frozenset(file.decode() for file in files if file)
 
     def logged_ops(self, run: RunId, first: int, last: int) -> list[QueuedOp]:
         """Read the ops first…last of a run for a replay.

@@ -41,6 +41,8 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
         "reassign.after": "What a dead worker had is given away, and its scheduler does not know.",
         "worker.entered": "A worker took its place: its predecessor is fenced off.",
         "worker.replayed": "A run was brought back from its log.",
+        "worker.before_rollback": "A run's checkpoint is copied as its state, and its log still wants more.",
+        "worker.after_rollback": "A run goes on from a checkpoint, and its worker does not know.",
         "worker.before_run": "A step was read and not begun.",
         "worker.after_run": "A step was computed; memory is ahead of the log.",
         "worker.before_commit": "A step is about to be committed.",

@@ -28,6 +28,7 @@ from cotrain_store.records import Records
 from cotrain_store.results import is_spooled, whole_result
 from cotrain_store.sample_ends import parse_sample
 from cotrain_store.subscription import RETRY_S, listen
+from cotrain_store.unread import Unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,6 +65,7 @@ class Futures:
         self._records = Records(connection)
         self._deliveries = Deliveries(connection)
         self._sample_deliveries = SampleDeliveries(connection)
+        self._unread = Unread(connection)
         self._waiters: defaultdict[str, set[asyncio.Future[bytes | None]]] = defaultdict(set)
         self._tasks: list[asyncio.Task[None]] = []
         self._released = False
@@ -73,6 +75,7 @@ class Futures:
         self._tasks = [
             asyncio.create_task(listen(self._redis, keys.notify_results(), self._heard)),
             asyncio.create_task(self._sweep()),
+            asyncio.create_task(self._unread.keep_telling()),
         ]
         return self
 
@@ -85,6 +88,7 @@ class Futures:
         """Stop listening; whoever still waits gets Pending."""
         self.release_all()
         await stop_tasks(self._tasks)
+        await self._unread.tell()
 
     @property
     def waiters(self) -> int:
@@ -127,9 +131,12 @@ class Futures:
             return await self._sample_outcome(tenant, request, name, timeout_s)
         run = await self._owned_run(tenant, request)
         packed = await self._held(request, timeout_s)
+        if packed is None and self._released:
+            return Pending()  # thousands leave at once, and the next process looks anyway
         if packed is None:
             return await self._pending(run, request)
         self._deliveries.note(run, request, time.monotonic())
+        self._unread.note_sent(tenant, request)
         return await self._whole(packed, RequestNotFound("The result has expired."))
 
     async def _sample_outcome(
@@ -143,6 +150,7 @@ class Futures:
         if packed is None:
             raise SampleExpired
         self._sample_deliveries.note(name, time.monotonic())
+        self._unread.note_sent(tenant, request)
         return await self._whole(packed, SampleExpired())
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:

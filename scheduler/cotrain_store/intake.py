@@ -23,6 +23,7 @@ from cotrain_store.errors import (
     SeqConflict,
     SeqTooFar,
     StoreUnavailable,
+    UnreadQuotaReached,
     WeightsGone,
 )
 from cotrain_store.failpoints import failpoint
@@ -58,6 +59,8 @@ class TenantLimits:
     tokens: int = 8_000_000
     bytes: int = 1_000_000_000
     runs: int = 1_000
+    unread_bytes: int = 2_000_000_000
+    """Of results that were never fetched, in all pools."""
 
 
 class Intake:
@@ -72,7 +75,7 @@ class Intake:
     ) -> None:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
-        self._submit = async_script(connection, "submit")
+        self._submit = async_script(connection, "unread", "submit")
         self._close = async_script(connection, "run_close", "close")
         self._redis = connection
 
@@ -94,7 +97,8 @@ class Intake:
         Raises:
             SeqConflict: the same run id with other settings.
             WeightsGone: some of `uses` are forgotten.
-            RunQuotaReached, QueueFull, StoreFull, DiskReserveReached, StoreUnavailable: later.
+            RunQuotaReached, QueueFull, UnreadQuotaReached, StoreFull, DiskReserveReached,
+            StoreUnavailable: later.
         """
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
@@ -125,7 +129,8 @@ class Intake:
             WeightsGone: some of `uses` are forgotten.
             SeqTooFar: more than MAX_AHEAD ops before it are missing.
             RunClosed, RunFailed, RunNotFound: the run takes no more ops.
-            QueueFull, StoreFull, DiskReserveReached, StoreUnavailable: nothing is wrong; later.
+            QueueFull, UnreadQuotaReached, StoreFull, DiskReserveReached, StoreUnavailable: nothing
+            is wrong; later.
         """
         return await self._accept(
             run, seq, kind, body, tokens, digest, record="", uses=uses,
@@ -190,7 +195,7 @@ class Intake:
             run.id, run.tenant, "" if seq is None else seq, digest, op.envelope(),
             b"" if segment else body, segment, tokens, len(body), int(now * 1000), limits.ops,
             limits.tokens, limits.bytes, MAX_AHEAD, limits.runs, record, idempotency_key,
-            keys.hash_tag(run.pool), repr(run.created_at), *uses,
+            keys.hash_tag(run.pool), repr(run.created_at), limits.unread_bytes, *uses,
         ]  # fmt: skip
         failpoint("api.before_submit", run.id)
         try:
@@ -223,5 +228,6 @@ _REFUSALS: dict[str, Callable[[str], Exception]] = {
     "CLOSED": lambda _: RunClosed(),
     "FAILED": lambda _: RunFailed(),
     "BUSY": lambda _: QueueFull(),
+    "UNREAD": lambda _: UnreadQuotaReached(),
     "RUNS": lambda _: RunQuotaReached(),
 }

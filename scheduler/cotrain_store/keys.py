@@ -102,6 +102,26 @@ def tenant_sessions(tenant: TenantId) -> str:
     return f"cotrain:tenant:{tenant}:sessions"
 
 
+def living_sessions(tenant: TenantId) -> str:
+    """Name the sorted set of a tenant's sessions that are alive (score: until when, in ms)."""
+    return f"cotrain:tenant:{tenant}:living_sessions"
+
+
+def tenant_samplers(tenant: TenantId) -> str:
+    """Name the sorted set of a tenant's samplers (score: when they expire without use, in ms)."""
+    return f"cotrain:tenant:{tenant}:samplers"
+
+
+def unread(tenant: TenantId) -> str:
+    """Name the hash request → bytes of its result, of those never sent; `bytes` is their sum."""
+    return f"cotrain:tenant:{tenant}:unread"
+
+
+def unread_until(tenant: TenantId) -> str:
+    """Name the sorted set of the results in `unread` (score: when they expire, in ms)."""
+    return f"cotrain:tenant:{tenant}:unread_until"
+
+
 def pools() -> str:
     """Name the hash of pools (id → PoolRecord); a worker writes its own at start."""
     return "cotrain:pools"

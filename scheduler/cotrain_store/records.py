@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
@@ -20,9 +20,11 @@ from cotrain_store.errors import (
     MalformedPath,
     RunNotFound,
     SamplerNotFound,
+    SamplerQuotaReached,
     SeqConflict,
     SessionFinished,
     SessionNotFound,
+    SessionQuotaReached,
 )
 from cotrain_store.messages import (
     CheckpointRecord,
@@ -60,11 +62,21 @@ _PATH = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class RecordLimits:
+    """How many living sessions and samplers one tenant may have."""
+
+    sessions: int = 10_000
+    samplers: int = 10_000
+
+
 class Records:
     """Read and write the records a tenant owns."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, limits: RecordLimits | None = None) -> None:
         self._redis = connection
+        self._limits = limits or RecordLimits()
+        self._session = async_script(connection, "session")
         self._sampler = async_script(connection, "sampler")
 
     async def create_session(
@@ -81,6 +93,9 @@ class Records:
         """Open a session. Its id is 128 random bits: it is part of every run and request id.
 
         With a `session_id` that only this tenant's requests can lead to, twice is one session.
+
+        Raises:
+            SessionQuotaReached: later.
         """
         session = SessionRecord(
             id=session_id or SessionId(secrets.token_hex(16)),
@@ -92,11 +107,16 @@ class Records:
             project_id=project_id,
             display_name=display_name,
         )
-        async with self._redis.pipeline() as pipeline:
-            pipeline.hsetnx(keys.session(session.id), "record", encode(session))
-            pipeline.zadd(keys.tenant_sessions(tenant), {session.id: session.created_at}, nx=True)
-            await pipeline.execute()
-        await self._mark_alive(session.id)
+        script_keys = [
+            keys.session(session.id), keys.tenant_sessions(tenant), keys.living_sessions(tenant),
+        ]  # fmt: skip
+        args = [
+            session.id, encode(session), repr(session.created_at), int(session.created_at * 1000),
+            keys.SESSION_BEAT_TTL_MS, self._limits.sessions,
+        ]  # fmt: skip
+        if await self._session(script_keys, args) == b"SESSIONS":
+            raise SessionQuotaReached
+        await self._mark_alive(session)
         return session
 
     async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
@@ -114,7 +134,7 @@ class Records:
         session = await self.session(tenant, session_id)
         if session.finished_at is not None:
             raise SessionFinished
-        await self._mark_alive(session.id)
+        await self._mark_alive(session)
 
     async def assign_project(self, tenant: TenantId, session_id: str, project_id: str) -> None:
         """Put a session, with all it has, into a project; raises SessionNotFound."""
@@ -129,6 +149,7 @@ class Records:
         name = keys.session(session.id)
         await self._redis.hsetnx(name, "reason", reason)
         await self._redis.hsetnx(name, "finished_at", repr(time.time()))  # last: it has a reason
+        await self._redis.zrem(keys.living_sessions(tenant), session.id)
         members = await self._redis.smembers(keys.session_runs(session.id))
         return tuple(sorted(RunId(member.decode()) for member in members))
 
@@ -182,14 +203,21 @@ class Records:
             SeqConflict: this id was used with other settings.
             SessionFinished: its session has ended.
             CheckpointNotFound: its weights are forgotten meanwhile.
+            SamplerQuotaReached: later.
         """
         weights = record.weights or WeightsRef("")
         script_keys = [
             keys.sampler(record.id), keys.session(record.session), keys.weights(weights),
             keys.weights_users(weights), keys.session_samplers(record.session),
+            keys.tenant_samplers(record.tenant),
         ]  # fmt: skip
-        idle_ms = keys.sampler_idle_ms(ephemeral=record.ephemeral)
-        answer = await self._sampler(script_keys, [record.id, encode(record), idle_ms, weights])
+        args = [
+            record.id, encode(record), keys.sampler_idle_ms(ephemeral=record.ephemeral), weights,
+            int(time.time() * 1000), self._limits.samplers,
+        ]  # fmt: skip
+        answer = await self._sampler(script_keys, args)
+        if answer == b"SAMPLERS":
+            raise SamplerQuotaReached
         if answer == b"FINISHED":
             raise SessionFinished
         if answer == b"GONE":
@@ -238,9 +266,14 @@ class Records:
         row: dict[bytes, bytes] = await self._redis.hgetall(key)
         return row
 
-    async def _mark_alive(self, session_id: SessionId) -> None:
-        now = repr(time.time())
-        await self._redis.set(keys.session_beat(session_id), now, px=keys.SESSION_BEAT_TTL_MS)
+    async def _mark_alive(self, session: SessionRecord) -> None:
+        now, ttl_ms = time.time(), keys.SESSION_BEAT_TTL_MS
+        async with self._redis.pipeline() as pipeline:
+            pipeline.set(keys.session_beat(session.id), repr(now), px=ttl_ms)
+            pipeline.zadd(
+                keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms}
+            )
+            await pipeline.execute()
 
 
 def weights_record(row: Sequence[bytes]) -> WeightsRecord:

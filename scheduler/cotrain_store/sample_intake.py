@@ -20,6 +20,7 @@ from cotrain_store.errors import (
     SeqConflict,
     SessionFinished,
     StoreUnavailable,
+    UnreadQuotaReached,
 )
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import RequestId, WeightsRef, sample_id
@@ -42,6 +43,8 @@ class SampleLimits:
 
     requests: int = 4_096
     bytes: int = 256_000_000
+    unread_bytes: int = 2_000_000_000
+    """Of results that were never fetched, in all pools."""
 
 
 class SampleIntake:
@@ -56,7 +59,7 @@ class SampleIntake:
     ) -> None:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
-        self._submit = async_script(connection, "sample_submit")
+        self._submit = async_script(connection, "unread", "sample_submit")
         self._cancel = async_script(connection, "sample_finish", "sample_cancel")
 
     async def submit(self, sampler: SamplerRecord, seq: int, body: SampleBody) -> RequestId:
@@ -66,7 +69,8 @@ class SampleIntake:
             SeqConflict: this seq was used with other content.
             SamplerNotFound: it expired meanwhile.
             SessionFinished: its session has ended.
-            SamplingBusy, StoreFull, DiskReserveReached, StoreUnavailable: nothing is wrong; later.
+            SamplingBusy, UnreadQuotaReached, StoreFull, DiskReserveReached, StoreUnavailable:
+            nothing is wrong; later.
         """
         await self._capacity.check()
         request, content = sample_id(sampler.id, seq), encode_sample(body)
@@ -115,7 +119,7 @@ class SampleIntake:
             request, tenant, sampler.id, hashlib.sha256(content).hexdigest(), keys.prefix(pool),
             weights, ref, segment, len(content), b"" if segment else content, repr(time.time()),
             clone, keys.sampler_idle_ms(ephemeral=sampler.ephemeral), limits.requests,
-            limits.bytes, keys.ANY_LANE,
+            limits.bytes, keys.ANY_LANE, limits.unread_bytes,
         ]  # fmt: skip
         try:
             answer: bytes = await self._submit(script_keys, args)
@@ -134,4 +138,5 @@ _REFUSALS: dict[str, Callable[[int], Exception]] = {
     "GONE": lambda _: SamplerNotFound(),
     "FINISHED": lambda _: SessionFinished(),
     "BUSY": lambda _: SamplingBusy(),
+    "UNREAD": lambda _: UnreadQuotaReached(),
 }

@@ -92,7 +92,9 @@ class Sampling:
         self._requeue = sync_script(
             connection, "sample_finish", "sample_put_back", "sample_requeue"
         )
-        self._resolve = sync_script(connection, "usage_add", "sample_finish", "sample_resolve")
+        self._resolve = sync_script(
+            connection, "unread", "usage_add", "sample_finish", "sample_resolve"
+        )
         ends = ("checkpoint_index", "run_close", "save_end")
         self._stored = sync_script(connection, "usage_add", *ends, "weights_stored")
         self._lost = sync_script(connection, *ends, "weights_lost")

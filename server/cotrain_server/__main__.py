@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import sys
@@ -23,6 +24,9 @@ log = structlog.get_logger()
 
 #: SDKs keep connections for a minute; the shorter side closes them under a request in flight.
 KEEP_ALIVE_S = 75
+#: How long connections stay open after the signal: a request that was just sent on one is answered,
+#: and told to ask the next process from now on.
+LINGER_S = 0.5
 #: After this, requests still in flight are given up: their clients repeat them.
 SHUTDOWN_S = 8
 
@@ -36,8 +40,11 @@ class DrainingServer(uvicorn.Server):
 
     @override
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain, then close."""
+        """Take no more connections, drain, then close."""
+        for server in self.servers:
+            server.close()
         self._app.state.services.drain()
+        await asyncio.sleep(LINGER_S)
         await super().shutdown(sockets)
 
 

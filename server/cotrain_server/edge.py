@@ -20,6 +20,8 @@ from cotrain_store import metrics
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from cotrain_server.services import Services
+
 log = structlog.get_logger()
 
 #: Answers that are no news: "not yet" to a poll, "slower" to a sampling client, and "not ready" to
@@ -50,7 +52,10 @@ class Edge:
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                added = [(b"x-request-id", request_id.encode())]
+                if _is_leaving(scope):
+                    added.append((b"connection", b"close"))
+                message["headers"] = [*message["headers"], *added]
             await send(message)
 
         try:
@@ -62,6 +67,12 @@ class Edge:
             if not statuses:
                 await internal_error(request_id)(scope, receive, send_noted)
         _measure(scope, statuses[0] if statuses else 0, time.perf_counter() - started_at)
+
+
+def _is_leaving(scope: Scope) -> bool:
+    """Tell whether this process drains: who asks again must not find the connection just closed."""
+    services: Services | None = getattr(scope["app"].state, "services", None)
+    return services is not None and services.draining
 
 
 def _measure(scope: Scope, status: int, duration_s: float) -> None:

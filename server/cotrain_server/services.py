@@ -93,7 +93,8 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
         for key in settings.api_keys:
             await tenants.register(key.get_secret_value(), "operator's key")
         reserve_bytes = settings.disk_reserve_bytes
-        records, checkpoints = Records(connection), Checkpoints(connection)
+        records = Records(connection, settings.record_limits)
+        checkpoints = Checkpoints(connection)
         async with (
             Futures(connection, spool) as futures,
             Completions(connection) as completions,

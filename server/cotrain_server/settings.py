@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
 from cotrain_store.intake import TenantLimits
+from cotrain_store.records import RecordLimits
 from cotrain_store.sample_intake import SampleLimits
 from cotrain_store.settings import StoreSettings
 
@@ -48,6 +49,11 @@ class ServerSettings(StoreSettings):
     quota_tokens: Annotated[int, Field(ge=1)] = 8_000_000
     quota_bytes: Annotated[int, Field(ge=1)] = 1_000_000_000
     quota_runs: Annotated[int, Field(ge=1)] = 1_000
+    quota_unread_bytes: Annotated[int, Field(ge=1)] = 2_000_000_000
+    """Results of one tenant that were never fetched; over it, nothing new is accepted."""
+    quota_sessions: Annotated[int, Field(ge=1)] = 10_000
+    quota_samplers: Annotated[int, Field(ge=1)] = 10_000
+    """Sessions whose client is alive, and samplers, that one tenant may have."""
     quota_polls: Annotated[int, Field(ge=1)] = 2_000
     """Polls one tenant may hold open in one API process."""
     quota_samples: Annotated[int, Field(ge=1)] = 2_000
@@ -78,9 +84,17 @@ class ServerSettings(StoreSettings):
     @property
     def tenant_limits(self) -> TenantLimits:
         """What one tenant may have waiting."""
-        return TenantLimits(self.quota_ops, self.quota_tokens, self.quota_bytes, self.quota_runs)
+        return TenantLimits(
+            self.quota_ops, self.quota_tokens, self.quota_bytes, self.quota_runs,
+            self.quota_unread_bytes,
+        )  # fmt: skip
 
     @property
     def sample_limits(self) -> SampleLimits:
         """What one tenant may have waiting and running of sample requests."""
-        return SampleLimits(self.quota_samples, self.quota_bytes)
+        return SampleLimits(self.quota_samples, self.quota_bytes, self.quota_unread_bytes)
+
+    @property
+    def record_limits(self) -> RecordLimits:
+        """What one tenant may have of sessions and samplers."""
+        return RecordLimits(self.quota_sessions, self.quota_samplers)

@@ -128,7 +128,8 @@ class Disk:
         synced = Synced()
         for line in self._journal():
             kind, *rest = line.split("\t")
-            if not fnmatchcase(kind + rest[2 if kind == "F" else 1], unsynced):
+            path = rest[2 if kind == "F" else 1]
+            if Path(path).is_relative_to(folder) and not fnmatchcase(kind + path, unsynced):
                 synced.note(line)
         left = _Left(synced, self._shim / "inodes", _live(folder), draw)
         for part in KEPT:

@@ -43,7 +43,7 @@ def write_body(spool: Spool, size: int) -> None:
 def write_recovery_copy(folder: Path, seq: int) -> None:
     weights, grads, m, v = (ARENA * seq for _ in range(4))
     state = AdapterState(SPEC, weights, grads, m, v, step=seq, grads_pending=False)
-    write_snapshot(folder, "s:train:0", seq, 1, "numerics", state)
+    write_snapshot(folder, "s:train:0", seq, "w0-1", "numerics", state)
 
 
 def write_save(files: CheckpointFiles) -> None:

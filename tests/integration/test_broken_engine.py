@@ -12,8 +12,8 @@ from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.messages import RunRecord, request_id
 from cotrain_store.status import cycle_records
+from cotrain_workers.device import DeviceLost
 from cotrain_workers.engine import Engine
-from cotrain_workers.suspects import MAX_DEATHS
 from tests.support.deaths import Failpoint, Killed, dying_worker, live
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.stack import POOL, make_worker, worker
@@ -205,6 +205,35 @@ async def test_kills_from_outside_are_not_blamed_on_a_request(
     for failpoint in ("commit", "commit", "commit", "survived", "survived", "commit"):
         async with dying_worker(url, tmp_path, engine, Failpoint(failpoint)):
             pass
+    with worker(url, tmp_path, engine):
+        assert await results(server, run, requests) == expected
+    assert engine.state(run.id).digest() == digest
+
+
+async def test_a_worker_whose_device_is_lost_ends_and_leaves_the_step_to_the_next(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    breaks_at: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody is blamed for an error after which nothing can be computed any more."""
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
+    run = await server.create("a", "a", LORA)
+    requests = await submit(server, run, 1, 4)
+    breaks_at({(run.id, 3)})
+    with monkeypatch.context() as lost:
+
+        def check_device(_: Engine) -> None:
+            raise DeviceLost("an illegal memory access was encountered")
+
+        lost.setattr(Engine, "check_device", check_device)
+        loop, spools = make_worker(url, tmp_path, engine)
+        with pytest.raises(DeviceLost):
+            await asyncio.to_thread(live, loop, spools)
+    breaks_at(set())
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
     assert engine.state(run.id).digest() == digest

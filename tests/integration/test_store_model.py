@@ -49,6 +49,7 @@ from cotrain_store.messages import (
     run_id,
 )
 from cotrain_store.spool import INLINE_LIMIT_BYTES, Spool, new_writer
+from cotrain_store.unread import Unread
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class RunModel:
     rejected: set[int] = field(default_factory=set)
     """Accepted ops that were failed because the run was rolled back: they keep their place."""
     rollbacks: int = 0
+    unread: dict[int, int] = field(default_factory=dict)
+    """Bytes of what was committed and not sent."""
 
 
 class LogMachine(RuleBasedStateMachine):
@@ -96,6 +99,7 @@ class LogMachine(RuleBasedStateMachine):
         self.async_redis = open_connection(self.server.url)
         self.spool = Spool(folder / "spool", new_writer("t"))
         self.intake = Intake(self.async_redis, self.spool, TenantLimits(ops=10_000))
+        self.unread = Unread(self.async_redis)
         self.dispatch = Dispatch(self.async_redis, "scheduler-0")
         assert self.wait(self.dispatch.lead())
         self.workers = {worker: self.new_worker(worker) for worker in WORKERS}
@@ -223,7 +227,21 @@ class LogMachine(RuleBasedStateMachine):
             self.workers[worker].commit(step, results, {"cycle": step.cycle}, {"cycles": 1})
         event("committed")
         for op in step.ops:
-            self.models[self.number(op.run)].done = op.seq
+            model = self.models[self.number(op.run)]
+            model.done = op.seq
+            if op.seq not in model.rejected:
+                model.unread[op.seq] = len(results[op.run, op.seq].payload)
+
+    @precondition(lambda self: any(model.unread for model in self.models))
+    @rule(which=st.randoms(use_true_random=False), twice=st.booleans())
+    def send(self, which: Any, twice: bool) -> None:
+        number = which.choice([n for n in range(RUNS) if self.models[n].unread])
+        model, record = self.models[number], self.records[number]
+        seq = which.choice(sorted(model.unread))
+        del model.unread[seq]
+        for _ in range(1 + twice):
+            self.unread.note_sent(record.tenant, request_id(record.id, seq))
+            self.wait(self.unread.tell())
 
     def refuse(self, old: Execution, steps: list[Step]) -> None:
         """Let a process that was replaced try everything."""
@@ -342,6 +360,9 @@ class LogMachine(RuleBasedStateMachine):
             row = self.redis.hgetall(keys.log(POOL, record.id))
             assert int(row[b"next"]) == model.next
             assert int(row[b"done"]) == model.done
+            assert model.worker == (row.get(b"worker", b"").decode() or None) or (
+                model.worker is None and row[b"worker"].decode() not in self.workers
+            )
             assert model.snap <= model.done < model.next or model.next == model.done + 1
             live = {s for s in model.accepted if s > model.cut and s not in model.dead}
             stored = {int(s) for s in self.redis.hkeys(keys.ops(POOL, record.id))}
@@ -381,6 +402,22 @@ class LogMachine(RuleBasedStateMachine):
             assert position.weights_epoch == model.rollbacks
             ops = execution.logged_ops(record.id, position.older_snap + 1, position.done)
             assert [op.seq for op in ops] == list(range(position.cut + 1, position.done + 1))
+
+    @invariant()
+    def unread_results_are_counted_to_the_byte(self) -> None:
+        for tenant in {record.tenant for record in self.records}:
+            unread = {
+                request_id(record.id, seq).encode(): size
+                for model, record in zip(self.models, self.records, strict=True)
+                for seq, size in model.unread.items()
+                if record.tenant == tenant
+            }
+            row = {
+                name: int(size) for name, size in self.redis.hgetall(keys.unread(tenant)).items()
+            }
+            assert row.pop(b"bytes", 0) == sum(unread.values())
+            assert row == unread
+            assert set(self.redis.zrange(keys.unread_until(tenant), 0, -1)) == unread.keys()
 
     def number(self, run: str) -> int:
         return int(run[1])

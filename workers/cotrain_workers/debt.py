@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 #: A log longer than this is cut however cheap its replay: a run that only evaluates would otherwise
 #: keep a line for every forward it ever asked for.
 LOG_ENTRIES = 4_096
+#: For every second of writing copies of a run, at least so many of training it.
+COPY_SHARE = 10.0
 
 
 @dataclass
@@ -25,6 +27,8 @@ class Debt:
     used_at: float = 0.0
     entries: int = 0
     """Places in the log since the last copy, those included that changed nothing."""
+    copy_s: float = 0.0
+    """What the last copy took to write."""
 
     def add(self, seq: int, size: int, compute_s: float, now: float) -> None:
         """Count one committed op."""
@@ -46,7 +50,7 @@ def needs_snapshot(debt: Debt, settings: WorkerSettings, now: float) -> bool:
     if not debt.ops:
         return False
     return (
-        debt.compute_s >= settings.snapshot_debt_s
+        debt.compute_s >= max(settings.snapshot_debt_s, COPY_SHARE * debt.copy_s)
         or debt.ops >= settings.snapshot_debt_ops
         or debt.bytes >= settings.snapshot_debt_bytes
         or now - debt.used_at >= settings.snapshot_idle_s

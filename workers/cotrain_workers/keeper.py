@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages import OpKind, RunId
-from cotrain_store.spool import unreferenced_segments
+from cotrain_store.spool import ORPHAN_AGE_S, unreferenced_segments
 from cotrain_workers.debt import Debt, may_leave, needs_snapshot
 from cotrain_workers.recovery import has_other_numerics, restore
 from cotrain_workers.rollback import roll_back
-from cotrain_workers.snapshots import Snapshot, remove_snapshots, write_snapshot
+from cotrain_workers.snapshots import Snapshot, orphans, remove_snapshots, write_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Folders are looked over for leftovers this often.
+#: The spool is looked over for leftovers this often, the snapshots once per ORPHAN_AGE_S.
 SWEEP_S = 60.0
+#: Copies in host memory that wait for the disk, at most.
+COPIES_AT_ONCE = 4
 
 
 class Keeper:
@@ -54,9 +56,9 @@ class Keeper:
         self._settings = settings
         self._exact = exact
         self._debts: dict[RunId, Debt] = {}
-        self._writing: dict[RunId, tuple[int, Future[Snapshot]]] = {}
+        self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._swept_at = 0.0
+        self._swept_at = self._orphans_at = 0.0
         settings.snapshots_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @property
@@ -74,6 +76,7 @@ class Keeper:
         """
         if run in self._debts:
             return 0
+        self._await_copy(run)
         self._weights.recall()
         restored = restore(
             self._engine,
@@ -100,6 +103,7 @@ class Keeper:
         It is not in memory then: `ensure` brings it back.
         """
         self.forget_state(run)
+        self._writing.pop(run, None)  # of the lost state, and late: the log holds an owed save
         return roll_back(
             self._engine, self._execution, self._weights, self._settings.snapshots_dir, run
         )
@@ -151,21 +155,42 @@ class Keeper:
         """Copy out every run that changed, so that the next start has nothing to replay."""
         until = time.time() + deadline_s
         for run, debt in sorted(self._debts.items(), key=lambda item: -item[1].compute_s):
-            if debt.ops and time.time() < until:
+            if debt.ops:
+                while self._is_busy and time.time() < until:
+                    self._wait_for_one(until)
                 self._copy_out(run, debt)
-        wait([writing for _, writing in self._writing.values()], max(0.0, until - time.time()))
+        while self._unwritten and time.time() < until:
+            self._wait_for_one(until)
         self._register_finished()
         self._writer.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def _unwritten(self) -> list[Future[tuple[Snapshot, float]]]:
+        return [writing for _, writing in self._writing.values() if not writing.done()]
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the disk is behind: each copy that waits for it takes a run's size of memory."""
+        return len(self._unwritten) >= COPIES_AT_ONCE
+
+    def _wait_for_one(self, until: float) -> None:
+        wait(self._unwritten, max(0.0, until - time.time()), return_when=FIRST_COMPLETED)
+
+    def _await_copy(self, run: RunId) -> None:
+        """Have a run's copy registered that is being written: it may be its newest state."""
+        if run in self._writing:
+            wait([self._writing[run][1]])
+            self._register_finished()
+
     def _copy_out(self, run: RunId, debt: Debt) -> None:
-        if run in self._writing or not self._engine.has(run):
+        if run in self._writing or self._is_busy or not self._engine.has(run):
             return
         state = self._engine.state(run)
         numerics = self._engine.facts.numerics_id
-        folder, epoch = self._settings.snapshots_dir, self._execution.epoch
-        writing = self._writer.submit(write_snapshot, folder, run, debt.seq, epoch, numerics, state)
+        folder, writer = self._settings.snapshots_dir, self._execution.writer
+        writing = self._writer.submit(_write, folder, run, debt.seq, writer, numerics, state)
         self._writing[run] = (debt.seq, writing)
-        self._debts[run] = Debt(seq=debt.seq, used_at=debt.used_at)
+        self._debts[run] = Debt(seq=debt.seq, used_at=debt.used_at, copy_s=debt.copy_s)
 
     def _register_finished(self) -> None:
         for run, (seq, writing) in list(self._writing.items()):
@@ -173,7 +198,7 @@ class Keeper:
             if not writing.done() or (owed is not None and owed <= seq):
                 continue  # the log makes the weights of a save again until they are on disk
             try:
-                snapshot = writing.result()
+                snapshot, copy_s = writing.result()
             except OSError as failed:
                 del self._writing[run]
                 log.error("snapshot_failed", run=run, reason=str(failed))  # noqa: TRY400
@@ -182,9 +207,10 @@ class Keeper:
                 continue
             failpoint("snapshot.before_register", run)
             registered = self._execution.register_snapshot(run, seq, snapshot.file, snapshot.sha256)
-            del self._writing[
-                run
-            ]  # only now: while Redis is away it stays finished and unregistered
+            # Only now: while Redis is away it stays finished and unregistered.
+            del self._writing[run]
+            if run in self._debts:
+                self._debts[run].copy_s = copy_s
             if registered:
                 failpoint("snapshot.registered", run)
                 self._keep_two(run)
@@ -200,3 +226,14 @@ class Keeper:
         referenced = self._execution.referenced_segments()
         for path in unreferenced_segments(self._settings.spool_dir, referenced, now):
             path.unlink(missing_ok=True)
+        if now - self._orphans_at > ORPHAN_AGE_S:
+            self._orphans_at = now
+            for path in orphans(self._settings.snapshots_dir, self._execution.bases, now):
+                path.unlink(missing_ok=True)
+                log.info("snapshot_removed", file=path.name)
+
+
+def _write(*args: Any) -> tuple[Snapshot, float]:
+    """Write a snapshot, as `write_snapshot` does; return it and how long that took, in s."""
+    began = time.perf_counter()
+    return write_snapshot(*args), time.perf_counter() - began

@@ -50,7 +50,7 @@ def roll_back(
         except WeightsGone:
             continue
         numerics = engine.facts.numerics_id
-        snapshot = write_snapshot(snapshots, run, position.done, execution.epoch, numerics, state)
+        snapshot = write_snapshot(snapshots, run, position.done, execution.writer, numerics, state)
         failpoint("worker.before_rollback", run)
         weights_epoch = execution.roll_back(checkpoint, snapshot.file, snapshot.sha256)
         failpoint("worker.after_rollback", run)

@@ -1,11 +1,12 @@
 """Recovery copies of runs on disk: written whole or not at all, and checked when read.
 
-A file is `<folder>/<run digest>/<seq>-<epoch>.safetensors`. The epoch keeps a worker that was
-replaced from ever writing over a file of its successor.
+A file is `<folder>/<run digest>/<seq>-<writer>.safetensors`. The writer is a worker and its epoch: so one
+that was replaced never writes over a file of its successor, or of its heir.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -15,15 +16,19 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load, save
 
 from cotrain_store.failpoints import failpoint, write_past
-from cotrain_store.spool import sync_folder
+from cotrain_store.messages import RunId
+from cotrain_store.spool import ORPHAN_AGE_S, sync_folder
 from cotrain_workers.bank import AdapterState
 from cotrain_workers.spec import AdapterSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 FORMAT = "cotrain-snapshot-1"
+TEMPORARY = ".tmp"
+#: What says nothing about a file: no descriptor, no memory.
+PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 ARENAS = ("weights", "grads", "m", "v")
 
 
@@ -41,14 +46,14 @@ class Snapshot:
 
 
 def write_snapshot(
-    folder: Path, run: str, seq: int, epoch: int, numerics_id: str, state: AdapterState
+    folder: Path, run: str, seq: int, writer: str, numerics_id: str, state: AdapterState
 ) -> Snapshot:
     """Write a run's state as of `seq`, durable under its final name when this returns."""
     content = encode_snapshot(run, seq, numerics_id, state)
-    name = f"{_run_folder(run)}/{seq}-{epoch}.safetensors"
+    name = f"{_run_folder(run)}/{seq}-{writer}.safetensors"
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(TEMPORARY)
     failpoint("snapshot.before_write", run)
     with temporary.open("wb") as file:
         write_past("snapshot.half_written", file, content)
@@ -67,10 +72,13 @@ def read_snapshot(folder: Path, file: str, sha256: str, run: str, seq: int) -> A
 
     Raises:
         SnapshotUnreadable: the bytes are not those that were registered for this run and seq.
+        OSError: this process cannot read anything now.
     """
     try:
         content = (folder / file).read_bytes()
     except OSError as missing:
+        if missing.errno in PASSING:
+            raise
         raise SnapshotUnreadable(f"Snapshot {file} cannot be read: {missing}.") from missing
     if hashlib.sha256(content).hexdigest() != sha256:
         raise SnapshotUnreadable(f"Snapshot {file} does not match its digest.")
@@ -111,6 +119,37 @@ def remove_snapshots(folder: Path, run: str, keep: frozenset[str] = frozenset())
     for path in (folder / _run_folder(run)).glob("*"):
         if f"{path.parent.name}/{path.name}" not in keep:
             path.unlink(missing_ok=True)
+
+
+def orphans(folder: Path, bases: Callable[[RunId], frozenset[str]], now: float) -> list[Path]:
+    """List the files that may go: what a dead process left half written, and what no log goes on from.
+
+    Only old ones: a file is there before it is registered, and one may be about to be. `bases` names a
+    run's registered files. A damaged file names no run, and stays.
+    """
+    return [
+        path
+        for path in sorted(folder.glob("*/*"))
+        if now - _written_at(path, now) > ORPHAN_AGE_S
+        and (path.suffix == TEMPORARY or _is_orphan(path, bases))
+    ]
+
+
+def _is_orphan(path: Path, bases: Callable[[RunId], frozenset[str]]) -> bool:
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            run = _header(start + file.read(int.from_bytes(start, "little")))["run"]
+    except (OSError, ValueError, KeyError, OverflowError, MemoryError):
+        return False
+    return f"{path.parent.name}/{path.name}" not in bases(RunId(run))
+
+
+def _written_at(path: Path, now: float) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another worker has just removed it
+        return now
 
 
 def _header(content: bytes) -> dict[str, str]:

@@ -8,7 +8,8 @@ local epoch, prefix, cycle, record, keep = ARGV[1], ARGV[2], ARGV[3], ARGV[4], t
 local counted, numerics, saved, used = ARGV[6], ARGV[7], ARGV[8], ARGV[9]
 local usage_ttl_s = ARGV[10]
 local FIRST = 11 -- then, for each op: run, seq, tenant, tokens, size, ttl ms, result, what to release
-                -- ('inline', a segment or ''), and what to keep of its envelope instead ('' for all)
+                -- ('inline', a segment or ''), what to keep of its envelope instead ('' for all),
+                -- and the bytes of the whole result
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
@@ -19,7 +20,7 @@ end
 -- Before anything is written: a script that fails undoes nothing.
 local totals, saves, amounts = cjson.decode(counted), cjson.decode(saved), cjson.decode(used)
 local done = {}
-for i = FIRST, #ARGV, 9 do
+for i = FIRST, #ARGV, 10 do
   local run, seq = ARGV[i], tonumber(ARGV[i + 1])
   done[run] = done[run] or tonumber(redis.call('HGET', prefix .. 'log:' .. run, 'done'))
   if seq > done[run] + 1 then
@@ -45,6 +46,8 @@ end
 
 local function add_sampler(ref, save)
   if redis.call('SET', 'cotrain:sampler:' .. save.name, save.user, 'NX', 'PX', save.idle_ms) then
+    local idle_until = string.format('%.0f', redis_now_ms() + save.idle_ms)
+    redis.call('ZADD', 'cotrain:tenant:' .. save.tenant .. ':samplers', idle_until, save.name)
     redis.call('SADD', 'cotrain:session:' .. save.session .. ':samplers', save.name)
     redis.call('SADD', 'cotrain:weights:' .. ref .. ':users', 's:' .. save.name)
   end
@@ -74,7 +77,7 @@ local function write_save(ref, seq, save, result, ttl_ms)
 end
 
 local resolved = {}
-for i = FIRST, #ARGV, 9 do
+for i = FIRST, #ARGV, 10 do
   local run, seq, tenant = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2]
   local log = prefix .. 'log:' .. run
   local row = redis.call('HMGET', log, 'done', 'numerics')
@@ -85,7 +88,9 @@ for i = FIRST, #ARGV, 9 do
       result = write_save(request, ARGV[i + 1], saves[request], result, ttl_ms)
     end
     if result then
-      redis.call('SET', 'cotrain:result:' .. request, result, 'NX', 'PX', ttl_ms)
+      if redis.call('SET', 'cotrain:result:' .. request, result, 'NX', 'PX', ttl_ms) then
+        note_unread(tenant, request, ARGV[i + 9], ttl_ms)
+      end
       resolved[#resolved + 1] = request
     end
     redis.call('HSET', log, 'done', seq, 'numerics', (row[2] or numerics) == numerics and numerics or 'mixed')

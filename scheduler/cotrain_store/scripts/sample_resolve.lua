@@ -18,6 +18,7 @@ for i = FIRST, #ARGV, 6 do
     finish(refs, lives, ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), ARGV[i + 3], ARGV[i + 4])
   if tenant then
     resolved[#resolved + 1] = ARGV[i]
+    note_unread(tenant, ARGV[i], ARGV[i + 4], tonumber(ARGV[i + 2]))
     for field, amount in pairs(amounts) do
       add_usage('cotrain:usage:' .. tenant .. ':' .. hour, field, amount, usage_ttl_s)
     end

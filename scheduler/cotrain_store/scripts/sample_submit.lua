@@ -6,6 +6,7 @@ local request, tenant, sampler_id, digest, prefix = ARGV[1], ARGV[2], ARGV[3], A
 local weights, ref, segment, size, body = ARGV[6], ARGV[7], ARGV[8], tonumber(ARGV[9]), ARGV[10]
 local accepted_at, clone, idle_ms = ARGV[11], ARGV[12], ARGV[13]
 local max_requests, max_bytes, any_lane = tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[16]
+local max_unread = tonumber(ARGV[17])
 
 local known = redis.call('HGET', sample, 'digest')
 if known then
@@ -30,6 +31,9 @@ if tonumber(held[1] or 0) + tonumber(held[2] or 0) >= max_requests
   or tonumber(held[3] or 0) + size > max_bytes then
   return 'BUSY'
 end
+if unread_bytes(tenant) >= max_unread then
+  return 'UNREAD'
+end
 
 redis.call('HSET', sample, 'state', 'waiting', 'tenant', tenant, 'sampler', sampler_id,
   'clone', clone, 'digest', digest, 'prefix', prefix, 'lane', lane, 'weights', weights,
@@ -46,6 +50,8 @@ end
 redis.call('HINCRBY', load, 'bytes', size)
 redis.call('SADD', tenants, tenant)
 redis.call('PEXPIRE', sampler, idle_ms)
+local idle_until = string.format('%.0f', redis_now_ms() + idle_ms)
+redis.call('ZADD', 'cotrain:tenant:' .. tenant .. ':samplers', idle_until, sampler_id)
 if lane == any_lane then
   for _, worker in ipairs(redis.call('SMEMBERS', workers)) do
     redis.call('PUBLISH', prefix .. 'notify:' .. worker, 'sample')

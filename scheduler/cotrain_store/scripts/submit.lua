@@ -12,8 +12,8 @@ local tokens, size, now_ms = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
 local max_ops, max_tokens, max_bytes = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local max_ahead, max_runs, record = tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[16]
 local rider_key, pool_tag = ARGV[17], ARGV[18]
-local created_at = ARGV[19]
-local FIRST = 20 -- then the weights that the op uses
+local created_at, max_unread = ARGV[19], tonumber(ARGV[20])
+local FIRST = 21 -- then the weights that the op uses
 
 local state = redis.call('HGET', log, 'state')
 local place
@@ -52,6 +52,9 @@ if tonumber(queued[1] or 0) >= max_ops
   or tonumber(queued[2] or 0) + tokens > max_tokens
   or tonumber(queued[3] or 0) + size > max_bytes then
   return { 'BUSY' }
+end
+if unread_bytes(tenant) >= max_unread then
+  return { 'UNREAD' }
 end
 for i = FIRST, #ARGV do
   if (redis.call('HGET', 'cotrain:weights:' .. ARGV[i], 'digest') or '') == '' then

@@ -99,6 +99,9 @@ def test_the_scripts_build_only_keys_that_are_made_here() -> None:
         (keys.expiring_checkpoints, "expiring"),
         (keys.checkpoint_sizes, "checkpoint_sizes"),
         (keys.owed_checkpoints, "owed"),
+        (keys.unread, "unread"),
+        (keys.unread_until, "unread_until"),
+        (keys.tenant_samplers, "samplers"),
     ):
         assert made_key(TenantId("t")) == of_tenant + suffix
     assert keys.session_samplers(SessionId("s")) == keys.session(SessionId("s")) + ":samplers"

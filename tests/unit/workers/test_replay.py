@@ -169,6 +169,8 @@ def test_one_run_of_a_cycle_runs_again_alone(flight: Flight) -> None:
     alone = only_run(read_cycle(flight.files[2]), RunId(B))
     assert {op.run for op in alone.facts.step.ops} == set(alone.before) == {B}
     assert set(alone.read.weights) == {f"{A}:4"}  # the reference of its reverse KL
+    mixed_by_another = only_run(read_cycle(flight.files[4]), RunId(B))
+    assert mixed_by_another.read.weights == {}
     assert verdicts(replayed(alone)) == {(B, 4): "equal", (B, 5): "equal", (B, None): "equal"}
 
 

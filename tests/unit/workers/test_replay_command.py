@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,14 +19,22 @@ from cotrain_workers.recording_file import read_cycle, write_cycle
 from tests.support.flight import A, B, Flight, a_pass, a_step, create
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.unit.workers.conftest import NewEngine
 
 APP = command_line(
     EntryPoint(name, f"cotrain_workers.replay_command:{name}", COMMANDS)
     for name in ("recorder", "replay")
 )
+
+
+RECORDED = Path(__file__).parents[2] / "data" / "recorded"
+WITHOUT_REDIS = """
+import sys
+sys.modules["redis"] = None
+import typer
+from cotrain_workers.replay_command import replay
+typer.run(replay)
+"""
 
 
 def cotrain(*arguments: object) -> Result:
@@ -111,3 +123,12 @@ def test_one_run_is_handed_out_without_its_neighbours(flight: Flight, tmp_path: 
     assert cotrain("replay", output).exit_code == 0
     refused = cotrain("recorder", "export", flight.files[1], output, "--run", "nobody")
     assert (refused.exit_code, refused.output) == (2, "Run nobody is not in this cycle.\n")
+
+
+def test_a_replay_needs_no_redis_not_even_its_library() -> None:
+    file, model = str(RECORDED / "story-1.zip"), str(RECORDED / "model")
+    command = [sys.executable, "-c", WITHOUT_REDIS, file, "--base-model", model]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("Nothing diverged.\n")

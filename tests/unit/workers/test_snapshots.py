@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -7,10 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from cotrain_store.spool import ORPHAN_AGE_S
 from cotrain_workers.bank import AdapterState
 from cotrain_workers.snapshots import (
     Snapshot,
     SnapshotUnreadable,
+    orphans,
     read_snapshot,
     remove_snapshots,
     write_snapshot,
@@ -31,8 +34,8 @@ def a_state(*, dtype: torch.dtype = torch.float32, grads_pending: bool = True) -
     return AdapterState(spec, weights, grads, m, v, step=12, grads_pending=grads_pending)
 
 
-def written(folder: Path, state: AdapterState, *, seq: int = 7, epoch: int = 1) -> Snapshot:
-    return write_snapshot(folder, RUN, seq, epoch, "numerics", state)
+def written(folder: Path, state: AdapterState, *, seq: int = 7, writer: str = "w0-1") -> Snapshot:
+    return write_snapshot(folder, RUN, seq, writer, "numerics", state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -54,9 +57,11 @@ def test_a_copy_tells_its_size_and_lies_where_it_says(tmp_path: Path) -> None:
     assert RUN not in snapshot.file  # a run's name is a client's, a path is ours
 
 
-def test_a_replaced_worker_never_writes_over_its_successors_file(tmp_path: Path) -> None:
-    old, new = written(tmp_path, a_state(), epoch=1), written(tmp_path, a_state(), epoch=2)
-    assert old.file != new.file
+def test_a_replaced_worker_never_writes_over_a_file_of_its_successor_or_heir(
+    tmp_path: Path,
+) -> None:
+    writers = ("w0-1", "w0-2", "w1-1")
+    assert len({written(tmp_path, a_state(), writer=writer).file for writer in writers}) == 3
 
 
 @pytest.mark.parametrize("at", [0, 5, 100, -1])
@@ -97,7 +102,7 @@ def test_a_write_that_breaks_off_leaves_no_file_under_the_final_name(
 
 def test_removal_spares_what_is_kept_and_other_runs(tmp_path: Path) -> None:
     old, new = written(tmp_path, a_state(), seq=1), written(tmp_path, a_state(), seq=2)
-    other = write_snapshot(tmp_path, "other", 1, 1, "numerics", a_state())
+    other = write_snapshot(tmp_path, "other", 1, "w0-1", "numerics", a_state())
     (tmp_path / new.file).with_suffix(".tmp").write_bytes(b"half")
     remove_snapshots(tmp_path, RUN, frozenset({new.file}))
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
@@ -121,3 +126,30 @@ def test_equal_digests_mean_equal_everything() -> None:
         replace(state, spec=replace(state.spec, seed=6)),
     ]
     assert len({state.digest(), *(other.digest() for other in others)}) == 1 + len(others)
+
+
+def test_only_old_files_that_no_log_goes_on_from_are_orphans(tmp_path: Path) -> None:
+    kept, gone = (written(tmp_path, a_state(), seq=seq).file for seq in (1, 2))
+    torn, half, new = ((tmp_path / gone).with_name(name) for name in ("t.x", "h.tmp", "n.tmp"))
+    for path in (torn, half, new):
+        path.write_bytes(b"torn")
+    now = (tmp_path / kept).stat().st_mtime + 2 * ORPHAN_AGE_S
+    os.utime(new, (now, now))
+
+    found = orphans(tmp_path, lambda run: frozenset({kept} if run == RUN else ()), now)
+
+    assert found == sorted([tmp_path / gone, half])
+    assert orphans(tmp_path, lambda run: frozenset(), now - 2 * ORPHAN_AGE_S) == []
+
+
+def test_a_process_without_descriptors_does_not_take_a_copy_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = written(tmp_path, a_state())
+
+    def exhausted(_: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", exhausted)
+    with pytest.raises(OSError, match="Too many"):
+        read_snapshot(tmp_path, snapshot.file, snapshot.sha256, RUN, 7)

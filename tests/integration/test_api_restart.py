@@ -1,0 +1,132 @@
+"""One API process takes over from another behind the same port, and no request fails over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import httpx
+
+from cotrain_store import keys
+from tests.support.http_api import ALICE, publish_pool, running_api
+from tests.support.processes import PATIENCE_S, SOURCES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cotrain_store.connection import SyncConnection
+    from tests.support.redis_server import EmbeddedRedis
+
+POLLS = 40
+CLIENTS = 4
+#: Requests answered by the successor alone, before the load ends.
+AFTERWARDS = 40
+
+
+async def test_what_a_draining_process_answers_asks_for_another_connection(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url) as api:
+        assert "connection" not in (await api.post("create_session", {})).headers
+        api.services.drain()
+        answer = await api.post("create_session", {})
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+
+
+async def test_a_rolling_restart_fails_no_request(
+    empty_redis: EmbeddedRedis, tmp_path: Path, redis: SyncConnection
+) -> None:
+    publish_pool(empty_redis.url, tmp_path)
+    statuses = Counter[int]()
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with _api(empty_redis.url, tmp_path, listener) as first:
+            await _listening(redis, 1)
+            run = await _new_run(url)
+            load = [asyncio.create_task(_poll(url, run, statuses)) for _ in range(POLLS)]
+            load += [asyncio.create_task(_open_sessions(url, statuses)) for _ in range(CLIENTS)]
+            await _count(statuses, 200, CLIENTS)
+            with _api(empty_redis.url, tmp_path, listener):
+                await _listening(redis, 2)
+                first.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(first.wait, PATIENCE_S) == 0
+                await _count(statuses, 200, statuses[200] + AFTERWARDS)
+                for task in load:
+                    task.cancel()
+                outcomes = await asyncio.gather(*load, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
+    assert set(statuses) == {200, 408}
+    assert statuses[408] >= POLLS
+
+
+@contextlib.contextmanager
+def _api(
+    redis_url: str, folder: Path, listener: socket.socket
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run an API process that listens on a socket of ours, as under `cotrain serve`."""
+    settings = {
+        "COTRAIN_REDIS_URL": redis_url,
+        "COTRAIN_DATA_DIR": str(folder),
+        "COTRAIN_DISK_RESERVE_BYTES": "0",
+        "COTRAIN_API_KEYS": ALICE,
+        "COTRAIN_LONG_POLL_S": "40",
+        "COTRAIN_LISTEN_FD": str(listener.fileno()),
+        "PYTHONPATH": os.pathsep.join(SOURCES),
+    }
+    with (folder / "api.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cotrain_server"], env={**os.environ, **settings},
+            stdout=log, stderr=log, pass_fds=(listener.fileno(),),
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+async def _new_run(url: str) -> str:
+    async with httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"X-API-Key": ALICE}) as client:
+        session = (await client.post("/create_session", json={})).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model"}
+        answer = await client.post("/create_model", json={**body, "lora_config": {"rank": 4}})
+        run: str = answer.json()["request_id"]
+        return run
+
+
+async def _poll(url: str, request: str, statuses: Counter[int]) -> None:
+    await _repeat(url, "/retrieve_future", {"request_id": request}, statuses)
+
+
+async def _open_sessions(url: str, statuses: Counter[int]) -> None:
+    await _repeat(url, "/create_session", {}, statuses)
+
+
+async def _repeat(url: str, path: str, body: dict[str, str], statuses: Counter[int]) -> None:
+    """Ask again and again on a kept connection; a broken one is a failure."""
+    async with httpx.AsyncClient(
+        base_url=f"{url}/api/v1", headers={"X-API-Key": ALICE}, timeout=PATIENCE_S
+    ) as client:
+        while True:
+            statuses[(await client.post(path, json=body)).status_code] += 1
+            await asyncio.sleep(0.01)
+
+
+async def _listening(redis: SyncConnection, processes: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while redis.pubsub_numsub(keys.notify_results())[0][1] < processes:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def _count(statuses: Counter[int], status: int, at_least: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while statuses[status] < at_least:  # noqa: ASYNC110  # another process's doing
+            await asyncio.sleep(0.02)

@@ -1,0 +1,154 @@
+"""What one tenant may hold: results it does not fetch, sessions, samplers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store import keys
+from cotrain_store.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.errors import SamplerQuotaReached, SessionQuotaReached, UnreadQuotaReached
+from cotrain_store.intake import Intake, TenantLimits
+from cotrain_store.messages import RequestId, Result, ResultKind, RunId, SessionId, TenantId
+from cotrain_store.records import RecordLimits, Records
+from cotrain_store.sample_intake import SampleIntake, SampleLimits
+from cotrain_store.spool import INLINE_LIMIT_BYTES
+from cotrain_store.unread import Unread
+from tests.support.samples import BODY, RESULT, sampler_record
+
+if TYPE_CHECKING:
+    from cotrain_store.messages import RunRecord
+    from tests.support.log import Log
+    from tests.support.samples import Samples
+
+A = TenantId("a")
+LARGE = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
+
+
+def unread(log: Log, tenant: TenantId = A) -> int:
+    return int(log.redis.hget(keys.unread(tenant), "bytes") or 0)
+
+
+def second_of(run: RunRecord) -> RunRecord:
+    return replace(run, id=RunId(f"{run.session}:train:1"))
+
+
+def limited(log: Log, unread_bytes: int) -> Intake:
+    return Intake(log.connection, log.spool, TenantLimits(unread_bytes=unread_bytes))
+
+
+async def test_results_count_whole_until_they_are_sent(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    step = await log.plan()
+    results = {(run.id, 0): Result.of_json({}), (run.id, 1): LARGE}
+    log.execution.commit(step, results, {}, {})
+    log.execution.commit(step, results, {}, {})
+    assert unread(log) == len(b"{}") + len(LARGE.payload)
+    async with log.futures() as futures:
+        for _ in range(2):
+            assert isinstance(await futures.wait(A, RequestId(f"{run.id}:1"), 1.0), Result)
+    assert unread(log) == len(b"{}")
+
+
+async def test_a_tenant_that_fetches_nothing_is_refused_and_the_others_are_not(log: Log) -> None:
+    run, other = await log.new_run("a"), await log.new_run("b")
+    await log.run_all()
+    intake = limited(log, unread(log))
+    before = log.everything()
+    with pytest.raises(UnreadQuotaReached, match="Unread results exceed the quota; fetch them"):
+        await intake.create_run(second_of(run))
+    assert log.everything() == before
+    log.redis.hset(keys.unread(other.tenant), "bytes", 0)
+    await intake.create_run(second_of(other))
+    told = Unread(log.connection)
+    told.note_sent(A, RequestId(f"{run.id}:0"))
+    await told.tell()
+    await intake.create_run(second_of(run))
+
+
+async def test_a_result_that_expired_counts_no_more(log: Log) -> None:
+    run = await log.new_run()
+    await log.run_all()
+    intake = limited(log, unread(log))
+    until = keys.unread_until(A)
+    in_ms = log.redis.zscore(until, f"{run.id}:0") - log.redis.time()[0] * 1000
+    assert in_ms == pytest.approx(keys.SMALL_RESULT_TTL_MS, abs=60_000)
+    log.redis.zadd(until, {f"{run.id}:0": 1})
+    await intake.create_run(second_of(run))
+    assert unread(log) == 0
+
+
+async def test_samples_count_like_other_results(samples: Samples) -> None:
+    log, sampler = samples.log, await samples.sampler()
+    [request] = await samples.submit(sampler, 0)
+    samples.claim()
+    samples.resolve(request)
+    samples.resolve(request)
+    assert unread(log) == len(RESULT.payload)
+    intake = SampleIntake(log.connection, log.spool, SampleLimits(unread_bytes=unread(log)))
+    with pytest.raises(UnreadQuotaReached):
+        await intake.submit(sampler, 1, BODY)
+    async with log.futures() as futures:
+        assert isinstance(await futures.wait(A, request, 1.0), Result)
+    await intake.submit(sampler, 1, BODY)
+    assert unread(log) == 0
+
+
+async def test_what_redis_does_not_take_is_told_again(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.unread.TELL_EVERY_S", 0.0)
+    taken: asyncio.Queue[list[str]] = asyncio.Queue()
+    lost = iter([True, False])
+
+    async def script(_: list[str], args: list[str]) -> None:
+        if next(lost):
+            raise CONNECTION_LOST[0]
+        taken.put_nowait(args)
+
+    unread = Unread(log.connection)
+    unread._script = script
+    unread.note_sent(A, RequestId("r:1"))
+    telling = asyncio.create_task(unread.keep_telling())
+    assert await taken.get() == ["a", "r:1"]
+    await stop_tasks([telling])
+
+
+async def test_living_sessions_are_counted_and_idle_or_finished_ones_are_not(log: Log) -> None:
+    records = Records(log.connection, RecordLimits(sessions=2))
+    first = await records.create_session(A, session_id=SessionId("first"))
+    second = await records.create_session(A)
+    with pytest.raises(SessionQuotaReached):
+        await records.create_session(A)
+    await records.create_session(A, session_id=first.id)  # it is there
+    await records.create_session(TenantId("b"))
+    await records.finish(A, first.id, "success")
+    third = await records.create_session(A)
+    log.redis.zadd(keys.living_sessions(A), {second.id: 1, third.id: 1})  # no beat for long
+    await records.beat(A, second.id)
+    fourth = await records.create_session(A)
+    living = log.redis.zrange(keys.living_sessions(A), 0, -1)
+    assert sorted(living) == sorted([second.id.encode(), fourth.id.encode()])
+    with pytest.raises(SessionQuotaReached):
+        await records.create_session(A)
+
+
+async def test_samplers_are_counted_while_they_live(samples: Samples) -> None:
+    log = samples.log
+    records = Records(log.connection, RecordLimits(samplers=2))
+    used, idle = [await records.create_sampler(sampler_record(number=n)) for n in (0, 1)]
+    with pytest.raises(SamplerQuotaReached):
+        await records.create_sampler(sampler_record(number=2))
+    assert (await records.create_sampler(sampler_record(number=1))).id == idle.id  # it is there
+    log.redis.zadd(keys.tenant_samplers(A), {used.id: 1, idle.id: 1})
+    await samples.submit(used, 0)  # in use: it lives on
+    await records.create_sampler(sampler_record(number=3))
+    with pytest.raises(SamplerQuotaReached):
+        await records.create_sampler(sampler_record(number=4))
+    run = await log.new_run()
+    await samples.save(run, 1, sampler=7)
+    assert log.redis.zcard(keys.tenant_samplers(A)) == 3
