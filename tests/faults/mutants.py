@@ -81,29 +81,12 @@ MUTANTS = {
     "torn snapshot accepted": Mutant(
         [
             Edit(
-                f"{WORKERS}/keeper.py",
-                "if not writing.done() or (owed is not None and owed <= seq):",
-                "if owed is not None and owed <= seq:",
-            ),
-            Edit(
-                f"{WORKERS}/keeper.py",
-                "snapshot = writing.result()",
-                "snapshot = Snapshot("
-                "f'{_run_folder(run)}/{seq}-{self._execution.epoch}.safetensors', 'any', 0)",
-            ),
-            Edit(
-                f"{WORKERS}/keeper.py",
-                "from cotrain_workers.snapshots import ",
-                "from cotrain_workers.snapshots import _run_folder, ",
-            ),
-            Edit(f"{WORKERS}/snapshots.py", 'path.with_suffix(".tmp")', "path"),
-            Edit(
                 f"{WORKERS}/snapshots.py",
                 "if hashlib.sha256(content).hexdigest() != sha256:",
                 "if not content:",
-            ),
+            )
         ],
-        "killed in a recovery copy",
+        "recovery copies are torn",
     ),
     "snapshot before commit": Mutant(
         [
