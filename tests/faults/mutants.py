@@ -81,38 +81,21 @@ MUTANTS = {
     "torn snapshot accepted": Mutant(
         [
             Edit(
-                f"{WORKERS}/keeper.py",
-                "if not writing.done() or (owed is not None and owed <= seq):",
-                "if owed is not None and owed <= seq:",
-            ),
-            Edit(
-                f"{WORKERS}/keeper.py",
-                "snapshot = writing.result()",
-                "snapshot = Snapshot("
-                "f'{_run_folder(run)}/{seq}-{self._execution.epoch}.safetensors', 'any', 0)",
-            ),
-            Edit(
-                f"{WORKERS}/keeper.py",
-                "from cotrain_workers.snapshots import ",
-                "from cotrain_workers.snapshots import _run_folder, ",
-            ),
-            Edit(f"{WORKERS}/snapshots.py", 'path.with_suffix(".tmp")', "path"),
-            Edit(
                 f"{WORKERS}/snapshots.py",
                 "if hashlib.sha256(content).hexdigest() != sha256:",
                 "if not content:",
-            ),
+            )
         ],
-        "killed in a recovery copy",
+        "recovery copies are torn",
     ),
     "snapshot before commit": Mutant(
         [
             Edit(
                 f"{WORKERS}/loop.py",
-                "            self._commit(step, outcome)\n",
+                "            self._commit(step, outcome",
                 "            self._keeper.committed(step, 1e9)\n"
                 "            self._keeper.drain(9.0)\n"
-                "            self._commit(step, outcome)\n",
+                "            self._commit(step, outcome",
             ),
             Edit(
                 f"{WORKERS}/keeper.py",

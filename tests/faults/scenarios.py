@@ -51,19 +51,20 @@ def killed_at(*moments: str, **settings: str) -> Scenario:
     return Scenario({"FAILPOINTS": faults, **settings})
 
 
-async def _until(host: Host, failpoint: str, count: int) -> None:
+async def until(host: Host, failpoint: str, count: int) -> None:
+    """Wait until a failpoint was reached so often."""
     while host.count(failpoint) < count:  # noqa: ASYNC110  # another process's doing
         await asyncio.sleep(POLL_S)
 
 
 async def _place_taken(host: Host) -> None:
     """Pause a worker in a step, let another process take its place and train on, wake the first."""
-    await _until(host, "worker.before_run", 4)
+    await until(host, "worker.before_run", 4)
     await asyncio.sleep(BEAT_S)
     for lock in (host.folder / "run").glob("worker-*"):
         lock.unlink()  # as if the other one were on another host
     host.add_worker("second", "w0")
-    await _until(host, "worker.after_commit", 8)
+    await until(host, "worker.after_commit", 8)
     ended = host.retire("w0")
     host.nursery.tell("signal", pid=host.pid("w0"), signal=int(signal.SIGCONT))
     await asyncio.wait({ended}, timeout=LIMIT_S)
@@ -71,9 +72,9 @@ async def _place_taken(host: Host) -> None:
 
 async def _lead_taken(host: Host) -> None:
     """Pause the scheduler that leads, let another one plan, wake the first."""
-    await _until(host, "scheduler.before_plan", 4)
+    await until(host, "scheduler.before_plan", 4)
     host.add_scheduler("second")
-    await _until(host, "scheduler.after_plan", 8)
+    await until(host, "scheduler.after_plan", 8)
     host.nursery.tell("signal", pid=host.pid("scheduler"), signal=int(signal.SIGCONT))
     await asyncio.Event().wait()
 
@@ -95,6 +96,30 @@ async def _power_lost(host: Host) -> None:
     await asyncio.Event().wait()
 
 
+async def _tear_copies(host: Host) -> None:
+    """Spoil the newest recovery copy of every run, once, after its worker was killed."""
+
+    def tear(name: str) -> None:
+        if name != "w0":
+            return
+        host.before_restart = lambda _: None
+        with host.store() as store:
+            for log in store.scan_iter("cotrain:{*}:log:*"):
+                file = store.hget(log, "snapfile")
+                if file:
+                    spoil(host.folder / "snapshots" / file.decode())
+
+    host.before_restart = tear
+    await asyncio.Event().wait()
+
+
+def spoil(path: Path) -> None:
+    """Change bytes at the end of a file, which is where its tensors are."""
+    content = bytearray(path.read_bytes())
+    content[-64:] = bytes(byte ^ 1 for byte in content[-64:])
+    path.write_bytes(content)
+
+
 SCENARIOS = {
     "killed after a commit": killed_at(
         "worker.after_commit@4", "worker.after_commit@7", SNAPSHOT_DEBT_OPS="1000"
@@ -104,6 +129,7 @@ SCENARIOS = {
         *(f"snapshot.registered@{nth}" for nth in (2, 4, 6, 8, 10, 12))
     ),
     "killed in a recovery copy": killed_at("snapshot.half_written@3", "snapshot.half_written@6"),
+    "recovery copies are torn": Scenario({"FAILPOINTS": "worker.after_commit=kill@8"}, _tear_copies),
     "killed before a request is logged": killed_at("api.before_submit@20", "api.before_submit@40"),
     "a commit that takes its time": Scenario(
         {"FAILPOINTS": "worker.before_commit=sleep:0.3@4,worker.before_commit=sleep:0.3@7"}

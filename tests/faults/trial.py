@@ -56,10 +56,11 @@ async def trial(
     disturb: Disturb | None = None,
     limit_s: float = LIMIT_S,
     settings: Mapping[str, str] | None = None,
+    workers: Sequence[str] = ("w0",),
 ) -> Outcome:
     """Play programs to a new server below `folder` while `disturb` runs; stop it, and look."""
     ending, violations = None, []
-    async with Host(nursery, folder, settings or {}) as host:
+    async with Host(nursery, folder, settings or {}, workers) as host:
         watch = Watch(host.redis_url, MODEL)
         watching = asyncio.create_task(watch.run())
         clients = [client_of(host.address, seed * 100 + n) for n in range(len(programs))]
@@ -128,7 +129,7 @@ def random_kills(seed: int, mean_s: float = 0.5, most: int = 40) -> Disturb:
 def near_blame(host: Host) -> bool:
     """Tell whether one more death could be put down to a request, which is not to blame here."""
     with contextlib.suppress(*CONNECTION_LOST), host.store() as store:
-        for name in store.scan_iter("cotrain:{*}:starts:*"):
+        for name in store.scan_iter("cotrain:{*}:starts*"):
             if any(int(count) >= 1 for count in store.hvals(name)):
                 return True
         for name in store.scan_iter("cotrain:{*}:claimed:*"):
