@@ -47,8 +47,6 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
         "worker.after_run": "A step was computed; memory is ahead of the log.",
         "worker.before_commit": "A step is about to be committed.",
         "worker.after_commit": "A step was committed, and its worker does not know.",
-        "worker.before_rollback": "A run goes back to a checkpoint, and the log does not know.",
-        "worker.after_rollback": "A run went back to a checkpoint, and its worker does not know.",
         "worker.before_risk": "A suspected request is about to be run alone.",
         "worker.after_risk": "A suspected request was survived, and that is not noted.",
         "snapshot.before_write": "A run was copied to the host for its recovery copy.",
