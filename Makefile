@@ -11,7 +11,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cookbook test-compose test-gpu soak mutants compatibility lint format proto bench up down clean distclean
+.PHONY: help install demo test test-cookbook test-compose test-gpu test-faults soak mutants compatibility lint format proto bench up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-compose: $(INSTALLED) ## Build the containers, train through them, kill and
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-faults: $(INSTALLED) ## Kill a real server's processes at every failpoint, and at random
+	$(BIN)/python -m pytest -m faults $(ARGS) tests/faults
 
 soak: $(INSTALLED) ## Kill a server's processes for long: ARGS="--minutes 10 --seed 7"
 	$(BIN)/python -m tests.faults.soak $(ARGS)

@@ -24,7 +24,12 @@ async def test_deaths_at_random_moments_change_nothing(
 ) -> None:
     asked = programs(1)
     outcome = await trial(
-        nursery, folder, asked, seed=seed, expected=await calm(asked), disturb=random_kills(seed)
+        nursery,
+        folder,
+        asked,
+        seed=seed,
+        expected=await calm(asked),
+        disturb=random_kills(seed, mean_s=0.2),
     )
     assert outcome.violations == []
     assert outcome.deaths
