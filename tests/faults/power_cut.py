@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis as redis_client
-from tests.faults.host import MODEL, REDIS, Nursery
-from tests.faults.invariants import Look
-from tests.faults.trial import near_blame
 from typing_extensions import override
 
 from cotrain_store import keys
 from cotrain_store.messages import WeightsRef, external_folder
+from tests.faults.host import MODEL, REDIS, Nursery
+from tests.faults.invariants import Look
+from tests.faults.trial import near_blame
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from tests.faults.host import Host
-    from tests.faults.trial import Disturb
-
     from cotrain_store.connection import SyncConnection
+    from tests.faults.host import Host
     from tests.faults.power_disk import Disk
+    from tests.faults.trial import Disturb
 
     #: Of each run: how far it has been accepted, committed and covered.
     Places = Mapping[str, tuple[int, ...]]

@@ -6,11 +6,11 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+
 from tests.faults.invariants import Ending, differences
+from tests.faults.neighbours import POISON, POISON_SEQ, bad_neighbour
 from tests.faults.traffic import programs
 from tests.faults.trial import trial
-
-from tests.faults.neighbours import POISON, POISON_SEQ, bad_neighbour
 
 if TYPE_CHECKING:
     from pathlib import Path

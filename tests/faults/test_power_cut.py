@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
-from tests.faults.host import REDIS
-from tests.faults.traffic import programs
-from tests.faults.trial import trial
 
+from tests.faults.host import REDIS
 from tests.faults.power_cut import (
     Cutter,
     Mains,
@@ -24,6 +22,8 @@ from tests.faults.power_cut import (
 )
 from tests.faults.power_disk import Disk, compile_shim
 from tests.faults.test_power_disk import SYNCS
+from tests.faults.traffic import programs
+from tests.faults.trial import trial
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

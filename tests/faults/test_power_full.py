@@ -6,10 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.faults.host import MODEL, REDIS
-from tests.faults.traffic import client_of, programs
-from tests.faults.trial import trial
 
+from tests.faults.host import MODEL, REDIS
 from tests.faults.power_full import (
     RESERVE_BYTES,
     CannotMount,
@@ -18,6 +16,8 @@ from tests.faults.power_full import (
     full_until_something_dies,
     small_disk,
 )
+from tests.faults.traffic import client_of, programs
+from tests.faults.trial import trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
