@@ -15,7 +15,7 @@ import torch
 from cotrain_workers.spec import AdapterSpec, Layout, Pair, plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cotrain_workers.spec import Target
 
@@ -49,6 +49,15 @@ class Gradient:
 
 
 @dataclass
+class ComputeCopy:
+    """The weights in the base model's dtype, as of a version."""
+
+    flat: torch.Tensor
+    views: Mapping[str, Pair]
+    version: int
+
+
+@dataclass
 class Adapter:
     """One run's adapter on the device. All arenas are fp32 (fp64 under an fp64 base)."""
 
@@ -62,19 +71,25 @@ class Adapter:
     grads_pending: bool
     compute_dtype: torch.dtype
     gradient_in_use: bool = field(init=False, default=False)  # an op is adding to it right now
-    compute: dict[str, Pair] = field(init=False)  # the weights in the base model's dtype
-    _compute_arena: torch.Tensor = field(init=False)
+    version: int = field(init=False, default=0)  # of `weights`: whoever holds a copy compares it
+    _compute: ComputeCopy | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        self._compute_arena = self.weights.to(
-            self.compute_dtype
-        )  # the same tensor if of that dtype
-        self.compute = self.layout.views(self._compute_arena)
+    @property
+    def compute(self) -> Mapping[str, Pair]:
+        """Return the matrices in the base model's dtype, copied on first use of a version."""
+        if self._compute is None:
+            # The same tensor if of that dtype.
+            flat = self.weights.to(self.compute_dtype)
+            self._compute = ComputeCopy(flat, self.layout.views(flat), self.version)
+        elif self._compute.version != self.version:
+            if self._compute.flat is not self.weights:
+                self._compute.flat.copy_(self.weights)
+            self._compute.version = self.version
+        return self._compute.views
 
     def weights_changed(self) -> None:
-        """Bring the compute copy up to date; call after every write to `weights`."""
-        if self._compute_arena is not self.weights:
-            self._compute_arena.copy_(self.weights)
+        """Make every copy of the weights stale; call after every write to `weights`."""
+        self.version += 1
 
     def scratch_gradient(self) -> Gradient:
         """Return a zeroed gradient arena of this adapter's layout."""
