@@ -73,7 +73,7 @@ def packed_attention(
     if router.step is not None:
         layer: int = module.cotrain_layer  # type: ignore[assignment]
         return router.step.attend(layer, q, k, v, rule)[None], None
-    if attention_mask is not None:  # that of a decoder step means nothing
+    if attention_mask is not None and attention_mask.numel() > 1:  # one value: ours, of no meaning
         raise NotImplementedError("Packed attention does not implement attention_mask.")
     table = router.route.sequences
     if softcap is None and varlen_takes(query):

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cotrain_workers import attn
 from cotrain_workers.lora import MultiLoraLinear
+from cotrain_workers.recompute import Recompute
 from cotrain_workers.route import Router
 from cotrain_workers.spec import Target
 
@@ -70,6 +71,7 @@ class BaseModel:
     score_softcap: float | None
     targets: tuple[Target, ...]
     router: Router
+    recompute: Recompute
     architecture: str
     vocab_size: int
     context_length: int
@@ -94,6 +96,8 @@ def load_base_model(
     targets, router = find_targets(config), Router()
     num_parameters = network.num_parameters()
     adapt(network, targets, router)
+    recompute = Recompute()
+    recompute.attach(network.model.layers)
     return BaseModel(
         backbone=network.model,
         head_weight=network.lm_head.weight,
@@ -101,6 +105,7 @@ def load_base_model(
         score_softcap=getattr(config, "attn_logit_softcapping", None),
         targets=targets,
         router=router,
+        recompute=recompute,
         architecture=type(network).__name__,
         vocab_size=network.get_input_embeddings().num_embeddings,
         context_length=config.max_position_embeddings,

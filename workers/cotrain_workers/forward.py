@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+from cotrain_workers.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from cotrain_workers.base_model import BaseModel
 
@@ -38,9 +41,13 @@ def pack_row(sequences: Sequence[np.ndarray], padded_tokens: int) -> PackedRow:
 def hidden_states(base: BaseModel, row: PackedRow) -> torch.Tensor:
     """Return the last hidden states `[1, T, d]`. The router must have the row's route."""
     device = base.head_weight.device
+    ids = to_device(row.ids, device)[None]
     output = base.backbone(
-        input_ids=torch.from_numpy(row.ids)[None].to(device),
-        position_ids=torch.from_numpy(row.positions)[None].to(device),
+        input_ids=ids,
+        position_ids=to_device(row.positions, device)[None],
+        # Given a mask of four dimensions, transformers builds none (looking for packed sequences, it
+        # would wait for the device); ours says nothing, the segment table all.
+        attention_mask=ids.new_zeros(1, 1, 1, 1),
         use_cache=False,  # with a cache transformers would not see the packing
     )
     hidden: torch.Tensor = output.last_hidden_state

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cotrain_workers.bank import Adapter, Gradient
+    from cotrain_workers.head import HeadResult
     from cotrain_workers.ops import Datum, KlDatum, Pass
     from cotrain_workers.pack import Piece
 
@@ -27,8 +28,8 @@ class OpenPass:
     adapter: Adapter
     pieces_left: int = 0
     gradient: Gradient | None = None  # where its weight gradients go, once a piece has run
-    found: list[np.ndarray] = field(default_factory=list)  # per datum: log-probs or divergences
-    loss_sum: float = 0.0
+    results: list[HeadResult] = field(default_factory=list)  # of its pieces, on the device
+    is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
     output: PassOutput | ReverseKlOutput | Failure | None = None
 
     def datums(self, piece: Piece) -> Sequence[Datum] | Sequence[KlDatum]:
@@ -48,54 +49,104 @@ def claim_gradient(adapter: Adapter) -> Gradient:
     return adapter.gradient
 
 
-def settle(done: OpenPass) -> None:
-    """Accept a complete pass and keep its gradient, or fail it and leave no trace of it."""
-    is_finite = math.isfinite(done.loss_sum) and all(np.isfinite(each).all() for each in done.found)
+def close(done: OpenPass) -> None:
+    """Keep the gradient of a complete pass if all that it found is finite; else leave no trace of it.
+
+    The device decides, and the host does not wait for it: it reads the verdict in `finish`.
+    """
+    verdicts = [torch.isfinite(total_loss(done))]
+    verdicts += [is_all_finite(result.found) for result in done.results]
     if done.gradient is not None:
-        is_finite = is_finite and is_all_finite(done.gradient.flat)
-        settle_gradient(done.adapter, done.gradient, keep=is_finite)
-        done.gradient = None
-    done.output = output_of(done) if is_finite else not_finite(done.op)
+        verdicts.append(is_all_finite(done.gradient.flat))
+    done.is_finite = torch.stack(verdicts).all()
+    if done.gradient is None:
+        return
+    zero_unless(done.is_finite, done.gradient.flat)
+    if done.gradient is not done.adapter.gradient:
+        done.adapter.gradient.flat.add_(done.gradient.flat)
+        done.gradient = None  # scratch
+
+
+def finish(passes: Sequence[OpenPass]) -> None:
+    """Set the outputs of a wave's passes, those aside that failed already. Waits for the device, once."""
+    left = [each for each in passes if each.output is None]
+    for done, values in zip(left, values_on_host(left), strict=True):
+        loss_sum, is_finite = float(values[0]), bool(values[1])
+        if done.gradient is not None:
+            done.adapter.gradient_in_use = False
+        if is_finite and done.op.needs_grad and done.results:
+            done.adapter.grads_pending = True
+        found = per_datum(done, values[2:].astype(np.float32))
+        done.output = output_of(done.op, found, loss_sum) if is_finite else not_finite(done.op)
+
+
+def values_on_host(passes: Sequence[OpenPass]) -> list[np.ndarray]:
+    """Return of each pass its loss, 1 if all is finite, then all that was found; float64, in one copy."""
+    if not passes:
+        return []
+    parts = [
+        [torch.stack([total_loss(done), done.is_finite.double()])]
+        + [result.found.flatten().float().double() for result in done.results]
+        for done in passes
+        if done.is_finite is not None
+    ]
+    on_host = torch.cat([part for of_pass in parts for part in of_pass]).cpu().numpy()
+    sizes = [sum(len(part) for part in of_pass) for of_pass in parts]
+    return np.split(on_host, np.cumsum(sizes)[:-1])
+
+
+def per_datum(done: OpenPass, found: np.ndarray) -> list[np.ndarray]:
+    """Split what a pass found, one value per target, into its datums."""
+    ends = np.cumsum([math.prod(datum.shape) for datum in done.op.datums])
+    pieces = np.split(found, ends[:-1])
+    return [each.reshape(datum.shape) for each, datum in zip(pieces, done.op.datums, strict=True)]
+
+
+def total_loss(done: OpenPass) -> torch.Tensor:
+    """Return the loss of all pieces, a float64 scalar on the device; pieces add up in their order."""
+    total = done.results[0].loss
+    for result in done.results[1:]:
+        total = total + result.loss
+    return total
 
 
 def give_up(failed: OpenPass, failure: Failure) -> None:
     """Fail an incomplete pass and leave no trace of it."""
-    if failed.gradient is not None:
-        settle_gradient(failed.adapter, failed.gradient, keep=False)
-        failed.gradient = None
+    if failed.gradient is failed.adapter.gradient:
+        failed.adapter.gradient.flat.zero_()
+        failed.adapter.gradient_in_use = False
+    failed.gradient = None
+    failed.results.clear()
     failed.output = failure
 
 
-def output_of(done: OpenPass) -> PassOutput | ReverseKlOutput:
-    """Return what a complete pass found."""
-    if not isinstance(done.op, ReverseKl):
-        return PassOutput(done.found, done.loss_sum)
-    weights = [datum.weights for datum in done.op.datums]
+def output_of(
+    op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float
+) -> PassOutput | ReverseKlOutput:
+    """Return what a complete pass found; `found` are log-probabilities or divergences, per datum."""
+    if not isinstance(op, ReverseKl):
+        return PassOutput(found, loss_sum)
+    weights = [datum.weights for datum in op.datums]
     return ReverseKlOutput(
-        losses=[w * kl for w, kl in zip(weights, done.found, strict=True)],
-        loss_sum=done.loss_sum,
-        kl_sum=float(sum(kl.sum(dtype=np.float64) for kl in done.found)),
+        losses=[w * kl for w, kl in zip(weights, found, strict=True)],
+        loss_sum=loss_sum,
+        kl_sum=float(sum(kl.sum(dtype=np.float64) for kl in found)),
         weighted_tokens=sum(int(np.count_nonzero(w)) for w in weights),
     )
 
 
-def settle_gradient(adapter: Adapter, gradient: Gradient, *, keep: bool) -> None:
-    """Add a claimed gradient to the adapter's, or drop it; those of earlier ops stay as they are."""
-    is_own = gradient is adapter.gradient
-    if is_own:
-        adapter.gradient_in_use = False
-    if keep:
-        adapter.grads_pending = True
-        if not is_own:
-            adapter.gradient.flat.add_(gradient.flat)
-    elif is_own:
-        gradient.flat.zero_()
+def is_all_finite(values: torch.Tensor) -> torch.Tensor:
+    """Return, on the device, whether there is no NaN and no infinity; there is at least one value."""
+    low, high = values.aminmax()
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
-def is_all_finite(arena: torch.Tensor) -> bool:
-    """Return whether an arena holds no NaN and no infinity. Waits for the device."""
-    low, high = arena.aminmax()
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+def zero_unless(keep: torch.Tensor, arena: torch.Tensor) -> None:
+    """Zero an arena if the boolean `keep` is false; on CUDA without asking the host."""
+    if arena.is_cuda:
+        arena.masked_fill_(~keep, 0.0)
+    elif not keep:
+        arena.zero_()
 
 
 def needs_memory(tokens: int) -> Failure:

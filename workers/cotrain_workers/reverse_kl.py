@@ -20,6 +20,7 @@ from cotrain_workers.head import Projection
 from cotrain_workers.pack import cut, fill
 from cotrain_workers.route import Part, Route, Segment, SequenceTable
 from cotrain_workers.spec import plan_layout
+from cotrain_workers.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -147,7 +148,7 @@ class References:
             hidden = hidden_states(self._base, row)[0]
         return [
             hidden[segment.start : segment.stop][
-                weighted_rows([d.reference for d in each], each).to(self._device)
+                to_device(weighted_rows([d.reference for d in each], each), self._device)
             ]
             for segment, each in zip(segments, datums, strict=True)
         ]
@@ -165,7 +166,7 @@ class References:
         if weights is None:
             return FrozenAdapter({}, 1.0)
         layout = plan_layout(weights.spec, self._base.targets)
-        flat = weights.flat.to(self._device, self._base.head_weight.dtype)
+        flat = to_device(weights.flat, self._device, self._base.head_weight.dtype)
         return FrozenAdapter(layout.views(flat), weights.spec.scale)
 
 
@@ -182,7 +183,7 @@ class FrozenAdapter:
         return None if pair is None else Part(0, rows, pair, self.scale, None)
 
 
-def weighted_rows(sequences: Sequence[np.ndarray], datums: Sequence[KlDatum]) -> torch.Tensor:
+def weighted_rows(sequences: Sequence[np.ndarray], datums: Sequence[KlDatum]) -> np.ndarray:
     """Return which rows of packed `sequences` predict a target whose weight is not 0: int64 `[m]`.
 
     `sequences` are those of `datums`, the run's or the reference's.
@@ -191,4 +192,4 @@ def weighted_rows(sequences: Sequence[np.ndarray], datums: Sequence[KlDatum]) ->
     for sequence, datum in zip(sequences, datums, strict=True):
         end += len(sequence)
         found.append(end - len(datum.weights) + np.flatnonzero(datum.weights))
-    return torch.from_numpy(np.concatenate(found))
+    return np.concatenate(found)

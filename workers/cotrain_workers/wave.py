@@ -17,11 +17,19 @@ from cotrain_workers.forward import hidden_states, pack_row
 from cotrain_workers.head import Head, HeadInput, HeadResult
 from cotrain_workers.losses import LOSSES
 from cotrain_workers.memory import is_out_of_memory, release_memory
-from cotrain_workers.open_pass import claim_gradient, give_up, needs_memory, output_of, settle
+from cotrain_workers.open_pass import (
+    claim_gradient,
+    close,
+    finish,
+    give_up,
+    needs_memory,
+    output_of,
+)
 from cotrain_workers.ops import ReverseKl
 from cotrain_workers.pack import MicroBatch, Piece, cut, fill
 from cotrain_workers.reverse_kl import KlHead, KlInput, Question, References, weighted_rows
 from cotrain_workers.route import Route, Segment, SequenceTable
+from cotrain_workers.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +91,7 @@ class Wave:
             open_pass.pieces_left = len(cuts)
             pieces += cuts
             if not cuts:
-                open_pass.output = output_of(open_pass)
+                open_pass.output = output_of(open_pass.op, [], 0.0)
         cost = WaveCost()
         waiting = deque(fill(pieces, self.safe_tokens))
         while waiting:
@@ -98,6 +106,7 @@ class Wave:
                 began = time.perf_counter()
                 between()
                 cost.beside_s += time.perf_counter() - began
+        finish(passes)
         return cost
 
     def _try(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> list[MicroBatch] | None:
@@ -173,7 +182,7 @@ class Wave:
             )
             if hidden.requires_grad:
                 hidden.backward(hidden_grad[None])  # type: ignore[no-untyped-call]
-        self._collect(batch, passes, results)
+        collect(batch, passes, results)
         return [*ran, batch]
 
     def _ask_references(
@@ -244,10 +253,10 @@ class Wave:
         """Evaluate the divergences of a piece of a reverse KL; those of weight 0 are left out as 0."""
         datums, (hidden, hidden_grad) = op.datums[piece.first : piece.last], states
         assert hidden_grad is not None
-        rows = weighted_rows([datum.tokens for datum in datums], datums).to(self._device)
-        all_weights = torch.from_numpy(np.concatenate([datum.weights for datum in datums]))
-        weighted = all_weights.nonzero()[:, 0].to(self._device)
-        weights = all_weights.to(self._device, self._loss_dtype)
+        rows = to_device(weighted_rows([datum.tokens for datum in datums], datums), self._device)
+        all_weights = np.concatenate([datum.weights for datum in datums])
+        weighted = to_device(np.flatnonzero(all_weights), self._device)
+        weights = to_device(all_weights, self._device, self._loss_dtype)
         gradient = hidden.new_empty(len(rows), hidden.shape[1])
         given = KlInput(hidden[rows], part, referred, weights[weighted], op.temperature, gradient)
         divergences = torch.zeros_like(weights).index_copy_(0, weighted, self._kl_head.run(given))
@@ -257,23 +266,14 @@ class Wave:
     def _column(self, datums: Sequence[Datum], name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return one input of a piece's datums, `[n, K]`; a 1-D input is one column."""
         arrays = [datum.inputs[name].reshape(len(datum.tokens), -1) for datum in datums]
-        return torch.from_numpy(np.concatenate(arrays)).to(self._device, dtype)
+        return to_device(np.concatenate(arrays), self._device, dtype)
 
-    def _collect(
-        self, batch: MicroBatch, passes: Sequence[OpenPass], results: Sequence[HeadResult]
-    ) -> None:
-        """Copy log-probabilities and losses to the host, and settle the passes that are complete."""
-        flat = torch.cat([result.found.flatten() for result in results]).float().cpu().numpy()
-        losses = torch.stack([result.loss for result in results]).tolist()
-        start = 0
-        for piece, loss in zip(batch.pieces, losses, strict=True):
-            open_pass = passes[piece.owner]
-            for datum in open_pass.datums(piece):
-                size = math.prod(datum.shape)
-                open_pass.found.append(flat[start : start + size].reshape(datum.shape))
-                start += size
-            open_pass.loss_sum += loss
-            open_pass.pieces_left -= 1
-        for at in dict.fromkeys(piece.owner for piece in batch.pieces):
-            if passes[at].pieces_left == 0:
-                settle(passes[at])
+
+def collect(batch: MicroBatch, passes: Sequence[OpenPass], results: Sequence[HeadResult]) -> None:
+    """Note what was found of each piece, and close the passes that are complete."""
+    for piece, result in zip(batch.pieces, results, strict=True):
+        passes[piece.owner].results.append(result)
+        passes[piece.owner].pieces_left -= 1
+    for at in dict.fromkeys(piece.owner for piece in batch.pieces):
+        if passes[at].pieces_left == 0:
+            close(passes[at])
