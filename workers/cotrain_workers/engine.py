@@ -21,6 +21,7 @@ from cotrain_workers.base_model import load_base_model
 from cotrain_workers.decoder import DecoderSizes, EngineDecoder
 from cotrain_workers.device import check_device
 from cotrain_workers.heap import keep_freed_memory
+from cotrain_workers.lora_backend import find_backend
 from cotrain_workers.numerics import numerics_of
 from cotrain_workers.open_pass import OpenPass
 from cotrain_workers.ops import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_workers.base_model import BaseModel
+    from cotrain_workers.lora_backend import Choice
     from cotrain_workers.numerics import Numerics
     from cotrain_workers.ops import Op
     from cotrain_workers.sample_ops import HostWeights, TextOf
@@ -88,13 +90,14 @@ class Engine:
         dtype: torch.dtype | None = None,
         micro_batch_tokens: int = 8192,
         head_chunk_rows: int = 1024,
+        lora_backend: Choice = "auto",
         local_files_only: bool = True,
     ) -> Engine:
         """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` says otherwise.
 
         Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
         turns on deterministic algorithms (CUDA) or keeps freed memory (CPU). Raises UnsupportedModel,
-        or OSError if there is no such model.
+        BackendUnfit, or OSError if there is no such model.
         """
         place = torch.device(device)
         dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
@@ -104,9 +107,11 @@ class Engine:
             keep_freed_memory()
         base = load_base_model(model, device=place, dtype=dtype, local_files_only=local_files_only)
         sizes = (micro_batch_tokens, head_chunk_rows)
-        wave = Wave(base, micro_batch_tokens=sizes[0], head_chunk_rows=sizes[1])
+        lora = find_backend(lora_backend, base.targets, base.head_weight)
+        wave = Wave(base, lora, micro_batch_tokens=sizes[0], head_chunk_rows=sizes[1])
         bank = AdapterBank(base.targets, place, dtype)
-        return cls(model_facts(model, base, numerics_of(place, dtype, sizes)), base, wave, bank)
+        numerics = numerics_of(place, dtype, sizes, lora.name)
+        return cls(model_facts(model, base, numerics), base, wave, bank)
 
     def run(self, ops: Sequence[Op], between: Callable[[], None] | None = None) -> CycleOutput:
         """Run one cycle: per run, ascending `seq`,

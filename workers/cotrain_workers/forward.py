@@ -10,7 +10,7 @@ import numpy as np
 from cotrain_workers.transfer import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -19,23 +19,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Some sequences side by side, and a filler sequence up to the padded length `T`."""
+    """Some sequences side by side, and filler sequences up to the padded length `T`."""
 
     ids: np.ndarray  # int64 [T]
     positions: np.ndarray  # int64 [T], from 0 in each sequence
     lengths: Sequence[int]  # of the sequences, filler included
 
 
-def pack_row(sequences: Sequence[np.ndarray], padded_tokens: int) -> PackedRow:
-    """Put sequences into one row of `padded_tokens`."""
+def pack_row(
+    pieces: Iterable[Iterable[np.ndarray]], padded_tokens: int, align: int = 1
+) -> PackedRow:
+    """Put the sequences of some pieces into one row of `padded_tokens`; each piece begins at a multiple
+    of `align`.
+    """
+    sequences: list[np.ndarray] = []
+    rows = 0
+    for piece in pieces:
+        own = list(piece)
+        length = sum(map(len, own))
+        filler = -length % align
+        sequences += [*own, np.zeros(filler, np.int64)] if filler else own
+        rows += length + filler
+    if rows < padded_tokens:
+        sequences.append(np.zeros(padded_tokens - rows, np.int64))
     lengths = [len(tokens) for tokens in sequences]
-    filler = padded_tokens - sum(lengths)
-    if filler:
-        lengths.append(filler)
-    ids = np.zeros(padded_tokens, dtype=np.int64)
-    ids[: padded_tokens - filler] = np.concatenate(sequences)
     positions = np.concatenate([np.arange(length) for length in lengths])
-    return PackedRow(ids, positions, lengths)
+    return PackedRow(np.concatenate(sequences), positions, lengths)
 
 
 def hidden_states(base: BaseModel, row: PackedRow) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A frozen linear module under many adapters: one autograd node, a loop of small GEMMs over segments."""
+"""A frozen linear module under many adapters, and the backend `seg`: a loop of GEMMs over segments."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from cotrain_workers.route import Part
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_workers.route import Part, Router
+    from cotrain_workers.route import Router, Segment
 
 
 class MultiLoraLinear(nn.Module):
@@ -29,14 +31,52 @@ class MultiLoraLinear(nn.Module):
         """Map `x` `[1, T, in]` to `[1, T, out]`."""
         if self.router.step is not None:
             return self.router.step.linear(self.name, x, self.weight, self.bias)
-        parts = self.router.route.parts(self.name)
+        return self.router.route.lora.linear(self.name, x, self.weight, self.bias)
+
+
+class SegmentLora:
+    """The backend `seg`: small GEMMs, segment by segment. Any type, rank and width; the reference."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = [(segment, segment.source.compute) for segment in segments]
+        self._parts_by_module: dict[str, list[Part]] = {}
+
+    def linear(
+        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`."""
+        parts = self.parts(module)
         if not parts:
-            return functional.linear(x, self.weight, self.bias)
-        # The LoRA matrices are views into arenas, no autograd leaves: an anchor that wants a gradient
-        # records the node even where x does not (the first layer of a frozen base).
-        anchor = torch.empty(0, requires_grad=any(part.grads for part in parts))
-        out: torch.Tensor = SegmentedLora.apply(x, anchor, self.weight, self.bias, parts)  # type: ignore[no-untyped-call]
+            return functional.linear(x, weight, bias)
+        out: torch.Tensor = SegmentedLora.apply(  # type: ignore[no-untyped-call]
+            x, anchor(any(part.grads for part in parts)), weight, bias, parts
+        )
         return out
+
+    def parts(self, module: str) -> Sequence[Part]:
+        """Return the segments whose adapter trains `module`."""
+        if module not in self._parts_by_module:
+            self._parts_by_module[module] = [
+                Part(
+                    s.start,
+                    s.stop,
+                    matrices[module],
+                    s.scale,
+                    s.grads[module] if s.grads else None,
+                )
+                for s, matrices in self._segments
+                if module in matrices
+            ]
+        return self._parts_by_module[module]
+
+
+def anchor(needs_grad: bool) -> torch.Tensor:
+    """Return an input that makes autograd record a node even where its other inputs want no gradient.
+
+    The LoRA matrices are views into arenas, no autograd leaves, and the first layer of a frozen base
+    gets an `x` that wants none.
+    """
+    return torch.empty(0, requires_grad=needs_grad)
 
 
 class SegmentedLora(torch.autograd.Function):

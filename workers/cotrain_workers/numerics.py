@@ -24,6 +24,7 @@ class Numerics:
     padding: str
     micro_batch_tokens: int
     head_chunk_rows: int
+    lora: str = "seg"  # the backend; recordings from before there was a choice do not name it
 
     @property
     def id(self) -> str:
@@ -40,7 +41,9 @@ class Numerics:
         ]
 
 
-def numerics_of(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) -> Numerics:
+def numerics_of(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int], lora: str
+) -> Numerics:
     """Read them off this process; `sizes` are tokens per micro-batch and rows per head chunk."""
     is_cuda = device.type == "cuda"
     return Numerics(
@@ -53,6 +56,7 @@ def numerics_of(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]
         padding=f"{pack.FINE_STEP}/{pack.FINE_LIMIT}/{pack.COARSE_STEP}",
         micro_batch_tokens=sizes[0],
         head_chunk_rows=sizes[1],
+        lora=lora,
     )
 
 

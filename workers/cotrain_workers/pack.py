@@ -6,10 +6,11 @@ Where an op is cut depends on the op alone, so its sums do not depend on its nei
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # A row of a GEMM is the same, bit for bit, in every matrix of 32 rows or more (measured on CPU fp32);
 # below, other kernels are used. Steps of 32 waste at most 6 % from 512 tokens on; larger steps for larger
@@ -43,9 +44,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Pieces that run together; those that need a gradient come first."""
+    """Pieces that run together, each from a row that is a multiple of `align`."""
 
     pieces: tuple[Piece, ...]
+    align: int = 1
 
     @property
     def tokens(self) -> int:
@@ -54,27 +56,45 @@ class MicroBatch:
 
     @property
     def padded_tokens(self) -> int:
-        """Return the number of rows with the filler sequence."""
-        return bucket(self.tokens)
+        """Return the number of rows with the filler sequences."""
+        return bucket(sum(up_to(piece.tokens, self.align) for piece in self.pieces))
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the first row of each piece, and the one past its last token."""
+        ends = accumulate((up_to(p.tokens, self.align) for p in self.pieces), initial=0)
+        return [(start, start + p.tokens) for start, p in zip(ends, self.pieces, strict=False)]
 
     @property
     def needs_grad(self) -> bool:
         """Return whether anything is to be differentiated."""
-        return self.pieces[0].needs_grad
+        return any(piece.needs_grad for piece in self.pieces)
 
     def halves(self) -> tuple[MicroBatch, MicroBatch]:
         """Return the two halves, in order; there are at least two pieces."""
         middle = len(self.pieces) // 2
-        return MicroBatch(self.pieces[:middle]), MicroBatch(self.pieces[middle:])
+        return (
+            replace(self, pieces=self.pieces[:middle]),
+            replace(self, pieces=self.pieces[middle:]),
+        )
 
     def without(self, owner: int) -> MicroBatch:
         """Return the same without the pieces of one op."""
-        return MicroBatch(tuple(piece for piece in self.pieces if piece.owner != owner))
+        left = tuple(piece for piece in self.pieces if piece.owner != owner)
+        return replace(self, pieces=left)
+
+    def ordered(self, key: Callable[[Piece], Any]) -> MicroBatch:
+        """Return the same with its pieces sorted; those of equal keys keep their order."""
+        return replace(self, pieces=tuple(sorted(self.pieces, key=key)))
 
 
 def bucket(tokens: int) -> int:
     """Return the padded length for `tokens` rows."""
-    step = FINE_STEP if tokens <= FINE_LIMIT else COARSE_STEP
+    return up_to(tokens, FINE_STEP if tokens <= FINE_LIMIT else COARSE_STEP)
+
+
+def up_to(tokens: int, step: int) -> int:
+    """Round up to a multiple of `step`."""
     return -(-tokens // step) * step
 
 
@@ -95,18 +115,19 @@ def cut(
         yield Piece(owner, first, len(lengths), tokens, needs_grad)
 
 
-def fill(pieces: Sequence[Piece], limit: int) -> list[MicroBatch]:
-    """Put pieces, in order, into micro-batches of at most `limit` tokens; forward-only pieces go last."""
+def fill(pieces: Sequence[Piece], limit: int, align: int = 1) -> list[MicroBatch]:
+    """Put pieces, in order, into micro-batches of at most `limit` rows; forward-only pieces go last."""
     in_order = [p for p in pieces if p.needs_grad] + [p for p in pieces if not p.needs_grad]
     batches: list[MicroBatch] = []
     current: list[Piece] = []
-    tokens = 0
+    rows = 0
     for piece in in_order:
-        if current and tokens + piece.tokens > limit:
-            batches.append(MicroBatch(tuple(current)))
-            current, tokens = [], 0
+        more = up_to(piece.tokens, align)
+        if current and rows + more > limit:
+            batches.append(MicroBatch(tuple(current), align))
+            current, rows = [], 0
         current.append(piece)
-        tokens += piece.tokens
+        rows += more
     if current:
-        batches.append(MicroBatch(tuple(current)))
+        batches.append(MicroBatch(tuple(current), align))
     return batches

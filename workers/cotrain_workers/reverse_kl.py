@@ -19,13 +19,14 @@ from cotrain_workers.forward import hidden_states, pack_row
 from cotrain_workers.head import Projection
 from cotrain_workers.pack import cut, fill
 from cotrain_workers.route import Part, Route, Segment, SequenceTable
-from cotrain_workers.spec import plan_layout
+from cotrain_workers.spec import Layout, plan_layout
 from cotrain_workers.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cotrain_workers.base_model import BaseModel
+    from cotrain_workers.lora_backend import LoraBackend
     from cotrain_workers.ops import KlDatum
     from cotrain_workers.pack import MicroBatch
     from cotrain_workers.sample_ops import HostWeights
@@ -98,8 +99,9 @@ class KlHead:
 class References:
     """Runs references over one base model: many tenants' in one packed row, nothing differentiated."""
 
-    def __init__(self, base: BaseModel, micro_batch_tokens: int) -> None:
+    def __init__(self, base: BaseModel, lora: LoraBackend, micro_batch_tokens: int) -> None:
         self._base = base
+        self._lora = lora
         self._device = base.head_weight.device
         self._micro_batch_tokens = micro_batch_tokens
 
@@ -118,8 +120,11 @@ class References:
                 needs_grad=False,
             )
         ]
-        batches = fill(pieces, limit)
         adapters = self._adapters(questions)
+        batches = [
+            batch.ordered(lambda piece: self._lora.order(adapters[piece.owner]))
+            for batch in fill(pieces, limit, self._lora.align)
+        ]
         hidden: list[list[torch.Tensor]] = [[] for _ in questions]
         for batch in batches:
             for piece, found in zip(
@@ -137,13 +142,19 @@ class References:
     ) -> list[torch.Tensor]:
         """Return the hidden states of the weighted targets of each piece, `[m, d]`."""
         datums = [questions[piece.owner].datums[piece.first : piece.last] for piece in batch.pieces]
-        row = pack_row([d.reference for each in datums for d in each], batch.padded_tokens)
-        segments, start = [], 0
-        for piece in batch.pieces:
-            adapter, stop = adapters[piece.owner], start + piece.tokens
-            segments.append(Segment(start, stop, adapter.views, adapter.scale, None))
-            start = stop
-        route = Route(segments, SequenceTable(row.lengths, self._device))
+        row = pack_row(
+            ([datum.reference for datum in each] for each in datums),
+            batch.padded_tokens,
+            batch.align,
+        )
+        segments = [
+            Segment(start, stop, adapter, adapter.scale, None)
+            for (start, stop), adapter in zip(
+                batch.spans, (adapters[piece.owner] for piece in batch.pieces), strict=True
+            )
+        ]
+        table = SequenceTable(row.lengths, self._device)
+        route = Route(segments, table, self._lora.of(segments))
         with self._base.router.use(route):
             hidden = hidden_states(self._base, row)[0]
         return [
@@ -164,22 +175,24 @@ class References:
 
     def _adapter(self, weights: HostWeights | None) -> FrozenAdapter:
         if weights is None:
-            return FrozenAdapter({}, 1.0)
+            return FrozenAdapter(Layout(1, (), {}, 0), torch.empty(0), {}, 1.0)
         layout = plan_layout(weights.spec, self._base.targets)
         flat = to_device(weights.flat, self._device, self._base.head_weight.dtype)
-        return FrozenAdapter(layout.views(flat), weights.spec.scale)
+        return FrozenAdapter(layout, flat, layout.views(flat), weights.spec.scale)
 
 
 @dataclass(frozen=True)
 class FrozenAdapter:
-    """A reference's matrices on the device, by module; none for the base model alone."""
+    """A reference's matrices on the device; none for the base model alone."""
 
-    views: Mapping[str, Pair]
+    layout: Layout
+    weights: torch.Tensor  # in the base model's type
+    compute: Mapping[str, Pair]
     scale: float
 
     def head_part(self, rows: int) -> Part | None:
         """Return its LoRA on the head for a piece of `rows`."""
-        pair = self.views.get(UNEMBED)
+        pair = self.compute.get(UNEMBED)
         return None if pair is None else Part(0, rows, pair, self.scale, None)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from cotrain_workers.attn import Rule
-    from cotrain_workers.spec import Pair
+    from cotrain_workers.spec import Layout, Pair
 
 
 class Stretch(NamedTuple):
@@ -71,15 +71,45 @@ class Part(NamedTuple):
     grads: Pair | None  # where the weight gradients are added; None for a forward-only pass
 
 
+class Source(Protocol):
+    """The matrices of one adapter: a run's, or a frozen one's."""
+
+    @property
+    def layout(self) -> Layout:
+        """Return where each matrix lies in `weights`."""
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Return the arena, 1-D, of any floating type."""
+
+    @property
+    def compute(self) -> Mapping[str, Pair]:
+        """Return the matrices by module, in the base model's type."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """Rows `start` to `stop` of the packed row: one piece of one op, all of one adapter."""
 
     start: int
     stop: int
-    weights: Mapping[str, Pair]  # by module; a module the adapter does not train is absent
+    source: Source
     scale: float
     grads: Mapping[str, Pair] | None
+
+
+class TrainingLora(Protocol):
+    """The LoRA paths of one micro-batch; see `lora.py` and `lora_grouped.py`."""
+
+    def linear(
+        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter; add weight gradients
+        in backward.
+        """
+
+    def parts(self, module: str) -> Sequence[Part]:
+        """Return the segments whose adapter trains `module`, one by one."""
 
 
 @dataclass(frozen=True)
@@ -88,23 +118,7 @@ class Route:
 
     segments: Sequence[Segment]
     sequences: SequenceTable
-    _parts_by_module: dict[str, list[Part]] = field(init=False, default_factory=dict)
-
-    def parts(self, module: str) -> list[Part]:
-        """Return the segments whose adapter trains `module`."""
-        if module not in self._parts_by_module:
-            self._parts_by_module[module] = [
-                Part(
-                    s.start,
-                    s.stop,
-                    s.weights[module],
-                    s.scale,
-                    s.grads[module] if s.grads else None,
-                )
-                for s in self.segments
-                if module in s.weights
-            ]
-        return self._parts_by_module[module]
+    lora: TrainingLora
 
 
 class StepRoute(Protocol):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_workers.base_model import BaseModel
+    from cotrain_workers.lora_backend import LoraBackend
     from cotrain_workers.open_pass import OpenPass
     from cotrain_workers.ops import Datum, Pass
+    from cotrain_workers.recompute import Choice
     from cotrain_workers.reverse_kl import Referred
     from cotrain_workers.route import Part
 
@@ -66,14 +69,27 @@ class WaveCost:
 class Wave:
     """Runs passes over one base model. Knows micro-batches and sums, not cycles or optimizers."""
 
-    def __init__(self, base: BaseModel, *, micro_batch_tokens: int, head_chunk_rows: int) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        lora: LoraBackend,
+        *,
+        micro_batch_tokens: int,
+        head_chunk_rows: int,
+        recompute: Choice = "auto",
+        keep_tokens: int = sys.maxsize,
+    ) -> None:
+        """Under "auto", micro-batches of more than `keep_tokens` compute their decoder layers twice."""
         self._base = base
+        self._lora = lora
         self._device = base.head_weight.device
         self.head_chunk_rows = head_chunk_rows
         self._head = Head(base.head_weight, base.final_softcap, head_chunk_rows)
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
-        self._references = References(base, micro_batch_tokens)
+        self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
+        self._may_recompute = recompute != "never"
+        self._keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
         self.safe_tokens = micro_batch_tokens
         """Tokens of a micro-batch that ought to fit: what did not has lowered it. Nobody's bits depend on
         it, as it says only who goes together."""
@@ -93,7 +109,10 @@ class Wave:
             if not cuts:
                 open_pass.output = output_of(open_pass.op, [], 0.0)
         cost = WaveCost()
-        waiting = deque(fill(pieces, self.safe_tokens))
+        waiting = deque(
+            batch.ordered(lambda piece: self._lora.order(passes[piece.owner].adapter))
+            for batch in fill(pieces, self.safe_tokens, self._lora.align)
+        )
         while waiting:
             batch = waiting.popleft()
             ran = self._try(batch, passes)
@@ -140,10 +159,14 @@ class Wave:
         """Put the halves of what did not fit in front; an op of which one datum does not fit fails.
 
         While pieces stay as they are, the sums are the same to the bit. One that does not fit by itself
-        is cut at a datum.
+        is recomputed in backward, and only then cut at a datum.
         """
         piece, *others = batch.pieces
         owner = passes[piece.owner]
+        if not others and self._may_recompute and piece.needs_grad and not self._recomputes(batch):
+            self._keep_tokens = batch.padded_tokens - 1  # as the sums stay as they are, before any cut
+            waiting.appendleft(batch)
+            return
         if not others and piece.last - piece.first == 1:
             give_up(owner, needs_memory(piece.tokens))
             left = [batch.without(piece.owner) for batch in waiting]
@@ -154,12 +177,17 @@ class Wave:
             first, second = batch.halves()
         else:
             lengths = [len(datum.tokens) for datum in owner.datums(piece)]
-            first, second = (MicroBatch((half,)) for half in piece.halves(lengths))
+            halves = piece.halves(lengths)
+            first, second = (replace(batch, pieces=(half,)) for half in halves)
             owner.pieces_left += 1
             cost.cut_pieces += 1
         cost.halvings += 1
         self.safe_tokens = min(self.safe_tokens, max(first.tokens, second.tokens))
         waiting.extendleft((second, first))
+
+    def _recomputes(self, batch: MicroBatch) -> bool:
+        """Return whether the layers of a micro-batch are computed a second time; no bit depends on it."""
+        return batch.padded_tokens > self._keep_tokens
 
     def _cut(self, at: int, op: Pass | ReverseKl) -> list[Piece]:
         lengths = [len(datum.tokens) for datum in op.datums]
@@ -170,10 +198,13 @@ class Wave:
     def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> list[MicroBatch]:
         referred, ran = self._ask_references(batch, passes)
         row = pack_row(
-            [datum.tokens for p in batch.pieces for datum in passes[p.owner].datums(p)],
+            ([datum.tokens for datum in passes[p.owner].datums(p)] for p in batch.pieces),
             batch.padded_tokens,
+            batch.align,
         )
-        route = Route(self._segments(batch, passes), SequenceTable(row.lengths, self._device))
+        segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
+        route = Route(segments, table, self._lora.of(segments))
+        self._base.recompute.is_on = self._recomputes(batch)
         with self._base.router.use(route):
             with torch.set_grad_enabled(batch.needs_grad):
                 hidden = hidden_states(self._base, row)
@@ -198,16 +229,14 @@ class Wave:
         return dict(zip(asked, answers, strict=True)), ran
 
     def _segments(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> list[Segment]:
-        segments, start = [], 0
-        for piece in batch.pieces:
+        segments = []
+        for piece, (start, stop) in zip(batch.pieces, batch.spans, strict=True):
             open_pass = passes[piece.owner]
-            if piece.needs_grad and open_pass.gradient is None:
-                open_pass.gradient = claim_gradient(open_pass.adapter)
-            grads = open_pass.gradient.views if open_pass.gradient else None
             adapter = open_pass.adapter
-            stop = start + piece.tokens
-            segments.append(Segment(start, stop, adapter.compute, adapter.spec.scale, grads))
-            start = stop
+            if piece.needs_grad and open_pass.gradient is None:
+                open_pass.gradient = claim_gradient(adapter)
+            grads = open_pass.gradient.views if open_pass.gradient else None
+            segments.append(Segment(start, stop, adapter, adapter.spec.scale, grads))
         return segments
 
     def _run_head(
@@ -219,7 +248,7 @@ class Wave:
         referred: Mapping[Piece, Referred],
     ) -> tuple[list[HeadResult], torch.Tensor]:
         hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
-        part_by_start = {part.start: part for part in route.parts(UNEMBED)}
+        part_by_start = {part.start: part for part in route.lora.parts(UNEMBED)}
         results = []
         for piece, segment in zip(batch.pieces, route.segments, strict=True):
             rows = slice(segment.start, segment.stop)
