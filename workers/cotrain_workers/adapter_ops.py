@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from cotrain_workers.adam import discard_gradient
+from cotrain_workers.adam import discard_gradients
 from cotrain_workers.bank import AdapterState, host_copy
 from cotrain_workers.ops import (
     Create,
@@ -72,7 +72,7 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
         return Failure(f"Checkpoint {op.path} has {theirs}; this run has {ours}.", "user")
     adapter.weights.copy_(op.weights.flat)
     adapter.weights_changed()
-    discard_gradient(adapter)
+    discard_gradients([adapter])
     if op.optimizer:
         adapter.m.copy_(op.optimizer.m)
         adapter.v.copy_(op.optimizer.v)

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.spec import AdapterSpec, Layout, Pair, plan_layout
+from cotrain_workers.adapter import Adapter, arena_dtype
+from cotrain_workers.lanes import InLine, SideStream, carry_in, carry_out
+from cotrain_workers.residency import Seat, moves_ahead, moves_for, over_budget, shifts_of
+from cotrain_workers.spec import AdapterSpec, Layout, plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from cotrain_workers.lanes import Lane, Parked
+    from cotrain_workers.residency import Moves
     from cotrain_workers.spec import Target
+
+ARENAS_AT_REST = ("weights", "m", "v")  # and "grads", while a gradient is pending
 
 
 @dataclass(frozen=True)
@@ -41,73 +49,52 @@ class AdapterState:
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """A gradient arena and every module's matrices in it."""
-
-    flat: torch.Tensor
-    views: dict[str, Pair]
-
-
-@dataclass
-class ComputeCopy:
-    """The weights in the base model's dtype, as of a version."""
-
-    flat: torch.Tensor
-    views: Mapping[str, Pair]
-    version: int
-
-
-@dataclass
-class Adapter:
-    """One run's adapter on the device. All arenas are fp32 (fp64 under an fp64 base)."""
+class StateCopy:
+    """A run's state on its way to the host."""
 
     spec: AdapterSpec
-    layout: Layout
-    weights: torch.Tensor
-    gradient: Gradient
-    m: torch.Tensor
-    v: torch.Tensor
     step: int
     grads_pending: bool
-    compute_dtype: torch.dtype
-    gradient_in_use: bool = field(init=False, default=False)  # an op is adding to it right now
-    version: int = field(init=False, default=0)  # of `weights`: whoever holds a copy compares it
-    _compute: ComputeCopy | None = field(init=False, default=None)
+    arenas: Parked
 
-    @property
-    def compute(self) -> Mapping[str, Pair]:
-        """Return the matrices in the base model's dtype, copied on first use of a version."""
-        if self._compute is None:
-            # The same tensor if of that dtype.
-            flat = self.weights.to(self.compute_dtype)
-            self._compute = ComputeCopy(flat, self.layout.views(flat), self.version)
-        elif self._compute.version != self.version:
-            if self._compute.flat is not self.weights:
-                self._compute.flat.copy_(self.weights)
-            self._compute.version = self.version
-        return self._compute.views
-
-    def weights_changed(self) -> None:
-        """Make every copy of the weights stale; call after every write to `weights`."""
-        self.version += 1
-
-    def scratch_gradient(self) -> Gradient:
-        """Return a zeroed gradient arena of this adapter's layout."""
-        flat = torch.zeros_like(self.weights)
-        return Gradient(flat, self.layout.views(flat))
+    def state(self) -> AdapterState:
+        """Return the state once it has arrived; any thread may wait for it."""
+        arenas = self.arenas.whole()
+        grads = arenas.pop("grads", None)
+        return AdapterState(
+            self.spec,
+            grads=torch.zeros_like(arenas["weights"]) if grads is None else grads,
+            step=self.step,
+            grads_pending=self.grads_pending,
+            **arenas,
+        )
 
 
 class AdapterBank:
-    """The adapters of every run this engine holds."""
+    """The adapters of every run this engine holds: on the device, or parked in the host's memory.
+
+    `adapter_bytes` is for those on the device, `host_bytes` for those on the host; None sets no limit.
+    """
 
     def __init__(
-        self, targets: Sequence[Target], device: torch.device, compute_dtype: torch.dtype
+        self,
+        targets: Sequence[Target],
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        *,
+        adapter_bytes: int | None = None,
+        host_bytes: int | None = None,
+        lane: Lane | None = None,
     ) -> None:
         self._targets = targets
         self._device = device
         self._compute_dtype = compute_dtype
-        self._arena_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
-        self._adapter_by_run: dict[str, Adapter] = {}
+        self._arena_dtype = arena_dtype(compute_dtype)
+        self._adapter_bytes = adapter_bytes
+        self._host_bytes = host_bytes
+        self._lane = lane or (SideStream(device) if device.type == "cuda" else InLine())
+        self._adapter_by_run: OrderedDict[str, Adapter] = OrderedDict()  # the least used first
+        self._in_use: frozenset[str] = frozenset()
         self._layout_by_shape: dict[tuple[int, bool, bool, bool], Layout] = {}
 
     def __contains__(self, run: object) -> bool:
@@ -130,16 +117,16 @@ class AdapterBank:
 
     def state(self, run: str) -> AdapterState:
         """Copy a run's adapter to the host."""
+        return self.copy_out(run).state()
+
+    def copy_out(self, run: str) -> StateCopy:
+        """Begin to copy a run's adapter to the host; between cycles, as no computation is held back."""
         held = self._adapter_by_run[run]
-        return AdapterState(
-            spec=held.spec,
-            weights=host_copy(held.weights),
-            grads=host_copy(held.gradient.flat),
-            m=host_copy(held.m),
-            v=host_copy(held.v),
-            step=held.step,
-            grads_pending=held.grads_pending,
-        )
+        copied = held.parked
+        if copied is None:
+            copied = carry_out(self._lane, held.worth_copying())
+            held.arrival = copied.arrival  # behind that of any earlier copies
+        return StateCopy(held.spec, held.step, held.grads_pending, copied)
 
     def restore(self, run: str, state: AdapterState) -> Adapter:
         """Put a state, copied, in place of whatever this run held.
@@ -149,24 +136,72 @@ class AdapterBank:
         layout = self.layout_of(state.spec)
         if state.weights.shape != (layout.size,):
             raise ValueError(f"The state holds {state.weights.numel()} values, not {layout.size}.")
-        weights, grads, m, v = (
-            arena.to(self._device, self._arena_dtype, copy=True)
-            for arena in (state.weights, state.grads, state.m, state.v)
-        )
-        gradient = Gradient(grads, layout.views(grads))
         adapter = Adapter(
-            state.spec,
-            layout,
-            weights,
-            gradient,
-            m,
-            v,
-            state.step,
-            state.grads_pending,
-            self._compute_dtype,
+            state.spec, layout, state.step, state.grads_pending, self._compute_dtype, {}
         )
+        self.drop(run)
+        seats = [*self._seats(), seat_of(run, adapter)]
+        self._make(moves_for(seats, {run, *self._in_use}, self._adapter_bytes))
+        for name in (*ARENAS_AT_REST, *(["grads"] if state.grads_pending else [])):
+            arena: torch.Tensor = getattr(state, name)
+            adapter.arenas[name] = arena.to(self._device, self._arena_dtype, copy=True)
         self._adapter_by_run[run] = adapter
         return adapter
+
+    def shifts(self, runs: Sequence[str]) -> list[list[str]]:
+        """Cut the runs of a cycle into groups that fit on the device one at a time: mostly one."""
+        sizes = {run: self[run].device_bytes for run in runs if run in self}
+        return shifts_of(runs, sizes, self._adapter_bytes)
+
+    def make_room(self, runs: Sequence[str]) -> None:
+        """Have these runs on the device for what is computed next; others are parked if need be."""
+        held = [run for run in runs if run in self]
+        self._make(moves_for(self._seats(), held, self._adapter_bytes))
+        for run in held:
+            self._adapter_by_run.move_to_end(run)
+            adapter = self[run]
+            if adapter.arrival is not None:
+                adapter.arrival.hold_compute()
+                adapter.arrival = None
+        self._in_use = frozenset(held)
+
+    def prefetch(self, runs: Sequence[str]) -> None:
+        """Begin to bring in what the next cycle needs, as far as it fits beside what this one uses."""
+        self._make(moves_ahead(self._seats(), runs, self._in_use, self._adapter_bytes))
+
+    def release(self) -> None:
+        """Say that the cycle is over: all may be parked."""
+        self._in_use = frozenset()
+
+    def over_budget(self) -> list[str]:
+        """Return the runs, the least used first, whose leaving frees the host memory that is too much."""
+        sizes = {run: self._host_bytes_of(adapter) for run, adapter in self._adapter_by_run.items()}
+        on_host = {run: size for run, size in sizes.items() if size and run not in self._in_use}
+        return over_budget(on_host, self._host_bytes)
+
+    @property
+    def parked(self) -> int:
+        """Count the adapters that are not on the device."""
+        return sum(adapter.parked is not None for adapter in self._adapter_by_run.values())
+
+    def _host_bytes_of(self, adapter: Adapter) -> int:
+        if adapter.parked is not None:
+            return adapter.parked.bytes
+        return adapter.device_bytes if self._device.type == "cpu" else 0
+
+    def _seats(self) -> list[Seat]:
+        return [seat_of(run, adapter) for run, adapter in self._adapter_by_run.items()]
+
+    def _make(self, moves: Moves) -> None:
+        for run in moves.park:
+            adapter = self[run]
+            adapter.parked = carry_out(self._lane, adapter.worth_copying())
+            adapter.forget_arenas()
+        for run in moves.bring:
+            adapter = self[run]
+            assert adapter.parked is not None
+            adapter.arenas, adapter.arrival = carry_in(self._lane, adapter.parked, self._device)
+            adapter.parked = None
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
         """Return where the matrices of such an adapter lie in its arenas."""
@@ -174,6 +209,11 @@ class AdapterBank:
         if shape not in self._layout_by_shape:
             self._layout_by_shape[shape] = plan_layout(spec, self._targets)
         return self._layout_by_shape[shape]
+
+
+def seat_of(run: str, adapter: Adapter) -> Seat:
+    """Return an adapter as the decisions on residency see it."""
+    return Seat(run, adapter.device_bytes, is_on_device=adapter.parked is None)
 
 
 def host_copy(arena: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from cotrain_workers.ops import Failure, PassOutput, ReverseKl, ReverseKlOutput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_workers.bank import Adapter, Gradient
+    from cotrain_workers.adapter import Adapter, Gradient
     from cotrain_workers.head import HeadResult
     from cotrain_workers.ops import Datum, KlDatum, Pass
     from cotrain_workers.pack import Piece

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain_workers.adam import adamw_step, gradient_norm, refuse_step
+from cotrain_workers.adam import Due, adamw_steps, gradient_norms, refuse_step
 from cotrain_workers.bank import AdapterBank
 from cotrain_workers.ops import OptimStep
 from cotrain_workers.spec import AdapterSpec, Target
@@ -33,8 +33,8 @@ def test_every_step_may_bring_its_own_parameters(clip: float) -> None:
         adapter.gradient.flat.copy_(grad)
         theirs.grad = grad.clone()
 
-        norm = gradient_norm(adapter)
-        adamw_step(adapter, op, norm)
+        (norm,) = gradient_norms([adapter])
+        adamw_steps([Due(adapter, op, norm)])
 
         optimizer.param_groups[0].update(
             lr=op.learning_rate, betas=(op.beta1, op.beta2), eps=op.eps, weight_decay=0.1
@@ -52,7 +52,8 @@ def test_the_compute_copy_follows_the_weights() -> None:
     adapter = bank(torch.bfloat16).create("a", AdapterSpec(4, seed=0))
     adapter.gradient.flat.fill_(1.0)
 
-    adamw_step(adapter, replace(STEP, learning_rate=0.1), gradient_norm(adapter))
+    (norm,) = gradient_norms([adapter])
+    adamw_steps([Due(adapter, replace(STEP, learning_rate=0.1), norm)])
 
     assert adapter.weights.dtype == torch.float32
     views = adapter.layout.views(adapter.weights)["q_proj"]
