@@ -6,6 +6,7 @@ then one wave of optimizer steps. A run's results depend on its own ops alone (o
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.adam import adamw_step, discard_gradient, gradient_norm, refuse_step
+from cotrain_workers.adam import Due, adamw_steps, discard_gradients, gradient_norms, refuse_step
 from cotrain_workers.adapter_ops import begin, begins_run, load, save, unknown_run
 from cotrain_workers.admission import refuse_pass, refuse_reverse_kl
 from cotrain_workers.bank import AdapterBank, AdapterState
@@ -35,11 +36,13 @@ from cotrain_workers.ops import (
     Save,
     StepOutput,
 )
+from cotrain_workers.residency import adapter_budget
 from cotrain_workers.wave import Wave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from cotrain_workers.bank import StateCopy
     from cotrain_workers.base_model import BaseModel
     from cotrain_workers.lora_backend import Choice
     from cotrain_workers.numerics import Numerics
@@ -91,9 +94,14 @@ class Engine:
         micro_batch_tokens: int = 8192,
         head_chunk_rows: int = 1024,
         lora_backend: Choice = "auto",
+        adapter_bytes: int | None = None,
+        host_bytes: int | None = None,
         local_files_only: bool = True,
     ) -> Engine:
         """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` says otherwise.
+
+        `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU); those
+        at rest are parked in the host's memory, where `host_bytes` is what `runs_over_budget` goes by.
 
         Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
         turns on deterministic algorithms (CUDA) or keeps freed memory (CPU). Raises UnsupportedModel,
@@ -109,7 +117,11 @@ class Engine:
         sizes = (micro_batch_tokens, head_chunk_rows)
         lora = find_backend(lora_backend, base.targets, base.head_weight)
         wave = Wave(base, lora, micro_batch_tokens=sizes[0], head_chunk_rows=sizes[1])
-        bank = AdapterBank(base.targets, place, dtype)
+        if adapter_bytes is None and place.type == "cuda":
+            adapter_bytes = cuda_adapter_bytes(place)
+        bank = AdapterBank(
+            base.targets, place, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
+        )
         numerics = numerics_of(place, dtype, sizes, lora.name)
         return cls(model_facts(model, base, numerics), base, wave, bank)
 
@@ -125,32 +137,21 @@ class Engine:
         for op in ops:
             if begins_run(op):
                 outputs[op.run, op.seq] = begin(self._bank, op, self.facts.max_rank)
-        began = time.perf_counter()
-        passes = self._admit([op for op in ops if isinstance(op, Pass | ReverseKl)], outputs)
-        cost = self._wave.run(passes, between)
-        for done in passes:
-            assert done.output is not None
-            outputs[done.op.run, done.op.seq] = done.output
-        middle = time.perf_counter()
-        for op in ops:
-            if isinstance(op, OptimStep):
-                outputs[op.run, op.seq] = self._step(op)
-        for op in ops:
-            if isinstance(op, Save):
-                outputs[op.run, op.seq] = save(self._bank, op)
-            elif isinstance(op, Load) and not op.creates:
-                outputs[op.run, op.seq] = load(self._bank, op)
-        self.base_forwards += cost.forwards
-        self.halvings += cost.halvings
-        self.cut_pieces += cost.cut_pieces
+        try:
+            shifts = [
+                self._run_shift([op for op in ops if op.run in runs], outputs, between)
+                for runs in self._bank.shifts(list(dict.fromkeys(op.run for op in ops)))
+            ]
+        finally:
+            self._bank.release()
         return CycleOutput(
             outputs=outputs,
-            forwards=cost.forwards,
-            tokens=cost.tokens,
-            padded_tokens=cost.padded_tokens,
-            wave_s=middle - began - cost.beside_s,
-            optim_s=time.perf_counter() - middle,
-            beside_s=cost.beside_s,
+            forwards=sum(shift.forwards for shift in shifts),
+            tokens=sum(shift.tokens for shift in shifts),
+            padded_tokens=sum(shift.padded_tokens for shift in shifts),
+            wave_s=sum(shift.wave_s for shift in shifts),
+            optim_s=sum(shift.optim_s for shift in shifts),
+            beside_s=sum(shift.beside_s for shift in shifts),
         )
 
     def decoder(
@@ -190,6 +191,32 @@ class Engine:
         """Copy a run's adapter to the host. Raises KeyError for an unknown run."""
         return self._bank.state(run)
 
+    def copy_out(self, run: str) -> StateCopy:
+        """Begin to copy a run's adapter to the host, between two cycles; the copy says when it is there.
+
+        Raises KeyError for an unknown run.
+        """
+        return self._bank.copy_out(run)
+
+    def prefetch(self, runs: Sequence[str]) -> None:
+        """Begin to bring the adapters of the next cycle to the device, as far as there is room.
+
+        Runs that this engine does not hold are passed over. Good between cycles and in `between`.
+        """
+        self._bank.prefetch(runs)
+
+    def runs_over_budget(self) -> list[str]:
+        """Return the runs that have to leave for the host memory of all to be within `host_bytes`.
+
+        Those used least come first. Whoever drops one must have a copy of it.
+        """
+        return self._bank.over_budget()
+
+    @property
+    def parked_runs(self) -> int:
+        """Count the adapters that are in the host's memory, none of theirs on the device."""
+        return self._bank.parked
+
     def restore(self, run: str, state: AdapterState) -> None:
         """Put a state in place of whatever the run held. Raises ValueError if it does not fit."""
         self._bank.restore(run, state)
@@ -211,6 +238,40 @@ class Engine:
     def layout_of(self, spec: AdapterSpec) -> Layout:
         """Return where the matrices of such an adapter lie in its arenas."""
         return self._bank.layout_of(spec)
+
+    def _run_shift(
+        self,
+        ops: Sequence[Op],
+        outputs: dict[tuple[str, int], Output],
+        between: Callable[[], None] | None,
+    ) -> CycleOutput:
+        """Run those ops of a cycle whose adapters fit on the device together: mostly all of them."""
+        began = time.perf_counter()
+        self._bank.make_room(list(dict.fromkeys(op.run for op in ops)))
+        passes = self._admit([op for op in ops if isinstance(op, Pass | ReverseKl)], outputs)
+        cost = self._wave.run(passes, between)
+        for done in passes:
+            assert done.output is not None
+            outputs[done.op.run, done.op.seq] = done.output
+        middle = time.perf_counter()
+        self._take_steps([op for op in ops if isinstance(op, OptimStep)], outputs)
+        for op in ops:
+            if isinstance(op, Save):
+                outputs[op.run, op.seq] = save(self._bank, op)
+            elif isinstance(op, Load) and not op.creates:
+                outputs[op.run, op.seq] = load(self._bank, op)
+        self.base_forwards += cost.forwards
+        self.halvings += cost.halvings
+        self.cut_pieces += cost.cut_pieces
+        return CycleOutput(
+            outputs=outputs,
+            forwards=cost.forwards,
+            tokens=cost.tokens,
+            padded_tokens=cost.padded_tokens,
+            wave_s=middle - began - cost.beside_s,
+            optim_s=time.perf_counter() - middle,
+            beside_s=cost.beside_s,
+        )
 
     def _admit(
         self, ops: Sequence[Pass | ReverseKl], outputs: dict[tuple[str, int], Output]
@@ -234,18 +295,34 @@ class Engine:
             return refuse_reverse_kl(op, *limits, layout_of=self.layout_of)
         return refuse_pass(op, *limits)
 
-    def _step(self, op: OptimStep) -> Output:
-        if op.run not in self._bank:
-            return unknown_run()
-        adapter, reason = self._bank[op.run], refuse_step(op)
-        if reason:
-            return Failure(reason, "user")
-        norm = gradient_norm(adapter)
-        if not norm < float("inf"):
-            discard_gradient(adapter)
-            return Failure(f"Gradient is not finite (seq {op.seq}); it was discarded.", "user")
-        adamw_step(adapter, op, norm)
-        return StepOutput(norm)
+    def _take_steps(
+        self, ops: Sequence[OptimStep], outputs: dict[tuple[str, int], Output]
+    ) -> None:
+        """Take the optimizer steps of a cycle, at most one of each run."""
+        asked = []
+        for op in ops:
+            reason = refuse_step(op)
+            if op.run not in self._bank:
+                outputs[op.run, op.seq] = unknown_run()
+            elif reason:
+                outputs[op.run, op.seq] = Failure(reason, "user")
+            else:
+                asked.append(op)
+        norms = gradient_norms([self._bank[op.run] for op in asked])
+        due = [Due(self._bank[op.run], op, norm) for op, norm in zip(asked, norms, strict=True)]
+        finite = [step for step in due if math.isfinite(step.norm)]
+        adamw_steps(finite)
+        discard_gradients([step.adapter for step in due if not math.isfinite(step.norm)])
+        for step in due:
+            op = step.op
+            outputs[op.run, op.seq] = (
+                StepOutput(step.norm) if math.isfinite(step.norm) else not_finite(op)
+            )
+
+
+def not_finite(op: OptimStep) -> Failure:
+    """Return the answer to a step whose gradient is not finite."""
+    return Failure(f"Gradient is not finite (seq {op.seq}); it was discarded.", "user")
 
 
 def model_facts(model: str, base: BaseModel, numerics: Numerics) -> ModelFacts:
@@ -264,6 +341,12 @@ def model_facts(model: str, base: BaseModel, numerics: Numerics) -> ModelFacts:
         modules_by_family=modules,
         numerics=numerics,
     )
+
+
+def cuda_adapter_bytes(device: torch.device) -> int:
+    """Return what adapters may take of a GPU that holds nothing but the base model."""
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return adapter_budget(total, torch.cuda.memory_allocated(device))
 
 
 def make_cuda_deterministic() -> None:
