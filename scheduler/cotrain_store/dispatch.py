@@ -61,6 +61,8 @@ class WorkerBeat:
     halvings: int = 0
     """How often that was."""
     host: str = ""
+    parked_runs: int = 0
+    """Of `runs`, those whose adapters are in host memory and not on the device."""
 
 
 @dataclass(frozen=True)

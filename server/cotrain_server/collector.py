@@ -95,6 +95,12 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
         found.gauge("cotrain_worker_up", "1 for a live worker.", 1, **labels)
         found.gauge("cotrain_worker_epoch", "Starts of this worker.", worker.epoch, **labels)
         found.gauge("cotrain_adapters_resident", "Adapters held.", worker.runs, **labels)
+        found.gauge(
+            "cotrain_adapters_parked",
+            "Of those, on the host and not on the device.",
+            worker.parked_runs,
+            **labels,
+        )
         found.gauge("cotrain_worker_memory_bytes", "Memory used.", worker.memory_bytes, **labels)
     for queue in top_tenants(status.queues):
         labels = {"pool": pool, "tenant": queue.tenant}

@@ -23,6 +23,7 @@ from cotrain_store.spool import RESULTS, Spool, new_writer
 from cotrain_workers.assembly import enter_pool
 from cotrain_workers.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine import Engine
+from cotrain_workers.host_memory import free_host_bytes
 from cotrain_workers.ops import Create, Datum, Pass
 from cotrain_workers.place import PlaceTaken, await_absence, take_place
 from cotrain_workers.settings import WorkerSettings, pool_of
@@ -50,6 +51,8 @@ def serve(settings: WorkerSettings) -> int:
         device=device,
         dtype=_DTYPES[settings.dtype],
         micro_batch_tokens=settings.micro_batch_tokens,
+        adapter_bytes=settings.adapter_bytes or None,
+        host_bytes=settings.host_bytes or free_host_bytes() // 2,
         local_files_only=settings.offline,
     )
     tokens_per_s = measure_throughput(engine)

@@ -95,6 +95,8 @@ class AdapterBank:
         self._lane = lane or (SideStream(device) if device.type == "cuda" else InLine())
         self._adapter_by_run: OrderedDict[str, Adapter] = OrderedDict()  # the least used first
         self._in_use: frozenset[str] = frozenset()
+        self.parked = 0
+        """How many adapters are on the host, nothing of theirs on the device. Any thread may look."""
         self._layout_by_shape: dict[tuple[int, bool, bool, bool], Layout] = {}
 
     def __contains__(self, run: object) -> bool:
@@ -113,7 +115,8 @@ class AdapterBank:
 
     def drop(self, run: str) -> None:
         """Forget a run's adapter; twice is harmless."""
-        self._adapter_by_run.pop(run, None)
+        dropped = self._adapter_by_run.pop(run, None)
+        self.parked -= dropped is not None and dropped.parked is not None
 
     def state(self, run: str) -> AdapterState:
         """Copy a run's adapter to the host."""
@@ -168,6 +171,9 @@ class AdapterBank:
     def prefetch(self, runs: Sequence[str]) -> None:
         """Begin to bring in what the next cycle needs, as far as it fits beside what this one uses."""
         self._make(moves_ahead(self._seats(), runs, self._in_use, self._adapter_bytes))
+        for run in runs:
+            if run in self:
+                self._adapter_by_run.move_to_end(run)  # whoever needs room now takes another's
 
     def release(self) -> None:
         """Say that the cycle is over: all may be parked."""
@@ -178,11 +184,6 @@ class AdapterBank:
         sizes = {run: self._host_bytes_of(adapter) for run, adapter in self._adapter_by_run.items()}
         on_host = {run: size for run, size in sizes.items() if size and run not in self._in_use}
         return over_budget(on_host, self._host_bytes)
-
-    @property
-    def parked(self) -> int:
-        """Count the adapters that are not on the device."""
-        return sum(adapter.parked is not None for adapter in self._adapter_by_run.values())
 
     def _host_bytes_of(self, adapter: Adapter) -> int:
         if adapter.parked is not None:
@@ -197,11 +198,13 @@ class AdapterBank:
             adapter = self[run]
             adapter.parked = carry_out(self._lane, adapter.worth_copying())
             adapter.forget_arenas()
+            self.parked += 1
         for run in moves.bring:
             adapter = self[run]
             assert adapter.parked is not None
             adapter.arenas, adapter.arrival = carry_in(self._lane, adapter.parked, self._device)
             adapter.parked = None
+            self.parked -= 1
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
         """Return where the matrices of such an adapter lie in its arenas."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -23,9 +23,11 @@ from cotrain_workers.snapshots import Snapshot, orphans, remove_snapshots, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from cotrain_store.execution import Execution
     from cotrain_store.messages import Step
+    from cotrain_workers.bank import StateCopy
     from cotrain_workers.engine import Engine
     from cotrain_workers.settings import WorkerSettings
     from cotrain_workers.weights_store import WeightsStore
@@ -142,6 +144,8 @@ class Keeper:
             elif may_leave(debt, self._settings, now) and run not in self._writing:
                 self.forget_state(run)
                 log.info("run_left_memory", run=run)
+        for name in self._engine.runs_over_budget():
+            self._let_go(RunId(name))
         for run in self._execution.runs_to_drop():
             if run not in self._writing and self._execution.forget(run):
                 self.forget_state(run)
@@ -182,13 +186,24 @@ class Keeper:
             wait([self._writing[run][1]])
             self._register_finished()
 
+    def _let_go(self, run: RunId) -> None:
+        """Drop a run for which there is no host memory, as soon as a copy holds all of it."""
+        debt = self._debts.get(run)
+        if debt is None or run in self._writing:
+            return
+        if debt.ops:
+            self._copy_out(run, debt)
+        else:
+            self.forget_state(run)
+            log.info("run_left_memory", run=run, reason="host_bytes")
+
     def _copy_out(self, run: RunId, debt: Debt) -> None:
         if run in self._writing or self._is_busy or not self._engine.has(run):
             return
-        state = self._engine.state(run)
+        copy = self._engine.copy_out(run)
         numerics = self._engine.facts.numerics_id
         folder, writer = self._settings.snapshots_dir, self._execution.writer
-        writing = self._writer.submit(_write, folder, run, debt.seq, writer, numerics, state)
+        writing = self._writer.submit(_write, folder, run, debt.seq, writer, numerics, copy)
         self._writing[run] = (debt.seq, writing)
         self._debts[run] = Debt(seq=debt.seq, used_at=debt.used_at, copy_s=debt.copy_s)
 
@@ -233,7 +248,10 @@ class Keeper:
                 log.info("snapshot_removed", file=path.name)
 
 
-def _write(*args: Any) -> tuple[Snapshot, float]:
-    """Write a snapshot, as `write_snapshot` does; return it and how long that took, in s."""
+def _write(
+    folder: Path, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopy
+) -> tuple[Snapshot, float]:
+    """Write a snapshot once its state has arrived; return it and how long that took, in s."""
     began = time.perf_counter()
-    return write_snapshot(*args), time.perf_counter() - began
+    snapshot = write_snapshot(folder, run, seq, writer, numerics_id, copy.state())
+    return snapshot, time.perf_counter() - began

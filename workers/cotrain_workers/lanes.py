@@ -128,9 +128,12 @@ class Parked:
         return sum(piece.nbytes for piece in pieces)
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Return copies in one piece each, in ordinary memory. Blocks until they have arrived."""
+        """Return the arenas in one piece each, not to be written to. Blocks until they have arrived."""
         self.arrival.wait()
-        return {name: torch.cat(pieces) for name, pieces in self.pieces_by_arena.items()}
+        return {
+            name: pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            for name, pieces in self.pieces_by_arena.items()
+        }
 
 
 def carry_out(lane: Lane, arenas: Mapping[str, torch.Tensor]) -> Parked:

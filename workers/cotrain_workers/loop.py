@@ -143,6 +143,8 @@ class WorkerLoop:
             self._beside.training_ends()
         steps = self._execution.open_steps()
         if steps:
+            # While bodies are read, their adapters come to the device; the next step's, if there is room.
+            self._engine.prefetch([op.run for step in steps[:2] for op in step.ops])
             self.execute(steps[0])
         elif not self._beside.rest():
             self._tend()
@@ -250,6 +252,7 @@ class WorkerLoop:
             device=self._device,
             tokens_per_s=self._tokens_per_s,
             runs=self._keeper.runs,
+            parked_runs=self._engine.parked_runs,
             memory_bytes=resident_bytes(),
             seen_at=time.time(),
             restored_ops=self._runs.replayed_ops,

@@ -29,6 +29,12 @@ class WorkerSettings(StoreSettings):
     """CPU threads of torch; 0 leaves torch its own choice. Part of what makes numbers repeat."""
     micro_batch_tokens: int = Field(default=8192, ge=256)
     """Tokens one pass of the base model holds at most."""
+    adapter_bytes: int = Field(default=0, ge=0)
+    """Device memory for adapters; 0: a share of a GPU, no limit on a CPU. Runs at rest are parked in
+    host memory when it is full, so that it does not limit how many there may be."""
+    host_bytes: int = Field(default=0, ge=0)
+    """Host memory for adapters at rest; 0: half of what is free at the start. Above it, those used
+    least recently leave for the disk."""
     max_rank: int = Field(default=128, ge=1, le=1024)
     offline: bool = False
     """Never ask a hub: the base model must be a folder or in the local cache."""

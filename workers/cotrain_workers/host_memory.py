@@ -1,0 +1,33 @@
+"""How much memory the host has left for this process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MEMORY = Path("/proc/meminfo")
+#: A container's own limit; a process outside any container finds no limit there.
+GROUP = Path("/sys/fs/cgroup")
+
+
+def free_host_bytes(memory: Path = MEMORY, group: Path = GROUP) -> int:
+    """Return what is free on the host, or within this container's limit where that is less.
+
+    Pages that the kernel can take back count as free.
+    """
+    of_host = _available(memory)
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # another kind of control group, or the limit "max"
+        return of_host
+    return max(0, min(of_host, limit - used))
+
+
+def _available(memory: Path) -> int:
+    try:
+        lines = memory.read_text().splitlines()
+    except OSError:  # not Linux: then all there is
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kib_by_name = {line.split(":")[0]: line.split()[1] for line in lines}
+    return int(kib_by_name["MemAvailable"]) * 1024
