@@ -31,7 +31,10 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from bench.engine_check import SIZES, build, machine, show, timed  # noqa: E402
+from bench.machine import machine, show  # noqa: E402
+from bench.model import SHAPES, build  # noqa: E402
+from bench.roofline import copy_bandwidth  # noqa: E402
+from bench.timing import timed  # noqa: E402
 from cotrain_workers.engine import Engine  # noqa: E402
 from cotrain_workers.ops import Create, Save, SaveOutput  # noqa: E402
 from cotrain_workers.sample_ops import HostWeights, SampleOutput  # noqa: E402
@@ -136,11 +139,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--sizes", help=f"of {', '.join(SIZES)} (default: by device)")
+    parser.add_argument("--sizes", help=f"of {', '.join(SHAPES)} (default: by device)")
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--ceiling-size", default="8b", choices=tuple(SIZES))
+    parser.add_argument("--ceiling-size", default="8b", choices=tuple(SHAPES))
     args = parser.parse_args()
     args.sizes = args.sizes or ("5m" if args.device == "cpu" else "0.6b")
     return args
@@ -223,13 +226,13 @@ def ceiling(folder: Path, size: str) -> dict[str, Any]:
     for _ in range(8):
         decoder.step()
     steps = [timed(decoder.step, "cuda") for _ in range(CEILING_STEPS)]
-    layers, hidden, mlp, heads, kv_heads, head, vocab = SIZES[size]
-    linear = hidden * head * (2 * heads + 2 * kv_heads) + 3 * hidden * mlp
-    base_bytes = 2 * (layers * linear + hidden * vocab)
+    shape = SHAPES[size]
+    linear = sum(inputs * outputs for inputs, outputs in shape.linears)
+    base_bytes = 2 * (shape.layers * linear + shape.hidden * shape.vocab)
     adapter_bytes = 2 * sum(w.flat.numel() for w in weights.values())
     context = CEILING_CONTEXT + 8 + CEILING_STEPS // 2
-    kv_bytes = CEILING_BATCH * context * 2 * layers * kv_heads * head * 2
-    bandwidth = copy_bandwidth()
+    kv_bytes = CEILING_BATCH * context * 2 * shape.layers * shape.kv_heads * shape.head * 2
+    bandwidth = copy_bandwidth("cuda")
     possible = (base_bytes + adapter_bytes + kv_bytes) / bandwidth
     median = statistics.median(steps)
     return show(
@@ -246,14 +249,6 @@ def ceiling(folder: Path, size: str) -> dict[str, Any]:
             "graphs": decoder.graph_report(),
         }
     )
-
-
-def copy_bandwidth() -> float:
-    """Return bytes read and written per second by a large copy on the device."""
-    source = torch.empty(2 * 1024**3, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    seconds = min(timed(lambda: target.copy_(source), "cuda") for _ in range(10))
-    return 2 * source.numel() / seconds
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The model the benches train on: Qwen3 architecture, random weights, no tokenizer needed.
+"""The models that the benches train on: Qwen3 shapes, random weights, no tokenizer needed.
 
 python -m bench.model FOLDER          # 5.2M parameters: hidden 256, 4 layers, vocabulary 4096
 """
@@ -6,32 +6,68 @@ python -m bench.model FOLDER          # 5.2M parameters: hidden 256, 4 layers, v
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 VOCAB = 4096
 
 
-def build(folder: Path) -> Path:
+@dataclass(frozen=True)
+class Shape:
+    """What decides how long a Qwen3 takes."""
+
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head: int  # size of one
+    vocab: int
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """Return inputs and outputs of one layer's q, k, v, o, gate, up and down."""
+        queries, keys = self.heads * self.head, self.kv_heads * self.head
+        attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys)]
+        mlp = [(self.hidden, self.mlp), (self.hidden, self.mlp), (self.mlp, self.hidden)]
+        return [*attention, (queries, self.hidden), *mlp]
+
+
+SHAPES = {
+    "tiny": Shape(2, 64, 96, 4, 2, 16, 128),
+    "5m": Shape(4, 256, 768, 4, 2, 64, VOCAB),
+    "small": Shape(3, 512, 1536, 8, 4, 64, VOCAB),
+    "0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151_936),
+    "4b": Shape(36, 2560, 9728, 32, 8, 128, 151_936),
+    "8b": Shape(36, 4096, 12_288, 32, 8, 128, 151_936),
+}
+
+
+def build(
+    folder: Path, size: str = "5m", dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Path:
     """Write the model to a folder, unless it is there."""
     if (folder / "config.json").exists():
         return folder
-    torch.manual_seed(0)
+    shape = SHAPES[size]
     config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=768,
-        max_position_embeddings=2048,
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head,
+        vocab_size=shape.vocab,
+        max_position_embeddings=4096,
         tie_word_embeddings=False,
-        initializer_range=0.06,
     )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    torch.manual_seed(0)
+    with torch.device(device):
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    network.save_pretrained(folder)
     return folder
 
 

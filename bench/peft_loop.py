@@ -1,7 +1,9 @@
-"""What one would do by hand: PEFT, one adapter after the other, in one process, no server.
+"""What one would do by hand: PEFT in one process, no server; each tenant has its own fused AdamW.
 
-Run by `bench.through_http` in a process of its own; prints tokens/s as JSON. Each tenant has its own
-adapter and its own fused AdamW; a step is forward, backward and optimizer step over its batch.
+`loop` trains one adapter after the other (`set_adapter`). `mixed` puts all of them into one batch with
+`adapter_names`, which PEFT offers for inference: it refuses in training mode, but gradients do flow in
+`eval()`, and there is no dropout here. As a program it times the loop for `bench.through_http`, in a
+process of its own, and prints tokens/s as JSON.
 """
 
 from __future__ import annotations
@@ -9,48 +11,100 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from bench.model import VOCAB
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    # Per tenant int64 [sequences, length + 1]: inputs, and targets shifted by one.
+    Batches = Sequence[torch.Tensor]
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+
+
+class ByHand:
+    """One PEFT model with an adapter and an optimizer per tenant."""
+
+    def __init__(
+        self, folder: str, tenants: int, rank: int, *, dtype: torch.dtype, device: str
+    ) -> None:
+        base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        config = LoraConfig(r=rank, lora_alpha=32, target_modules=TARGETS)
+        # Adapters of the base's dtype: PEFT's own choice, fp32, casts every input and is slower in bf16.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # names that transformers retired and PEFT still uses
+            self.model: Any = get_peft_model(
+                base.to(device), config, adapter_name="t0", autocast_adapter_dtype=False
+            ).eval()
+        for tenant in range(1, tenants):
+            self.model.add_adapter(f"t{tenant}", config, autocast_adapter_dtype=False)
+        self._parameters = [self._parameters_of(tenant) for tenant in range(tenants)]
+        self._optimizers = [
+            torch.optim.AdamW(each, lr=1e-4, weight_decay=0.0, fused=True)
+            for each in self._parameters
+        ]
+
+    def loop(self, batches: Batches) -> None:
+        """Train every tenant in turn: forward, backward, step."""
+        for tenant, batch in enumerate(batches):
+            self.model.set_adapter(f"t{tenant}")
+            self._backward(batch)
+            self._step(tenant)
+
+    def mixed(self, batches: Batches, most_tokens: int) -> None:
+        """Train all tenants in batches of at most `most_tokens` tokens, then step one by one."""
+        for each in self._parameters:
+            for parameter in each:
+                parameter.requires_grad_()
+        names = [f"t{tenant}" for tenant, batch in enumerate(batches) for _ in batch]
+        rows = torch.cat(list(batches))
+        at_once = max(1, most_tokens // rows.shape[1])
+        for start in range(0, len(rows), at_once):
+            part = slice(start, start + at_once)
+            self._backward(rows[part], adapter_names=names[part])
+        for tenant in range(len(batches)):
+            self._step(tenant)
+
+    def share_base(self, weights: dict[str, torch.Tensor]) -> None:
+        """Use another model's frozen weights, by their names in transformers, in place of its own copy."""
+        for name, parameter in self.model.get_base_model().named_parameters():
+            if "lora_" not in name:
+                parameter.data = weights[name.replace("base_layer.", "")]
+
+    def _parameters_of(self, tenant: int) -> list[torch.nn.Parameter]:
+        named = self.model.named_parameters()
+        return [value for name, value in named if f".t{tenant}." in name]
+
+    def _backward(self, batch: torch.Tensor, **extra: Any) -> None:
+        logits = self.model(input_ids=batch[:, :-1], use_cache=False, **extra).logits
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum"
+        ).backward()
+
+    def _step(self, tenant: int) -> None:
+        self._optimizers[tenant].step()
+        self._optimizers[tenant].zero_grad()
 
 
 def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
-    base = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    config = LoraConfig(r=args.rank, lora_alpha=32, target_modules=TARGETS)
-    model = get_peft_model(base, config, adapter_name="t0")
-    for tenant in range(1, args.tenants):
-        model.add_adapter(f"t{tenant}", config)
-    optimizers, batches = [], []
-    for tenant in range(args.tenants):
-        model.set_adapter(f"t{tenant}")
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizers.append(torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True))
-        rng = np.random.default_rng(tenant)
-        batches.append(torch.from_numpy(rng.integers(0, VOCAB, (args.batch, args.length + 1))))
-
-    def step() -> None:
-        for tenant, ids in enumerate(batches):
-            model.set_adapter(f"t{tenant}")
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
-            )
-            loss.backward()
-            optimizers[tenant].step()
-            optimizers[tenant].zero_grad()
-
-    step()
+    hand = ByHand(args.model, args.tenants, args.rank, dtype=torch.float32, device="cpu")
+    vocab, shape = hand.model.config.vocab_size, (args.batch, args.length + 1)
+    batches = [
+        torch.from_numpy(np.random.default_rng(tenant).integers(0, vocab, shape))
+        for tenant in range(args.tenants)
+    ]
+    hand.loop(batches)
     began = time.perf_counter()
     for _ in range(args.steps):
-        step()
+        hand.loop(batches)
     elapsed = time.perf_counter() - began
     tokens = args.steps * args.tenants * args.batch * args.length
     print(json.dumps({"tokens_per_s": tokens / elapsed, "s_per_step": elapsed / args.steps}))

@@ -1,0 +1,104 @@
+"""A mixed cycle of the engine against PEFT, tenant after tenant and as one mixed batch."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench.cycle.load import RANK, create_runs, cycle
+from bench.peft_loop import ByHand
+from bench.timing import alternate, timed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bench.cycle.load import Load
+    from bench.timing import Work
+    from cotrain_workers.engine import Engine
+
+
+def measure_by_hand(
+    model: Path,
+    load_engine: Callable[[], Engine],
+    load: Load,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    mixed_tokens: int,
+    rounds: int,
+    until: float,
+) -> list[dict[str, Any]]:
+    """Time the three ways in alternation, once for each number of tenants.
+
+    PEFT comes first, so that an engine which measures free memory leaves it its own; then both use one
+    copy of the base model. A way that runs out of memory says so in place of its times.
+    """
+    rows = []
+    for tenants in load.tenants:
+        hand = ByHand(str(model), tenants, RANK, dtype=dtype, device=device)
+        vocab = hand.model.config.vocab_size
+        batches = load.batches(tenants, vocab, device)
+        ways: dict[str, Work] = {
+            "loop": lambda h=hand, b=batches: h.loop(b),
+            "mixed": lambda h=hand, b=batches: h.mixed(b, mixed_tokens),
+        }
+        lost = [name for name, way in ways.items() if not fits(way, device)]
+        engine = load_engine()
+        hand.share_base(weights_of(engine))
+        create_runs(engine, tenants)
+        ways = {"ours": cycle(engine, load, tenants)} | {
+            name: way for name, way in ways.items() if name not in lost
+        }
+        took = alternate(ways, device, rounds=rounds, until=until)
+        rows.append(row_of(load, tenants, took) | {"out_of_memory": lost})
+        del ways, engine, hand
+        forget(device)
+    return rows
+
+
+def row_of(load: Load, tenants: int, took: dict[str, Any]) -> dict[str, Any]:
+    """Return times, and those of PEFT over ours: above 1 ours is faster."""
+    ours = took["ours"]
+    row = {
+        "tenants": tenants,
+        "length": load.length,
+        "tokens": load.tokens,
+        "tokens_per_s": load.tokens / ours.wall_s,
+        "wall_s": ours.wall_s,
+        "cpu_s": ours.cpu_s,
+    }
+    for name in took.keys() - {"ours"}:
+        row |= {
+            f"{name}_wall_s": took[name].wall_s,
+            f"{name}_cpu_s": took[name].cpu_s,
+            f"over_{name}": took[name].wall_s / ours.wall_s,
+            f"over_{name}_cpu": took[name].cpu_s / ours.cpu_s,
+        }
+    return row
+
+
+def fits(work: Work, device: str) -> bool:
+    """Return whether memory is enough."""
+    try:
+        timed(work, device)
+    except torch.OutOfMemoryError:
+        forget(device)
+        return False
+    return True
+
+
+def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return an engine's frozen weights by their names in transformers."""
+    base = engine._base  # nobody but a bench wants them
+    named = {f"model.{name}": value for name, value in base.backbone.state_dict().items()}
+    return named | {"lm_head.weight": base.head_weight}
+
+
+def forget(device: str) -> None:
+    """Give memory back that nobody uses any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

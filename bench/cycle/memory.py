@@ -1,0 +1,131 @@
+"""What an adapter and a token take, measured beside the formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from bench.cycle.load import RANK, Load, create_runs, passes, run, steps
+from bench.model import SHAPES
+from bench.roofline import adapter_bytes
+from bench.timing import synchronize
+from cotrain_workers.activation_memory import layer_bytes_per_token
+
+if TYPE_CHECKING:
+    from cotrain_workers.engine import Engine
+
+
+@dataclass
+class SavedBytes:
+    """What autograd keeps for backward: bytes of distinct storages alive at once, and their peak."""
+
+    now: int = 0
+    peak: int = 0
+    _users_by_storage: dict[int, int] = field(default_factory=dict)
+
+    def keep(self, saved: torch.Tensor) -> Kept | torch.Tensor:
+        """Count a tensor that is saved; weights are kept anyway."""
+        if isinstance(saved, torch.nn.Parameter):
+            return saved
+        return Kept(saved, self)
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Count one more user of a storage."""
+        users = self._users_by_storage.get(storage.data_ptr(), 0)
+        self._users_by_storage[storage.data_ptr()] = users + 1
+        if not users:
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+
+    def remove(self, storage: torch.UntypedStorage) -> None:
+        """Count one user less."""
+        self._users_by_storage[storage.data_ptr()] -= 1
+        if not self._users_by_storage[storage.data_ptr()]:
+            self.now -= storage.nbytes()
+
+
+class Kept:
+    """A saved tensor; the graph lets go of it when its node has run."""
+
+    def __init__(self, tensor: torch.Tensor, counter: SavedBytes) -> None:
+        self.tensor = tensor
+        self._counter = counter
+        counter.add(tensor.untyped_storage())
+
+    def __del__(self) -> None:
+        self._counter.remove(self.tensor.untyped_storage())
+
+
+def measure_memory(engine: Engine, size: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Measure bytes per adapter (CUDA) and per token, beside what the formulas say."""
+    shape = SHAPES[size]
+    few, many = tokens_of_two(device)
+    saved = [saved_bytes(engine, load) for load in (few, many)]
+    row: dict[str, Any] = {
+        "saved_per_token": (saved[1] - saved[0]) / (many.tokens - few.tokens),
+        "ideal_per_token": layer_bytes_per_token(
+            hidden=shape.hidden,
+            intermediate=shape.mlp,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head,
+            layers=shape.layers,
+            value_bytes=dtype.itemsize,
+        ),
+        "ideal_per_adapter": adapter_bytes(shape, RANK, dtype),
+    }
+    if device == "cuda":
+        peaks = [peak_bytes(engine, load) for load in (few, many)]
+        row["peak_per_token"] = (peaks[1] - peaks[0]) / (many.tokens - few.tokens)
+        row["per_adapter"] = bytes_per_new_adapter(engine)
+    return row
+
+
+def tokens_of_two(device: str) -> tuple[Load, Load]:
+    """Return two loads that go through the model at once, one twice the other."""
+    length = 64 if device == "cpu" else 512
+    return Load(2, length, (1,)), Load(4, length, (1,))
+
+
+def saved_bytes(engine: Engine, load: Load) -> int:
+    """Return the peak of what autograd keeps during one pass."""
+    create_runs(engine, 1)
+    counter = SavedBytes()
+    with saved_tensors_hooks(
+        counter.keep, lambda kept: kept.tensor if isinstance(kept, Kept) else kept
+    ):
+        run(engine, passes(load, 1, engine.facts.vocab_size))
+    run(engine, steps(1))
+    return counter.peak
+
+
+def peak_bytes(engine: Engine, load: Load) -> int:
+    """Return the peak of allocated device memory during one pass."""
+    ops = passes(load, 1, engine.facts.vocab_size)
+    run(engine, ops)
+    synchronize("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    run(engine, ops)
+    synchronize("cuda")
+    peak = torch.cuda.max_memory_allocated()
+    run(engine, steps(1))
+    return peak
+
+
+def bytes_per_new_adapter(engine: Engine) -> float:
+    """Return what each of four more adapters takes on the device once it has trained."""
+    load = Load(4, 64, (4,))
+    names = [f"run-{at}" for at in range(4)]
+    for name in names:
+        engine.drop(name)
+    synchronize("cuda")
+    before = torch.cuda.memory_allocated()
+    create_runs(engine, 4)
+    run(engine, passes(load, 4, engine.facts.vocab_size))
+    synchronize("cuda")
+    after = torch.cuda.memory_allocated()
+    run(engine, steps(4))
+    return (after - before) / 4

@@ -1,0 +1,150 @@
+"""Where the time of a cycle goes, by torch's profiler: on CPU the time of each op, on CUDA that of its
+kernels.
+
+LoRA products are told from those of the base by their shapes, the head and the optimizer by the calls
+they happen in. What is left of the wall time is the host: Python, or waiting for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from bench.cycle.load import RANK, create_runs, cycle
+from bench.timing import timed
+from cotrain_workers.head import Head
+from cotrain_workers.wave import Wave
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bench.cycle.load import Load
+    from bench.timing import Work
+    from cotrain_workers.engine import Engine
+
+PHASES = ("embed", "attention", "base GEMM", "LoRA", "elementwise", "head", "optimizer", "host")
+HEAD, WAVE = "cotrain: head", "cotrain: wave"
+GEMMS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")
+#: One adapter's rank, or those of modules that share an input; no other side of a matrix is so short.
+RANKS = (RANK, 2 * RANK, 3 * RANK)
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op as the profiler saw it."""
+
+    name: str
+    shapes: Sequence[Sequence[int]]  # of its tensors
+    in_head: bool
+    after_wave: bool
+
+
+def phase_of(op: Op) -> str:
+    """Return where an op belongs."""
+    if op.after_wave:
+        return "optimizer"
+    if op.in_head:
+        return "head"
+    if op.name == "aten::embedding":
+        return "embed"
+    if "attention" in op.name or "varlen" in op.name or "flash" in op.name or "flex" in op.name:
+        return "attention"
+    if "grouped_mm" in op.name:
+        return "LoRA"
+    if op.name in GEMMS:
+        matrices = [shape for shape in op.shapes if len(shape) >= 2]
+        is_low = any(side in RANKS for shape in matrices for side in shape[-2:])
+        return "LoRA" if is_low else "base GEMM"
+    return "elementwise"
+
+
+def measure_phases(engine: Engine, load: Load, tenants: int, device: str) -> dict[str, Any]:
+    """Profile one cycle; return milliseconds by phase, and on CUDA launches and waits."""
+    create_runs(engine, tenants)
+    work = cycle(engine, load, tenants)
+    plain_s = min(timed(work, device) for _ in range(2))
+    events, wall_s = profiled(work, device)
+    spent, calls = add_up(events, device)
+    spent["host"] = max(0.0, 1e3 * wall_s - sum(spent.values()))
+    row: dict[str, Any] = {
+        "tenants": tenants,
+        "length": load.length,
+        "ms": {phase: spent[phase] for phase in PHASES},
+        "wall_ms": 1e3 * plain_s,
+        "profiled_ms": 1e3 * wall_s,
+        "ops": calls,
+    }
+    if device == "cuda":
+        names = Counter(event.name for event in events)
+        row["launches"] = sum(names[name] for name in LAUNCHES)
+        row["waits"] = sum(names[name] for name in WAITS)
+    return row
+
+
+def profiled(work: Work, device: str) -> tuple[Sequence[Any], float]:
+    """Return the profiler's events of one call, and its wall time in seconds."""
+    activities = [ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with (
+        patch.object(Head, "run", ranged(Head.run, HEAD)),
+        patch.object(Wave, "run", ranged(Wave.run, WAVE)),
+        profile(activities=activities, record_shapes=True) as profiler,
+    ):
+        wall_s = timed(work, device)
+    return profiler.events(), wall_s
+
+
+def ranged(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the function inside a range that the profiler shows."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def add_up(events: Sequence[Any], device: str) -> tuple[Counter[str], int]:
+    """Return milliseconds by phase and the number of ops. Events are torch's `FunctionEvent`."""
+    # Backward has a thread of its own on CUDA, outside every range: after the wave is after its end.
+    ends = [event.time_range.end for event in events if event.name == WAVE and is_host(event)]
+    spent: Counter[str] = Counter()
+    calls = 0
+    for event in events:
+        if not is_host(event) or not is_op(event.name):
+            continue
+        shapes = [shape for shape in event.input_shapes or [] if shape]
+        after = event.time_range.start >= max(ends)
+        op = Op(event.name, shapes, is_inside(event, HEAD), after)
+        own_us = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
+        spent[phase_of(op)] += own_us / 1e3
+        calls += 1
+    return spent, calls
+
+
+def is_host(event: Any) -> bool:
+    """Return whether an event is an op on the host, not one of its kernels."""
+    return bool(event.device_type == torch.autograd.DeviceType.CPU)
+
+
+def is_op(name: str) -> bool:
+    """Return whether it computes: the time of autograd's nodes and of our ranges is Python."""
+    return "::" in name and not name.startswith("autograd::")
+
+
+def is_inside(event: Any, name: str) -> bool:
+    """Return whether an event happened within a range of the same thread."""
+    parent = event.cpu_parent
+    while parent is not None:
+        if parent.name == name:
+            return True
+        parent = parent.cpu_parent
+    return False

@@ -1,0 +1,81 @@
+"""What is measured where, and what we promise of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bench.cycle.load import Load
+
+Figure = Literal["many_over_one", "over_loop", "tokens_per_s"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on one figure of one row: at most `bound` for a cost, else at least."""
+
+    figure: Figure
+    tenants: int
+    length: int
+    bound: float
+
+    def is_kept(self, measured: float) -> bool:
+        """Return whether the promise holds."""
+        return measured <= self.bound if self.figure == "many_over_one" else measured >= self.bound
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes, loads and targets that belong together."""
+
+    sizes: tuple[str, ...]
+    loads: tuple[Load, ...]
+    by_hand: Load  # beside PEFT
+    targets: tuple[Target, ...]
+    rounds: int
+    limit_s: float  # no further round or part begins after it
+    mixed_tokens: int  # PEFT's mixed batch holds dense logits: at most so many tokens at once
+
+
+PRESETS = {
+    "cpu": Preset(
+        sizes=("small",),
+        loads=(Load(64, 64, (1, 4, 16, 64)),),
+        by_hand=Load(64, 64, (4, 16, 64)),
+        targets=(Target("many_over_one", 64, 64, 1.08), Target("over_loop", 64, 64, 1.5)),
+        rounds=5,
+        limit_s=220.0,
+        mixed_tokens=4096,
+    ),
+    "cuda": Preset(
+        sizes=("0.6b", "4b"),
+        loads=(Load(64, 512, (1, 4, 16, 64)),),
+        by_hand=Load(64, 512, (16,)),
+        targets=(Target("many_over_one", 64, 512, 1.05),),
+        rounds=4,
+        limit_s=500.0,
+        mixed_tokens=2048,
+    ),
+    "h200": Preset(
+        sizes=("8b",),
+        loads=(Load(64, 512, (1, 4, 16, 64)), Load(32, 2048, (1, 32))),
+        by_hand=Load(64, 512, (64,)),
+        targets=(
+            Target("tokens_per_s", 32, 2048, 15_000.0),
+            Target("over_loop", 64, 512, 2.5),
+            Target("many_over_one", 64, 512, 1.05),
+        ),
+        rounds=3,
+        limit_s=500.0,
+        mixed_tokens=2048,
+    ),
+    "smoke": Preset(
+        sizes=("tiny",),
+        loads=(Load(4, 40, (1, 4)),),
+        by_hand=Load(4, 40, (4,)),
+        targets=(Target("many_over_one", 4, 40, 1000.0), Target("over_loop", 4, 40, 1000.0)),
+        rounds=1,
+        limit_s=60.0,
+        mixed_tokens=80,
+    ),
+}

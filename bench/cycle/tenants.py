@@ -1,0 +1,57 @@
+"""Many tenants against one with the same tokens, and both against what the machine could do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bench.cycle.load import RANK, create_runs, cycle
+from bench.model import SHAPES
+from bench.roofline import ceiling
+from bench.timing import alternate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bench.cycle.load import Load
+    from bench.roofline import Rates
+    from cotrain_workers.engine import Engine
+
+
+def measure_tenants(
+    engines: Mapping[str, Engine], load: Load, device: str, *, rounds: int, until: float
+) -> list[dict[str, Any]]:
+    """Time cycles of every backend and number of tenants in alternation.
+
+    `engines` by the name of their LoRA backend.
+    """
+    ways = {}
+    for backend, engine in engines.items():
+        create_runs(engine, max(load.tenants))
+        for tenants in load.tenants:
+            ways[backend, tenants] = cycle(engine, load, tenants)
+    took = alternate(ways, device, rounds=rounds, until=until)
+    rows = []
+    for (backend, tenants), best in took.items():
+        one = took[backend, min(load.tenants)]
+        rows.append(
+            {
+                "backend": backend,
+                "tenants": tenants,
+                "length": load.length,
+                "tokens": load.tokens,
+                "wall_s": best.wall_s,
+                "cpu_s": best.cpu_s,
+                "tokens_per_s": load.tokens / best.wall_s,
+                "many_over_one": best.wall_s / one.wall_s,
+                "many_over_one_cpu": best.cpu_s / one.cpu_s,
+            }
+        )
+    return rows
+
+
+def beside_ceiling(row: dict[str, Any], size: str, rates: Rates) -> dict[str, Any]:
+    """Add what the machine could do at best, and the share of it that was reached."""
+    possible = ceiling(
+        SHAPES[size], row["length"], RANK, rates, adapters=row["tenants"], tokens=row["tokens"]
+    )
+    return row | {"ceiling_tokens_per_s": possible, "of_ceiling": row["tokens_per_s"] / possible}

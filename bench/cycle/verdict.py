@@ -1,0 +1,53 @@
+"""Whether a promise was kept; where not, what costs most."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.cycle.presets import Target
+
+    Row = dict[str, Any]
+
+
+def judge(
+    target: Target, tenants: Sequence[Row], by_hand: Sequence[Row], phases: Sequence[Row]
+) -> str:
+    """Return a sentence on one target, from the rows of the parts that ran."""
+    rows = by_hand if target.figure == "over_loop" else tenants
+    found = [
+        row
+        for row in rows
+        if (row["tenants"], row["length"]) == (target.tenants, target.length)
+        and target.figure in row
+    ]
+    where = f"{target.figure} at {target.tenants} tenants, {target.length} tokens a sequence"
+    if not found:
+        return f"not measured: {where} (promised {target.bound:g})"
+    sentences = []
+    for row in found:
+        measured = row[target.figure]
+        name = f"{where}, {row['backend']}" if "backend" in row else where
+        kept = target.is_kept(measured)
+        why = "" if kept else f"; {costliest(target, phases)}"
+        sentences.append(
+            f"{'kept' if kept else 'MISSED'}: {name}: {measured:.4g} (promised {target.bound:g}){why}"
+        )
+    return "\n".join(sentences)
+
+
+def costliest(target: Target, phases: Sequence[Row]) -> str:
+    """Name the phase that costs most: against one tenant where that is what was promised."""
+    ms_by_tenants = {row["tenants"]: row["ms"] for row in phases if row["length"] == target.length}
+    many, one = ms_by_tenants.get(target.tenants), ms_by_tenants.get(1)
+    if many is None:
+        return "no breakdown was measured"
+    if target.figure == "many_over_one" and one is not None:
+        over = {phase: many[phase] - one[phase] for phase in many}
+        worst = max(over, key=over.__getitem__)
+        return f"most of it in {worst}: {over[worst]:.0f} ms more than one tenant takes there"
+    first, second, *_ = sorted(many, key=many.__getitem__, reverse=True)
+    total = sum(many.values())
+    return ", then ".join(f"{each} {many[each] / total:.0%}" for each in (first, second))

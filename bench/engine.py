@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""Measure the training engine without a server: many tenants against one, PEFT, and the machine's limit.
+
+    python bench/engine.py --device cpu|cuda [--preset h200] [--parts tenants,phases] [--out DIR]
+
+Run from the root of the repository; needs torch, transformers, peft, safetensors and numpy (and
+matplotlib, for the picture). Models are Qwen3 shapes with random weights. Parts: `tenants` (the same
+tokens shared by 1 to 64 tenants, beside the roofline), `memory` (bytes against the formulas), `phases`
+(a cycle by phase) and `by_hand` (against PEFT). Ways are timed in alternation; the minimum counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "workers")]
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from bench.cycle import tables  # noqa: E402
+from bench.cycle.by_hand import forget, measure_by_hand  # noqa: E402
+from bench.cycle.memory import measure_memory  # noqa: E402
+from bench.cycle.phases import measure_phases  # noqa: E402
+from bench.cycle.plot import plot  # noqa: E402
+from bench.cycle.presets import PRESETS  # noqa: E402
+from bench.cycle.tenants import beside_ceiling, measure_tenants  # noqa: E402
+from bench.cycle.verdict import judge  # noqa: E402
+from bench.machine import machine, show  # noqa: E402
+from bench.model import SHAPES, build  # noqa: E402
+from bench.roofline import measure_rates  # noqa: E402
+from cotrain_workers.engine import Engine  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bench.cycle.presets import Preset
+
+PARTS = ("tenants", "memory", "phases", "by_hand")
+#: How much of the time limit has passed when a part may begin no further round.
+SHARE = {"tenants": 0.45, "by_hand": 0.9}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One call: what to measure, how long it may take, where it goes."""
+
+    args: argparse.Namespace
+    preset: Preset
+    began: float  # of time.monotonic
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the base model."""
+        return torch.float32 if self.args.device == "cpu" else torch.bfloat16
+
+    def until(self, part: str) -> float:
+        """Return when a part ought to stop."""
+        return self.began + SHARE[part] * self.preset.limit_s
+
+    def engine(self, model: Path, backend: str) -> Engine:
+        """Load an engine with the settings of the command line."""
+        settings: dict[str, Any] = {
+            "lora_backend": None if backend == "default" else backend,
+            "recompute": self.args.recompute,
+            "micro_batch_tokens": self.args.micro_batch_tokens,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        return Engine.load(str(model), device=self.args.device, dtype=self.dtype, **given)
+
+    def parts(self, size: str, model: Path) -> Iterator[tuple[str, Any]]:
+        """Measure and yield one part after the other, as far as time allows."""
+        device, asked = self.args.device, self.args.parts
+        # Engines of two backends side by side where that is cheap, so that they are alternated, too.
+        together = (
+            [self.args.lora_backend] if device == "cpu" else [[b] for b in self.args.lora_backend]
+        )
+        for backends in together:
+            engines = {backend: self.engine(model, backend) for backend in backends}
+            if "tenants" in asked:
+                for load in self.preset.loads:
+                    yield (
+                        "tenants",
+                        measure_tenants(
+                            engines,
+                            load,
+                            device,
+                            rounds=self.args.rounds,
+                            until=self.until("tenants"),
+                        ),
+                    )
+            engine = engines[backends[0]]
+            if "phases" in asked and self.has_time():
+                yield "phases", list(self.phases(engine, backends[0]))
+            if "memory" in asked and self.has_time():
+                yield "memory", [measure_memory(engine, size, self.dtype, device)]
+            del engine, engines
+            forget(device)
+        if "by_hand" in asked and self.has_time():
+            yield (
+                "by_hand",
+                measure_by_hand(
+                    model,
+                    lambda: self.engine(model, self.args.lora_backend[0]),
+                    self.preset.by_hand,
+                    dtype=self.dtype,
+                    device=device,
+                    mixed_tokens=self.preset.mixed_tokens,
+                    rounds=self.args.rounds,
+                    until=self.until("by_hand"),
+                ),
+            )
+
+    def phases(self, engine: Engine, backend: str) -> Iterator[dict[str, Any]]:
+        """Profile the fewest and the most tenants of every load."""
+        for load in self.preset.loads:
+            for tenants in (min(load.tenants), max(load.tenants)):
+                row = measure_phases(engine, load, tenants, self.args.device)
+                yield {"backend": backend, **row}
+
+    def has_time(self) -> bool:
+        """Return whether another part may begin."""
+        if time.monotonic() < self.began + self.preset.limit_s * SHARE["by_hand"]:
+            return True
+        print("out of time: the rest is left out (--parts measures it alone)", flush=True)
+        return False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; 0 whatever was kept: a slow machine is no error."""
+    args = parse(argv)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    preset = PRESETS[args.preset]
+    if args.sizes:
+        preset = dataclasses.replace(preset, sizes=tuple(args.sizes))
+    args.rounds = args.rounds or preset.rounds
+    bench = Bench(args, preset, time.monotonic())
+    report: dict[str, Any] = {"machine": machine(args.device), "preset": args.preset, "sizes": {}}
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"engine-{args.preset}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    with tempfile.TemporaryDirectory() as scratch:
+        for size in preset.sizes:
+            model = build((args.models or Path(scratch)) / size, size, bench.dtype, args.device)
+            forget(args.device)
+            measure_size(bench, size, model, report, path)
+    print(f"wrote {path}")
+    if plot(report, path.with_suffix(".png")):
+        print(f"wrote {path.with_suffix('.png')}")
+    else:
+        print("no picture: matplotlib is not installed")
+    return 0
+
+
+def measure_size(bench: Bench, size: str, model: Path, report: dict[str, Any], path: Path) -> None:
+    """Measure one model; the report is written after each part, so that a killed run leaves some."""
+    rates = measure_rates(bench.args.device, bench.dtype)
+    parts: dict[str, Any] = report["sizes"].setdefault(size, {})
+    for part, rows in bench.parts(size, model):
+        rates = rates.fastest(measure_rates(bench.args.device, bench.dtype))
+        parts.setdefault(part, []).extend(rows)
+        parts["rates"] = dataclasses.asdict(rates)
+        parts["tenants"] = [beside_ceiling(row, size, rates) for row in parts.get("tenants", [])]
+        report["load_at_end"] = os.getloadavg()
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    parts["verdicts"] = [
+        judge(target, *(parts.get(name, []) for name in ("tenants", "by_hand", "phases")))
+        for target in bench.preset.targets
+    ]
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print_size(size, parts)
+
+
+def print_size(size: str, parts: dict[str, Any]) -> None:
+    """Print the tables of one model."""
+    print(f"\n## {size}")
+    show(parts.get("rates", {}))
+    for name, formats in (
+        ("tenants", tables.TENANTS),
+        ("by_hand", tables.BY_HAND),
+        ("memory", tables.MEMORY),
+    ):
+        if parts.get(name):
+            print(f"\n{name}\n{tables.table(parts[name], formats)}")
+    if parts.get("phases"):
+        print(f"\nphases\n{tables.phase_table(parts['phases'])}")
+    print("\n" + "\n".join(parts["verdicts"]), flush=True)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--preset", choices=tuple(PRESETS), help="default: the device's name")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--models", type=Path, help="where to keep the random models between calls")
+    parser.add_argument("--sizes", type=names, help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--parts", type=names, default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--lora-backend", type=names, default=["default"], help="seg,grouped,auto")
+    parser.add_argument("--recompute", choices=("auto", "always", "never"))
+    parser.add_argument("--micro-batch-tokens", type=int)
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0)
+    args = parser.parse_args(argv)
+    args.preset = args.preset or args.device
+    return args
+
+
+def names(text: str) -> list[str]:
+    """Split a list of names."""
+    return text.split(",")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

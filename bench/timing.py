@@ -1,0 +1,67 @@
+"""How long work takes: wall time and this process's CPU time, in alternated rounds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Took:
+    """The smallest times of some rounds, in seconds; each minimum may be of another round."""
+
+    wall_s: float
+    cpu_s: float
+
+    def fastest(self, other: Took) -> Took:
+        """Return the smaller of each."""
+        return Took(min(self.wall_s, other.wall_s), min(self.cpu_s, other.cpu_s))
+
+
+def alternate(
+    ways: Mapping[str, Work], device: str, *, rounds: int, until: float
+) -> dict[str, Took]:
+    """Run every way once to warm up, then all of them round by round; return the minima.
+
+    After `until` (of `time.monotonic`) no further round begins, but one is always run.
+    """
+    for work in ways.values():
+        timed(work, device)
+    best: dict[str, Took] = {}
+    for at in range(rounds):
+        if at and time.monotonic() > until:
+            break
+        for name, work in ways.items():
+            took = measure(work, device)
+            best[name] = took.fastest(best.get(name, took))
+    return best
+
+
+def measure(work: Work, device: str) -> Took:
+    """Time one call."""
+    cpu = time.process_time()
+    wall = timed(work, device)
+    return Took(wall, time.process_time() - cpu)
+
+
+def timed(work: Work, device: str) -> float:
+    """Return the wall time of one call in seconds, what it left on the device included."""
+    synchronize(device)
+    began = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
