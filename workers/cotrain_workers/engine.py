@@ -10,7 +10,8 @@ import math
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -36,6 +37,7 @@ from cotrain_workers.ops import (
     Save,
     StepOutput,
 )
+from cotrain_workers.probe import size_micro_batches
 from cotrain_workers.residency import adapter_budget
 from cotrain_workers.wave import Wave
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from cotrain_workers.lora_backend import Choice
     from cotrain_workers.numerics import Numerics
     from cotrain_workers.ops import Op
+    from cotrain_workers.recompute import Choice as Recomputing
     from cotrain_workers.sample_ops import HostWeights, TextOf
     from cotrain_workers.spec import AdapterSpec, Family, Layout, Target
 
@@ -91,8 +94,9 @@ class Engine:
         *,
         device: str = "cpu",
         dtype: torch.dtype | None = None,
-        micro_batch_tokens: int = 8192,
+        micro_batch_tokens: int | Literal["auto"] = "auto",
         head_chunk_rows: int = 1024,
+        recompute: Recomputing = "auto",
         lora_backend: Choice = "auto",
         adapter_bytes: int | None = None,
         host_bytes: int | None = None,
@@ -102,10 +106,12 @@ class Engine:
 
         `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU); those
         at rest are parked in the host's memory, where `host_bytes` is what `runs_over_budget` goes by.
+        `micro_batch_tokens` are measured on CUDA if "auto", and part of the numerics then as ever;
+        "auto" to `recompute` computes decoder layers twice where they do not fit otherwise.
 
         Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
         turns on deterministic algorithms (CUDA) or keeps freed memory (CPU). Raises UnsupportedModel,
-        BackendUnfit, or OSError if there is no such model.
+        BackendUnfit, TooLittleMemory, or OSError if there is no such model.
         """
         place = torch.device(device)
         dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
@@ -114,15 +120,20 @@ class Engine:
         else:
             keep_freed_memory()
         base = load_base_model(model, device=place, dtype=dtype, local_files_only=local_files_only)
-        sizes = (micro_batch_tokens, head_chunk_rows)
         lora = find_backend(lora_backend, base.targets, base.head_weight)
-        wave = Wave(base, lora, micro_batch_tokens=sizes[0], head_chunk_rows=sizes[1])
         if adapter_bytes is None and place.type == "cuda":
             adapter_bytes = cuda_adapter_bytes(place)
+        new_wave = partial(Wave, base, lora, head_chunk_rows=head_chunk_rows)
+        budget = size_micro_batches(
+            base, new_wave, micro_batch_tokens, recompute, adapter_bytes=adapter_bytes or 0
+        )
+        wave = new_wave(
+            micro_batch_tokens=budget.tokens, recompute=recompute, keep_tokens=budget.keep_tokens
+        )
         bank = AdapterBank(
             base.targets, place, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
         )
-        numerics = numerics_of(place, dtype, sizes, lora.name)
+        numerics = numerics_of(place, dtype, (budget.tokens, head_chunk_rows), lora.name)
         return cls(model_facts(model, base, numerics), base, wave, bank)
 
     def run(self, ops: Sequence[Op], between: Callable[[], None] | None = None) -> CycleOutput:
@@ -295,9 +306,7 @@ class Engine:
             return refuse_reverse_kl(op, *limits, layout_of=self.layout_of)
         return refuse_pass(op, *limits)
 
-    def _take_steps(
-        self, ops: Sequence[OptimStep], outputs: dict[tuple[str, int], Output]
-    ) -> None:
+    def _take_steps(self, ops: Sequence[OptimStep], outputs: dict[tuple[str, int], Output]) -> None:
         """Take the optimizer steps of a cycle, at most one of each run."""
         asked = []
         for op in ops:

@@ -97,9 +97,9 @@ def values_on_host(passes: Sequence[OpenPass]) -> list[np.ndarray]:
 
 def per_datum(done: OpenPass, found: np.ndarray) -> list[np.ndarray]:
     """Split what a pass found, one value per target, into its datums."""
-    ends = np.cumsum([math.prod(datum.shape) for datum in done.op.datums])
-    pieces = np.split(found, ends[:-1])
-    return [each.reshape(datum.shape) for each, datum in zip(pieces, done.op.datums, strict=True)]
+    shapes = [datum.shape for datum in done.op.datums]
+    pieces = np.split(found, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [each.reshape(shape) for each, shape in zip(pieces, shapes, strict=True)]
 
 
 def total_loss(done: OpenPass) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Recompute:
     def attach(self, layers: Iterable[nn.Module]) -> None:
         """Let every layer ask this switch each time it is run with gradients."""
         for layer in layers:
-            layer.forward = self._asking(layer.forward)  # type: ignore[method-assign]
+            layer.forward = self._asking(layer.forward)
 
     def _asking(self, forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
