@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from cotrain_workers.lora_backend import Choice
     from cotrain_workers.ops import Op
 
 
@@ -35,9 +36,11 @@ class Alone:
     weight_error: float  # over the largest weight
 
 
-def warmed_up(folder: Path, device: str, dtype: torch.dtype | None) -> Engine:
+def warmed_up(
+    folder: Path, device: str, dtype: torch.dtype | None, lora: Choice = "auto"
+) -> Engine:
     """Return an engine whose tenants have taken one step, so that no B is zero."""
-    engine = Engine.load(str(folder), device=device, dtype=dtype)
+    engine = Engine.load(str(folder), device=device, dtype=dtype, lora_backend=lora)
     engine.run([op for tenant in MIX for op in tenant.ops(0)])
     return engine
 
@@ -47,9 +50,11 @@ def gradient_passes(tenants: Sequence[Tenant] = MIX) -> list[Op]:
     return [op for tenant in tenants for op in tenant.ops(1) if isinstance(op, Pass)]
 
 
-def parity_with_peft(folder: Path, device: str, dtype: torch.dtype) -> Parity:
+def parity_with_peft(
+    folder: Path, device: str, dtype: torch.dtype, lora: Choice = "auto"
+) -> Parity:
     """Run one mixed cycle, then the same passes in PEFT, one tenant and one sequence at a time."""
-    engine = warmed_up(folder, device, dtype)
+    engine = warmed_up(folder, device, dtype, lora)
     before = {tenant.run: engine.state(tenant.run).weights for tenant in MIX}
     mixed = engine.run(gradient_passes()).outputs
     logprob_errors, gradient_errors, loss_errors = [], [], []
@@ -71,10 +76,13 @@ def parity_with_peft(folder: Path, device: str, dtype: torch.dtype) -> Parity:
     return Parity(max(logprob_errors), max(gradient_errors), max(loss_errors))
 
 
-def mixed_against_alone(folder: Path, device: str, dtype: torch.dtype | None) -> Alone:
+def mixed_against_alone(
+    folder: Path, device: str, dtype: torch.dtype | None, lora: Choice = "auto"
+) -> Alone:
     """Run two cycles of all tenants together, and of each alone in an engine of the same kind."""
-    together = Engine.load(str(folder), device=device, dtype=dtype)
-    alone = Engine.load(str(folder), device=device, dtype=dtype)
+    together, alone = (
+        Engine.load(str(folder), device=device, dtype=dtype, lora_backend=lora) for _ in range(2)
+    )
     for cycle in range(2):
         together.run([op for tenant in MIX for op in tenant.ops(cycle)])
         for tenant in MIX:
@@ -86,10 +94,10 @@ def mixed_against_alone(folder: Path, device: str, dtype: torch.dtype | None) ->
     )
 
 
-def bf16_gradient_cosine(folder: Path, device: str) -> float:
-    """Return the worst cosine between a tenant's gradient on a bf16 base and on an fp32 base."""
-    wide = warmed_up(folder, device, torch.float32)
-    narrow = Engine.load(str(folder), device=device, dtype=torch.bfloat16)
+def bf16_gradient_cosine(folder: Path, device: str, lora: Choice = "auto") -> float:
+    """Return the worst cosine between a tenant's gradient on a bf16 base, and that of `seg` on fp32."""
+    wide = warmed_up(folder, device, torch.float32, "seg")
+    narrow = Engine.load(str(folder), device=device, dtype=torch.bfloat16, lora_backend=lora)
     for tenant in MIX:
         narrow.restore(tenant.run, wide.state(tenant.run))
     for engine in (wide, narrow):

@@ -154,7 +154,7 @@ class References:
             )
         ]
         table = SequenceTable(row.lengths, self._device)
-        route = Route(segments, table, self._lora.of(segments))
+        route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
         with self._base.router.use(route):
             hidden = hidden_states(self._base, row)[0]
         return [

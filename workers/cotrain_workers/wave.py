@@ -164,7 +164,7 @@ class Wave:
         piece, *others = batch.pieces
         owner = passes[piece.owner]
         if not others and self._may_recompute and piece.needs_grad and not self._recomputes(batch):
-            self._keep_tokens = batch.padded_tokens - 1  # as the sums stay as they are, before any cut
+            self._keep_tokens = batch.padded_tokens - 1
             waiting.appendleft(batch)
             return
         if not others and piece.last - piece.first == 1:
@@ -203,7 +203,7 @@ class Wave:
             batch.align,
         )
         segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
-        route = Route(segments, table, self._lora.of(segments))
+        route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
         self._base.recompute.is_on = self._recomputes(batch)
         with self._base.router.use(route):
             with torch.set_grad_enabled(batch.needs_grad):
