@@ -43,6 +43,29 @@ async def until(happened: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_a_run_over_the_host_budget_leaves_memory_and_comes_back_the_same(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    run = await server.create("a", "a", LORA)
+    answers = []
+    monkeypatch.setattr(engine._bank, "_host_bytes", 1)
+    with worker(url, tmp_path, engine) as loop:
+        for seq in range(1, len(PROGRAM) + 1):
+            answers += await results(server, run, await submit(server, run, seq, seq))
+            if seq % 4 == 1:
+                await until(lambda: loop._keeper.runs == 0)
+                assert not engine.has(run.id)
+                assert snapshot_files(loop._execution._redis, run, tmp_path)
+    assert answers == expected
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
+
+
 async def test_a_run_that_rests_leaves_memory_and_comes_back_the_same(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:

@@ -65,7 +65,8 @@ def moves_ahead(
             break
         needed.add(run)
         taken += seat.bytes
-    return moves_for(seats, needed, budget)
+    ahead = moves_for(seats, needed, budget)
+    return ahead if ahead.bring else Moves([], [])
 
 
 def on_device(seats: Sequence[Seat]) -> int:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.adamw import adamw
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cotrain_workers import adam
 from cotrain_workers.adam import Due, adamw_steps, gradient_norms, refuse_step
 from cotrain_workers.bank import AdapterBank
 from cotrain_workers.ops import OptimStep
@@ -59,6 +62,100 @@ def test_the_compute_copy_follows_the_weights() -> None:
     views = adapter.layout.views(adapter.weights)["q_proj"]
     assert torch.equal(adapter.compute["q_proj"].b, views.b.bfloat16())
     assert torch.equal(adapter.compute["q_proj"].a, views.a.bfloat16())
+
+
+#: Two groups of equal parameters, whatever is clipped; ranks, sizes and step counts differ.
+GROUPS = (
+    (STEP, 4, 0),
+    (replace(STEP, grad_clip_norm=0.5), 8, 3),
+    (replace(STEP, learning_rate=1e-3), 4, 7),
+    (replace(STEP, grad_clip_norm=1e9), 5, 0),
+    (replace(STEP, learning_rate=1e-3, grad_clip_norm=1e-3), 16, 1),
+)
+
+
+def due_steps(held: AdapterBank, chosen: tuple[int, ...]) -> list[Due]:
+    """Make adapters that have taken some steps, with a gradient each, and the steps they are due."""
+    adapters = []
+    for at in chosen:
+        _, rank, taken = GROUPS[at]
+        adapter = held.create(f"run-{at}", AdapterSpec(rank, seed=at))
+        adapter.step = taken
+        for number, arena in enumerate((adapter.gradient.flat, adapter.m, adapter.v), 10 * at):
+            arena.copy_(torch.rand(len(arena), generator=torch.Generator().manual_seed(number)))
+        adapters.append(adapter)
+    norms = gradient_norms(adapters)
+    return [
+        Due(adapter, GROUPS[at][0], norm)
+        for at, adapter, norm in zip(chosen, adapters, norms, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_steps_together_are_steps_one_by_one_to_the_bit(dtype: torch.dtype) -> None:
+    together, one_by_one = bank(dtype), bank(dtype)
+    every = tuple(range(len(GROUPS)))
+
+    adamw_steps(due_steps(together, every))
+    for at in every:
+        adamw_steps(due_steps(one_by_one, (at,)))
+
+    for at in every:
+        ours, theirs = together.state(f"run-{at}"), one_by_one.state(f"run-{at}")
+        assert ours.digest() == theirs.digest()
+        assert ours.step == GROUPS[at][2] + 1
+
+
+def test_there_is_one_launch_for_each_set_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[int] = []
+
+    def counted(weights: list[torch.Tensor], *args: Any, **settings: Any) -> None:
+        launches.append(len(weights))
+        adamw(weights, *args, **settings)
+
+    monkeypatch.setattr(adam, "adamw", counted)
+    held = bank()
+    steps = due_steps(held, tuple(range(len(GROUPS))))
+    adamw_steps(steps)
+
+    assert sorted(launches) == [2, 3]
+    adamw_steps([])
+    assert len(launches) == 2
+
+
+class HostTransfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the reads of a tensor's values by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(  # type: ignore[explicit-override]
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += "_local_scalar_dense" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_all_norms_come_to_the_host_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = bank()
+    adapters = [due.adapter for due in due_steps(held, (0, 1, 2))]
+    read: list[tuple[int, ...]] = []
+    plain = torch.Tensor.tolist
+
+    def noted(self: torch.Tensor) -> Any:
+        read.append(tuple(self.shape))
+        return plain(self)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", noted)
+    with HostTransfers() as transfers:
+        norms = gradient_norms(adapters)
+
+    assert read == [(3,)]
+    assert transfers.count == 0
+    expected = [float(adapter.gradient.flat.double().norm()) for adapter in adapters]
+    assert norms == pytest.approx(expected, rel=1e-14)
+    assert gradient_norms([]) == []
 
 
 @pytest.mark.parametrize(

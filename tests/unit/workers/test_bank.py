@@ -76,3 +76,29 @@ def test_a_digest_sees_every_part_of_a_state(field: str) -> None:
 
     assert replace(state, **{field: changed}).digest() != state.digest()
     assert bank.state("a").digest() == state.digest()
+
+
+def test_a_version_is_never_that_of_other_weights() -> None:
+    bank = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16)
+    first = bank.create("a", AdapterSpec(4, seed=0))
+    seen = {first.version}
+    first.weights_changed()
+    seen.add(first.version)
+    bank.drop("a")
+    seen.add(bank.create("a", AdapterSpec(4, seed=1)).version)
+
+    assert len(seen) == 3
+
+
+def test_the_compute_copy_is_made_when_asked_and_again_after_a_change() -> None:
+    adapter = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16).create(
+        "a", AdapterSpec(4, seed=0)
+    )
+    assert adapter._compute is None
+    before = adapter.compute["lm_head"].b
+    assert adapter.compute["lm_head"].b is before
+
+    adapter.layout.views(adapter.weights)["lm_head"].b.fill_(2.0)
+    assert not before.any()
+    adapter.weights_changed()
+    assert (adapter.compute["lm_head"].b == 2.0).all()

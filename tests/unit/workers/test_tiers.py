@@ -1,0 +1,182 @@
+"""Adapters at rest are in host memory, and nobody's bits tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.bank import AdapterState
+from cotrain_workers.ops import Create, Failure, Load, OptimStep, Pass, Save, SaveOutput
+from cotrain_workers.spec import AdapterSpec
+from tests.support.training import MIX, random_datum, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.ops import Op
+
+    NewEngine = Callable[..., Engine]
+
+SPEC = AdapterSpec(1, seed=0, train_mlp=False, train_unembed=False)
+STEP = OptimStep("a", 9, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
+
+
+def adapter_bytes(engine: Engine, spec: AdapterSpec) -> int:
+    """Return the fp32 bytes of an adapter that trains."""
+    return 4 * 4 * engine.layout_of(spec).size
+
+
+def most_on_device(engine: Engine) -> Callable[[], int]:
+    """Watch how many bytes of arenas are ever on the device at once."""
+    bank, most, make = engine._bank, [0], engine._bank._make
+
+    def measured(moves: Any) -> None:
+        make(moves)
+        held = [arena for a in bank._adapter_by_run.values() for arena in a.arenas.values()]
+        most[0] = max(most[0], sum(arena.nbytes for arena in held))
+
+    bank._make = measured  # type: ignore[method-assign]
+    return lambda: most[0]
+
+
+def fresh_state(engine: Engine, seed: int) -> AdapterState:
+    """Return a state that differs from another seed's everywhere."""
+    size = engine.layout_of(SPEC).size
+    arenas = torch.rand(3, size, generator=torch.Generator().manual_seed(seed)) * 0.1
+    return AdapterState(SPEC, arenas[0], torch.zeros(size), arenas[1], arenas[2], 5, False)
+
+
+def cycle(runs: list[str], seed: int) -> list[Op]:
+    rng = np.random.default_rng(seed)
+    datums = [random_datum(rng, "cross_entropy", 5) for _ in runs]
+    passes = [Pass(r, 1, [d], "cross_entropy", {}, True) for r, d in zip(runs, datums, strict=True)]
+    return [*passes, *(replace(STEP, run=run) for run in runs)]
+
+
+def test_a_thousand_idle_runs_take_no_more_of_the_device_than_eight(new_engine: NewEngine) -> None:
+    size = adapter_bytes(new_engine(), SPEC)
+    engine, roomy = new_engine(adapter_bytes=8 * size), new_engine()
+    seen = most_on_device(engine)
+    for at in range(1000):
+        engine.restore(f"run-{at}", fresh_state(engine, at))
+    assert engine.parked_runs == 992
+
+    for number in range(6):
+        runs = [f"run-{at}" for at in range(number * 83, 1000, 211)]
+        for run in runs:
+            if not roomy.has(run):
+                roomy.restore(run, fresh_state(roomy, int(run.removeprefix("run-"))))
+        for each in (engine, roomy):
+            answers = each.run(cycle(runs, number)).outputs.values()
+            assert not [answer for answer in answers if isinstance(answer, Failure)]
+
+    assert engine.parked_runs == 992
+    assert 3 * size < seen() <= 8 * size
+    trained = [f"run-{at}" for at in range(1000) if roomy.has(f"run-{at}")]
+    assert len(trained) > 20
+    for run in trained:
+        assert engine.state(run).digest() == roomy.state(run).digest()
+    assert engine.state("run-1").digest() == fresh_state(engine, 1).digest()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_cycle_that_does_not_fit_runs_in_shifts_to_the_same_bits(
+    new_engine: NewEngine, dtype: torch.dtype
+) -> None:
+    together = new_engine(dtype=dtype)
+    tight = new_engine(dtype=dtype, adapter_bytes=1)  # each adapter is a shift by itself
+
+    for number in range(3):
+        ops = [op for tenant in MIX for op in tenant.ops(number)]
+        ours, theirs = tight.run(ops), together.run(ops)
+        assert list(ours.outputs) != []
+        assert ours.tokens == theirs.tokens
+        assert ours.forwards > theirs.forwards
+        assert ours.outputs.keys() == theirs.outputs.keys()
+        tight.prefetch([MIX[number].run])
+    assert tight.parked_runs == len(MIX) - 1
+
+    for tenant in MIX:
+        assert same_bits(tight.state(tenant.run), together.state(tenant.run))
+
+
+def test_a_gradient_that_waits_for_its_step_is_parked_too(new_engine: NewEngine) -> None:
+    roomy, tight = new_engine(), new_engine(adapter_bytes=1)
+    for engine in (roomy, tight):
+        engine.run([Create("a", 0, SPEC), *cycle(["a"], 0)[:1]])
+        pending = engine.state("a")
+        assert pending.grads_pending
+        engine.run([Create("b", 0, SPEC), *cycle(["b"], 1)])
+        assert engine.state("a").digest() == pending.digest()
+        engine.run([replace(STEP, run="a", seq=2)])
+
+    assert tight.state("a").digest() == roomy.state("a").digest()
+    assert tight.state("a").step == 1
+
+
+def test_a_parked_run_can_be_saved_and_loaded(new_engine: NewEngine) -> None:
+    engine = new_engine(adapter_bytes=1)
+    engine.run([Create("a", 0, SPEC), *cycle(["a"], 0)])
+    engine.run([Create("b", 0, replace(SPEC, seed=1))])
+    assert engine._bank["a"].parked
+
+    saved = engine.run([Save("a", 20, optimizer=False)]).outputs["a", 20]
+    assert isinstance(saved, SaveOutput)
+    assert engine._bank["b"].parked
+    engine.run([Load("b", 21, "tinker://x", saved.weights, None, creates=False)])
+
+    assert torch.equal(engine.state("b").weights, engine.state("a").weights)
+
+
+def test_a_dropped_run_leaves_room_wherever_it_was(new_engine: NewEngine) -> None:
+    engine = new_engine(adapter_bytes=1)
+    engine.run([Create("a", 0, SPEC), Create("b", 0, SPEC)])
+    assert engine.parked_runs == 1
+
+    for run in "abab":
+        engine.drop(run)
+
+    assert engine.parked_runs == 0
+    assert not engine.has("a")
+
+
+def test_the_least_used_runs_are_those_over_the_host_budget(new_engine: NewEngine) -> None:
+    size = adapter_bytes(new_engine(), SPEC)
+    engine = new_engine(host_bytes=3 * size)  # on a CPU what is "on the device" is there as well
+    for run in "abcde":
+        engine.restore(run, fresh_state(engine, 0))
+    assert engine.runs_over_budget() == ["a", "b"]
+
+    engine.run(cycle(["a"], 0))
+    assert engine.runs_over_budget() == ["b", "c"]
+    engine.drop("b")
+    engine.drop("c")
+    assert engine.runs_over_budget() == []
+    assert new_engine().runs_over_budget() == []
+
+
+def test_one_step_whose_gradient_is_not_finite_fails_alone(new_engine: NewEngine) -> None:
+    mixed, alone = new_engine(), new_engine()
+    for engine, runs in ((mixed, ["a", "bad", "c"]), (alone, ["a"]), (alone, ["c"])):
+        for run in runs:
+            engine.run([Create(run, 0, replace(SPEC, seed=len(run))), *cycle([run], 0)[:1]])
+    before = mixed.state("bad").weights
+    mixed._bank["bad"].gradient.flat[3] = torch.inf
+
+    outputs = mixed.run([replace(STEP, run=run) for run in ("a", "bad", "c")]).outputs
+    for run in ("a", "c"):
+        alone.run([replace(STEP, run=run)])
+
+    failure, left = outputs["bad", 9], mixed.state("bad")
+    assert isinstance(failure, Failure)
+    assert "not finite" in failure.message
+    assert torch.equal(left.weights, before)
+    assert (bool(left.grads.any()), left.step, left.grads_pending) == (False, 0, False)
+    for run in ("a", "c"):
+        assert mixed.state(run).digest() == alone.state(run).digest()
+        assert mixed.state(run).step == 1
