@@ -24,6 +24,7 @@ from cotrain_workers.assembly import enter_pool
 from cotrain_workers.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine import Engine
 from cotrain_workers.host_memory import free_host_bytes
+from cotrain_workers.known_sizes import KnownSizes
 from cotrain_workers.ops import Create, Datum, Pass
 from cotrain_workers.place import PlaceTaken, await_absence, take_place
 from cotrain_workers.settings import WorkerSettings, pool_of
@@ -46,15 +47,7 @@ def serve(settings: WorkerSettings) -> int:
     device = _device(settings)
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)
-    engine = Engine.load(
-        settings.model_source,
-        device=device,
-        dtype=_DTYPES[settings.dtype],
-        micro_batch_tokens=settings.micro_batch_tokens,
-        adapter_bytes=settings.adapter_bytes or None,
-        host_bytes=settings.host_bytes or free_host_bytes() // 2,
-        local_files_only=settings.offline,
-    )
+    engine = load_engine(settings, device)
     tokens_per_s = measure_throughput(engine)
     tokenizer = publish_tokenizer(
         settings.model_source, pool, settings.tokenizers_dir, local_files_only=settings.offline
@@ -83,6 +76,37 @@ def serve(settings: WorkerSettings) -> int:
         os._exit(EXIT_CODE)  # an orderly end would call the device
     log.info("worker_stopped")
     return 0
+
+
+def load_engine(settings: WorkerSettings, device: str) -> Engine:
+    """Load the engine; a size of micro-batches that is measured is measured once."""
+    asked, known = settings.micro_batch_tokens, KnownSizes(settings.known_sizes_path)
+    circumstances = _circumstances(settings, device)
+    engine = Engine.load(
+        settings.model_source,
+        device=device,
+        dtype=_DTYPES[settings.dtype],
+        micro_batch_tokens=(known.tokens(circumstances) if asked == "auto" else None) or asked,
+        recompute=settings.recompute,
+        adapter_bytes=settings.adapter_bytes or None,
+        host_bytes=settings.host_bytes or free_host_bytes() // 2,
+        local_files_only=settings.offline,
+    )
+    if asked == "auto" and device == "cuda":
+        known.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
+    return engine
+
+
+def _circumstances(settings: WorkerSettings, device: str) -> str:
+    """Name all that the measured size of a micro-batch depends on."""
+    hardware = torch.cuda.get_device_name() if device == "cuda" else device
+    return " ".join(
+        str(each)
+        for each in (
+            settings.model_source, hardware, settings.dtype, torch.__version__,
+            settings.adapter_bytes, settings.recompute,
+        )
+    )  # fmt: skip
 
 
 def measure_throughput(engine: Engine) -> float:

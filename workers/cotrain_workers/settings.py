@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from hashlib import sha256
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -27,8 +27,12 @@ class WorkerSettings(StoreSettings):
     """`auto`: float32 on the CPU, bfloat16 on CUDA."""
     torch_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 leaves torch its own choice. Part of what makes numbers repeat."""
-    micro_batch_tokens: int = Field(default=8192, ge=256)
-    """Tokens one pass of the base model holds at most."""
+    micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=256)] = "auto"
+    """Tokens one pass of the base model holds at most. `auto`: 8,192 on the CPU; on CUDA what memory
+    allows, measured once and written down."""
+    recompute: Literal["auto", "always", "never"] = "auto"
+    """Compute decoder layers a second time instead of keeping what backward needs; `auto`: where it does
+    not fit otherwise. Moves no bit."""
     adapter_bytes: int = Field(default=0, ge=0)
     """Device memory for adapters; 0: a share of a GPU, no limit on a CPU. Runs at rest are parked in
     host memory when it is full, so that it does not limit how many there may be."""
@@ -74,6 +78,11 @@ class WorkerSettings(StoreSettings):
     def weights_dir(self) -> Path:
         """Saved adapters, in folders named after their content."""
         return self.data_dir / "weights"
+
+    @property
+    def known_sizes_path(self) -> Path:
+        """What was measured of micro-batches."""
+        return self.data_dir / "micro_batches.json"
 
     @property
     def recorder_dir(self) -> Path:

@@ -54,6 +54,8 @@ def test_a_worker_may_be_named_like_a_host(worker_id: str) -> None:
         {"device": "tpu"},
         {"dtype": "float16"},
         {"micro_batch_tokens": 255},
+        {"micro_batch_tokens": "many"},
+        {"recompute": "sometimes"},
         {"max_rank": 0},
         {"snapshot_debt_ops": 0},
         {"snapshot_debt_s": 0},
@@ -68,6 +70,15 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(wrong: dict[str, object]
     (name,) = wrong
     with pytest.raises(ValidationError, match=name):
         settings(**wrong)
+
+
+def test_the_size_of_micro_batches_is_a_number_or_left_to_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert settings().micro_batch_tokens == "auto"
+    for given, expected in (("auto", "auto"), ("1024", 1024)):
+        monkeypatch.setenv("COTRAIN_MICRO_BATCH_TOKENS", given)
+        assert settings().micro_batch_tokens == expected
 
 
 def test_a_vllm_sampler_must_say_where_it_is() -> None:
