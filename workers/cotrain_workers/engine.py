@@ -133,7 +133,9 @@ class Engine:
         bank = AdapterBank(
             base.targets, place, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
         )
-        numerics = numerics_of(place, dtype, (budget.tokens, head_chunk_rows), lora.name)
+        numerics = numerics_of(
+            place, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes
+        )
         return cls(model_facts(model, base, numerics), base, wave, bank)
 
     def run(self, ops: Sequence[Op], between: Callable[[], None] | None = None) -> CycleOutput:

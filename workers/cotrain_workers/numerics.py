@@ -25,6 +25,7 @@ class Numerics:
     micro_batch_tokens: int
     head_chunk_rows: int
     lora: str = "seg"  # the backend; recordings from before there was a choice do not name it
+    adapter_bytes: int = 0  # of a GPU, where who computes together moves bits; 0 on a CPU
 
     @property
     def id(self) -> str:
@@ -42,9 +43,16 @@ class Numerics:
 
 
 def numerics_of(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int], lora: str
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    lora: str,
+    adapter_bytes: int | None,
 ) -> Numerics:
-    """Read them off this process; `sizes` are tokens per micro-batch and rows per head chunk."""
+    """Read them off this process; `sizes` are tokens per micro-batch and rows per head chunk.
+
+    `adapter_bytes` decides which adapters of a cycle that are too many compute together.
+    """
     is_cuda = device.type == "cuda"
     return Numerics(
         device=device.type,
@@ -57,6 +65,7 @@ def numerics_of(
         micro_batch_tokens=sizes[0],
         head_chunk_rows=sizes[1],
         lora=lora,
+        adapter_bytes=(adapter_bytes or 0) if is_cuda else 0,
     )
 
 
