@@ -16,6 +16,8 @@ from torch.nn import functional
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from cotrain_workers import flex
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -76,8 +78,10 @@ def packed_attention(
     if attention_mask is not None and attention_mask.numel() > 1:  # one value: ours, of no meaning
         raise NotImplementedError("Packed attention does not implement attention_mask.")
     table = router.route.sequences
-    if softcap is None and varlen_takes(query):
+    if varlen_takes(query, rule):
         return varlen_attention(q, k, v, table, rule)[None], None
+    if flex.takes(q, k, rule):
+        return flex.attention(q, k, v, table, rule)[None], None
     sizes = [stretch.sequences * stretch.length for stretch in table.stretches]
     rows = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
     outs = [
@@ -138,11 +142,13 @@ def softcapped_attention(
     return torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype) @ v
 
 
-def varlen_takes(query: torch.Tensor) -> bool:
-    """Return whether the flash kernel for ragged batches can run on this tensor."""
-    return (
-        query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and bool(varlen_kernel())
-    )
+def varlen_takes(query: torch.Tensor, rule: Rule) -> bool:
+    """Return whether the flash kernel for ragged batches computes this: no cap, 16 bits, and a window
+    only from torch 2.11 on.
+    """
+    can = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and varlen_kernel()
+    has_windows = rule.window is None or "window_size" in varlen_parameters()
+    return bool(can) and rule.softcap is None and has_windows
 
 
 @cache

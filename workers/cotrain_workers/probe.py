@@ -60,10 +60,12 @@ def size_micro_batches(
     unmeasured = 0 if choice == "always" else sys.maxsize
     if device.type != "cuda":
         return Budget(CPU_TOKENS if asked == "auto" else asked, unmeasured)
-    if asked != "auto" and choice != "auto":
-        return Budget(asked, unmeasured)
     taken = torch.cuda.memory_allocated(device)
     bank = AdapterBank(base.targets, device, weight.dtype)
+    # What is checked when first used is so here, and not within a checkpoint, which would record it.
+    probe(new_wave, bank, "never", length=PROBE_LENGTH, tokens=PROBE_LENGTH, needs_grad=False)
+    if asked != "auto" and choice != "auto":
+        return Budget(asked, unmeasured)
     found = measure(base, new_wave, bank, partial(cuda_peak, device))
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
@@ -80,23 +82,32 @@ def measure(base: BaseModel, new_wave: NewWave, bank: AdapterBank, peak: Peak) -
     points = [-(-chunk // length) * length * times for times in (1, 2)]
 
     def line(choice: Choice) -> ActivationModel | None:
-        run = partial(probe, new_wave, bank, choice, length)
-        run(points[0])  # libraries take their workspaces with the first call
-        measured = [(tokens, peak(partial(run, tokens))) for tokens in points]
+        run = partial(probe, new_wave, bank, choice, length=length)
+        run(tokens=points[0])  # libraries take their workspaces with the first call
+        measured = [(tokens, peak(partial(run, tokens=tokens))) for tokens in points]
         fitting = [(tokens, size) for tokens, size in measured if size is not None]
         return fit(fitting) if len(fitting) == len(points) else None
 
     return Activations(kept=line("never"), recomputed=line("always"))
 
 
-def probe(new_wave: NewWave, bank: AdapterBank, choice: Choice, length: int, tokens: int) -> bool:
+def probe(
+    new_wave: NewWave,
+    bank: AdapterBank,
+    choice: Choice,
+    *,
+    length: int,
+    tokens: int,
+    needs_grad: bool = True,
+) -> bool:
     """Run one pass of `tokens` with an adapter on every module; return whether it fitted at once."""
     ids = np.zeros(length, dtype=np.int64)
     datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(length, np.float32)})
-    op = Pass("probe", 1, [datum] * (tokens // length), "cross_entropy", {}, needs_grad=True)
+    datums = [datum] * (tokens // length)
+    op = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=needs_grad)
     adapter = bank.create("probe", AdapterSpec(PROBE_RANK, seed=0))
+    wave = new_wave(micro_batch_tokens=tokens, recompute=choice)
     try:
-        wave = new_wave(micro_batch_tokens=tokens, recompute=choice)
         return wave.run([OpenPass(op, adapter)], None).halvings == 0
     finally:
         bank.drop("probe")

@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
+
+from cotrain_workers.flex import block_mask
+from cotrain_workers.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.nn.attention.flex_attention import BlockMask
 
     from cotrain_workers.attn import Rule
     from cotrain_workers.spec import Layout, Pair
@@ -33,6 +39,7 @@ class SequenceTable:
     stretches: tuple[Stretch, ...] = field(init=False)
     longest: int = field(init=False)
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(init=False, default_factory=dict)
+    _block_masks: dict[int | None, BlockMask] = field(init=False, default_factory=dict)
     _offsets: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -48,8 +55,14 @@ class SequenceTable:
         """Return where each sequence starts, and the end: int32 `[sequences + 1]`."""
         if self._offsets is None:
             ends = list(accumulate(self.lengths, initial=0))
-            self._offsets = torch.tensor(ends, dtype=torch.int32, device=self.device)
+            self._offsets = to_device(np.array(ends, np.int32), self.device)
         return self._offsets
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Return what each row may see, for flex attention."""
+        if window not in self._block_masks:
+            self._block_masks[window] = block_mask(self.lengths, window, self.device)
+        return self._block_masks[window]
 
     def mask(self, length: int, window: int | None) -> torch.Tensor:
         """Return bool `[length, length]`, true where a query may look: back, at most `window` tokens."""

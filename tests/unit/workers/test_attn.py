@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -76,12 +76,14 @@ def test_that_comparison_sees_wrong_positions_and_leaks(
     unpacked = unpacked_logprobs(model_folder(family), datums())
     right = forward.pack_row
 
-    def positions_run_on(sequences: Sequence[np.ndarray], padded: int) -> PackedRow:
+    def positions_run_on(*args: Any) -> PackedRow:
+        row = right(*args)
         # rotary embeddings see distances only
-        return replace(right(sequences, padded), positions=5 * np.arange(padded))
+        return replace(row, positions=5 * np.arange(len(row.ids)))
 
-    def one_long_sequence(sequences: Sequence[np.ndarray], padded: int) -> PackedRow:
-        return replace(right(sequences, padded), lengths=[padded])
+    def one_long_sequence(*args: Any) -> PackedRow:
+        row = right(*args)
+        return replace(row, lengths=[len(row.ids)])
 
     for wrong in (positions_run_on, one_long_sequence):
         monkeypatch.setattr(wave, "pack_row", wrong)

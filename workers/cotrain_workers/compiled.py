@@ -1,0 +1,97 @@
+"""Compile a small pure function for CUDA, and believe it only after a comparison with the function."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Pure = Callable[..., Any]
+
+#: Over the largest value. A kernel that keeps fp32 between two operations where eager rounds to 16 bits
+#: differs by a rounding, and by one more in the backward of a product.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+
+log = logging.getLogger(__name__)
+
+
+def compiled(function: Pure, dims: Sequence[int], examples: Sequence[Any]) -> Pure | None:
+    """Compile a function of tensors for any size in dimension `dims[i]` of its i-th, else of the sizes of
+    `examples`; None if torch cannot, or what it makes is off.
+    """
+    options = reproducible_options()
+    if options is None:
+        log.error(
+            "Nothing is fused: this torch chooses kernels by measuring, so bits would change."
+        )
+        return None
+    kernel = kernel_of(function, options)
+
+    def run(*args: Any) -> Any:
+        for tensor, dim in zip(args, dims, strict=False):
+            torch._dynamo.mark_dynamic(tensor, dim)
+        return kernel(*args)
+
+    return run if is_right(run, function, len(dims), examples) else None
+
+
+def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]) -> bool:
+    """Compare a kernel with its function, forward and backward by the first `tensors` arguments."""
+    inputs, rest = examples[:tensors], examples[tensors:]
+    try:
+        found = difference(
+            lambda *args: kernel(*args, *rest), lambda *args: function(*args, *rest), *inputs
+        )
+    except Exception:  # whatever the compiler does not like
+        log.exception("%s is not fused", function.__name__)
+        return False
+    is_close = found <= TOLERANCE[inputs[0].dtype]
+    if not is_close:
+        log.error("%s is not fused: it would be off by %.3g", function.__name__, found)
+    return is_close
+
+
+@cache
+def kernel_of(function: Pure, options: tuple[str, ...]) -> Pure:
+    """Return the compiled function, one for all modules that use it."""
+    return torch.compile(function, dynamic=False, options=dict.fromkeys(options, True))
+
+
+@cache
+def reproducible_options() -> tuple[str, ...] | None:
+    """Return the options of the compiler under which two processes choose the same kernels; None if it
+    has none.
+    """
+    known = set(torch._inductor.list_options())
+    if "deterministic" not in known:
+        return None
+    # Round where the function rounds, as eager does; without it results are close and not the same.
+    return ("deterministic", *({"emulate_precision_casts"} & known))
+
+
+def difference(ours: Pure, theirs: Pure, *inputs: torch.Tensor) -> float:
+    """Return how far two functions of tensors lie apart, and their gradients: the largest difference
+    over the largest value.
+    """
+    found = [outs_and_gradients(function, inputs) for function in (ours, theirs)]
+    return max(
+        float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
+        for a, b in zip(*found, strict=True)
+    )
+
+
+def outs_and_gradients(function: Pure, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what a function gives, and its gradients for a slope that is not the same everywhere."""
+    leaves = [each.detach().clone().requires_grad_() for each in inputs]
+    with torch.enable_grad():
+        outs = function(*leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        slopes = [torch.linspace(-1, 1, out.numel(), device=out.device) for out in outs]
+        shaped = [s.view(out.shape).to(out.dtype) for s, out in zip(slopes, outs, strict=True)]
+        grads = torch.autograd.grad(outs, leaves, shaped)
+    return [*(out.detach() for out in outs), *grads]

@@ -1,0 +1,181 @@
+"""Attention with a score cap, or a window, over a packed row on CUDA: flex attention, no dense mask.
+
+The flash kernel of `attn.py` knows no score cap (Gemma 2), and before torch 2.11 no window. Which blocks
+of 128 x 128 scores any sequence needs is worked out on the host from the lengths: nothing of size T x T
+exists, and the device is not waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from cotrain_workers.compiled import difference
+from cotrain_workers.transfer import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cotrain_workers.attn import Rule
+    from cotrain_workers.route import SequenceTable
+
+BLOCK = 128
+#: Lengths of the sequences of the start-up comparison: across blocks, short, and a block of their own.
+PROBE = (200, 1, 3, 180, 256)
+#: Over the largest value, of results in 16 bits against fp32: rounded probabilities, twice in backward.
+TOLERANCE = 2e-2
+
+log = logging.getLogger(__name__)
+
+
+def blocks_needed(
+    lengths: Sequence[int], window: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the key blocks that each query block may see: `(first, full_from, full_to)`, int64 each.
+
+    Query block `i` sees keys of the blocks `first[i]` to `i`; in those from `full_from[i]` to
+    `full_to[i]` (one past) every query sees every key.
+    """
+    starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # [T] of the sequence of each row
+    rows = len(starts)
+    top = np.arange(0, rows, BLOCK)  # first query of each block
+    bottom = np.minimum(top + BLOCK, rows) - 1  # last
+    reach = rows if window is None else window
+    first = np.maximum(starts[top], top - reach + 1) // BLOCK
+    # Seen by all queries of a block: keys of the sequence of its last one, that even this one reaches.
+    all_see = np.maximum(starts[bottom], bottom - reach + 1)
+    is_one_sequence = starts[bottom] <= top
+    full_from = np.where(is_one_sequence, -(-all_see // BLOCK), top // BLOCK)
+    full_to = top // BLOCK
+    return first, np.minimum(full_from, full_to), full_to
+
+
+def block_mask(lengths: Sequence[int], window: int | None, device: torch.device) -> BlockMask:
+    """Return what each query of a packed row may see, as flex attention wants it."""
+    first, full_from, full_to = blocks_needed(lengths, window)
+    count = len(first)
+    at = np.arange(count)
+    causal = (at >= first[:, None]) & (at <= at[:, None])  # [query blocks, key blocks]
+    full = (at >= full_from[:, None]) & (at < full_to[:, None])
+    rows = sum(lengths)
+    sequence = to_device(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths), device)  # [T]
+    reach = rows if window is None else window
+
+    def may_look(b: Any, h: Any, query: Any, key: Any) -> Any:
+        back = query - key
+        return (sequence[query] == sequence[key]) & (back >= 0) & (back < reach)
+
+    return BlockMask.from_kv_blocks(
+        *ordered(causal & ~full, device),
+        *ordered(full, device),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=may_look,
+        seq_lengths=(rows, rows),
+    )
+
+
+def ordered(dense: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many blocks each row of `dense` `[n, n]` names, and which: those first, int32."""
+    counts = dense.sum(axis=1).astype(np.int32)
+    which = np.argsort(~dense, axis=1, kind="stable").astype(np.int32)
+    return to_device(counts, device)[None, None], to_device(which, device)[None, None]
+
+
+def takes(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> bool:
+    """Return whether `attention` is to compute this: on CUDA in 16 bits, if it has proved right there."""
+    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    if rule.softcap is None and rule.window is None:
+        return False
+    return is_right(q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: SequenceTable, rule: Rule
+) -> torch.Tensor:
+    """Attend over the whole packed row; all `[T, heads, d]`."""
+    return attend(q, k, v, table.block_mask(rule.window), rule)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, rule: Rule
+) -> torch.Tensor:
+    """Attend within `mask`; all `[T, heads, d]`."""
+    is_shared = q.shape[1] != k.shape[1]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, d]
+    out: torch.Tensor = kernel(q.device.type)(
+        q,
+        k,
+        v,
+        score_mod=None if rule.softcap is None else capped_score(rule.softcap),
+        block_mask=mask,
+        scale=rule.scaling,
+        enable_gqa=is_shared,
+    )
+    return out[0].transpose(0, 1)
+
+
+@cache
+def capped_score(softcap: float) -> Callable[..., torch.Tensor]:
+    """Return the score function of a cap; one function per cap, or each call would compile anew."""
+
+    def cap(score: torch.Tensor, b: Any, h: Any, query: Any, key: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+@cache
+def kernel(device: str) -> Callable[..., Any]:
+    """Return flex attention: compiled on CUDA (uncompiled it holds all scores), as it is elsewhere."""
+    if device != "cuda":
+        return flex_attention
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@cache
+def is_right(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rule: Rule
+) -> bool:
+    """Compare the compiled kernel with dense attention, once, forward and backward.
+
+    `shape` is query heads, key-value heads and head size. A kernel that fails or differs is not used:
+    attention then holds dense masks and scores, and the log says so.
+    """
+    heads, kv_heads, size = shape
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(PROBE), n, size, generator=generator, device=device, dtype=dtype)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    mask = block_mask(PROBE, rule.window, device)
+    try:
+        found = difference(
+            partial(attend, mask=mask, rule=rule), partial(dense, rule=rule), q, k, v
+        )
+    except Exception:  # whatever the compiler does not like
+        log.exception("flex attention cannot run here; dense masks are used")
+        return False
+    if not found < TOLERANCE:
+        log.error("flex attention is off by %.3g; dense masks are used", found)
+    return found < TOLERANCE
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Attend over a row of sequences of the lengths `PROBE`, in fp32 with all scores; `[T, heads, d]`."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))
+    which = torch.repeat_interleave(torch.tensor(PROBE)).to(q.device)
+    at = torch.arange(len(which), device=q.device)
+    back = at[:, None] - at[None, :]
+    seen = (which[:, None] == which) & (back >= 0) & (back < (rule.window or len(which)))
+    scores = q @ k.transpose(-1, -2) * rule.scaling
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
