@@ -139,8 +139,9 @@ class Bench:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; 0 whatever was kept: a slow machine is no error."""
     args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet: Any = transformers.utils.logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
     preset = PRESETS[args.preset]
@@ -169,12 +170,12 @@ def measure_size(bench: Bench, size: str, model: Path, report: dict[str, Any], p
     rates = measure_rates(bench.args.device, bench.dtype)
     parts: dict[str, Any] = report["sizes"].setdefault(size, {})
     for part, rows in bench.parts(size, model):
-        rates = rates.fastest(measure_rates(bench.args.device, bench.dtype))
         parts.setdefault(part, []).extend(rows)
-        parts["rates"] = dataclasses.asdict(rates)
-        parts["tenants"] = [beside_ceiling(row, size, rates) for row in parts.get("tenants", [])]
-        report["load_at_end"] = os.getloadavg()
         path.write_text(json.dumps(report, indent=1) + "\n")
+    rates = rates.fastest(measure_rates(bench.args.device, bench.dtype))
+    parts["rates"] = dataclasses.asdict(rates)
+    parts["tenants"] = [beside_ceiling(row, size, rates) for row in parts.get("tenants", [])]
+    report["load_at_end"] = os.getloadavg()
     parts["verdicts"] = [
         judge(target, *(parts.get(name, []) for name in ("tenants", "by_hand", "phases")))
         for target in bench.preset.targets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     Work = Callable[[], object]
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,15 @@ class Took:
 
 
 def alternate(
-    ways: Mapping[str, Work], device: str, *, rounds: int, until: float
-) -> dict[str, Took]:
+    ways: Mapping[Name, Work], device: str, *, rounds: int, until: float
+) -> dict[Name, Took]:
     """Run every way once to warm up, then all of them round by round; return the minima.
 
     After `until` (of `time.monotonic`) no further round begins, but one is always run.
     """
     for work in ways.values():
         timed(work, device)
-    best: dict[str, Took] = {}
+    best: dict[Name, Took] = {}
     for at in range(rounds):
         if at and time.monotonic() > until:
             break

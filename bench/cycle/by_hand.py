@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +43,8 @@ def measure_by_hand(
         vocab = hand.model.config.vocab_size
         batches = load.batches(tenants, vocab, device)
         ways: dict[str, Work] = {
-            "loop": lambda h=hand, b=batches: h.loop(b),
-            "mixed": lambda h=hand, b=batches: h.mixed(b, mixed_tokens),
+            "loop": partial(hand.loop, batches),
+            "mixed": partial(hand.mixed, batches, mixed_tokens),
         }
         lost = [name for name, way in ways.items() if not fits(way, device)]
         engine = load_engine()

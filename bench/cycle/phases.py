@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.cycle.load import RANK, create_runs, cycle
@@ -43,12 +43,12 @@ class Op:
     name: str
     shapes: Sequence[Sequence[int]]  # of its tensors
     in_head: bool
-    after_wave: bool
+    in_wave: bool
 
 
 def phase_of(op: Op) -> str:
     """Return where an op belongs."""
-    if op.after_wave:
+    if not op.in_wave:
         return "optimizer"
     if op.in_head:
         return "head"
@@ -76,7 +76,7 @@ def measure_phases(engine: Engine, load: Load, tenants: int, device: str) -> dic
     row: dict[str, Any] = {
         "tenants": tenants,
         "length": load.length,
-        "ms": {phase: spent[phase] for phase in PHASES},
+        "ms": spent,
         "wall_ms": 1e3 * plain_s,
         "profiled_ms": 1e3 * wall_s,
         "ops": calls,
@@ -112,18 +112,19 @@ def ranged(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return run
 
 
-def add_up(events: Sequence[Any], device: str) -> tuple[Counter[str], int]:
+def add_up(events: Sequence[Any], device: str) -> tuple[dict[str, float], int]:
     """Return milliseconds by phase and the number of ops. Events are torch's `FunctionEvent`."""
-    # Backward has a thread of its own on CUDA, outside every range: after the wave is after its end.
-    ends = [event.time_range.end for event in events if event.name == WAVE and is_host(event)]
-    spent: Counter[str] = Counter()
+    # By time: backward has a thread of its own on CUDA, where no range is around it.
+    waves = [event.time_range for event in events if event.name == WAVE and is_host(event)]
+    spent = dict.fromkeys(PHASES, 0.0)
     calls = 0
     for event in events:
         if not is_host(event) or not is_op(event.name):
             continue
         shapes = [shape for shape in event.input_shapes or [] if shape]
-        after = event.time_range.start >= max(ends)
-        op = Op(event.name, shapes, is_inside(event, HEAD), after)
+        began = event.time_range.start
+        in_wave = any(wave.start <= began <= wave.end for wave in waves)
+        op = Op(event.name, shapes, is_inside(event, HEAD), in_wave)
         own_us = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
         spent[phase_of(op)] += own_us / 1e3
         calls += 1
@@ -132,12 +133,12 @@ def add_up(events: Sequence[Any], device: str) -> tuple[Counter[str], int]:
 
 def is_host(event: Any) -> bool:
     """Return whether an event is an op on the host, not one of its kernels."""
-    return bool(event.device_type == torch.autograd.DeviceType.CPU)
+    return bool(event.device_type == DeviceType.CPU)
 
 
 def is_op(name: str) -> bool:
-    """Return whether it computes: the time of autograd's nodes and of our ranges is Python."""
-    return "::" in name and not name.startswith("autograd::")
+    """Return whether it computes, as an op or as a compiled kernel: autograd's nodes and ranges are Python."""
+    return ("::" in name and not name.startswith("autograd::")) or name.startswith("triton_")
 
 
 def is_inside(event: Any, name: str) -> bool:

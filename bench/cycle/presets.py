@@ -75,7 +75,7 @@ PRESETS = {
         by_hand=Load(4, 40, (4,)),
         targets=(Target("many_over_one", 4, 40, 1000.0), Target("over_loop", 4, 40, 1000.0)),
         rounds=1,
-        limit_s=60.0,
+        limit_s=600.0,
         mixed_tokens=80,
     ),
 }

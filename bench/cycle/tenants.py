@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from bench.cycle.load import Load
     from bench.roofline import Rates
+    from bench.timing import Work
     from cotrain_workers.engine import Engine
 
 
@@ -24,7 +25,7 @@ def measure_tenants(
 
     `engines` by the name of their LoRA backend.
     """
-    ways = {}
+    ways: dict[tuple[str, int], Work] = {}
     for backend, engine in engines.items():
         create_runs(engine, max(load.tenants))
         for tenants in load.tenants:

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from bench import engine
+from bench.roofline import Rates
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_one_call_measures_every_part_and_writes_it_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "measure_rates", lambda *_: Rates(1e11, 1e10))  # else seconds
+    call = ["--device", "cpu", "--preset", "smoke", "--lora-backend", "seg,grouped"]
+
+    assert engine.main([*call, "--out", str(tmp_path)]) == 0
+
+    (written,) = tmp_path.glob("engine-smoke-*.json")
+    report = json.loads(written.read_text())
+    tiny = report["sizes"]["tiny"]
+    measured = {(row["backend"], row["tenants"]) for row in tiny["tenants"]}
+    assert measured == {("seg", 1), ("seg", 4), ("grouped", 1), ("grouped", 4)}
+    assert {row["tenants"] for row in tiny["by_hand"]} == {4}
+    assert tiny["phases"]
+    assert tiny["memory"]
+    assert {"command", "date", "torch", "load"} <= report["machine"].keys()
+    assert written.with_suffix(".png").exists()
+    printed = capsys.readouterr().out
+    assert "kept: many_over_one at 4 tenants" in printed
+    assert "MISSED: over_loop at 4 tenants" in printed

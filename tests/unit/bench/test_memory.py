@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from bench.cycle.memory import Kept, SavedBytes, measure_memory
+from bench.model import build
+from cotrain_workers.engine import Engine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_what_backward_needs_is_counted_once_and_until_it_has_run() -> None:
+    counter, x = SavedBytes(), torch.ones(1000, requires_grad=True)
+
+    with saved_tensors_hooks(counter.keep, lambda kept: kept.tensor):
+        y = torch.exp(x)  # keeps its result
+        z = (y * y).sum()  # keeps the same, twice
+    assert counter.now == 4000
+
+    z.backward()  # type: ignore[no-untyped-call]
+    assert counter.now == 0
+    assert counter.peak == 4000
+
+
+def test_weights_are_not_counted() -> None:
+    weight = torch.nn.Parameter(torch.ones(10))
+
+    assert not isinstance(SavedBytes().keep(weight), Kept)
+
+
+def test_a_token_keeps_what_the_formula_says_and_what_the_norms_add(tmp_path: Path) -> None:
+    model = str(build(tmp_path, "tiny"))
+
+    row = measure_memory(Engine.load(model), "tiny", torch.float32, "cpu")
+
+    assert 1.0 < row["saved_per_token"] / row["ideal_per_token"] < 2.0
+
+
+@pytest.mark.parametrize("size", ["tiny"])
+def test_recomputed_layers_keep_a_fraction(tmp_path: Path, size: str) -> None:
+    model = str(build(tmp_path, size))
+
+    row = measure_memory(Engine.load(model, recompute="always"), size, torch.float32, "cpu")
+
+    assert row["saved_per_token"] / row["ideal_per_token"] < 0.3

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from bench.cycle.presets import Target
+from bench.cycle.verdict import judge
+
+COST = Target("many_over_one", 64, 512, 1.05)
+SPEED = Target("tokens_per_s", 64, 512, 15_000.0)
+PHASES = [
+    {"tenants": 1, "length": 512, "ms": {"base GEMM": 900.0, "LoRA": 60.0, "head": 100.0}},
+    {"tenants": 64, "length": 512, "ms": {"base GEMM": 910.0, "LoRA": 160.0, "head": 120.0}},
+]
+
+
+def row(**figures: float) -> dict[str, object]:
+    return {"tenants": 64, "length": 512, "backend": "seg", **figures}
+
+
+def test_a_cost_may_be_the_bound_and_no_more() -> None:
+    assert judge(COST, [row(many_over_one=1.05)], [], []).startswith("kept")
+    assert judge(COST, [row(many_over_one=1.06)], [], []).startswith("MISSED")
+
+
+def test_a_speed_must_be_the_bound_or_more() -> None:
+    assert judge(SPEED, [row(tokens_per_s=15_000)], [], []).startswith("kept")
+    assert judge(SPEED, [row(tokens_per_s=14_999)], [], []).startswith("MISSED")
+
+
+def test_a_missed_cost_names_the_phase_that_grew_most() -> None:
+    assert "LoRA: 100 ms more" in judge(COST, [row(many_over_one=1.2)], [], PHASES)
+
+
+def test_a_missed_speed_names_the_largest_phases() -> None:
+    assert "base GEMM 76%, then LoRA 13%" in judge(SPEED, [row(tokens_per_s=1)], [], PHASES)
+
+
+def test_a_part_that_did_not_run_is_no_promise_kept() -> None:
+    others = [{**row(many_over_one=1.0), "tenants": 16}]
+
+    assert judge(COST, others, [], []).startswith("not measured")
+    assert judge(Target("over_loop", 64, 512, 2.5), [], [row()], []).startswith("not measured")
