@@ -71,9 +71,10 @@ class Bench:
     def engine(self, model: Path, backend: str) -> Engine:
         """Load an engine with the settings of the command line."""
         settings: dict[str, Any] = {
-            "lora_backend": None if backend == "default" else backend,
+            "lora_backend": backend,
             "recompute": self.args.recompute,
             "micro_batch_tokens": self.args.micro_batch_tokens,
+            "adapter_bytes": self.args.adapter_bytes,
         }
         given = {name: value for name, value in settings.items() if value is not None}
         return Engine.load(str(model), device=self.args.device, dtype=self.dtype, **given)
@@ -87,6 +88,7 @@ class Bench:
         )
         for backends in together:
             engines = {backend: self.engine(model, backend) for backend in backends}
+            yield "numerics", [dataclasses.asdict(each.facts.numerics) for each in engines.values()]
             if "tenants" in asked:
                 for load in self.preset.loads:
                     yield (
@@ -187,7 +189,9 @@ def measure_size(bench: Bench, size: str, model: Path, report: dict[str, Any], p
 def print_size(size: str, parts: dict[str, Any]) -> None:
     """Print the tables of one model."""
     print(f"\n## {size}")
-    show(parts.get("rates", {}))
+    show(parts["rates"])
+    for each in parts.get("numerics", []):
+        show(each)
     for name, formats in (
         ("tenants", tables.TENANTS),
         ("by_hand", tables.BY_HAND),
@@ -209,9 +213,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="where to keep the random models between calls")
     parser.add_argument("--sizes", type=names, help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--parts", type=names, default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--lora-backend", type=names, default=["default"], help="seg,grouped,auto")
+    parser.add_argument("--lora-backend", type=names, default=["auto"], help="auto, seg, grouped")
     parser.add_argument("--recompute", choices=("auto", "always", "never"))
     parser.add_argument("--micro-batch-tokens", type=int)
+    parser.add_argument("--adapter-bytes", type=int)
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args(argv)

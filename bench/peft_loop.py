@@ -57,6 +57,11 @@ class ByHand:
             self._backward(batch)
             self._step(tenant)
 
+    def switch(self, batches: Batches) -> None:
+        """Do of the loop only the change from one adapter to the next."""
+        for tenant in range(len(batches)):
+            self.model.set_adapter(f"t{tenant}")
+
     def mixed(self, batches: Batches, most_tokens: int) -> None:
         """Train all tenants in batches of at most `most_tokens` tokens, then step one by one."""
         for each in self._parameters:

@@ -8,14 +8,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 TENANTS = {
-    "backend": "{}", "tenants": "{}", "length": "{}", "wall_s": "{:.3f}", "cpu_s": "{:.3f}",
+    "backend": "{}", "tenants": "{}", "length": "{}", "forwards": "{}", "wall_s": "{:.3f}", "cpu_s": "{:.3f}",
     "many_over_one": "{:.3f}", "many_over_one_cpu": "{:.3f}", "tokens_per_s": "{:,.0f}",
     "ceiling_tokens_per_s": "{:,.0f}", "of_ceiling": "{:.0%}",
 }  # fmt: skip
 BY_HAND = {
     "tenants": "{}", "length": "{}", "tokens_per_s": "{:,.0f}", "wall_s": "{:.3f}", "cpu_s": "{:.3f}",
     "loop_wall_s": "{:.3f}", "over_loop": "{:.2f}", "over_loop_cpu": "{:.2f}",
-    "mixed_wall_s": "{:.3f}", "over_mixed": "{:.2f}", "over_mixed_cpu": "{:.2f}",
+    "switch_wall_s": "{:.3f}", "mixed_wall_s": "{:.3f}", "over_mixed": "{:.2f}", "over_mixed_cpu": "{:.2f}",
 }  # fmt: skip
 MEMORY = {
     "per_adapter": "{:,.0f}", "ideal_per_adapter": "{:,.0f}", "saved_per_token": "{:,.0f}",

@@ -10,12 +10,13 @@ from bench.roofline import ceiling
 from bench.timing import alternate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from bench.cycle.load import Load
     from bench.roofline import Rates
     from bench.timing import Work
     from cotrain_workers.engine import Engine
+    from cotrain_workers.ops import CycleOutput
 
 
 def measure_tenants(
@@ -26,10 +27,12 @@ def measure_tenants(
     `engines` by the name of their LoRA backend.
     """
     ways: dict[tuple[str, int], Work] = {}
+    forwards: dict[tuple[str, int], int] = {}
     for backend, engine in engines.items():
         create_runs(engine, max(load.tenants))
         for tenants in load.tenants:
-            ways[backend, tenants] = cycle(engine, load, tenants)
+            key = backend, tenants
+            ways[key] = counted(cycle(engine, load, tenants), key, forwards)
     took = alternate(ways, device, rounds=rounds, until=until)
     rows = []
     for (backend, tenants), best in took.items():
@@ -40,6 +43,7 @@ def measure_tenants(
                 "tenants": tenants,
                 "length": load.length,
                 "tokens": load.tokens,
+                "forwards": forwards[backend, tenants],
                 "wall_s": best.wall_s,
                 "cpu_s": best.cpu_s,
                 "tokens_per_s": load.tokens / best.wall_s,
@@ -48,6 +52,17 @@ def measure_tenants(
             }
         )
     return rows
+
+
+def counted(
+    work: Callable[[], CycleOutput], key: tuple[str, int], forwards: dict[tuple[str, int], int]
+) -> Work:
+    """Return the same work, noting how often it runs the base model."""
+
+    def run() -> None:
+        forwards[key] = work().forwards
+
+    return run
 
 
 def beside_ceiling(row: dict[str, Any], size: str, rates: Rates) -> dict[str, Any]:
