@@ -34,6 +34,7 @@ WORKER = STORE | {
     "HOST_BYTES",
     "ADAPTER_BYTES",
     "RECOMPUTE",
+    "FUSION",
     "MAX_RANK",
     "OFFLINE",
     "SNAPSHOT_DEBT_S",

@@ -20,8 +20,10 @@ from cotrain_workers.adapter_ops import begin, begins_run, load, save, unknown_r
 from cotrain_workers.admission import refuse_pass, refuse_reverse_kl
 from cotrain_workers.bank import AdapterBank, AdapterState
 from cotrain_workers.base_model import load_base_model
+from cotrain_workers.compiled import compiled
 from cotrain_workers.decoder import DecoderSizes, EngineDecoder
 from cotrain_workers.device import check_device
+from cotrain_workers.fusion import fuse
 from cotrain_workers.heap import keep_freed_memory
 from cotrain_workers.lora_backend import find_backend
 from cotrain_workers.numerics import numerics_of
@@ -98,6 +100,7 @@ class Engine:
         head_chunk_rows: int = 1024,
         recompute: Recomputing = "auto",
         lora_backend: Choice = "auto",
+        fusion: bool = True,
         adapter_bytes: int | None = None,
         host_bytes: int | None = None,
         local_files_only: bool = True,
@@ -107,7 +110,8 @@ class Engine:
         `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU); those
         at rest are parked in the host's memory, where `host_bytes` is what `runs_over_budget` goes by.
         `micro_batch_tokens` are measured on CUDA if "auto", and part of the numerics then as ever;
-        "auto" to `recompute` computes decoder layers twice where they do not fit otherwise.
+        "auto" to `recompute` computes decoder layers twice where they do not fit otherwise. `fusion`
+        compiles norms, gates and rotations, on CUDA.
 
         Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
         turns on deterministic algorithms (CUDA) or keeps freed memory (CPU). Raises UnsupportedModel,
@@ -120,6 +124,8 @@ class Engine:
         else:
             keep_freed_memory()
         base = load_base_model(model, device=place, dtype=dtype, local_files_only=local_files_only)
+        fuses = fusion and place.type == "cuda"
+        fused = fuse(base.backbone, base.router, compiled) if fuses else ()
         lora = find_backend(lora_backend, base.targets, base.head_weight)
         if adapter_bytes is None and place.type == "cuda":
             adapter_bytes = cuda_adapter_bytes(place)
@@ -134,7 +140,7 @@ class Engine:
             base.targets, place, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
         )
         numerics = numerics_of(
-            place, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes
+            place, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused
         )
         return cls(model_facts(model, base, numerics), base, wave, bank)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 
 from cotrain_workers import attn, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Numerics:
     head_chunk_rows: int
     lora: str = "seg"  # the backend; recordings from before there was a choice do not name it
     adapter_bytes: int = 0  # of a GPU, where who computes together moves bits; 0 on a CPU
+    fused: str = ""  # what of the base model is compiled: "gate norm rope"
 
     @property
     def id(self) -> str:
@@ -48,6 +53,7 @@ def numerics_of(
     sizes: tuple[int, int],
     lora: str,
     adapter_bytes: int | None,
+    fused: Sequence[str] = (),
 ) -> Numerics:
     """Read them off this process; `sizes` are tokens per micro-batch and rows per head chunk.
 
@@ -66,6 +72,7 @@ def numerics_of(
         head_chunk_rows=sizes[1],
         lora=lora,
         adapter_bytes=(adapter_bytes or 0) if is_cuda else 0,
+        fused=" ".join(fused),
     )
 
 

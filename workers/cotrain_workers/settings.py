@@ -39,6 +39,8 @@ class WorkerSettings(StoreSettings):
     host_bytes: int = Field(default=0, ge=0)
     """Host memory for adapters at rest; 0: half of what is free at the start. Above it, those used
     least recently leave for the disk."""
+    fusion: bool = True
+    """Compile the base model's norms, gates and rotations, on CUDA."""
     max_rank: int = Field(default=128, ge=1, le=1024)
     offline: bool = False
     """Never ask a hub: the base model must be a folder or in the local cache."""
