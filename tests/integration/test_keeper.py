@@ -43,6 +43,33 @@ async def until(happened: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_runs_that_take_turns_on_the_device_train_as_if_there_was_room(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    monkeypatch.setattr(engine._bank, "_adapter_bytes", 1)
+    prefetched: list[str] = []
+    monkeypatch.setattr(engine, "prefetch", prefetched.extend)
+    runs = [await server.create(tenant, tenant, LORA) for tenant in ("a", "b")]
+    answers: dict[str, list[Any]] = {run.id: [] for run in runs}
+    with worker(url, tmp_path, engine) as loop:
+        for seq in range(1, len(PROGRAM) + 1):
+            for run in runs:
+                answers[run.id] += await results(server, run, await submit(server, run, seq, seq))
+        beat = loop._beat()
+    assert beat.runs == 2
+    assert beat.parked_runs == engine.parked_runs >= 1
+    assert set(prefetched) == {run.id for run in runs}
+    for run in runs:
+        assert answers[run.id] == expected
+        assert restored_digest(url, tmp_path, engine, run.id) == digest
+
+
 async def test_a_run_over_the_host_budget_leaves_memory_and_comes_back_the_same(
     server: Stack,
     empty_redis: EmbeddedRedis,
