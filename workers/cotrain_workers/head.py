@@ -1,12 +1,14 @@
 """Log-probabilities of the targets and the gradient of the hidden states, in one visit of each chunk.
 
-No `[T, vocabulary]` tensor exists. Chunks never cross a piece and their boundaries depend on the piece
-alone, so neither log-probabilities nor the head's LoRA gradients depend on a neighbour.
+No `[T, vocabulary]` tensor exists. Pieces are cut into bites, whose boundaries depend on the piece alone:
+losses, log-probabilities and LoRA are computed bite by bite. The products with the frozen weight take many
+bites at once, as a row of theirs has the same bits in any product of `FEWEST_ROWS` or more. So neither
+log-probabilities nor the head's LoRA gradients depend on a neighbour.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,18 +23,23 @@ if TYPE_CHECKING:
     from cotrain_workers.route import Part
 
 
+# As `pack.FINE_STEP`; measured for products of up to 50,257 columns, on one and two threads.
+FEWEST_ROWS = 32
+NEAR = 8  # neighbours in the packed row lie less apart: a piece may begin at a multiple of 8
+
+
 @dataclass(frozen=True)
 class HeadInput:
     """One piece as the head sees it: `n` rows, `K` targets per row."""
 
-    hidden: torch.Tensor  # [n, d]
+    start: int  # its first row in the packed row
+    needs_grad: bool
     targets: torch.Tensor  # int64 [n, K]
     inputs: Mapping[str, torch.Tensor]  # each [n, K]
     datum_lengths: Sequence[int]  # adds up to n
     loss: LossSpec
     config: Mapping[str, float]
     part: Part | None  # the adapter's LoRA on the head
-    hidden_grad: torch.Tensor | None  # [n, d], zero; filled if the piece needs a gradient
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,33 @@ class HeadResult:
 
     found: torch.Tensor  # [n, K]: log-probabilities; or [n]: divergences
     loss: torch.Tensor  # float64 scalar
+
+
+@dataclass
+class Bite:
+    """Rows of one piece that are visited at once, and what was found."""
+
+    given: HeadInput
+    rows: slice  # of the piece
+    is_whole: bool  # it is all of its piece
+    logprobs: torch.Tensor = field(init=False)  # [c, K]
+    slope: torch.Tensor | None = field(init=False, default=None)  # d loss / d logprob, [c, K]
+    total: torch.Tensor | None = field(init=False, default=None)  # its loss, float64
+
+    @property
+    def place(self) -> slice:
+        """Return its rows in the packed row."""
+        return slice(self.given.start + self.rows.start, self.given.start + self.rows.stop)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether its loss needs no log-probability of another bite."""
+        return self.is_whole or self.given.loss.per_token
+
+    @property
+    def goes_back(self) -> bool:
+        """Return whether a visit can go on to the gradient."""
+        return self.given.needs_grad and (self.is_ready or self.slope is not None)
 
 
 class Head:
@@ -52,53 +86,111 @@ class Head:
         self._chunk_rows = chunk_rows
 
     @torch.no_grad()
-    def run(self, given: HeadInput) -> HeadResult:
-        """Evaluate the loss of a piece; if it needs a gradient, fill `hidden_grad` and add the LoRA's."""
-        if given.hidden_grad is None:
-            return self._forward(given)
-        if given.loss.per_token:
-            return self._one_pass(given)
-        return self._two_passes(given)
+    def run(
+        self, given: Sequence[HeadInput], hidden: torch.Tensor, hidden_grad: torch.Tensor
+    ) -> list[HeadResult]:
+        """Evaluate the losses of some pieces, in the order of their rows in `hidden` `[T, d]`.
 
-    def _forward(self, given: HeadInput) -> HeadResult:
-        logprobs = torch.cat([self._visit(given, rows).logprobs for rows in self._chunks(given)])
-        totals = [
-            value(given.loss, logprobs[rows], loss_inputs(given, rows), given.config)
-            for rows in (self._chunks(given) if given.loss.per_token else datum_rows(given))
-        ]
-        return HeadResult(logprobs, torch.stack(totals).sum())
+        Where they need a gradient, fill their rows of `hidden_grad` `[T, d]` and add the LoRA's.
+        """
+        by_piece = [list(self._bites(each)) for each in given]
+        bites = [bite for of_piece in by_piece for bite in of_piece]
+        for together in self._visits(bites):
+            self._visit(together, hidden, hidden_grad)
+        late = [bite for bite in bites if not bite.is_ready]
+        for of_piece in by_piece:
+            if not of_piece[0].is_ready:
+                judge_by_datum(of_piece)
+        for together in self._visits([bite for bite in late if bite.goes_back]):
+            self._visit(together, hidden, hidden_grad)
+        return [result_of(of_piece) for of_piece in by_piece]
 
-    def _one_pass(self, given: HeadInput) -> HeadResult:
-        found, totals = [], []
-        for rows in self._chunks(given):
-            chunk = self._visit(given, rows)
-            inputs = loss_inputs(given, rows)
-            total, slope = value_and_slope(given.loss, chunk.logprobs, inputs, given.config)
-            chunk.backward(slope)
-            found.append(chunk.logprobs)
-            totals.append(total)
-        return HeadResult(torch.cat(found), torch.stack(totals).sum())
+    def _bites(self, given: HeadInput) -> Iterator[Bite]:
+        rows = len(given.targets)
+        for start in range(0, rows, self._chunk_rows):
+            stop = min(start + self._chunk_rows, rows)
+            yield Bite(given, slice(start, stop), is_whole=stop - start == rows)
 
-    def _two_passes(self, given: HeadInput) -> HeadResult:
-        """Compute all log-probabilities, then the loss of each datum, then visit the chunks again."""
-        logprobs = torch.cat([self._visit(given, rows).logprobs for rows in self._chunks(given)])
-        both = [
-            value_and_slope(given.loss, logprobs[rows], loss_inputs(given, rows), given.config)
-            for rows in datum_rows(given)
-        ]
-        slope = torch.cat([each for _, each in both])
-        for rows in self._chunks(given):
-            self._visit(given, rows).backward(slope[rows])
-        return HeadResult(logprobs, torch.stack([total for total, _ in both]).sum())
+    def _visits(self, bites: Sequence[Bite]) -> Iterator[list[Bite]]:
+        """Put neighbours together, up to the rows of a chunk."""
+        together: list[Bite] = []
+        for bite in bites:
+            if together and not (
+                bite.goes_back == together[0].goes_back
+                and 0 <= bite.place.start - together[-1].place.stop < NEAR
+                and bite.place.stop - together[0].place.start <= self._chunk_rows
+            ):
+                yield together
+                together = []
+            together.append(bite)
+        if together:
+            yield together
 
-    def _chunks(self, given: HeadInput) -> Iterator[slice]:
-        for start in range(0, len(given.targets), self._chunk_rows):
-            yield slice(start, start + self._chunk_rows)
+    def _visit(
+        self, bites: Sequence[Bite], hidden: torch.Tensor, hidden_grad: torch.Tensor
+    ) -> None:
+        rows = enough_rows(bites[0].place.start, bites[-1].place.stop, len(hidden))
+        logits = raw_logits(hidden[rows], self._weight)
+        goes_back = bites[0].goes_back
+        slopes = torch.empty_like(logits)
+        projections = []
+        for bite in bites:
+            grad = hidden_grad[bite.place] if goes_back else None
+            part = bite.given.part
+            to = Projection(self._weight, self._softcap, part, hidden[bite.place], grad)
+            here = slice(bite.place.start - rows.start, bite.place.stop - rows.start)
+            targets = bite.given.targets[bite.rows]
+            bite.logprobs, p = picked_logprobs(to.adapted(logits[here]), targets, slopes[here])
+            if bite.is_ready:
+                judge(bite)
+            if goes_back:
+                assert bite.slope is not None
+                to.through_cap(logit_slope(p, bite.slope, targets))
+            projections.append((to, here))
+        if goes_back:
+            grads = slopes.to(self._weight.dtype)
+            products = torch.mm(grads, self._weight)
+            for to, here in projections:
+                to.finish(grads[here], products[here])
 
-    def _visit(self, given: HeadInput, rows: slice) -> Chunk:
-        grad = None if given.hidden_grad is None else given.hidden_grad[rows]
-        projection = Projection(self._weight, self._softcap, given.part, given.hidden[rows], grad)
-        return Chunk(projection, given.targets[rows])
+
+def enough_rows(start: int, stop: int, limit: int) -> slice:
+    """Return rows around `start` to `stop`, `FEWEST_ROWS` at least if there are as many."""
+    stop = min(max(stop, start + FEWEST_ROWS), limit)
+    return slice(max(0, min(start, stop - FEWEST_ROWS)), stop)
+
+
+def judge(bite: Bite) -> None:
+    """Compute the loss of a bite that needs no other."""
+    if not bite.given.loss.per_token:
+        judge_by_datum([bite])
+        return
+    given, inputs = bite.given, loss_inputs(bite.given, bite.rows)
+    if given.needs_grad:
+        found = value_and_slope(given.loss, bite.logprobs, inputs, given.config)
+        bite.total, bite.slope = found
+    else:
+        bite.total = value(given.loss, bite.logprobs, inputs, given.config)
+
+
+def judge_by_datum(bites: Sequence[Bite]) -> None:
+    """Compute the loss of a piece, all of its bites given, datum by datum."""
+    given = bites[0].given
+    logprobs = torch.cat([bite.logprobs for bite in bites])
+    both = [
+        value_and_slope(given.loss, logprobs[rows], loss_inputs(given, rows), given.config)
+        for rows in datum_rows(given)
+    ]
+    slope = torch.cat([each for _, each in both])
+    for bite in bites:
+        bite.slope = slope[bite.rows]
+    bites[0].total = torch.stack([total for total, _ in both]).sum()
+
+
+def result_of(bites: Sequence[Bite]) -> HeadResult:
+    """Put together what was found of a piece."""
+    totals = [bite.total for bite in bites if bite.total is not None]
+    return HeadResult(torch.cat([bite.logprobs for bite in bites]), torch.stack(totals).sum())
 
 
 def datum_rows(given: HeadInput) -> Iterator[slice]:
@@ -127,15 +219,30 @@ def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def picked_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor
+    logits: torch.Tensor, targets: torch.Tensor, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities of `targets` `[c, K]`, and all probabilities `[c, V]`."""
+    """Return the log-probabilities of `targets` `[c, K]`, and all probabilities `[c, V]`, in `out`."""
     peak = logits.amax(dim=-1, keepdim=True)
     picked = logits.gather(1, targets)
-    probabilities = torch.softmax(logits, dim=-1)
+    probabilities = torch.softmax(logits, dim=-1, out=out)
     # logsumexp without another pass of exp: the largest probability is exp(peak - logsumexp).
     top = probabilities.amax(dim=-1, keepdim=True)
     return picked.sub_(peak).add_(top.log_()), probabilities
+
+
+def logit_slope(
+    probabilities: torch.Tensor, slope: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """Turn probabilities `[c, V]`, which it overwrites, into d loss / d logits, given d loss / d logprob
+    `[c, K]`: `d loss / d logit_v = sum_k slope_k (1[v = target_k] - p_v)`.
+    """
+    grad = probabilities.mul_(-slope.sum(dim=1, keepdim=True))
+    # One column after the other: two columns of a row may name the same token, and adding both in one
+    # call would need atomics on CUDA.
+    for column in range(slope.shape[1]):
+        at = targets[:, column : column + 1]
+        grad.scatter_(1, at, grad.gather(1, at) + slope[:, column : column + 1])
+    return grad
 
 
 class Projection:
@@ -162,7 +269,17 @@ class Projection:
 
     def logits(self) -> torch.Tensor:
         """Return a new tensor `[c, V]`, fp32 under a 16-bit base."""
-        logits = raw_logits(self._hidden, self._weight)
+        return self.adapted(raw_logits(self._hidden, self._weight))
+
+    def backward(self, slope: torch.Tensor) -> None:
+        """Given d loss / d logits `[c, V]`, which it overwrites, write d loss / d hidden and add the
+        LoRA gradients.
+        """
+        grad = self.through_cap(slope).to(self._weight.dtype)
+        self.finish(grad, torch.mm(grad, self._weight))
+
+    def adapted(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply LoRA and cap to raw logits `[c, V]`, in place."""
         if self._part is not None:
             self._low = torch.mm(self._part.weights.a, self._hidden.t())
             add_product(logits, self._low.t(), self._part.weights.b.t(), self._part.scale)
@@ -170,14 +287,14 @@ class Projection:
             self._capped = torch.tanh(logits / self._softcap)
         return capped(logits, self._softcap)
 
-    def backward(self, slope: torch.Tensor) -> None:
-        """Given d loss / d logits `[c, V]`, which it overwrites, write d loss / d hidden and add the
-        LoRA gradients.
+    def through_cap(self, slope: torch.Tensor) -> torch.Tensor:
+        """Turn d loss / d logits into that by the logits before the cap, in place."""
+        return slope if self._capped is None else slope.mul_(1 - self._capped**2)
+
+    def finish(self, grad: torch.Tensor, hidden_grad: torch.Tensor) -> None:
+        """Given `grad`, d loss / d raw logits `[c, V]`, and its product with the weight `[c, d]`, write
+        d loss / d hidden and add the LoRA gradients.
         """
-        if self._capped is not None:
-            slope.mul_(1 - self._capped**2)
-        grad = slope.to(self._weight.dtype)
-        hidden_grad = torch.mm(grad, self._weight)
         if self._part is not None:
             assert self._low is not None
             assert self._part.grads is not None
@@ -187,27 +304,3 @@ class Projection:
             add_product(self._part.grads.a, low_grad, self._hidden, self._part.scale)
         assert self._hidden_grad is not None
         self._hidden_grad.copy_(hidden_grad)
-
-
-class Chunk:
-    """Some rows of a piece, visited: the log-probabilities of their targets, and the way back."""
-
-    logprobs: torch.Tensor  # of the targets, [c, K], fp32 (fp64 under an fp64 base)
-
-    def __init__(self, projection: Projection, targets: torch.Tensor) -> None:
-        self._projection = projection
-        self._targets = targets
-        self.logprobs, self._probabilities = picked_logprobs(projection.logits(), targets)
-
-    def backward(self, slope: torch.Tensor) -> None:
-        """Given d loss / d logprob `[c, K]`, pass d loss / d logits on.
-
-        `d loss / d logit_v = sum_k slope_k (1[v = target_k] - p_v)`.
-        """
-        grad = self._probabilities.mul_(-slope.sum(dim=1, keepdim=True))
-        # One column after the other: two columns of a row may name the same token, and adding both in
-        # one call would need atomics on CUDA.
-        for column in range(slope.shape[1]):
-            at = self._targets[:, column : column + 1]
-            grad.scatter_(1, at, grad.gather(1, at) + slope[:, column : column + 1])
-        self._projection.backward(grad)

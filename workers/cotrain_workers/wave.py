@@ -43,9 +43,7 @@ if TYPE_CHECKING:
     from cotrain_workers.reverse_kl import Referred
     from cotrain_workers.route import Part
 
-    States = tuple[
-        torch.Tensor, torch.Tensor | None
-    ]  # hidden [n, d] and its gradient, to be filled
+    States = tuple[torch.Tensor, torch.Tensor]  # hidden [n, d] and its gradient, to be filled
 
 
 @dataclass
@@ -249,39 +247,39 @@ class Wave:
     ) -> tuple[list[HeadResult], torch.Tensor]:
         hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
         part_by_start = {part.start: part for part in route.lora.parts(UNEMBED)}
-        results = []
+        inputs: list[HeadInput] = []
+        results: dict[Piece, HeadResult] = {}
         for piece, segment in zip(batch.pieces, route.segments, strict=True):
-            rows = slice(segment.start, segment.stop)
             op, part = passes[piece.owner].op, part_by_start.get(segment.start)
-            states = (hidden[rows], hidden_grad[rows] if piece.needs_grad else None)
             if isinstance(op, ReverseKl):
-                result = self._compare(op, piece, part, states, referred[piece])
+                rows = slice(segment.start, segment.stop)
+                states = (hidden[rows], hidden_grad[rows])
+                results[piece] = self._compare(op, piece, part, states, referred[piece])
             else:
-                result = self._evaluate(op, piece, part, states)
-            results.append(result)
-        return results, hidden_grad
+                inputs.append(self._input(op, piece, part, segment.start))
+        found = iter(self._head.run(inputs, hidden, hidden_grad))
+        in_order = [results[piece] if piece in results else next(found) for piece in batch.pieces]
+        return in_order, hidden_grad
 
-    def _evaluate(self, op: Pass, piece: Piece, part: Part | None, states: States) -> HeadResult:
-        """Evaluate the loss of a piece of a pass."""
+    def _input(self, op: Pass, piece: Piece, part: Part | None, start: int) -> HeadInput:
+        """Return a piece of a pass as the head wants it."""
         loss, datums = LOSSES[op.loss_fn], op.datums[piece.first : piece.last]
-        given = HeadInput(
-            hidden=states[0],
+        return HeadInput(
+            start=start,
+            needs_grad=piece.needs_grad,
             targets=self._column(datums, TARGETS, torch.int64),
             inputs={name: self._column(datums, name, self._loss_dtype) for name in loss.inputs},
             datum_lengths=[len(datum.tokens) for datum in datums],
             loss=loss,
             config={**loss.defaults, **op.loss_config},
             part=part,
-            hidden_grad=states[1],
         )
-        return self._head.run(given)
 
     def _compare(
         self, op: ReverseKl, piece: Piece, part: Part | None, states: States, referred: Referred
     ) -> HeadResult:
         """Evaluate the divergences of a piece of a reverse KL; those of weight 0 are left out as 0."""
         datums, (hidden, hidden_grad) = op.datums[piece.first : piece.last], states
-        assert hidden_grad is not None
         rows = to_device(weighted_rows([datum.tokens for datum in datums], datums), self._device)
         all_weights = np.concatenate([datum.weights for datum in datums])
         weighted = to_device(np.flatnonzero(all_weights), self._device)
