@@ -6,6 +6,7 @@ that was paused while another took its place gets Fenced and must exit.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from dataclasses import asdict, replace
@@ -248,6 +249,24 @@ class Execution:
                 raise SpoolCorrupt(f"The log of run {run} has no seq {seq}.")
             ops.append(QueuedOp.parse(run, seq, envelope.decode()))
         return ops
+
+    def behind(self, step: Step, most: int) -> list[QueuedOp]:
+        """Read the ops that wait behind a step's, of its runs: of each run at most so many, in order, up
+        to the first gap. They may never be planned.
+        """
+        last = {op.run: op.seq for op in step.ops}  # of one run, in order
+        pipeline = self._redis.pipeline(transaction=False)
+        for run, seq in last.items():
+            seqs = range(seq + 1, seq + 1 + most)
+            pipeline.hmget(keys.ops(self.pool, run), [str(each) for each in seqs])
+        found = []
+        for (run, seq), envelopes in zip(last.items(), pipeline.execute(), strict=True):
+            waiting = itertools.takewhile(lambda each: each is not None, envelopes)
+            found += [
+                QueuedOp.parse(run, at, envelope.decode())
+                for at, envelope in enumerate(waiting, start=seq + 1)
+            ]
+        return found
 
     def stored_result(self, op: QueuedOp) -> Result | None:
         """Read the committed result of an op, whole, if it has not expired and its file is there."""

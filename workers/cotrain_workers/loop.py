@@ -10,6 +10,7 @@ import math
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
+from cotrain_workers.ahead import Ahead
 from cotrain_workers.beside import Beside
 from cotrain_workers.heart import Heart, resident_bytes
 from cotrain_workers.outcome import outcome_of
@@ -83,7 +85,8 @@ class WorkerLoop:
         self._keeper = keeper
         self._weights = weights
         self._runs = Runs(execution, keeper, weights)
-        self._runner = StepRunner(engine, execution, self._runs, weights)
+        self._ahead = Ahead(execution)
+        self._runner = StepRunner(engine, execution, self._runs, weights, self._ahead)
         self._sampler = sampler
         self._recorder = recorder
         self._base_model = base_model
@@ -172,7 +175,9 @@ class WorkerLoop:
         try:
             bodies = self._runner.bodies(step, lost)
             self._recorder.begin(step, bodies)
-            outputs, cost = self._runner.run(step, bodies, lost, self._between(deaths))
+            # Not behind a step that killed: what is decoded ahead could be blamed on it.
+            with nullcontext() if deaths else self._ahead.behind(step):
+                outputs, cost = self._runner.run(step, bodies, lost, self._between(deaths))
             failpoint("worker.after_run", (op.request_id for op in step.ops))
             finished = time.time()
             outcome = outcome_of(

@@ -55,7 +55,7 @@ def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failu
                 ),
             )
         case OpKind.FORWARD | OpKind.FORWARD_BACKWARD:
-            return _pass(op, body)
+            return decode_op_pass(op, body)
         case OpKind.REVERSE_KL:
             return reverse_kl_op(op, body, checkpoints)
         case OpKind.OPTIM_STEP:
@@ -71,7 +71,8 @@ def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failu
             return Failure(rejected["error"], rejected["category"])
 
 
-def _pass(op: QueuedOp, body: bytes) -> Pass | Failure:
+def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
+    """Decode a forward or a forward-backward; the same body always gives the same."""
     try:
         request = decode_pass(parse_pass(body))
     except MalformedBody as malformed:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.execution import Execution
     from cotrain_store.messages import QueuedOp, Step
+    from cotrain_workers.ahead import Ahead
     from cotrain_workers.engine import Engine
     from cotrain_workers.ops import CycleOutput, Op, Output
     from cotrain_workers.runs import Between, Runs
@@ -65,9 +66,15 @@ class StepRunner:
     """Runs steps of runs that are in memory. Knows no results and no commits."""
 
     def __init__(
-        self, engine: Engine, execution: Execution, runs: Runs, weights: WeightsStore
+        self,
+        engine: Engine,
+        execution: Execution,
+        runs: Runs,
+        weights: WeightsStore,
+        ahead: Ahead,
     ) -> None:
         self._engine = engine
+        self._ahead = ahead
         self._execution = execution
         self._runs = runs
         self._weights = weights
@@ -129,7 +136,7 @@ class StepRunner:
     def _request(self, op: QueuedOp, body: bytes) -> Op | Failure:
         if op.kind is OpKind.SAVE and not self._weights.make_room(ROOM_WAIT_S):
             return NO_ROOM
-        return engine_op(op, body, self._weights)
+        return self._ahead.take(op, body) or engine_op(op, body, self._weights)
 
     def _in_parts(self, ops: Sequence[Op], step: Step) -> Outputs:
         risks = self.suspicion(step).risks

@@ -1,0 +1,182 @@
+"""Bodies decoded ahead of their step: what is found, what is used, and that nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from cotrain.proto import wire_pb2
+from cotrain_store.messages import LoraSpec, OpKind
+from cotrain_workers import ahead
+from cotrain_workers.ahead import Ahead
+from cotrain_workers.engine import Engine
+from cotrain_workers.ops import Failure, Pass
+from tests.support.bodies import pass_body, sequences
+from tests.support.stack import stack, worker
+from tests.support.tiny_models import build_tiny_qwen3
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages import QueuedOp, Step
+    from tests.support.log import Log
+    from tests.support.redis_server import EmbeddedRedis
+
+BODY = pass_body("r", 1, sequences(0, 2, 9))
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "LOOK_S", 0.001)
+
+
+def look(looker: Ahead, step: Step, count: int) -> None:
+    """Look behind a step until `count` bodies are decoded."""
+    give_up_at = time.monotonic() + 10
+    with looker.behind(step):
+        while len(looker._decoded) != count:
+            assert time.monotonic() < give_up_at, looker._decoded
+            time.sleep(0.001)
+
+
+async def submit_behind(log: Log, *bodies: bytes) -> tuple[Step, list[QueuedOp]]:
+    """Plan a step, and accept bodies behind it."""
+    run = await log.new_run()
+    step = await log.plan()
+    for seq, body in enumerate(bodies, start=1):
+        await log.submit(run, seq, body=body)
+    return step, log.execution.behind(step, 8)
+
+
+async def test_a_body_is_decoded_ahead_and_used_once(log: Log) -> None:
+    step, (op,) = await submit_behind(log, BODY)
+    looker = Ahead(log.execution)
+
+    look(looker, step, 1)
+
+    decoded = looker.take(op, BODY)
+    assert isinstance(decoded, Pass)
+    assert (decoded.run, decoded.seq, len(decoded.datums)) == (op.run, 1, 2)
+    assert looker.take(op, BODY) is None
+
+
+async def test_another_body_or_another_op_is_decoded_in_its_turn(log: Log) -> None:
+    step, (op,) = await submit_behind(log, BODY)
+    looker = Ahead(log.execution)
+
+    look(looker, step, 1)
+
+    assert looker.take(replace(op, seq=2), BODY) is None
+    assert looker.take(op, BODY + b" ") is None
+
+
+async def test_a_body_that_cannot_be_read_fails_as_it_would_in_its_turn(log: Log) -> None:
+    step, (op,) = await submit_behind(log, b"no message")
+    looker = Ahead(log.execution)
+
+    look(looker, step, 1)
+
+    failure = looker.take(op, b"no message")
+    assert isinstance(failure, Failure)
+    assert failure.category == "user"
+
+
+async def test_what_waits_behind_a_step_ends_at_a_gap(log: Log) -> None:
+    run, other = await log.new_run("a"), await log.new_run("b")
+    step = await log.plan()
+    assert log.execution.behind(step, 8) == []
+    for seq in (1, 2, 4):
+        await log.submit(run, seq)
+    await log.submit(other, 1, OpKind.OPTIM_STEP)
+
+    waiting = log.execution.behind(step, 8)
+
+    assert {(op.run, op.seq) for op in waiting} == {(run.id, 1), (run.id, 2), (other.id, 1)}
+    assert [op.kind for op in waiting if op.run == other.id] == [OpKind.OPTIM_STEP]
+    assert len(log.execution.behind(step, 1)) == 2
+
+
+async def test_little_is_held_and_nothing_for_long(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, ops = await submit_behind(log, BODY, BODY, BODY)
+    monkeypatch.setattr(ahead, "MOST_BYTES", 2 * len(BODY))
+    looker = Ahead(log.execution)
+
+    look(looker, step, 2)
+    assert set(looker._decoded) == set(ops[:2])
+
+    look(looker, replace(step, ops=()), 0)
+
+
+async def test_a_redis_that_is_away_ends_the_looking_and_not_the_step(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, _ = await submit_behind(log, BODY)
+    asked = []
+
+    def is_away(step: Step, most: int) -> list[QueuedOp]:
+        asked.append(step)
+        raise RedisConnectionError
+
+    monkeypatch.setattr(log.execution, "behind", is_away)
+    with Ahead(log.execution).behind(step):
+        await asyncio.sleep(0.05)
+
+    assert len(asked) == 1
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
+    return Engine.load(str(folder))
+
+
+async def losses(url: str, folder: Path, engine: Engine) -> list[float]:
+    """Train a run whose requests all wait at once; return each pass's loss."""
+    async with stack(url, folder) as server:
+        run = await server.create("a", "session-a", LoraSpec(rank=2, seed=0))
+        sent = []
+        for step in range(6):
+            sent.append(await server.forward_backward(run, 2 * step + 1, sequences(step, 4, 40)))
+            await server.optim_step(run, 2 * step + 2)
+        with worker(url, folder, engine):
+            results = [await server.result(run, request) for request in sent]
+    engine.drop(run.id)
+    outputs = [wire_pb2.ForwardBackwardOutput.FromString(each.payload) for each in results]
+    return [dict(output.metrics)["loss:sum"] for output in outputs]
+
+
+async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
+    empty_redis: EmbeddedRedis,
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes: list[bool] = []
+    take = Ahead.take
+
+    def noting(self: Ahead, op: QueuedOp, body: bytes) -> Pass | Failure | None:
+        found = take(self, op, body)
+        if op.kind in ahead.PASSES:
+            notes.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Ahead, "take", noting)
+    decoded_ahead = await losses(empty_redis.url, tmp_path / "ahead", engine)
+    assert len(notes) == 6
+    assert any(notes)
+
+    redis_server.flush()
+    notes.clear()
+    monkeypatch.setattr(ahead, "LOOK_S", 3600.0)
+    in_their_turn = await losses(empty_redis.url, tmp_path / "turn", engine)
+
+    assert notes == [False] * 6
+    assert decoded_ahead == in_their_turn
