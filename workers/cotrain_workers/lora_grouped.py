@@ -242,7 +242,7 @@ def find_groups(segments: Sequence[Segment], rows: int, dtype: torch.dtype) -> I
     """
     cuts = list(neighbours(segments))
     starts = [own[0].start for own in cuts]
-    for own, start, stop in zip(cuts, starts, [*starts[1:], rows], strict=True):
+    for own, start, stop in zip(cuts, starts, [*starts, rows][1:], strict=True):
         if own[0].source.layout.targets:
             yield make_groups(own, start, stop, dtype)
 
