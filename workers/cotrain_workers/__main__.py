@@ -88,6 +88,7 @@ def load_engine(settings: WorkerSettings, device: str) -> Engine:
         dtype=_DTYPES[settings.dtype],
         micro_batch_tokens=(known.tokens(circumstances) if asked == "auto" else None) or asked,
         recompute=settings.recompute,
+        lora_backend=settings.lora_backend,
         fusion=settings.fusion,
         adapter_bytes=settings.adapter_bytes or None,
         host_bytes=settings.host_bytes or free_host_bytes() // 2,
@@ -105,7 +106,8 @@ def _circumstances(settings: WorkerSettings, device: str) -> str:
         str(each)
         for each in (
             settings.model_source, hardware, settings.dtype, torch.__version__,
-            settings.adapter_bytes, settings.recompute, settings.fusion,
+            settings.adapter_bytes, settings.recompute, settings.lora_backend,
+            settings.fusion,
         )
     )  # fmt: skip
 

@@ -14,6 +14,8 @@ from cotrain_workers import attn, pack
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cotrain_workers.lora_backend import Choice
+
 
 @dataclass(frozen=True)
 class Numerics:
@@ -28,7 +30,7 @@ class Numerics:
     padding: str
     micro_batch_tokens: int
     head_chunk_rows: int
-    lora: str = "seg"  # the backend; recordings from before there was a choice do not name it
+    lora: Choice = "seg"  # the backend; recordings from before there was a choice do not name it
     adapter_bytes: int = 0  # of a GPU, where who computes together moves bits; 0 on a CPU
     fused: str = ""  # what of the base model is compiled: "gate norm rope"
 
@@ -51,7 +53,7 @@ def numerics_of(
     device: torch.device,
     dtype: torch.dtype,
     sizes: tuple[int, int],
-    lora: str,
+    lora: Choice,
     adapter_bytes: int | None,
     fused: Sequence[str] = (),
 ) -> Numerics:

@@ -84,6 +84,7 @@ def engine_for(facts: CycleFacts, base_model: str | None, device: str | None) ->
         dtype=getattr(torch, numerics.dtype),
         micro_batch_tokens=numerics.micro_batch_tokens,
         head_chunk_rows=numerics.head_chunk_rows,
+        lora_backend=numerics.lora,
         fusion=bool(numerics.fused),
         local_files_only=False,
     )

@@ -33,6 +33,9 @@ class WorkerSettings(StoreSettings):
     recompute: Literal["auto", "always", "never"] = "auto"
     """Compute decoder layers a second time instead of keeping what backward needs; `auto`: where it does
     not fit otherwise. Moves no bit."""
+    lora_backend: Literal["auto", "seg", "grouped"] = "auto"
+    """How LoRA is computed: `seg`, a loop over adapters; `grouped`, one product for all of them; `auto`:
+    `seg` on the CPU, on CUDA by the size of the micro-batch. Part of what makes numbers repeat."""
     adapter_bytes: int = Field(default=0, ge=0)
     """Device memory for adapters; 0: a share of a GPU, no limit on a CPU. Runs at rest are parked in
     host memory when it is full, so that it does not limit how many there may be."""
