@@ -11,7 +11,7 @@ import torch
 
 from cotrain_workers import lora
 from cotrain_workers.open_pass import needs_memory
-from cotrain_workers.ops import Create, OptimStep, Pass, PassOutput
+from cotrain_workers.ops import Create, Failure, OptimStep, Pass, PassOutput
 from cotrain_workers.spec import AdapterSpec
 from tests.support.training import MIX, random_datum, relative_error, same_bits
 
@@ -196,3 +196,52 @@ def test_another_error_is_not_taken_for_want_of_memory(new_engine: NewEngine) ->
     limit_rows(engine, 0, RuntimeError("the device is on fire"))
     with pytest.raises(RuntimeError, match="on fire"):
         engine.run(MIX[0].ops(0)[:2])
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
+def test_the_host_reads_what_a_wave_found_once(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, micro_batch_tokens: int
+) -> None:
+    engine, copies = new_engine(micro_batch_tokens=micro_batch_tokens), []
+    to_host = torch.Tensor.cpu
+
+    def noted(self: torch.Tensor) -> torch.Tensor:
+        copies.append(self.shape)
+        return to_host(self)
+
+    def never(self: torch.Tensor) -> None:
+        raise AssertionError("the host waits for the device")
+
+    engine.run(passes(0)[:1])
+    monkeypatch.setattr(torch.Tensor, "cpu", noted)
+    for name in ("item", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, never)
+    out = engine.run(passes(0)[1:4])
+
+    assert out.forwards == (1 if micro_batch_tokens == 8192 else 2)
+    assert len(copies) == 1
+
+
+def test_a_pass_that_is_not_finite_among_those_of_its_run_leaves_the_others(
+    new_engine: NewEngine,
+) -> None:
+    together, without = new_engine(), new_engine()
+    create, given = one_op("run", [9], AdapterSpec(4, seed=0))
+    assert isinstance(given, Pass)
+    first, last = given, replace(given, seq=3)
+    (datum,) = given.datums
+    weights = np.full_like(datum.inputs["weights"], np.inf)
+    bad = replace(
+        given, seq=2, datums=[replace(datum, inputs={**datum.inputs, "weights": weights})]
+    )
+
+    for order in ([bad, first, last], [first, bad, last]):
+        for engine in (together, without):
+            engine.drop("run")
+        out = together.run([create, *order])
+        without.run([create, first, last])
+
+        failed = [key for key, each in out.outputs.items() if isinstance(each, Failure)]
+        assert failed == [("run", 2)]
+        assert same_bits(together.state("run"), without.state("run"))
+        assert together.state("run").grads_pending

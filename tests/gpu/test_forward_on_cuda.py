@@ -1,0 +1,188 @@
+"""What only CUDA can show of attention, fusion, recomputing, measured memory and a cycle without waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from cotrain_workers import adam, engine, flex, fusion, open_pass
+from cotrain_workers.activation_memory import MOST_TOKENS
+from cotrain_workers.attn import Rule
+from cotrain_workers.bank import AdapterBank
+from cotrain_workers.compiled import compiled
+from cotrain_workers.engine import Engine
+from cotrain_workers.probe import cuda_peak, measure, probe
+from cotrain_workers.wave import Wave
+from tests.support.engine_checks import gradient_passes
+from tests.support.tiny_models import FAMILIES, build_tiny
+from tests.support.training import MIX, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("size", [16, 64, 128, 256])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_compiled_flex_attention_and_its_gradients_are_those_of_dense_attention(
+    size: int, window: int | None, softcap: float | None
+) -> None:
+    rule = Rule(size**-0.5, window, softcap)
+
+    assert flex.is_right(CUDA, torch.bfloat16, (8, 4, size), rule)
+
+
+def test_gemma_2_holds_no_dense_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a dense mask")
+
+    monkeypatch.setattr("cotrain_workers.route.SequenceTable.mask", refuse)
+    loaded = Engine.load(str(build_tiny("gemma2", tmp_path)), device="cuda")
+
+    loaded.run([op for tenant in MIX for op in tenant.ops(0)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", ["norm_then_weight", "norm_with_one"])
+def test_compiled_norms_are_those_of_transformers(function: str, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(1, 64, 1024, device=CUDA).to(dtype), torch.randn(1024, device=CUDA)
+
+    run = compiled(getattr(fusion, function), (1,), (x, weight.to(dtype), 1e-6))
+
+    assert run is not None
+    longer = torch.randn(1, 4096, 1024, device=CUDA, dtype=dtype)
+    ours = run(longer, weight.to(dtype), 1e-6)
+    theirs = getattr(fusion, function)(longer, weight.to(dtype), 1e-6)
+    assert (ours - theirs).abs().max() <= 2**-6 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_model_points_where_the_plain_one_does(tmp_path: Path, family: str) -> None:
+    folder = str(build_tiny(family, tmp_path))
+    fused, plain = (Engine.load(folder, device="cuda", fusion=each) for each in (True, False))
+    for each in (fused, plain):
+        each.run([op for tenant in MIX for op in tenant.ops(0)])
+    for tenant in MIX:
+        fused.restore(tenant.run, plain.state(tenant.run))
+    for each in (fused, plain):
+        each.run(gradient_passes())
+
+    assert (fused.facts.numerics.fused, plain.facts.numerics.fused) == ("gate norm rope", "")
+    for tenant in MIX:
+        ours, theirs = (each.state(tenant.run).grads for each in (fused, plain))
+        assert torch.cosine_similarity(ours, theirs, dim=0) > 0.999
+
+
+ONE_CYCLE = """
+import sys
+from cotrain_workers.engine import Engine
+from tests.support.training import MIX
+engine = Engine.load(sys.argv[1], device="cuda")
+engine.run([op for tenant in MIX for op in tenant.ops(0)])
+print([engine.state(tenant.run).digest() for tenant in MIX])
+"""
+
+
+def test_another_process_that_compiles_anew_finds_the_same_bits(tmp_path: Path) -> None:
+    folder = str(build_tiny("qwen3", tmp_path / "model"))
+
+    def digests(number: int) -> str:
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache-{number}")}
+        path = os.pathsep.join(each for each in sys.path if each)
+        ran = subprocess.run(
+            [sys.executable, "-c", ONE_CYCLE, folder],
+            env={**os.environ, **own, "PYTHONPATH": path},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return ran.stdout
+
+    assert digests(0) == digests(1) != ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_depends_on_recomputing(tmp_path: Path, family: str) -> None:
+    folder = str(build_tiny(family, tmp_path))
+    kept, recomputed = (
+        Engine.load(folder, device="cuda", micro_batch_tokens=256, recompute=choice)
+        for choice in ("never", "always")
+    )
+    for cycle in range(2):
+        for each in (kept, recomputed):
+            each.run([op for tenant in MIX for op in tenant.ops(cycle)])
+
+    for tenant in MIX:
+        assert same_bits(kept.state(tenant.run), recomputed.state(tenant.run)), tenant.run
+
+
+def test_the_measured_line_foretells_a_larger_micro_batch(tmp_path: Path) -> None:
+    folder = build_tiny("qwen3", tmp_path, hidden=512, layers=4, vocab=4096)
+    loaded = Engine.load(str(folder), device="cuda")
+    base = loaded._base
+
+    def new_wave(**sizes: Any) -> Wave:
+        return Wave(base, loaded._wave._lora, head_chunk_rows=1024, **sizes)
+
+    bank = AdapterBank(base.targets, CUDA, torch.bfloat16)
+    found = measure(base, new_wave, bank, lambda run: cuda_peak(CUDA, run))
+    assert found.kept is not None
+    assert found.recomputed is not None
+    for choice, line in (("never", found.kept), ("always", found.recomputed)):
+        run = partial(probe, new_wave, bank, choice, length=512, tokens=8192)  # type: ignore[arg-type]
+        peak = cuda_peak(CUDA, run)
+        assert peak == pytest.approx(line.fixed_bytes + 8192 * line.bytes_per_token, rel=0.1)
+    assert found.recomputed.bytes_per_token < found.kept.bytes_per_token / 2
+
+
+def test_sizes_that_are_measured_twice_are_the_same(tmp_path: Path) -> None:
+    folder = str(build_tiny("qwen3", tmp_path))
+    found = [Engine.load(folder, device="cuda").facts.numerics_id for _ in range(2)]
+
+    assert found[0] == found[1]
+    tokens = Engine.load(folder, device="cuda").facts.numerics.micro_batch_tokens
+    assert tokens == MOST_TOKENS
+
+
+def test_a_cycle_waits_for_the_device_only_for_its_results_and_its_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = Engine.load(str(build_tiny("qwen3", tmp_path)), device="cuda", micro_batch_tokens=256)
+    for cycle in range(2):  # whatever is made at the first use is made
+        loaded.run([op for tenant in MIX for op in tenant.ops(cycle)])
+    waits: list[str] = []
+
+    def allowed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            waits.append(function.__name__)
+            torch.cuda.set_sync_debug_mode("default")
+            try:
+                return function(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("error")
+
+        return run
+
+    monkeypatch.setattr(open_pass, "values_on_host", allowed(open_pass.values_on_host))
+    monkeypatch.setattr(engine, "gradient_norms", allowed(adam.gradient_norms))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loaded.run([op for tenant in MIX for op in tenant.ops(2)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert waits == ["values_on_host", "gradient_norms"]
