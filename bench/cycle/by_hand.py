@@ -43,8 +43,8 @@ def measure_by_hand(
         vocab = hand.model.config.vocab_size
         batches = load.batches(tenants, vocab, device)
         ways: dict[str, Work] = {
-            "loop": partial(hand.loop, batches),
-            "mixed": partial(hand.mixed, batches, mixed_tokens),
+            "loop": as_torch_comes(partial(hand.loop, batches)),
+            "mixed": as_torch_comes(partial(hand.mixed, batches, mixed_tokens)),
             "switch": partial(hand.switch, batches),  # what of the loop is PEFT's bookkeeping
         }
         lost = [name for name, way in ways.items() if not fits(way, device)]
@@ -90,6 +90,24 @@ def fits(work: Work, device: str) -> bool:
         forget(device)
         return False
     return True
+
+
+def as_torch_comes(work: Work) -> Work:
+    """Return the same work without the deterministic kernels that the engine turns on: they are slower."""
+    matmul = torch.backends.cuda.matmul
+
+    def run() -> None:
+        was = torch.are_deterministic_algorithms_enabled()
+        reduced = matmul.allow_bf16_reduced_precision_reduction
+        torch.use_deterministic_algorithms(mode=False)
+        matmul.allow_bf16_reduced_precision_reduction = True
+        try:
+            work()
+        finally:
+            torch.use_deterministic_algorithms(mode=was)
+            matmul.allow_bf16_reduced_precision_reduction = reduced
+
+    return run
 
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ def draw_phases(axis: Any, parts: dict[str, Any]) -> None:
     """Draw the milliseconds of each profiled cycle as a stack of phases."""
     rows = parts.get("phases", [])
     bottoms = [0.0] * len(rows)
-    names = [f"{row['tenants']} x {row['length']}" for row in rows]
+    names = [f"{row['backend']}\n{row['tenants']} x {row['length']}" for row in rows]
     for phase in rows[0]["ms"] if rows else ():
         heights = [row["ms"][phase] for row in rows]
         axis.bar(names, heights, bottom=bottoms, label=phase)

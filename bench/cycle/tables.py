@@ -34,7 +34,7 @@ def table(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str]) -> str:
 
 def phase_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return milliseconds by phase, one column per row that was profiled."""
-    heads = [f"{row['tenants']} x {row['length']}" for row in rows]
+    heads = [f"{row['backend']}, {row['tenants']} x {row['length']}" for row in rows]
     lines = ["| ms | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(rows)]
     for phase in rows[0]["ms"]:
         cells = [f"{row['ms'][phase]:.1f}" for row in rows]

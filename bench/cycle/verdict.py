@@ -31,11 +31,16 @@ def judge(
         measured = row[target.figure]
         name = f"{where}, {row['backend']}" if "backend" in row else where
         kept = target.is_kept(measured)
-        why = "" if kept else f"; {costliest(target, phases)}"
+        why = "" if kept else f"; {costliest(target, of_backend(phases, row))}"
         sentences.append(
             f"{'kept' if kept else 'MISSED'}: {name}: {measured:.4g} (promised {target.bound:g}){why}"
         )
     return "\n".join(sentences)
+
+
+def of_backend(phases: Sequence[Row], row: Row) -> list[Row]:
+    """Return what was profiled of the backend that a row is of; by hand there is only one."""
+    return [each for each in phases if row.get("backend", each["backend"]) == each["backend"]]
 
 
 def costliest(target: Target, phases: Sequence[Row]) -> str:

@@ -6,8 +6,19 @@ from bench.cycle.verdict import judge
 COST = Target("many_over_one", 64, 512, 1.05)
 SPEED = Target("tokens_per_s", 64, 512, 15_000.0)
 PHASES = [
-    {"tenants": 1, "length": 512, "ms": {"base GEMM": 900.0, "LoRA": 60.0, "head": 100.0}},
-    {"tenants": 64, "length": 512, "ms": {"base GEMM": 910.0, "LoRA": 160.0, "head": 120.0}},
+    {
+        "backend": "seg",
+        "tenants": 1,
+        "length": 512,
+        "ms": {"base GEMM": 900.0, "LoRA": 60.0, "head": 100.0},
+    },
+    {"backend": "grouped", "tenants": 64, "length": 512, "ms": {"base GEMM": 1e6, "LoRA": 1.0}},
+    {
+        "backend": "seg",
+        "tenants": 64,
+        "length": 512,
+        "ms": {"base GEMM": 910.0, "LoRA": 160.0, "head": 120.0},
+    },
 ]
 
 
