@@ -268,6 +268,14 @@ class Execution:
             ]
         return found
 
+    def ready_runs(self, most: int) -> list[RunId]:
+        """Read runs of the pool whose next op is there, those that wait longest first.
+
+        The next plan may take them, some of them, for this worker or another one.
+        """
+        found = self._redis.zrange(keys.ready(self.pool), 0, most - 1)
+        return [RunId(run.decode()) for run in found]
+
     def stored_result(self, op: QueuedOp) -> Result | None:
         """Read the committed result of an op, whole, if it has not expired and its file is there."""
         packed = self._redis.get(keys.result(op.request_id))

@@ -8,16 +8,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cotrain.proto import wire_pb2
-from cotrain_store.messages import LoraSpec, OpKind
+from cotrain_store.messages import LoraSpec, OpKind, RunId
 from cotrain_workers import ahead
 from cotrain_workers.ahead import Ahead
 from cotrain_workers.engine import Engine
 from cotrain_workers.ops import Failure, Pass
 from tests.support.bodies import pass_body, sequences
-from tests.support.stack import stack, worker
+from tests.support.stack import make_worker, stack, worker
 from tests.support.tiny_models import build_tiny_qwen3
 
 if TYPE_CHECKING:
@@ -180,3 +181,37 @@ async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
 
     assert notes == [False] * 6
     assert decoded_ahead == in_their_turn
+
+
+async def test_the_runs_that_wait_for_a_plan_are_noted_once(log: Log) -> None:
+    step, _ = await submit_behind(log, BODY)
+    late = await log.new_run()
+    looker = Ahead(log.execution)
+
+    look(looker, step, 1)
+
+    assert looker.ready_runs() == [late.id]
+    assert looker.ready_runs() == []
+
+
+def test_adapters_of_waiting_runs_are_fetched_between_micro_batches_while_memory_lasts(
+    empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def prefetch(runs: list[str]) -> None:
+        asked.append(runs)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(engine, "prefetch", prefetch)
+    loop, spools = make_worker(empty_redis.url, tmp_path, engine)
+    between = loop._between(deaths=0)
+    assert between is not None
+    loop._ahead._ready = [RunId("b"), RunId("c")]
+
+    between()
+    between()
+
+    assert asked == [["b", "c"]]
+    for spool in spools:
+        spool.close()

@@ -1,4 +1,5 @@
-"""Bodies of what is queued behind a step, read and decoded while the engine computes that step.
+"""What is queued behind a step, looked at while the engine computes that step: bodies are read and
+decoded, and whose adapters are likely to be needed next is noted.
 
 Decides nothing: which ops run next, and in what order, is the plan's. An op whose body is the same, byte
 for byte, when its turn comes is not decoded again; of any other, nothing here is used.
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import QueuedOp, Step
+    from cotrain_store.messages import QueuedOp, RunId, Step
     from cotrain_workers.ops import Failure, Pass
 
 log = structlog.get_logger()
@@ -29,6 +30,8 @@ log = structlog.get_logger()
 LOOK_S = 0.1
 #: Of each run, how many ops to look at, and how large the bodies of all may be.
 MOST_OPS, MOST_BYTES = 8, 256 * 1024**2
+#: How many runs to tell the engine of: more adapters than a device holds.
+MOST_RUNS = 256
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 
 
@@ -38,6 +41,7 @@ class Ahead:
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
         self._decoded: dict[QueuedOp, tuple[bytes, Pass | Failure]] = {}
+        self._ready: list[RunId] = []
 
     @contextmanager
     def behind(self, step: Step) -> Iterator[None]:
@@ -51,6 +55,11 @@ class Ahead:
             is_over.set()
             thread.join()
 
+    def ready_runs(self) -> list[RunId]:
+        """Return the runs that were last seen to wait for a plan, once."""
+        found, self._ready = self._ready, []
+        return found
+
     def take(self, op: QueuedOp, body: bytes) -> Pass | Failure | None:
         """Return what this very body was decoded to, once; None if it was not."""
         known = self._decoded.pop(op, None)
@@ -59,6 +68,7 @@ class Ahead:
     def _look(self, step: Step, is_over: threading.Event) -> None:
         try:
             while not is_over.wait(LOOK_S):
+                self._ready = self._execution.ready_runs(MOST_RUNS)
                 self._decode(step, is_over)
         except CONNECTION_LOST as lost:
             log.info("ahead_stopped", reason=str(lost))

@@ -23,6 +23,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_workers.ahead import Ahead
 from cotrain_workers.beside import Beside
 from cotrain_workers.heart import Heart, resident_bytes
+from cotrain_workers.memory import is_out_of_memory
 from cotrain_workers.outcome import outcome_of
 from cotrain_workers.runs import Runs
 from cotrain_workers.step_runner import StepRunner
@@ -146,8 +147,8 @@ class WorkerLoop:
             self._beside.training_ends()
         steps = self._execution.open_steps()
         if steps:
-            # While bodies are read, their adapters come to the device; the next step's, if there is room.
-            self._engine.prefetch([op.run for step in steps[:2] for op in step.ops])
+            # While its bodies are read, its adapters come to the device.
+            self._prefetch([op.run for op in steps[0].ops])
             self.execute(steps[0])
         elif not self._beside.rest():
             self._tend()
@@ -228,7 +229,22 @@ class WorkerLoop:
 
         Else a request of either kind could be blamed for the deaths that one of the other caused.
         """
-        return None if deaths else self._beside.between
+        return None if deaths else self._beside_step
+
+    def _beside_step(self) -> None:
+        """Use the time between two micro-batches: for adapters of runs that wait, then for samples."""
+        waiting = self._ahead.ready_runs()
+        if waiting:
+            self._prefetch(waiting)
+        self._beside.between()
+
+    def _prefetch(self, runs: list[RunId]) -> None:
+        try:
+            self._engine.prefetch(runs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("prefetch_without_memory")
 
     def _restore_runs(self, step: Step, between: Between) -> dict[RunId, Failure]:
         """Have every run of the step in memory; those that cannot be restored fail alone."""
