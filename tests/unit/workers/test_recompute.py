@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     NewEngine = Callable[..., Engine]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_bit_depends_on_recomputing(new_engine: NewEngine, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "lora"), [*((family, "seg") for family in FAMILIES), ("qwen3", "grouped")]
+)
+def test_no_bit_depends_on_recomputing(new_engine: NewEngine, family: str, lora: str) -> None:
     kept, recomputed = (
-        new_engine(family, micro_batch_tokens=64, recompute=choice)
+        new_engine(family, micro_batch_tokens=64, recompute=choice, lora_backend=lora)
         for choice in ("never", "always")
     )
     for cycle in range(2):
