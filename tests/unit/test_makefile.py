@@ -39,7 +39,8 @@ def test_every_script_and_module_a_target_runs_is_there(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["demo", "test", "test-cookbook", "test-compose", "test-gpu", "lint", "bench"]
+    "target",
+    ["demo", "test", "test-cookbook", "test-compose", "test-gpu", "lint", "bench", "bench-engine"],
 )
 def test_a_target_first_makes_what_it_needs(target: str) -> None:
     assert 'install --quiet --constraint constraints.txt --editable ".[all]"' in commands(target)
