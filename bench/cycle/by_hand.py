@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ def measure_by_hand(
     """
     rows = []
     for tenants in load.tenants:
+        if rows and time.monotonic() > until:
+            break
         hand = ByHand(str(model), tenants, RANK, dtype=dtype, device=device)
         vocab = hand.model.config.vocab_size
         batches = load.batches(tenants, vocab, device)
