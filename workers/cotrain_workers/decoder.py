@@ -14,11 +14,11 @@ import torch
 
 from cotrain_workers.batch_plan import Schedule
 from cotrain_workers.choose import choose
-from cotrain_workers.head import picked_logprobs
 from cotrain_workers.kv_cache import PAGE_TOKENS, KvCache, affordable_tokens
 from cotrain_workers.ops import Failure
 from cotrain_workers.packed_step import PackedStep, slot_order
 from cotrain_workers.pages import Pages, PrefixIndex
+from cotrain_workers.projection import picked_logprobs
 from cotrain_workers.sample_admission import refuse_sample
 from cotrain_workers.sample_ops import NewTokens, WeightsGone
 from cotrain_workers.sample_results import StepLog, choice_of, output_of, sampled

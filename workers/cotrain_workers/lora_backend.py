@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 from cotrain_workers.lora import SegmentLora
-from cotrain_workers.lora_grouped import ROWS, GroupedLora
+from cotrain_workers.lora_grouped import GroupedLora
+from cotrain_workers.lora_groups import ROWS
 from cotrain_workers.lora_self_test import disagreement
 from cotrain_workers.packs import MIN_RANK, pack_class
 

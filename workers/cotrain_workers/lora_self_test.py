@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from cotrain_workers.lora import SegmentLora
-from cotrain_workers.lora_grouped import ROWS, GroupedLora
+from cotrain_workers.lora_grouped import GroupedLora
+from cotrain_workers.lora_groups import ROWS
 from cotrain_workers.packs import pack_class
 from cotrain_workers.route import Segment
 from cotrain_workers.spec import AdapterSpec, Layout, Pair, Target, plan_layout

@@ -17,9 +17,9 @@ from cotrain_workers.cuda_step import (
     kernel_takes,
 )
 from cotrain_workers.decode_graphs import CudaRecorder, DecodeGraphs
-from cotrain_workers.head import capped, raw_logits
 from cotrain_workers.pack import bucket
 from cotrain_workers.paged_attn import PagedAttention, Span, positions
+from cotrain_workers.projection import capped, raw_logits
 from cotrain_workers.row_lora import RowLora
 from cotrain_workers.step_plan import Chunk
 from cotrain_workers.step_route import MixedStep

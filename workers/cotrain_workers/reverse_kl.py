@@ -16,8 +16,8 @@ import torch
 
 from cotrain_workers.base_model import UNEMBED
 from cotrain_workers.forward import hidden_states, pack_row
-from cotrain_workers.head import Projection
 from cotrain_workers.pack import cut, fill
+from cotrain_workers.projection import Projection
 from cotrain_workers.route import Part, Route, Segment, SequenceTable
 from cotrain_workers.spec import Layout, plan_layout
 from cotrain_workers.transfer import to_device

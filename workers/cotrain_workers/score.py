@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.head import picked_logprobs
+from cotrain_workers.projection import picked_logprobs
 from cotrain_workers.sample_ops import NOT_COMPUTED_LOGPROB, TopK
 
 if TYPE_CHECKING:

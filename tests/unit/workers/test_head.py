@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cotrain_workers import head as head_module
+from cotrain_workers import projection
 from cotrain_workers.head import Head, HeadInput
 from cotrain_workers.losses import LOSSES, LossSpec, value_and_slope
 from cotrain_workers.route import Part
@@ -171,7 +172,7 @@ def test_pieces_that_share_a_product_get_the_bits_they_get_alone(
 def test_neighbours_share_one_product_with_the_frozen_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    products, real = [], head_module.raw_logits
+    products, real = [], projection.raw_logits
 
     def counted(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         products.append(len(hidden))

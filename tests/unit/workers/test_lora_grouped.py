@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from cotrain_workers import lora_self_test
 from cotrain_workers.lora import SegmentLora
-from cotrain_workers.lora_grouped import GroupedLora, find_groups, find_rounds
+from cotrain_workers.lora_grouped import GroupedLora
+from cotrain_workers.lora_groups import find_groups, find_rounds
 from cotrain_workers.lora_self_test import SPECS, place, random_adapter
 from cotrain_workers.ops import Create, Pass
 from cotrain_workers.route import Segment

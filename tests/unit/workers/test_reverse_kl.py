@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.head import Projection
 from cotrain_workers.ops import (
     Create,
     Failure,
@@ -19,6 +18,7 @@ from cotrain_workers.ops import (
     ReverseKl,
     ReverseKlOutput,
 )
+from cotrain_workers.projection import Projection
 from cotrain_workers.reverse_kl import KlHead, KlInput, Referred
 from cotrain_workers.spec import AdapterSpec
 from tests.support.kl import SPEC, found, kl_datum, kl_datums, kl_parity, random_weights, started
