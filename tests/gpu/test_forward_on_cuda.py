@@ -59,12 +59,12 @@ def test_gemma_2_holds_no_dense_mask(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", ["norm_then_weight", "norm_with_one"])
 def test_compiled_norms_are_those_of_transformers(function: str, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(1, 64, 1024, device=CUDA).to(dtype), torch.randn(1024, device=CUDA)
+    x, weight = torch.randn(64, 1024, device=CUDA).to(dtype), torch.randn(1024, device=CUDA)
 
-    run = compiled(getattr(fusion, function), (1,), (x, weight.to(dtype), 1e-6))
+    run = compiled(getattr(fusion, function), (0,), (x, weight.to(dtype), 1e-6))
 
     assert run is not None
-    longer = torch.randn(1, 4096, 1024, device=CUDA, dtype=dtype)
+    longer = torch.randn(4096, 1024, device=CUDA, dtype=dtype)
     ours = run(longer, weight.to(dtype), 1e-6)
     theirs = getattr(fusion, function)(longer, weight.to(dtype), 1e-6)
     assert (ours - theirs).abs().max() <= 2**-6 * theirs.abs().max()
@@ -145,7 +145,7 @@ def test_the_measured_line_foretells_a_larger_micro_batch(tmp_path: Path) -> Non
     for choice, line in (("never", found.kept), ("always", found.recomputed)):
         run = partial(probe, new_wave, bank, choice, length=512, tokens=8192)  # type: ignore[arg-type]
         peak = cuda_peak(CUDA, run)
-        assert peak == pytest.approx(line.fixed_bytes + 8192 * line.bytes_per_token, rel=0.1)
+        assert peak == pytest.approx(line.fixed_bytes + 8192 * line.bytes_per_token, rel=0.25)
     assert found.recomputed.bytes_per_token < found.kept.bytes_per_token / 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ def compiled(function: Pure, dims: Sequence[int], examples: Sequence[Any]) -> Pu
             "Nothing is fused: this torch chooses kernels by measuring, so bits would change."
         )
         return None
-    kernel = kernel_of(function, options)
+    kernel = kernel_of(function, options, variant(dims, examples))
 
     def run(*args: Any) -> Any:
         for tensor, dim in zip(args, dims, strict=False):
@@ -56,10 +57,27 @@ def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]
     return is_close
 
 
+def variant(dims: Sequence[int], examples: Sequence[Any]) -> str:
+    """Name what a kernel is compiled for: the types and the sizes that are not free."""
+    names = []
+    for tensor, free in zip(examples, dims, strict=False):
+        sizes = ["T" if at == free else str(size) for at, size in enumerate(tensor.shape)]
+        names.append("_".join([str(tensor.dtype).removeprefix("torch."), *sizes]))
+    return "__".join(names)
+
+
 @cache
-def kernel_of(function: Pure, options: tuple[str, ...]) -> Pure:
-    """Return the compiled function, one for all modules that use it."""
-    return torch.compile(function, dynamic=False, options=dict.fromkeys(options, True))
+def kernel_of(function: Pure, options: tuple[str, ...], name: str) -> Pure:
+    """Return a function compiled for one variant, for all modules that use it.
+
+    Each variant has code of its own: the compiler keeps eight kernels per code at most and would then
+    go on uncompiled, with other bits. Three are made: for inputs with a gradient, without, and forward.
+    """
+    code = function.__code__
+    own = FunctionType(
+        code.replace(co_name=f"{code.co_name}__{name}"), function.__globals__, function.__name__
+    )
+    return torch.compile(own, dynamic=False, options=dict.fromkeys(options, True))
 
 
 @cache

@@ -89,12 +89,19 @@ def fuse(backbone: Any, router: Router, compiled: Compile) -> tuple[str, ...]:
 def _fuse_norm(norm: Any, router: Router, compiled: Compile) -> bool:
     weight, eager = norm.weight, norm.forward
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
-    x = example(norm.weight, 1, ROWS, len(weight))
+    x = example(norm.weight, ROWS, len(weight))
     pure = first_equal((norm_then_weight, norm_with_one), (x, weight, eps), eager(x))
-    fused = pure and compiled(pure, (1,), (x, weight, eps))
+    fused = pure and compiled(pure, (0,), (x, weight, eps))
     if not fused:
         return False
-    norm.forward = lambda x: fused(x, weight, eps) if router.step is None else eager(x)
+
+    def forward(x: torch.Tensor) -> Any:
+        if router.step is not None:
+            return eager(x)
+        # Queries and keys differ in their number of heads alone, and share a kernel as rows.
+        return fused(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+
+    norm.forward = forward
     return True
 
 

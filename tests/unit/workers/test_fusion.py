@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
 from cotrain_workers import fusion
-from cotrain_workers.compiled import difference, is_right
+from cotrain_workers.compiled import difference, is_right, kernel_of, variant
 from cotrain_workers.fusion import fuse, gelu_gate, norm_then_weight, silu_gate
-from cotrain_workers.ops import PassOutput
+from cotrain_workers.ops import OptimStep, PassOutput
 from tests.support.tiny_models import FAMILIES
-from tests.support.training import MIX, same_bits
+from tests.support.training import MIX, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,22 +41,24 @@ class Uncompiled:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_its_norms_gates_and_rotations_and_keeps_its_bits(
-    new_engine: NewEngine, family: str
-) -> None:
+def test_every_family_has_its_norms_gates_and_rotations(new_engine: NewEngine, family: str) -> None:
     plain, fused = new_engine(family), new_engine(family, recompute="always")
     compiler = Uncompiled()
 
     assert fuse(fused._base.backbone, fused._base.router, compiler) == ("gate", "norm", "rope")
 
     assert len(compiler.calls) == 3
-    ops = [op for tenant in MIX for op in tenant.ops(0)]
-    for engine in (plain, fused):
-        outputs = engine.run(ops).outputs
-        assert any(isinstance(each, PassOutput) for each in outputs.values())
+    ops = [op for tenant in MIX for op in tenant.ops(0) if not isinstance(op, OptimStep)]
+    ours, theirs = (engine.run(ops).outputs for engine in (fused, plain))
     assert all(count > 0 for count in compiler.calls.values())
-    for tenant in MIX:
-        assert same_bits(plain.state(tenant.run), fused.state(tenant.run)), tenant.run
+    for key, output in ours.items():
+        other = theirs[key]
+        if isinstance(output, PassOutput):
+            assert isinstance(other, PassOutput)
+            assert all(map(np.array_equal, output.logprobs, other.logprobs))
+    for tenant in MIX:  # fp32; the three gradients of a residual are added in another order
+        grads = [engine.state(tenant.run).grads for engine in (fused, plain)]
+        assert relative_error(*grads) < 1e-6, tenant.run
 
 
 def test_the_decoder_and_other_models_keep_what_they_had(new_engine: NewEngine) -> None:
@@ -126,3 +129,25 @@ def test_the_difference_of_a_function_to_itself_is_nothing() -> None:
 
     assert difference(norm, norm, x) == 0
     assert difference(norm, lambda x: 1.01 * norm(x), x) == pytest.approx(0.01, rel=0.05)
+
+
+def test_a_kernel_is_named_after_what_it_is_compiled_for_and_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+
+    def compile_(function: Any, **settings: Any) -> Any:
+        made.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    x, weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.ones(16)
+    names = [variant((0,), (each, weight, 1e-6)) for each in (x, x[:4], x[:, :8], x.bfloat16())]
+    assert names == ["float32_T_16", "float32_T_16", "float32_T_8", "bfloat16_T_16"]
+
+    kernels = [kernel_of(norm_then_weight, ("test",), name) for name in names]
+
+    assert len(made) == len({each.__code__ for each in made}) == 3
+    assert kernels[0] is kernels[1]
+    assert torch.equal(kernels[0](x, weight, 1e-6), norm_then_weight(x, weight, 1e-6))
+    kernel_of.cache_clear()
