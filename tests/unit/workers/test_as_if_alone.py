@@ -96,8 +96,9 @@ def test_two_threads_keep_the_promise(new_engine: NewEngine) -> None:
         torch.set_num_threads(1)
 
 
-def test_how_ops_fall_into_cycles_changes_no_bit(new_engine: NewEngine) -> None:
-    one_cycle, op_by_op = new_engine(), new_engine()
+@pytest.mark.parametrize("lora", ["seg", "grouped"])
+def test_how_ops_fall_into_cycles_changes_no_bit(new_engine: NewEngine, lora: str) -> None:
+    one_cycle, op_by_op = new_engine(lora_backend=lora), new_engine(lora_backend=lora)
 
     for cycle in range(2):
         ops = MIX[0].ops(cycle)
@@ -144,9 +145,10 @@ def test_a_neighbour_with_nan_inputs_changes_no_bit(new_engine: NewEngine) -> No
     assert mixed.outputs[neighbour.run, 2] == Failure("Loss is not finite (seq 2).", "user")
 
 
-def test_a_neighbour_with_nan_weights_changes_no_bit(new_engine: NewEngine) -> None:
+@pytest.mark.parametrize("lora", ["seg", "grouped"])
+def test_a_neighbour_with_nan_weights_changes_no_bit(new_engine: NewEngine, lora: str) -> None:
     victim, neighbour = MIX[4], MIX[0]
-    beside, alone = new_engine(), new_engine()
+    beside, alone = new_engine(lora_backend=lora), new_engine(lora_backend=lora)
     beside.run([Create(neighbour.run, 0, neighbour.spec)])
     ruined = beside.state(neighbour.run)
     beside.restore(neighbour.run, replace(ruined, weights=torch.full_like(ruined.weights, np.nan)))

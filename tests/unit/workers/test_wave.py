@@ -43,8 +43,9 @@ def assert_same_states(ours: Engine, theirs: Engine) -> None:
         assert same_bits(ours.state(tenant.run), theirs.state(tenant.run)), tenant.run
 
 
-def test_a_micro_batch_too_large_for_memory_is_halved(new_engine: NewEngine) -> None:
-    small, large = new_engine(), new_engine()
+@pytest.mark.parametrize("lora", ["seg", "grouped"])
+def test_a_micro_batch_too_large_for_memory_is_halved(new_engine: NewEngine, lora: str) -> None:
+    small, large = (new_engine(lora_backend=lora) for _ in range(2))
     limit_rows(small, 128)
 
     out = small.run(passes(0))
