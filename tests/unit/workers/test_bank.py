@@ -102,3 +102,16 @@ def test_the_compute_copy_is_made_when_asked_and_again_after_a_change() -> None:
     assert not before.any()
     adapter.weights_changed()
     assert (adapter.compute["lm_head"].b == 2.0).all()
+
+
+def test_a_parked_adapter_keeps_nothing_on_the_device() -> None:
+    bank = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16, adapter_bytes=1)
+    adapter = bank.create("a", AdapterSpec(4, seed=0))
+    assert adapter.compute
+    assert adapter.gradient.views
+
+    bank.create("b", AdapterSpec(4, seed=0))
+
+    assert adapter.parked is not None
+    assert (adapter.arenas, adapter._compute, adapter._gradient) == ({}, None, None)
+    assert set(adapter.parked.pieces_by_arena) == {"weights", "m", "v"}
