@@ -84,7 +84,7 @@ def test_a_thousand_idle_runs_take_no_more_of_the_device_than_eight(new_engine: 
     assert engine.state("run-1").digest() == fresh_state(engine, 1).digest()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # fp64 is promised to nobody
 def test_a_cycle_that_does_not_fit_runs_in_shifts_to_the_same_bits(
     new_engine: NewEngine, dtype: torch.dtype
 ) -> None:
