@@ -38,7 +38,7 @@ def measure_by_hand(
     PEFT comes first, so that an engine which measures free memory leaves it its own; then both use one
     copy of the base model. A way that runs out of memory says so in place of its times.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for tenants in load.tenants:
         if rows and time.monotonic() > until:
             break
