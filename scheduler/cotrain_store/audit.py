@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import TenantId
+    from cotrain_store.messages.ids import TenantId
 
 #: Redis cuts in whole nodes of its stream, so somewhat more are kept.
 EVENTS_KEPT = 10_000

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cotrain_store import keys
 from cotrain_store.errors import RunNotFound
-from cotrain_store.messages import CheckpointRecord, RunId, SessionId, decode
+from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.ids import RunId, SessionId
+from cotrain_store.messages.weights import CheckpointRecord
 from cotrain_store.records import run_record, session_record
 
 if TYPE_CHECKING:
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
     from cotrain_store.checkpoints import Checkpoints
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import RunRecord, SessionRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.sessions import SessionRecord
     from cotrain_store.records import Records
 
 Item = TypeVar("Item")

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 from cotrain_store import keys
 from cotrain_store.connection import async_script
 from cotrain_store.errors import CheckpointNotFound, SeqConflict
-from cotrain_store.messages import CheckpointRecord, decode, encode
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.weights import CheckpointRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import CheckpointKind, RunId, RunRecord, TenantId
+    from cotrain_store.messages.ids import RunId, TenantId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointKind
 
 
 class Checkpoints:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST, async_script, stop_tasks
-from cotrain_store.messages import sample_id
+from cotrain_store.messages.ids import sample_id
 from cotrain_store.sample_ends import parse_sample
 from cotrain_store.subscription import listen
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import RequestId, SamplerId, SamplerRecord
+    from cotrain_store.messages.ids import RequestId, SamplerId
+    from cotrain_store.messages.samples import SamplerRecord
 
 #: How long a poll without a timeout is held.
 HOLD_S = 30.0

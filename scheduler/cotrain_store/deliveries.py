@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from cotrain_store import keys
 from cotrain_store.connection import async_script
-from cotrain_store.messages import sample_id
+from cotrain_store.messages.ids import sample_id
 
 if TYPE_CHECKING:
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import PoolId, RequestId, RunId, RunRecord, SessionId
+    from cotrain_store.messages.ids import PoolId, RequestId, RunId, SessionId
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_store.sample_ends import SampleName
 
 #: How long a client may take to ask again for an answer that was lost.

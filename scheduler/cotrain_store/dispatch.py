@@ -13,19 +13,10 @@ from typing import TYPE_CHECKING
 from cotrain_store import keys
 from cotrain_store.connection import async_script
 from cotrain_store.errors import Fenced, PlanOutdated
-from cotrain_store.messages import (
-    OpKind,
-    PoolId,
-    QueuedOp,
-    Result,
-    RunId,
-    RunQueue,
-    Step,
-    TenantId,
-    WorkerId,
-    decode,
-    encode,
-)
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
+from cotrain_store.messages.results import Result
 from cotrain_store.sample_ends import CANCELLED, lives
 
 if TYPE_CHECKING:

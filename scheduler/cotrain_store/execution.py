@@ -15,27 +15,21 @@ from cotrain_store import keys
 from cotrain_store.connection import sync_script
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.messages import (
-    CheckpointRecord,
-    OpKind,
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import (
     PoolId,
-    PoolRecord,
-    QueuedOp,
     RequestId,
-    Result,
     RunId,
-    RunState,
-    RunUsage,
-    SaveRecords,
-    Step,
     TenantId,
     WorkerId,
-    decode,
-    encode,
     request_id,
     run_of,
     seq_of,
 )
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.weights import CheckpointRecord
 from cotrain_store.positions import LogPosition, log_position
 from cotrain_store.results import UNLOADED, is_spooled, pack_results, whole_result
 from cotrain_store.rollback import DIGESTS_KEPT, Rollback
@@ -47,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.messages.saves import SaveRecords
     from cotrain_store.spool import Spool
 
 #: What the requests of a run resolve to that could not be brought back after a crash.

@@ -23,7 +23,8 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SpoolCorrupt,
 )
-from cotrain_store.messages import RequestId, Result, WeightsRef, run_of
+from cotrain_store.messages.ids import RequestId, WeightsRef, run_of
+from cotrain_store.messages.results import Result
 from cotrain_store.records import Records
 from cotrain_store.results import is_spooled, whole_result
 from cotrain_store.sample_ends import parse_sample
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import RunRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_store.sample_ends import SampleName
     from cotrain_store.spool import Spool
 

@@ -27,16 +27,11 @@ from cotrain_store.errors import (
     WeightsGone,
 )
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import (
-    OpKind,
-    QueuedOp,
-    RequestId,
-    Result,
-    RunRecord,
-    RunState,
-    encode,
-    request_id,
-)
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import RequestId, request_id
+from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.results import UNLOADED
 from cotrain_store.spool import SpoolRef
 
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
     from cotrain_store.spool import Spool
 
 #: A seq further ahead of the last committed one than this is a client's mistake.

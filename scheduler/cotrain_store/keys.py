@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import (
+    from cotrain_store.messages.ids import (
         PoolId,
         RequestId,
         RunId,

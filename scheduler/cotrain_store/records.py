@@ -26,25 +26,13 @@ from cotrain_store.errors import (
     SessionNotFound,
     SessionQuotaReached,
 )
-from cotrain_store.messages import (
-    CheckpointRecord,
-    FinishReason,
-    LoraSpec,
-    PoolId,
-    PoolRecord,
-    RunId,
-    RunRecord,
-    RunState,
-    SamplerId,
-    SamplerRecord,
-    SessionId,
-    SessionRecord,
-    TenantId,
-    WeightsRecord,
-    WeightsRef,
-    decode,
-    encode,
-)
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef
+from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.sessions import FinishReason, SessionRecord
+from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

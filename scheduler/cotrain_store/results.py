@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cotrain_store import keys
-from cotrain_store.messages import Result, ResultKind
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 
 if TYPE_CHECKING:

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING
 from cotrain_store import keys
 from cotrain_store.connection import sync_script
 from cotrain_store.errors import Fenced
-from cotrain_store.messages import OpKind, QueuedOp, Result, Step, encode, seq_of
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import seq_of
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.messages.results import Result
 
 if TYPE_CHECKING:
     from cotrain_store.connection import SyncConnection
-    from cotrain_store.messages import CheckpointRecord, PoolId, RunId, WorkerId
+    from cotrain_store.messages.ids import PoolId, RunId, WorkerId
+    from cotrain_store.messages.weights import CheckpointRecord
     from cotrain_store.positions import LogPosition
 
 #: Digests of this many ops before a snapshot are kept, for retries that come very late.

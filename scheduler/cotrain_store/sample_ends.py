@@ -6,7 +6,8 @@ import re
 from typing import NamedTuple
 
 from cotrain_store import keys
-from cotrain_store.messages import Result, SamplerId, SessionId
+from cotrain_store.messages.ids import SamplerId, SessionId
+from cotrain_store.messages.results import Result
 
 #: What a request resolves to that its client gave up.
 CANCELLED = Result.failed("Cancelled by the client.", "user")

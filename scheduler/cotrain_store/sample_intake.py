@@ -23,7 +23,7 @@ from cotrain_store.errors import (
     UnreadQuotaReached,
 )
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import RequestId, WeightsRef, sample_id
+from cotrain_store.messages.ids import RequestId, WeightsRef, sample_id
 from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, OWN_SEQS, lives, parse_sample
 from cotrain_store.samples import encode_sample
 from cotrain_store.spool import SpoolRef
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import SamplerRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.samples import SamplerRecord
     from cotrain_store.samples import SampleBody
     from cotrain_store.spool import Spool
 

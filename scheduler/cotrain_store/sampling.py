@@ -15,19 +15,10 @@ from typing import TYPE_CHECKING
 from cotrain_store import keys
 from cotrain_store.connection import sync_script
 from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
-from cotrain_store.messages import (
-    CheckpointRecord,
-    RequestId,
-    Result,
-    ResultKind,
-    SamplerId,
-    TenantId,
-    WeightsRef,
-    decode,
-    encode,
-    external_folder,
-    run_of,
-)
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef, run_of
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.weights import CheckpointRecord, external_folder
 from cotrain_store.records import WEIGHTS_FIELDS, weights_record
 from cotrain_store.results import UNLOADED, pack_results
 from cotrain_store.sample_ends import CANCELLED, lives
@@ -38,7 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
-    from cotrain_store.messages import PoolId, SampleUsage, WeightsRecord, WorkerId
+    from cotrain_store.messages.ids import PoolId, WorkerId
+    from cotrain_store.messages.samples import SampleUsage
+    from cotrain_store.messages.weights import WeightsRecord
     from cotrain_store.samples import SampleBody
     from cotrain_store.spool import Spool
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
-from cotrain_store.messages import Result, SamplerRecord, encode, external_folder
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.weights import external_folder
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import CheckpointRecord, SaveRecords
+    from cotrain_store.messages.saves import SaveRecords
+    from cotrain_store.messages.weights import CheckpointRecord
 
 
 def save_row(records: SaveRecords) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from cotrain_store import keys
 
 if TYPE_CHECKING:
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import PoolId, SessionId
+    from cotrain_store.messages.ids import PoolId, SessionId
 
 #: Records of a full pool have some 10 KB each, and Redis does nothing else while it sends them.
 READ_AT_ONCE = 50

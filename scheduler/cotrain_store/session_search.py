@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain_store import keys
-from cotrain_store.messages import RunId, RunState, SessionId
+from cotrain_store.messages.ids import RunId, SessionId
+from cotrain_store.messages.runs import RunState
 from cotrain_store.records import session_record
 
 if TYPE_CHECKING:
     from cotrain_store.checkpoints import Checkpoints
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import SessionRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.sessions import SessionRecord
 
 #: A score is created_at in s; clients get it in µs.
 _MICROSECONDS = 1_000_000

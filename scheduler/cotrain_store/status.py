@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
 from cotrain_store.dispatch import WorkerBeat
-from cotrain_store.messages import PoolId, TenantId, WorkerId, decode
+from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from cotrain_store import keys
 from cotrain_store.errors import ExpiredKey, InvalidKey
-from cotrain_store.messages import Tenant, TenantId
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.sessions import Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from cotrain_store.connection import Connection, SyncConnection
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
 
 #: Messages kept for a follower that is slow to read; what comes on top is left to the final result.
 MOST_UNREAD = 4_096

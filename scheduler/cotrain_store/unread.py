@@ -9,7 +9,7 @@ from cotrain_store.connection import CONNECTION_LOST, async_script
 
 if TYPE_CHECKING:
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import RequestId, TenantId
+    from cotrain_store.messages.ids import RequestId, TenantId
 
 #: Told together this often: one write for all that was sent meanwhile.
 TELL_EVERY_S = 1.0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import TenantId
+    from cotrain_store.messages.ids import TenantId
 
 What: TypeAlias = Literal[
     "training_tokens",

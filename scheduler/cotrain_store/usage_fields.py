@@ -10,7 +10,9 @@ from cotrain_store.sample_ends import parse_sample
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cotrain_store.messages import RequestId, RunId, RunUsage, SampleUsage, TenantId
+    from cotrain_store.messages.ids import RequestId, RunId, TenantId
+    from cotrain_store.messages.ops import RunUsage
+    from cotrain_store.messages.samples import SampleUsage
 
 
 def usage_hour(now_s: float) -> int:

@@ -7,13 +7,14 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from cotrain.rest_types import Checkpoint, CheckpointType, TrainingRun
-from cotrain_store.messages import RunState
+from cotrain_store.messages.runs import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cotrain_store.catalog import RunEntry
-    from cotrain_store.messages import CheckpointKind, CheckpointRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
 
 TYPE_BY_KIND: Mapping[CheckpointKind, CheckpointType] = {
     "weights": "training",

@@ -23,7 +23,8 @@ import redis as redis_client
 from safetensors.numpy import load
 
 from cotrain_store import keys
-from cotrain_store.messages import OpKind, QueuedOp, RunId, WorkerId, request_id
+from cotrain_store.messages.ids import RunId, WorkerId, request_id
+from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.spool import SpoolRef
 from cotrain_workers.settings import pool_of
 

@@ -16,7 +16,8 @@ import redis as redis_client
 from typing_extensions import override
 
 from cotrain_store import keys
-from cotrain_store.messages import WeightsRef, external_folder
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.weights import external_folder
 from tests.faults.host import MODEL, REDIS, Nursery
 from tests.faults.invariants import Look
 from tests.faults.trial import near_blame

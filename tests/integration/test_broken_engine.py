@@ -10,7 +10,7 @@ import pytest
 from cotrain_store import keys
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.execution import RUN_STOPPED
-from cotrain_store.messages import RunRecord, request_id
+from cotrain_store.messages.ids import request_id
 from cotrain_store.status import cycle_records
 from cotrain_workers.device import DeviceLost
 from cotrain_workers.engine import Engine
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.ops import CycleOutput, Op
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack

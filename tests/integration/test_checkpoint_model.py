@@ -28,23 +28,18 @@ from typing_extensions import override
 from cotrain_store import keys
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.errors import CheckpointNotFound
-from cotrain_store.messages import (
-    OpKind,
-    RequestId,
-    Result,
-    ResultKind,
-    RunId,
-    RunState,
-    TenantId,
-    WeightsRef,
-)
+from cotrain_store.messages.ids import RequestId, RunId, TenantId, WeightsRef
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunState
 from tests.support.log import record_of
 from tests.support.samples import open_samples
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from cotrain_store.messages import CheckpointKind, CheckpointRecord, SaveRecords
+    from cotrain_store.messages.saves import SaveRecords
+    from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
     from tests.support.redis_server import EmbeddedRedis
 
 RUNS = 2

@@ -10,7 +10,9 @@ import pytest
 from cotrain_store import keys
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.futures import Pending
-from cotrain_store.messages import OpKind, RunState, request_id
+from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import RunState
 from cotrain_workers.checkpoint_files import CheckpointFiles
 from cotrain_workers.step_runner import NO_ROOM
 from cotrain_workers.weights_store import LOST
@@ -29,7 +31,9 @@ from tests.support.stack import POOL, Stack, worker
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import CheckpointRecord, RequestId, RunRecord
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointRecord
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 

@@ -11,12 +11,15 @@ import pytest
 from cotrain_store import keys
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.errors import CheckpointNotFound, RunClosed, SeqConflict
-from cotrain_store.messages import RunState, TenantId
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.runs import RunState
 from tests.support.log import record_of
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import CheckpointRecord, RunRecord, WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointRecord
     from tests.support.samples import Samples
 
 A, B = TenantId("a"), TenantId("b")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from cotrain_store import keys
 from cotrain_store.deliveries import READ_AFTER_S, Deliveries
-from cotrain_store.messages import request_id
+from cotrain_store.messages.ids import request_id
 
 if TYPE_CHECKING:
     import pytest
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
 
 NOW = 1_000.0

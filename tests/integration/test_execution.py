@@ -11,22 +11,18 @@ import pytest
 from cotrain_store import keys
 from cotrain_store.errors import PlanOutdated, RunFailed, SpoolCorrupt
 from cotrain_store.execution import RUN_STOPPED
-from cotrain_store.messages import (
-    OpKind,
-    Result,
-    ResultKind,
-    RunState,
-    Step,
-    encode,
-    request_id,
-)
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunState
 from cotrain_store.results import pack_results
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import WORKER
 from tests.support.stack import POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)

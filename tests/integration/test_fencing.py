@@ -10,7 +10,8 @@ import pytest
 from cotrain_store import keys
 from cotrain_store.dispatch import Dispatch, WorkerBeat
 from cotrain_store.errors import Fenced
-from cotrain_store.messages import Step, TenantId, WorkerId
+from cotrain_store.messages.ids import TenantId, WorkerId
+from cotrain_store.messages.ops import Step
 from tests.support.log import WORKER
 from tests.support.stack import POOL
 

@@ -11,7 +11,8 @@ import pytest
 from cotrain_store import keys
 from cotrain_store.errors import RequestNotFound
 from cotrain_store.futures import GAP_NOTICE_S, Pending
-from cotrain_store.messages import RequestId, Result, ResultKind, TenantId, request_id
+from cotrain_store.messages.ids import RequestId, TenantId, request_id
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import open_log
 from tests.support.redis_server import EmbeddedRedis

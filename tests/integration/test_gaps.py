@@ -11,7 +11,9 @@ import pytest
 from cotrain_scheduler.clock import Clock
 from cotrain_scheduler.settings import SchedulerSettings
 from cotrain_store import keys
-from cotrain_store.messages import OpKind, Result, request_id
+from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import open_log
 from tests.support.stack import POOL
@@ -19,7 +21,7 @@ from tests.support.stack import POOL
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
     from tests.support.redis_server import EmbeddedRedis
 

@@ -9,7 +9,8 @@ import pytest
 
 from cotrain_store import keys
 from cotrain_store.errors import Fenced
-from cotrain_store.messages import Result, WorkerId
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.messages.results import Result
 from tests.support.checkpoints import checkpoint_of, run_from, submit_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
@@ -18,7 +19,7 @@ from tests.support.stack import POOL, Stack, worker
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 

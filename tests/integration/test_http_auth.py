@@ -12,7 +12,7 @@ import pytest
 from tinker.lib._jwt_auth import JwtAuthProvider
 
 from cotrain_server.signing import TOKEN_LIFE_S, Signer, Token
-from cotrain_store.messages import TenantId
+from cotrain_store.messages.ids import TenantId
 from tests.support.http_api import ALICE, BOB, running_api
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_store import keys
-from cotrain_store.messages import RequestId
+from cotrain_store.messages.ids import RequestId
 from tests.support.http_api import BOB, SOON_S, running_api, sample_body
 from tests.support.stand_in import StandIn, stand_in
 

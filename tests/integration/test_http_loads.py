@@ -21,7 +21,8 @@ from tests.support.stand_in import StandIn, stand_in
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from cotrain_store.messages import WeightsRecord, WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.weights import WeightsRecord
     from tests.support.http_api import Api
     from tests.support.redis_server import EmbeddedRedis
 

@@ -9,7 +9,7 @@ import pytest
 from cotrain.codec import PROTOBUF
 from cotrain.sample_codec import decode_sample_response
 from cotrain_store import keys
-from cotrain_store.messages import RequestId
+from cotrain_store.messages.ids import RequestId
 from tests.support.http_api import ALICE, BOB, POOL, running_api, sample_body
 from tests.support.stand_in import StandIn, stand_in
 

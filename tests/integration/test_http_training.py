@@ -14,7 +14,8 @@ from cotrain.codec import PROTOBUF, decode_pass_output
 from cotrain_server.reading import read_json_pass
 from cotrain_store import keys
 from cotrain_store.bodies import encode_pass_output
-from cotrain_store.messages import RequestId, Result, ResultKind, RunId
+from cotrain_store.messages.ids import RequestId, RunId
+from cotrain_store.messages.results import Result, ResultKind
 from tests.support.http_api import POOL, SOON_S, Api, pass_body, running_api
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 from cotrain_store import keys
 from cotrain_store.audit import AuditEvent
-from cotrain_store.messages import SampleUsage
+from cotrain_store.messages.samples import SampleUsage
 from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api, sample_body
 from tests.support.stand_in import DEVICE_S, FILES, StandIn, stand_in
 

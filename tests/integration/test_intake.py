@@ -22,7 +22,9 @@ from cotrain_store.errors import (
     StoreUnavailable,
 )
 from cotrain_store.intake import MAX_AHEAD, TenantLimits
-from cotrain_store.messages import LoraSpec, OpKind, Result
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
@@ -31,7 +33,7 @@ from tests.support.stack import POOL
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store import keys
-from cotrain_store.messages import OpKind
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES, ORPHAN_AGE_S
 from cotrain_workers.loop import MARGIN_S
 from cotrain_workers.snapshots import write_snapshot

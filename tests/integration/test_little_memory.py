@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cotrain_store import keys
-from cotrain_store.messages import OpKind, ResultKind
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import ResultKind
 from tests.support.bodies import sequences
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.stack import POOL, worker

@@ -8,12 +8,18 @@ import pytest
 
 from cotrain_store import keys
 from cotrain_store.errors import RunClosed, SeqConflict, WeightsGone
-from cotrain_store.messages import LoadRequest, LoadSource, LoraSpec, OpKind, WeightsRef, encode
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.saves import LoadRequest, LoadSource
 from tests.support.log import record_of
 from tests.support.samples import sampler_record
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import CheckpointRecord, RequestId, RunRecord
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointRecord
     from tests.support.samples import Samples
 
 UNKNOWN = WeightsRef("nobody:train:0:1")

@@ -13,27 +13,18 @@ from cotrain_store import keys
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.errors import CheckpointNotFound, Fenced
 from cotrain_store.futures import Pending
-from cotrain_store.messages import (
-    OpKind,
-    RequestId,
-    Result,
-    RunState,
-    SessionId,
-    TenantId,
-    WeightsRef,
-    external_folder,
-    run_id,
-)
+from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WeightsRef, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.weights import external_folder
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import (
-        CheckpointKind,
-        CheckpointRecord,
-        RunId,
-        RunRecord,
-        SaveRecords,
-    )
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.saves import SaveRecords
+    from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
     from tests.support.samples import Samples
 
 A = TenantId("a")

@@ -12,7 +12,8 @@ from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.errors import SamplerQuotaReached, SessionQuotaReached, UnreadQuotaReached
 from cotrain_store.intake import Intake, TenantLimits
-from cotrain_store.messages import RequestId, Result, ResultKind, RunId, SessionId, TenantId
+from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.records import RecordLimits, Records
 from cotrain_store.sample_intake import SampleIntake, SampleLimits
 from cotrain_store.spool import INLINE_LIMIT_BYTES
@@ -20,7 +21,7 @@ from cotrain_store.unread import Unread
 from tests.support.samples import BODY, RESULT, sampler_record
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
     from tests.support.samples import Samples
 

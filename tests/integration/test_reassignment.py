@@ -11,7 +11,9 @@ from cotrain_store import keys
 from cotrain_store.dispatch import Dispatch, Place, WorkerBeat
 from cotrain_store.errors import Fenced
 from cotrain_store.execution import Execution
-from cotrain_store.messages import OpKind, Result, WorkerId
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
 from cotrain_store.sampling import Sampling
 from tests.support.log import WORKER
 from tests.support.samples import sampler_record

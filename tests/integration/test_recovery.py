@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_store import keys
-from cotrain_store.messages import OpKind, Result, RunId, request_id
+from cotrain_store.messages.ids import RunId, request_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
 from tests.support.bodies import pass_body, sequences
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import (
@@ -26,7 +28,7 @@ from tests.support.stack import POOL, Stack, worker
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 

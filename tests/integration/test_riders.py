@@ -16,13 +16,14 @@ from cotrain_store import keys
 from cotrain_store.errors import RunClosed, SeqConflict, SeqTooFar
 from cotrain_store.futures import Pending
 from cotrain_store.intake import MAX_AHEAD
-from cotrain_store.messages import OpKind, RequestId, TenantId
+from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.rollback import DIGESTS_KEPT
 from tests.support.log import open_log
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
     from tests.support.redis_server import EmbeddedRedis
 

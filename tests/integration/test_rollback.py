@@ -9,13 +9,15 @@ import pytest
 
 from cotrain_store import keys
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.messages import OpKind, RunState
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import RunState
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import record_of
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import CheckpointRecord, RunRecord
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointRecord
     from tests.support.log import Log
     from tests.support.samples import Samples
 

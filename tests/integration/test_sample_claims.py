@@ -11,7 +11,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cotrain_store import keys
 from cotrain_store.errors import Fenced
-from cotrain_store.messages import RequestId, Result, ResultKind, WorkerId
+from cotrain_store.messages.ids import RequestId, WorkerId
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import WORKER
 from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record

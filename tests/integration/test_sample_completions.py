@@ -10,7 +10,8 @@ import pytest
 
 from cotrain_store import keys
 from cotrain_store.completions import Completion
-from cotrain_store.messages import Result, sample_id
+from cotrain_store.messages.ids import sample_id
+from cotrain_store.messages.results import Result
 from cotrain_store.sample_ends import CLONE_SIZE, OWN_SEQS
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import RESULT, open_samples
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.completions import Completions
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
     from tests.support.samples import Samples
 
 #: Longer than any wait here lasts: running into it is a failure.

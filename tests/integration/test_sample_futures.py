@@ -11,7 +11,8 @@ from cotrain_store import keys
 from cotrain_store.deliveries import READ_AFTER_S, SampleDeliveries
 from cotrain_store.errors import RequestNotFound, SampleExpired
 from cotrain_store.futures import Pending
-from cotrain_store.messages import RequestId, Result, ResultKind, TenantId
+from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.sample_ends import parse_sample
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.samples import RESULT

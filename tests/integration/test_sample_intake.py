@@ -18,7 +18,7 @@ from cotrain_store.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from cotrain_store.messages import RequestId, TenantId
+from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.sample_intake import SampleLimits
 from tests.support.log import WORKER

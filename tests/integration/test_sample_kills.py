@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.errors import StoreUnavailable
-from cotrain_store.messages import Result, ResultKind
+from cotrain_store.messages.results import Result, ResultKind
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import BODY, LARGE_BODY, open_samples
 from tests.support.stack import POOL
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.completions import Completions
-    from cotrain_store.messages import RequestId, SamplerRecord
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.samples import SamplerRecord
     from tests.support.samples import Samples
 
 REQUESTS = 120

@@ -28,7 +28,8 @@ from typing_extensions import override
 
 from cotrain_store import keys
 from cotrain_store.errors import Fenced, SamplingBusy, SeqConflict
-from cotrain_store.messages import RequestId, Result, ResultKind, TenantId, sample_id
+from cotrain_store.messages.ids import RequestId, TenantId, sample_id
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE
 from cotrain_store.sample_intake import SampleLimits
 from tests.support.log import WORKER
@@ -38,7 +39,7 @@ from tests.support.stack import POOL
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
-    from cotrain_store.messages import SamplerRecord
+    from cotrain_store.messages.samples import SamplerRecord
     from cotrain_store.samples import SampleBody
     from tests.support.redis_server import EmbeddedRedis
 

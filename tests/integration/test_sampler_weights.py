@@ -16,13 +16,18 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SeqConflict,
 )
-from cotrain_store.messages import OpKind, Result, RunState, TenantId, WeightsRef, encode
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import TenantId, WeightsRef
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import RunState
 from tests.support.log import WORKER
 from tests.support.samples import sampler_record, weights_record
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RunRecord, WeightsRecord
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import WeightsRecord
     from tests.support.samples import Samples
 
 A, B = TenantId("a"), TenantId("b")

@@ -10,7 +10,8 @@ import pytest
 
 from cotrain.proto import wire_pb2
 from cotrain_store import keys
-from cotrain_store.messages import ResultKind, sample_id
+from cotrain_store.messages.ids import sample_id
+from cotrain_store.messages.results import ResultKind
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.token_stream import TokenStream
 from tests.support.program import LORA, submit

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_store import keys
-from cotrain_store.messages import request_id
+from cotrain_store.messages.ids import request_id
 from cotrain_workers.decoder import EngineDecoder
 from cotrain_workers.sample_requests import seed_of
 from cotrain_workers.suspects import CRASHED, MAX_DEATHS, POISON
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
     from cotrain_workers.sample_ops import Progress
     from tests.support.redis_server import EmbeddedRedis

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cotrain_store import keys
-from cotrain_store.messages import TenantId
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.token_stream import TokenPublisher
 from cotrain_workers.checkpoint_files import CheckpointFiles, Saved
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from cotrain_store.messages import RequestId, Result
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.results import Result
     from cotrain_workers.ops import Failure
     from cotrain_workers.sample_ops import SampleRequest
     from tests.support.redis_server import EmbeddedRedis

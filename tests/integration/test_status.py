@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cotrain_store import keys
 from cotrain_store.dispatch import Place, WorkerBeat
-from cotrain_store.messages import TenantId
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.status import (
     QueueStatus,
     cycle_records,

@@ -18,7 +18,7 @@ from tests.support.stack import POOL
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
     from tests.support.redis_server import EmbeddedRedis
 

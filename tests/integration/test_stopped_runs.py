@@ -10,7 +10,9 @@ import pytest
 from cotrain.proto import wire_pb2
 from cotrain_store import keys
 from cotrain_store.execution import RUN_STOPPED
-from cotrain_store.messages import Result, ResultKind, RunState, request_id
+from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunState
 from cotrain_store.spool import Spool, SpoolRef, new_writer
 from tests.support.bodies import sequences
 from tests.support.program import (
@@ -26,7 +28,7 @@ from tests.support.stack import POOL, Stack, worker
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 

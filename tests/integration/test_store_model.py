@@ -34,20 +34,11 @@ from cotrain_store.dispatch import Dispatch, WorkerBeat
 from cotrain_store.errors import Fenced, PlanOutdated, RunClosed, SeqConflict, SeqTooFar
 from cotrain_store.execution import Execution
 from cotrain_store.intake import MAX_AHEAD, Intake, TenantLimits
-from cotrain_store.messages import (
-    CheckpointRecord,
-    LoraSpec,
-    OpKind,
-    Result,
-    RunRecord,
-    SessionId,
-    Step,
-    TenantId,
-    WeightsRef,
-    WorkerId,
-    request_id,
-    run_id,
-)
+from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, WorkerId, request_id, run_id
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.weights import CheckpointRecord
 from cotrain_store.spool import INLINE_LIMIT_BYTES, Spool, new_writer
 from cotrain_store.unread import Unread
 from tests.support.stack import MODEL, POOL, pool_record_for_tests

@@ -18,7 +18,7 @@ from cotrain_store.errors import (
     SessionFinished,
     SessionNotFound,
 )
-from cotrain_store.messages import TenantId
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.records import Records
 from cotrain_store.secrets import signing_keys
 from cotrain_store.tenants import CACHE_S, Tenants

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from cotrain_store import keys
-from cotrain_store.messages import RequestId
+from cotrain_store.messages.ids import RequestId
 from cotrain_store.token_stream import StreamedTokens, TokenPublisher, TokenStream
 
 if TYPE_CHECKING:

@@ -8,13 +8,18 @@ import pytest
 
 from cotrain_store import keys
 from cotrain_store.errors import Fenced
-from cotrain_store.messages import Result, RunUsage, SampleUsage, TenantId, encode
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.ops import RunUsage
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.samples import SampleUsage
 from tests.support.log import WORKER
 from tests.support.samples import RESULT
 from tests.support.stack import MODEL, POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RunId, Step
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ops import Step
     from tests.support.samples import Samples
 
 HOUR_S = 3600 * 500_000

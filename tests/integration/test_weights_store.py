@@ -14,7 +14,7 @@ import torch
 
 from cotrain_store import keys
 from cotrain_store.errors import CheckpointNotFound
-from cotrain_store.messages import SamplerId, WeightsRef
+from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_workers.checkpoint_files import (
     ORPHAN_AGE_S,
     CheckpointFiles,
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord, WeightsRecord
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import WeightsRecord
     from tests.support.redis_server import EmbeddedRedis
 
 SPEC = AdapterSpec(rank=2, seed=0)

@@ -17,7 +17,8 @@ from cotrain_server.settings import ServerSettings
 from cotrain_store import keys
 from cotrain_store.connection import open_sync_connection
 from cotrain_store.execution import Execution
-from cotrain_store.messages import PoolId, PoolRecord, RunId, WorkerId
+from cotrain_store.messages.ids import PoolId, RunId, WorkerId
+from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.spool import Spool, new_writer
 
 if TYPE_CHECKING:

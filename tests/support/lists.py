@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.messages import RunId
+from cotrain_store.messages.ids import RunId
 from tests.support.http_api import ALICE
 
 if TYPE_CHECKING:

@@ -14,18 +14,10 @@ from cotrain_store.dispatch import Dispatch
 from cotrain_store.execution import Execution
 from cotrain_store.futures import Futures
 from cotrain_store.intake import Intake, TenantLimits
-from cotrain_store.messages import (
-    LoraSpec,
-    OpKind,
-    RequestId,
-    Result,
-    RunRecord,
-    SessionId,
-    Step,
-    TenantId,
-    WorkerId,
-    run_id,
-)
+from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WorkerId, run_id
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.spool import RESULTS, Spool, new_writer
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 

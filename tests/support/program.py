@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain.proto import wire_pb2
 from cotrain_store import keys
-from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind, request_id
+from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.requests import CYCLE_METRIC
 from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker
@@ -14,7 +17,8 @@ from tests.support.stack import POOL, Stack, make_worker, worker
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RequestId, RunId, RunRecord
+    from cotrain_store.messages.ids import RequestId, RunId
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
 
 LORA = LoraSpec(rank=4, seed=7)

@@ -10,23 +10,20 @@ from typing import TYPE_CHECKING, Any
 from cotrain_store import keys
 from cotrain_store.completions import Completions
 from cotrain_store.execution import Execution
-from cotrain_store.messages import (
-    CheckpointRecord,
-    LoraSpec,
-    OpKind,
+from cotrain_store.messages.ids import (
     RequestId,
-    Result,
-    ResultKind,
-    SamplerRecord,
-    SaveRecords,
     SessionId,
-    Step,
     TenantId,
-    WeightsRecord,
     WeightsRef,
     WorkerId,
     sampler_id,
 )
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.saves import SaveRecords
+from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 from cotrain_store.records import Records
 from cotrain_store.sample_intake import SampleIntake, SampleLimits
 from cotrain_store.samples import SampleBody
@@ -38,7 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-    from cotrain_store.messages import CheckpointKind, RunId, RunRecord
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointKind
 
 BODY = SampleBody(
     prompt=(1, 2, 3),

@@ -14,25 +14,13 @@ from cotrain_scheduler.planner import runnable_prefix
 from cotrain_store.connection import open_sync_connection
 from cotrain_store.dispatch import Dispatch
 from cotrain_store.execution import Execution
-from cotrain_store.messages import (
-    CheckpointRecord,
-    LoadRequest,
-    LoraSpec,
-    OpKind,
-    Result,
-    ResultKind,
-    RunId,
-    RunUsage,
-    SamplerRecord,
-    SampleUsage,
-    SaveRecords,
-    SaveRequest,
-    SessionId,
-    Step,
-    WeightsRecord,
-    WeightsRef,
-    WorkerId,
-)
+from cotrain_store.messages.ids import RunId, SessionId, WeightsRef, WorkerId
+from cotrain_store.messages.ops import OpKind, RunUsage, Step
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.samples import SamplerRecord, SampleUsage
+from cotrain_store.messages.saves import LoadRequest, SaveRecords, SaveRequest
+from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 from cotrain_store.samples import encode_sample_output
 from cotrain_store.sampling import Sampling
 from cotrain_store.spool import RESULTS, Spool, new_writer
@@ -42,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cotrain_server.services import Services
-    from cotrain_store.messages import QueuedOp, RequestId, TenantId
+    from cotrain_store.messages.ids import RequestId, TenantId
+    from cotrain_store.messages.ops import QueuedOp
     from cotrain_store.sampling import ClaimedSample
 
 WORKER = WorkerId("w0")

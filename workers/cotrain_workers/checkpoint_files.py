@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cotrain_store.messages import WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
     from cotrain_store.sampling import Sampling
     from cotrain_workers.ops import HostOptimizer
     from cotrain_workers.peft_folder import LayoutOf

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import OpKind, RunId
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.spool import ORPHAN_AGE_S, unreferenced_segments
 from cotrain_workers.debt import Debt, may_leave, needs_snapshot
 from cotrain_workers.recovery import has_other_numerics, restore
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import Step
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ops import Step
     from cotrain_workers.engine import Engine
     from cotrain_workers.settings import WorkerSettings
     from cotrain_workers.weights_store import WeightsStore

@@ -27,7 +27,8 @@ from cotrain_workers.step_runner import StepRunner
 
 if TYPE_CHECKING:
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import RunId, Step
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ops import Step
     from cotrain_workers.engine import Engine
     from cotrain_workers.keeper import Keeper
     from cotrain_workers.ops import CycleOutput, Failure

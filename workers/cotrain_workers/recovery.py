@@ -15,14 +15,11 @@ import structlog
 
 from cotrain.proto import wire_pb2
 from cotrain_store.errors import SpoolCorrupt, StoreError
-from cotrain_store.messages import (
-    OpKind,
-    ResultKind,
-    RunId,
-    RunState,
-    SaveRequest,
-    WeightsRef,
-)
+from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.saves import SaveRequest
 from cotrain_workers.ops import Failure, SaveOutput
 from cotrain_workers.requests import CYCLE_METRIC, engine_op, result_of
 from cotrain_workers.saves import saved_of
@@ -33,7 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import QueuedOp, Result
+    from cotrain_store.messages.ops import QueuedOp
+    from cotrain_store.messages.results import Result
     from cotrain_store.positions import LogPosition
     from cotrain_workers.engine import Engine
     from cotrain_workers.ops import Op, Output

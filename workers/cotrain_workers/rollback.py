@@ -12,7 +12,8 @@ import structlog
 import torch
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import RunState, seq_of
+from cotrain_store.messages.ids import seq_of
+from cotrain_store.messages.runs import RunState
 from cotrain_workers.bank import AdapterState
 from cotrain_workers.sample_ops import WeightsGone
 from cotrain_workers.snapshots import write_snapshot
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import CheckpointRecord, RunId
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.weights import CheckpointRecord
     from cotrain_workers.engine import Engine
     from cotrain_workers.weights_store import WeightsStore
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import RunId, TenantId, WeightsRecord
+    from cotrain_store.messages.ids import RunId, TenantId
+    from cotrain_store.messages.weights import WeightsRecord
     from cotrain_workers.keeper import Keeper
     from cotrain_workers.weights_store import WeightsStore
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load, save
 
 from cotrain_store.failpoints import failpoint, write_past
-from cotrain_store.messages import RunId
+from cotrain_store.messages.ids import RunId
 from cotrain_store.spool import ORPHAN_AGE_S, sync_folder
 from cotrain_workers.bank import AdapterState
 from cotrain_workers.spec import AdapterSpec

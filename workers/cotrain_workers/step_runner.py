@@ -14,7 +14,8 @@ import structlog
 
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import OpKind, RunId
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import OpKind
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
 from cotrain_workers.requests import engine_op
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import QueuedOp, Step
+    from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_workers.engine import Engine
     from cotrain_workers.ops import CycleOutput, Op, Output
     from cotrain_workers.runs import Between, Runs

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import RunId, request_id
+from cotrain_store.messages.ids import RunId, request_id
 from cotrain_workers.ops import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
     from cotrain_workers.engine import Engine
     from cotrain_workers.ops import Op, Output
 

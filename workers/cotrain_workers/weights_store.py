@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from cotrain_store.messages import RunId, WeightsRecord, WeightsRef
+    from cotrain_store.messages.ids import RunId, WeightsRef
+    from cotrain_store.messages.weights import WeightsRecord
     from cotrain_store.sampling import Sampling
     from cotrain_workers.checkpoint_files import CheckpointFiles, Saved, WrittenFiles
     from cotrain_workers.ops import HostOptimizer

@@ -23,13 +23,14 @@ from cotrain_server.gate import PollRoute, try_again
 from cotrain_server.hangup import while_connected
 from cotrain_store.failpoints import failpoint
 from cotrain_store.futures import Pending
-from cotrain_store.messages import RequestId, ResultKind
+from cotrain_store.messages.ids import RequestId
+from cotrain_store.messages.results import ResultKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from cotrain_store.completions import Completion
-    from cotrain_store.messages import Result
+    from cotrain_store.messages.results import Result
 
 router = APIRouter(
     prefix="/api/v1", tags=["futures"], route_class=PollRoute, dependencies=[api_key]

@@ -22,7 +22,9 @@ from cotrain_server.sources import WRONG_PATH, find_loadable
 from cotrain_server.validation import check_rank
 from cotrain_store import metrics
 from cotrain_store.errors import BaseModelNotServed
-from cotrain_store.messages import OpKind, RunRecord, run_id
+from cotrain_store.messages.ids import run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import RunRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
     from cotrain_server.reading import Op
     from cotrain_server.reverse_kl_reading import AddressedKl
     from cotrain_server.services import Services
-    from cotrain_store.messages import PoolRecord, Tenant, TenantId, WeightsRecord, WeightsRef
+    from cotrain_store.messages.ids import TenantId, WeightsRef
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.messages.sessions import Tenant
+    from cotrain_store.messages.weights import WeightsRecord
 
 router = APIRouter(
     prefix="/api/v1/mint", tags=["mint"], route_class=DataRoute, dependencies=[api_key]

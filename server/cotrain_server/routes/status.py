@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cotrain_server.services import Services
-    from cotrain_store.messages import PoolRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.status import PoolStatus, QueueStatus
 
 router = APIRouter(tags=["status"])

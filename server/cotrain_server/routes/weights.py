@@ -24,7 +24,9 @@ from cotrain_server.sources import find_source
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
-    from cotrain_store.messages import CheckpointKind, Tenant, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.sessions import Tenant
+    from cotrain_store.messages.weights import CheckpointKind
 
 router = APIRouter(
     prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]

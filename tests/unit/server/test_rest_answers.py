@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from cotrain_server.rest_answers import ANOTHER_TENANT, checkpoint_of, text_by_name, training_run_of
 from cotrain_store.catalog import RunEntry
-from cotrain_store.messages import (
-    CheckpointRecord,
-    LoraSpec,
-    PoolId,
-    RunId,
-    RunRecord,
-    RunState,
-    SessionId,
-    TenantId,
-    WeightsRef,
-)
+from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WeightsRef
+from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
+from cotrain_store.messages.weights import CheckpointRecord
 
 ALICE, BOB = TenantId("t-alice"), TenantId("t-bob")
 CHECKPOINT = CheckpointRecord(

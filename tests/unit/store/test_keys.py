@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from cotrain_store import connection, keys
-from cotrain_store.messages import (
+from cotrain_store.messages.ids import (
     PoolId,
     RequestId,
     RunId,

@@ -6,32 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_store.messages import (
-    LoadRequest,
-    LoadSource,
-    LoraSpec,
-    OpKind,
-    PoolRecord,
-    QueuedOp,
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import (
     RequestId,
-    Result,
-    ResultKind,
     RunId,
-    SaveRequest,
     SessionId,
-    Step,
     TenantId,
     WeightsRef,
     WorkerId,
-    decode,
-    encode,
-    external_folder,
     request_id,
     run_id,
     run_of,
     sample_id,
     sampler_id,
 )
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_store.messages.weights import external_folder
 from cotrain_store.sample_ends import parse_sample
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
