@@ -180,6 +180,8 @@ class EngineDecoder:
             try:
                 if not self._pin(sequence):
                     return
+            except OSError:
+                return  # they are there and cannot be read now: it keeps its place
             except WeightsGone:
                 self._fail(group, "The weights are gone.", "user", log)
             except WeightsNotFinite:

@@ -15,8 +15,8 @@ from uuid import uuid4
 import pyrage
 
 from cotrain_store.failpoints import failpoint
+from cotrain_store.files import sync_folder
 from cotrain_store.messages.weights import external_folder
-from cotrain_store.spool import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
