@@ -110,7 +110,7 @@ class Futures:
     ) -> Result | Pending:
         """Hold until the result is there or `timeout_s` is over.
 
-        A Redis that does not answer is a pause for the client, so it gives Pending, never an error.
+        A Redis that does not answer, or a disk, is a pause for the client: it gives Pending, no error.
 
         Raises:
             RequestNotFound: unknown, expired, or another tenant's.
@@ -120,7 +120,10 @@ class Futures:
             left_s = max(0.0, deadline - time.monotonic())
             try:
                 return await self._outcome(tenant, request, left_s)
-            except CONNECTION_LOST:
+            except (
+                *CONNECTION_LOST,
+                OSError,
+            ):  # the latter of a file: it is there, but not for us now
                 if self._released or left_s == 0.0:
                     return Pending("paused_capacity", "the server's store is restarting")
                 await asyncio.sleep(min(RETRY_S, left_s))

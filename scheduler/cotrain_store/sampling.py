@@ -104,7 +104,7 @@ class Sampling:
 
     def claim(self, most: int) -> list[ClaimedSample]:
         """Take waiting requests, one per tenant in turn; of a tenant's, those first that only this
-        worker can run. After a lost connection the next call gives what the lost answer held.
+        worker can run. After a lost connection, or an OSError, the next call gives the same again.
         """
         pool, me = self._pool, self._worker
         script_keys = [
@@ -115,8 +115,11 @@ class Sampling:
         rows = self._claim(script_keys, args)
         if rows == b"FENCED":
             raise Fenced
-        self._claim_token = secrets.token_hex(8)
-        return [self._claimed(row) for row in rows]
+        claimed = [self._claimed(row) for row in rows]
+        self._claim_token = secrets.token_hex(
+            8
+        )  # only now: what could not be read is claimed again
+        return claimed
 
     def risk(self, request: RequestId) -> None:
         """Count a death over this claimed request in advance: nobody may be left to do it after."""

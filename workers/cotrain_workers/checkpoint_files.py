@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_store.files import make_folder
 from cotrain_workers.external_files import base_model_of_files, remove_external, write_external
 from cotrain_workers.optimizer_file import base_model_of_state, read_optimizer, write_optimizer
 from cotrain_workers.peft_folder import CONFIG, folder_of, read_folder, remove_folder, write_folder
@@ -72,7 +73,7 @@ class CheckpointFiles:
             data_dir / name for name in ("weights", "optimizers", "external")
         )
         for folder in (adapters, optimizers, external):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(folder)
         return cls(adapters, optimizers, external, base_model)
 
     def write(self, ref: WeightsRef, saved: Saved, layout: Layout) -> WrittenFiles:
@@ -94,11 +95,11 @@ class CheckpointFiles:
         return folder_of(self.adapters, digest)
 
     def read_adapter(self, digest: str, layout_of: LayoutOf) -> HostWeights:
-        """Read an adapter; raises FolderUnreadable."""
+        """Read an adapter; raises FolderUnreadable, OSError."""
         return read_folder(self.adapter(digest), layout_of)
 
     def read_optimizer(self, digest: str, layout_of: LayoutOf) -> HostOptimizer:
-        """Read an optimizer state; raises OptimizerUnreadable."""
+        """Read an optimizer state; raises OptimizerUnreadable, OSError."""
         return read_optimizer(self.optimizers, digest, layout_of)
 
     def remove_orphans(self, sampling: Sampling) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from cotrain_store.failpoints import failpoint
+from cotrain_store.files import make_folder
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.spool import ORPHAN_AGE_S, unreferenced_segments
 from cotrain_workers.debt import Debt, may_leave, needs_snapshot
@@ -60,7 +61,7 @@ class Keeper:
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._swept_at = self._orphans_at = 0.0
-        settings.snapshots_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(settings.snapshots_dir)
 
     @property
     def runs(self) -> int:
