@@ -11,10 +11,10 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
 from cotrain_store.connection import sync_script
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.ids import (
     PoolId,
@@ -82,9 +82,9 @@ class Execution:
         """Take this worker's place with a new epoch, and publish what the pool can do."""
         self._numerics_id = record.numerics_id
         self._base_model = record.base_model
-        self.epoch = int(self._redis.incr(keys.worker_epoch(self.pool, self.worker)))
-        self._redis.sadd(keys.workers(self.pool), self.worker)
-        self._redis.hset(keys.pools(), self.pool, encode(record))
+        self.epoch = int(self._redis.incr(fleet_keys.worker_epoch(self.pool, self.worker)))
+        self._redis.sadd(fleet_keys.workers(self.pool), self.worker)
+        self._redis.hset(fleet_keys.pools(), self.pool, encode(record))
         self._left_open = {step.cycle for step in self.open_steps()}
         return self.epoch
 
@@ -95,24 +95,26 @@ class Execution:
 
     def beat(self, beat: WorkerBeat) -> None:
         """Say that this worker is alive; raises Fenced when another took its place."""
-        current = self._redis.get(keys.worker_epoch(self.pool, self.worker))
+        current = self._redis.get(fleet_keys.worker_epoch(self.pool, self.worker))
         if current is None or int(current) != self.epoch:
             raise Fenced
         text = json.dumps(asdict(beat))
-        self._redis.set(keys.worker(self.pool, self.worker), text, px=keys.WORKER_BEAT_TTL_MS)
+        self._redis.set(
+            fleet_keys.worker(self.pool, self.worker), text, px=fleet_keys.WORKER_BEAT_TTL_MS
+        )
 
     def leave(self) -> None:
         """Say that this worker is gone, without waiting for its beat to run out."""
         if self._wakes:
             self._wakes.close()
             self._wakes = None
-        self._redis.delete(keys.worker(self.pool, self.worker))
+        self._redis.delete(fleet_keys.worker(self.pool, self.worker))
 
     def open_steps(self) -> list[Step]:
         """Read the planned and not yet committed steps, oldest first; those of a dead worker, too,
         whose heir this one is.
         """
-        rows = self._redis.hvals(keys.open_steps(self.pool, self.worker))
+        rows = self._redis.hvals(fleet_keys.open_steps(self.pool, self.worker))
         steps = sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
         self._left_open |= {step.cycle for step in steps if step.worker != self.worker}
         return [replace(step, worker=self.worker) for step in steps]
@@ -124,11 +126,11 @@ class Execution:
         """
         if step.cycle not in self._left_open:
             return 0
-        return int(self._redis.hincrby(keys.starts(self.pool), str(step.cycle), 1))
+        return int(self._redis.hincrby(fleet_keys.starts(self.pool), str(step.cycle), 1))
 
     def deaths(self) -> dict[str, int]:
         """Tell over which parts of steps processes died, and how often."""
-        rows = self._redis.hgetall(keys.deaths(self.pool))
+        rows = self._redis.hgetall(fleet_keys.deaths(self.pool))
         return {part.decode(): int(count) for part, count in rows.items()}
 
     def risk(self, part: str) -> None:
@@ -136,18 +138,18 @@ class Execution:
 
         A part of a step is named by the request that it begins with, and anything behind.
         """
-        self._redis.hincrby(keys.deaths(self.pool), part, 1)
+        self._redis.hincrby(fleet_keys.deaths(self.pool), part, 1)
 
     def survived(self, part: str) -> None:
         """Take back what `risk` noted."""
-        self._redis.hdel(keys.deaths(self.pool), part)
+        self._redis.hdel(fleet_keys.deaths(self.pool), part)
 
     def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
         """Read the bodies of ops; None where one is gone or does not match its digest."""
         pipeline = self._redis.pipeline(transaction=False)
         inline = [op for op in ops if op.ref == "inline"]
         for op in inline:
-            pipeline.hget(keys.bodies(self.pool, op.run), str(op.seq))
+            pipeline.hget(run_keys.bodies(self.pool, op.run), str(op.seq))
         found = dict(zip(((op.run, op.seq) for op in inline), pipeline.execute(), strict=True))
         return [
             found[op.run, op.seq] if op.ref == "inline" else self._spooled(op.ref) for op in ops
@@ -186,15 +188,16 @@ class Execution:
         saved = {request_id(*op): save_row(records) for op, records in (saves or {}).items()}
         used = training_amounts(usage or {}, step.tenant_by_run, self._base_model, time.time())
         script_keys = [
-            keys.worker_epoch(self.pool, self.worker), keys.open_steps(self.pool, self.worker),
-            keys.cycles(self.pool), keys.spool_segment_refs(), keys.notify_results(),
-            keys.notify_scheduler(), keys.counters(self.pool),
-            keys.starts(self.pool), keys.deaths(self.pool),
+            fleet_keys.worker_epoch(self.pool, self.worker),
+            fleet_keys.open_steps(self.pool, self.worker), fleet_keys.cycles(self.pool),
+            result_keys.spool_segment_refs(), result_keys.notify_results(),
+            fleet_keys.notify_scheduler(), fleet_keys.counters(self.pool),
+            fleet_keys.starts(self.pool), fleet_keys.deaths(self.pool),
         ]  # fmt: skip
         args: list[str | int | bytes] = [
-            self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,
-            json.dumps(counted), self._numerics_id if is_exact else "mixed", json.dumps(saved),
-            json.dumps(used), keys.USAGE_TTL_S,
+            self.epoch, fleet_keys.prefix(self.pool), step.cycle, json.dumps(record),
+            fleet_keys.CYCLES_KEPT, json.dumps(counted), self._numerics_id if is_exact else "mixed",
+            json.dumps(saved), json.dumps(used), tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
         all_packed = pack_results([results[op.run, op.seq] for op in step.ops], self._results)
         for op, (packed, ttl_ms) in zip(step.ops, all_packed, strict=True):
@@ -216,15 +219,15 @@ class Execution:
 
     def position(self, run: RunId) -> LogPosition | None:
         """Read where a run's log stands; None for a run that has none."""
-        raw = self._redis.hgetall(keys.log(self.pool, run))
+        raw = self._redis.hgetall(run_keys.log(self.pool, run))
         row = {field.decode(): value.decode() for field, value in raw.items()}
         return log_position(row) if row else None
 
     def bases(self, run: RunId) -> frozenset[str]:
         """Name the registered snapshots of a run, of whichever pool it is: workers of all share a folder."""
         files: set[bytes | None] = set()
-        for pool in self._redis.hkeys(keys.pools()):
-            log = keys.log(PoolId(pool.decode()), run)
+        for pool in self._redis.hkeys(fleet_keys.pools()):
+            log = run_keys.log(PoolId(pool.decode()), run)
             files |= set(self._redis.hmget(log, ["snapfile", "oldfile"]))
         return frozenset(file.decode() for file in files if file)
 
@@ -237,7 +240,7 @@ class Execution:
         if last < first:
             return []
         seqs = range(first, last + 1)
-        envelopes = self._redis.hmget(keys.ops(self.pool, run), [str(seq) for seq in seqs])
+        envelopes = self._redis.hmget(run_keys.ops(self.pool, run), [str(seq) for seq in seqs])
         ops = []
         for seq, envelope in zip(seqs, envelopes, strict=True):
             if envelope is None:
@@ -247,7 +250,7 @@ class Execution:
 
     def stored_result(self, op: QueuedOp) -> Result | None:
         """Read the committed result of an op, whole, if it has not expired and its file is there."""
-        packed = self._redis.get(keys.result(op.request_id))
+        packed = self._redis.get(result_keys.result(op.request_id))
         if not packed:
             return None
         result = Result.unpack(packed)
@@ -265,9 +268,9 @@ class Execution:
             Fenced: another worker took this one's place.
         """
         script_keys = [
-            keys.worker_epoch(self.pool, self.worker), keys.log(self.pool, run),
-            keys.ops(self.pool, run), keys.bodies(self.pool, run), keys.digests(self.pool, run),
-            keys.spool_segment_refs(),
+            fleet_keys.worker_epoch(self.pool, self.worker), run_keys.log(self.pool, run),
+            run_keys.ops(self.pool, run), run_keys.bodies(self.pool, run),
+            run_keys.digests(self.pool, run), result_keys.spool_segment_refs(),
         ]  # fmt: skip
         answer = self._snapshot(script_keys, [self.epoch, seq, file, sha256, DIGESTS_KEPT, run])
         if answer == b"FENCED":
@@ -279,10 +282,10 @@ class Execution:
 
         The seq after which one was made is that of its weights.
         """
-        names = self._redis.zrange(keys.run_checkpoints(run), 0, -1)
+        names = self._redis.zrange(weights_keys.run_checkpoints(run), 0, -1)
         of_training = [name.decode() for name in names if name.startswith(b"weights/")]
         rows = self._redis.mget(
-            [keys.checkpoint(run, *name.split("/")) for name in of_training] or [""]
+            [weights_keys.checkpoint(run, *name.split("/")) for name in of_training] or [""]
         )
         found = [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
         own = [checkpoint for checkpoint in found if run_of(RequestId(checkpoint.weights)) == run]
@@ -308,16 +311,17 @@ class Execution:
 
     def runs_to_drop(self) -> list[RunId]:
         """List the closed runs this worker may still hold."""
-        members = self._redis.smembers(keys.drops(self.pool, self.worker))
+        members = self._redis.smembers(fleet_keys.drops(self.pool, self.worker))
         return sorted(RunId(member.decode()) for member in members)
 
     def forget(self, run: RunId) -> bool:
         """Delete the log of a closed run; False while an op is planned or a save is not stored."""
         pool = self.pool
         script_keys = [
-            keys.worker_epoch(pool, self.worker), keys.log(pool, run), keys.ops(pool, run),
-            keys.bodies(pool, run), keys.digests(pool, run), keys.spool_segment_refs(),
-            keys.drops(pool, self.worker), keys.riders(pool, run),
+            fleet_keys.worker_epoch(pool, self.worker), run_keys.log(pool, run),
+            run_keys.ops(pool, run), run_keys.bodies(pool, run), run_keys.digests(pool, run),
+            result_keys.spool_segment_refs(), fleet_keys.drops(pool, self.worker),
+            run_keys.riders(pool, run),
         ]  # fmt: skip
         answer = self._forget(script_keys, [self.epoch, run])
         if answer == b"FENCED":
@@ -343,31 +347,31 @@ class Execution:
         self._end_run(run, tenant, RunState.FAILED, RUN_STOPPED)
 
     def _end_run(self, run: RunId, tenant: TenantId, state: RunState, failure: Result) -> None:
-        epoch_key = keys.worker_epoch(self.pool, self.worker)
-        script_keys = [keys.run(run), keys.notify_results(), epoch_key]
+        epoch_key = fleet_keys.worker_epoch(self.pool, self.worker)
+        script_keys = [run_keys.run(run), result_keys.notify_results(), epoch_key]
         args = [
-            run, keys.prefix(self.pool), keys.SMALL_RESULT_TTL_MS, "", "", failure.pack(), state,
-            tenant, self.epoch,
+            run, fleet_keys.prefix(self.pool), result_keys.SMALL_RESULT_TTL_MS, "", "",
+            failure.pack(), state, tenant, self.epoch,
         ]  # fmt: skip
         if self._close(script_keys, args) == b"FENCED":
             raise Fenced
 
     def referenced_segments(self) -> list[str]:
         """List the spool segments that some op still needs."""
-        return [name.decode() for name in self._redis.hkeys(keys.spool_segment_refs())]
+        return [name.decode() for name in self._redis.hkeys(result_keys.spool_segment_refs())]
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there may be a step or a run to drop, at most `timeout_s`."""
         if self._wakes is None:
             wakes = self._redis.pubsub(ignore_subscribe_messages=True)
-            wakes.subscribe(keys.notify_worker(self.pool, self.worker))
+            wakes.subscribe(fleet_keys.notify_worker(self.pool, self.worker))
             self._wakes = wakes  # only now: one that never subscribed would wait for nothing
         self._wakes.get_message(timeout=timeout_s)
 
 
 def beat_at(connection: SyncConnection, pool: PoolId, worker: WorkerId) -> WorkerBeat | None:
     """Read the sign of life at a worker's place, whoever gives it; None for nobody's."""
-    beat = connection.get(keys.worker(pool, worker))
+    beat = connection.get(fleet_keys.worker(pool, worker))
     return decode(WorkerBeat, json.loads(beat)) if beat else None
 
 

@@ -13,7 +13,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
-from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.deliveries import Deliveries, SampleDeliveries
 from cotrain_store.errors import (
@@ -23,6 +22,7 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SpoolCorrupt,
 )
+from cotrain_store.keys import result_keys, run_keys, sample_keys, weights_keys
 from cotrain_store.messages.ids import RequestId, WeightsRef, run_of
 from cotrain_store.messages.results import Result
 from cotrain_store.records import Records
@@ -75,7 +75,7 @@ class Futures:
     async def __aenter__(self) -> Self:
         """Start listening."""
         self._tasks = [
-            asyncio.create_task(listen(self._redis, keys.notify_results(), self._heard)),
+            asyncio.create_task(listen(self._redis, result_keys.notify_results(), self._heard)),
             asyncio.create_task(self._sweep()),
             asyncio.create_task(self._unread.keep_telling()),
         ]
@@ -151,7 +151,9 @@ class Futures:
         packed = await self._held(request, 0.0 if is_done else timeout_s)
         if packed is None and not await self._is_sample_done(tenant, request, name):
             return Pending()
-        packed = packed or await self._redis.get(keys.result(request))  # done between the two looks
+        packed = packed or await self._redis.get(
+            result_keys.result(request)
+        )  # done between the two looks
         if packed is None:
             raise SampleExpired
         self._sample_deliveries.note(name, time.monotonic())
@@ -160,7 +162,7 @@ class Futures:
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
         """Look at a sample request; raises SampleExpired for one that may be asked for again."""
-        owner, state = await self._redis.hmget(keys.sample(request), ["tenant", "state"])
+        owner, state = await self._redis.hmget(sample_keys.sample(request), ["tenant", "state"])
         if owner is None:
             with contextlib.suppress(SamplerNotFound):
                 await self._records.sampler(tenant, name.sampler)
@@ -179,7 +181,7 @@ class Futures:
         waiter: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._waiters[request].add(waiter)
         try:
-            packed: bytes | None = await self._redis.get(keys.result(request))
+            packed: bytes | None = await self._redis.get(result_keys.result(request))
             if packed is not None or self._released:
                 return packed
             with contextlib.suppress(TimeoutError):
@@ -193,8 +195,8 @@ class Futures:
     async def _pending(self, run: RunRecord, request: RequestId) -> Pending:
         """Tell a waiter why, and a client that polls for what never was or has expired, so."""
         log, since = await asyncio.gather(
-            self._redis.hmget(keys.log(run.pool, run.id), ["next", "done", "last"]),
-            self._redis.zscore(keys.gaps(run.pool), run.id),
+            self._redis.hmget(run_keys.log(run.pool, run.id), ["next", "done", "last"]),
+            self._redis.zscore(run_keys.gaps(run.pool), run.id),
         )
         place = request.rpartition(":")[2]
         is_place = place.isdecimal() and len(place) <= _PLACE_DIGITS
@@ -210,13 +212,13 @@ class Futures:
     async def _has_expired(self, request: RequestId) -> bool:
         """Tell whether a committed op has no result any more; one that owes its weights has none yet."""
         # In this order: what is owed when we look first has its result when we look second.
-        if await self._redis.hexists(keys.weights(WeightsRef(request)), "checkpoint"):
+        if await self._redis.hexists(weights_keys.weights(WeightsRef(request)), "checkpoint"):
             return False
-        return await self._redis.get(keys.result(request)) is None
+        return await self._redis.get(result_keys.result(request)) is None
 
     async def _client_seq(self, run: RunRecord, place: int) -> int:
         """Count like the client, which knows nothing of the riders before a place."""
-        riders = await self._redis.zrange(keys.riders(run.pool, run.id), 0, -1)
+        riders = await self._redis.zrange(run_keys.riders(run.pool, run.id), 0, -1)
         return place - sum(int(rider) < place for rider in riders)
 
     async def _whole(self, packed: bytes, expired: RequestNotFound) -> Result:
@@ -245,7 +247,7 @@ class Futures:
         waiting = [request for request in requests if request in self._waiters]
         if not waiting:
             return
-        values = await self._redis.mget([keys.result(RequestId(r)) for r in waiting])
+        values = await self._redis.mget([result_keys.result(RequestId(r)) for r in waiting])
         for request, packed in zip(waiting, values, strict=True):
             if packed is None:
                 continue

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.capacity import Capacity
 from cotrain_store.connection import CONNECTION_LOST, async_script
 from cotrain_store.errors import (
@@ -27,6 +26,7 @@ from cotrain_store.errors import (
     WeightsGone,
 )
 from cotrain_store.failpoints import failpoint
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import RequestId, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
@@ -139,8 +139,8 @@ class Intake:
             StoreUnavailable: try again later.
         """
         try:
-            before = await self._redis.zcount(keys.riders(run.pool, run.id), "-inf", seq)
-            known = await self._redis.hget(keys.digests(run.pool, run.id), str(seq + before))
+            before = await self._redis.zcount(run_keys.riders(run.pool, run.id), "-inf", seq)
+            known = await self._redis.hget(run_keys.digests(run.pool, run.id), str(seq + before))
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
         return request_id(run.id, seq + before) if known == digest.encode() else None
@@ -154,10 +154,10 @@ class Intake:
         """
         request = RequestId(f"{run.id}:unload")
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
-        script_keys = [keys.run(run.id), keys.notify_results()]
+        script_keys = [run_keys.run(run.id), result_keys.notify_results()]
         args = [
-            run.id, keys.prefix(run.pool), keys.SMALL_RESULT_TTL_MS, request, result.pack(),
-            UNLOADED.pack(), RunState.CLOSED, run.tenant,
+            run.id, fleet_keys.prefix(run.pool), result_keys.SMALL_RESULT_TTL_MS, request,
+            result.pack(), UNLOADED.pack(), RunState.CLOSED, run.tenant,
         ]  # fmt: skip
         try:
             answer = await self._close(script_keys, args)
@@ -190,7 +190,7 @@ class Intake:
             run.id, run.tenant, "" if seq is None else seq, digest, op.envelope(),
             b"" if segment else body, segment, tokens, len(body), int(now * 1000), limits.ops,
             limits.tokens, limits.bytes, MAX_AHEAD, limits.runs, record, idempotency_key,
-            keys.hash_tag(run.pool), repr(run.created_at), limits.unread_bytes, *uses,
+            fleet_keys.hash_tag(run.pool), repr(run.created_at), limits.unread_bytes, *uses,
         ]  # fmt: skip
         failpoint("api.before_submit", run.id)
         try:
@@ -207,11 +207,12 @@ class Intake:
 def _keys_of_submit(run: RunRecord) -> list[str]:
     pool, tenant = run.pool, run.tenant
     return [
-        keys.run(run.id), keys.log(pool, run.id), keys.ops(pool, run.id),
-        keys.bodies(pool, run.id), keys.digests(pool, run.id), keys.ready(pool), keys.gaps(pool),
-        keys.queue(pool, tenant), keys.queue_tenants(pool), keys.spool_segment_refs(),
-        keys.session_runs(run.session), keys.tenant_runs(tenant), keys.notify_scheduler(),
-        keys.riders(pool, run.id), keys.training_runs(tenant),
+        run_keys.run(run.id), run_keys.log(pool, run.id), run_keys.ops(pool, run.id),
+        run_keys.bodies(pool, run.id), run_keys.digests(pool, run.id), run_keys.ready(pool),
+        run_keys.gaps(pool), run_keys.queue(pool, tenant), run_keys.queue_tenants(pool),
+        result_keys.spool_segment_refs(), tenant_keys.session_runs(run.session),
+        tenant_keys.tenant_runs(tenant), fleet_keys.notify_scheduler(),
+        run_keys.riders(pool, run.id), tenant_keys.training_runs(tenant),
     ]  # fmt: skip
 
 

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
 from cotrain_store.connection import async_script
 from cotrain_store.errors import (
     BaseModelNotServed,
@@ -26,6 +25,7 @@ from cotrain_store.errors import (
     SessionNotFound,
     SessionQuotaReached,
 )
+from cotrain_store.keys import fleet_keys, run_keys, sample_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef
 from cotrain_store.messages.pools import PoolRecord
@@ -96,11 +96,12 @@ class Records:
             display_name=display_name,
         )
         script_keys = [
-            keys.session(session.id), keys.tenant_sessions(tenant), keys.living_sessions(tenant),
+            tenant_keys.session(session.id), tenant_keys.tenant_sessions(tenant),
+            tenant_keys.living_sessions(tenant),
         ]  # fmt: skip
         args = [
             session.id, encode(session), repr(session.created_at), int(session.created_at * 1000),
-            keys.SESSION_BEAT_TTL_MS, self._limits.sessions,
+            tenant_keys.SESSION_BEAT_TTL_MS, self._limits.sessions,
         ]  # fmt: skip
         if await self._session(script_keys, args) == b"SESSIONS":
             raise SessionQuotaReached
@@ -109,7 +110,7 @@ class Records:
 
     async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
         """Find a session; raises SessionNotFound."""
-        row = await self._row(keys.session(SessionId(session_id)), session_id)
+        row = await self._row(tenant_keys.session(SessionId(session_id)), session_id)
         if not row:
             raise SessionNotFound
         session = session_record(row)
@@ -127,23 +128,23 @@ class Records:
     async def assign_project(self, tenant: TenantId, session_id: str, project_id: str) -> None:
         """Put a session, with all it has, into a project; raises SessionNotFound."""
         session = await self.session(tenant, session_id)
-        await self._redis.hset(keys.session(session.id), "project_id", project_id)
+        await self._redis.hset(tenant_keys.session(session.id), "project_id", project_id)
 
     async def finish(
         self, tenant: TenantId, session_id: str, reason: FinishReason
     ) -> tuple[RunId, ...]:
         """End a session and name its runs, for the caller to close. The first reason wins."""
         session = await self.session(tenant, session_id)
-        name = keys.session(session.id)
+        name = tenant_keys.session(session.id)
         await self._redis.hsetnx(name, "reason", reason)
         await self._redis.hsetnx(name, "finished_at", repr(time.time()))  # last: it has a reason
-        await self._redis.zrem(keys.living_sessions(tenant), session.id)
-        members = await self._redis.smembers(keys.session_runs(session.id))
+        await self._redis.zrem(tenant_keys.living_sessions(tenant), session.id)
+        members = await self._redis.smembers(tenant_keys.session_runs(session.id))
         return tuple(sorted(RunId(member.decode()) for member in members))
 
     async def run(self, tenant: TenantId, run_id: str) -> RunRecord:
         """Find a run; raises RunNotFound."""
-        row = await self._row(keys.run(RunId(run_id)), run_id)
+        row = await self._row(run_keys.run(RunId(run_id)), run_id)
         if not row:
             raise RunNotFound
         run = run_record(row)
@@ -153,7 +154,7 @@ class Records:
 
     async def pools(self) -> tuple[PoolRecord, ...]:
         """List the base models served here, by name."""
-        rows = await self._redis.hvals(keys.pools())
+        rows = await self._redis.hvals(fleet_keys.pools())
         return tuple(sorted((_pool(row) for row in rows), key=lambda pool: pool.base_model))
 
     async def pool_of(self, base_model: str) -> PoolRecord:
@@ -169,13 +170,13 @@ class Records:
 
     async def pool(self, pool_id: PoolId) -> PoolRecord | None:
         """Find a pool by its id."""
-        row = await self._redis.hget(keys.pools(), pool_id)
+        row = await self._redis.hget(fleet_keys.pools(), pool_id)
         return _pool(row) if row else None
 
     async def sampler(self, tenant: TenantId, sampler: str) -> SamplerRecord:
         """Find a sampler; raises SamplerNotFound."""
         text = (
-            await self._redis.get(keys.sampler(SamplerId(sampler)))
+            await self._redis.get(sample_keys.sampler(SamplerId(sampler)))
             if _SAMPLER_ID.fullmatch(sampler)
             else None
         )
@@ -195,13 +196,14 @@ class Records:
         """
         weights = record.weights or WeightsRef("")
         script_keys = [
-            keys.sampler(record.id), keys.session(record.session), keys.weights(weights),
-            keys.weights_users(weights), keys.session_samplers(record.session),
-            keys.tenant_samplers(record.tenant),
+            sample_keys.sampler(record.id), tenant_keys.session(record.session),
+            weights_keys.weights(weights), weights_keys.weights_users(weights),
+            tenant_keys.session_samplers(record.session),
+            tenant_keys.tenant_samplers(record.tenant),
         ]  # fmt: skip
         args = [
-            record.id, encode(record), keys.sampler_idle_ms(ephemeral=record.ephemeral), weights,
-            int(time.time() * 1000), self._limits.samplers,
+            record.id, encode(record), sample_keys.sampler_idle_ms(ephemeral=record.ephemeral),
+            weights, int(time.time() * 1000), self._limits.samplers,
         ]  # fmt: skip
         answer = await self._sampler(script_keys, args)
         if answer == b"SAMPLERS":
@@ -217,8 +219,8 @@ class Records:
 
     async def samplers_of(self, session: SessionId) -> tuple[SamplerRecord, ...]:
         """List the living samplers of a session that was found through its tenant, by age."""
-        members = await self._redis.smembers(keys.session_samplers(session))
-        names = [keys.sampler(SamplerId(member.decode())) for member in members]
+        members = await self._redis.smembers(tenant_keys.session_samplers(session))
+        names = [sample_keys.sampler(SamplerId(member.decode())) for member in members]
         rows = await self._redis.mget(names) if names else []
         living = [decode(SamplerRecord, json.loads(row)) for row in rows if row]
         return tuple(sorted(living, key=lambda sampler: sampler.created_at))
@@ -233,7 +235,7 @@ class Records:
         named = _PATH.fullmatch(path)
         if not named or ".." in named["name"]:
             raise MalformedPath
-        name = keys.checkpoint(RunId(named["run"]), named["kind"], named["name"])
+        name = weights_keys.checkpoint(RunId(named["run"]), named["kind"], named["name"])
         text = await self._redis.get(name)
         record = decode(CheckpointRecord, json.loads(text)) if text else None
         if record is None or not (record.public or record.tenant == tenant):
@@ -242,7 +244,7 @@ class Records:
 
     async def weights(self, ref: WeightsRef) -> WeightsRecord:
         """Read what weights are; raises CheckpointNotFound once they are forgotten."""
-        row = await self._redis.hmget(keys.weights(ref), WEIGHTS_FIELDS)
+        row = await self._redis.hmget(weights_keys.weights(ref), WEIGHTS_FIELDS)
         if row[0] is None:
             raise CheckpointNotFound
         return weights_record(row)
@@ -255,11 +257,11 @@ class Records:
         return row
 
     async def _mark_alive(self, session: SessionRecord) -> None:
-        now, ttl_ms = time.time(), keys.SESSION_BEAT_TTL_MS
+        now, ttl_ms = time.time(), tenant_keys.SESSION_BEAT_TTL_MS
         async with self._redis.pipeline() as pipeline:
-            pipeline.set(keys.session_beat(session.id), repr(now), px=ttl_ms)
+            pipeline.set(tenant_keys.session_beat(session.id), repr(now), px=ttl_ms)
             pipeline.zadd(
-                keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms}
+                tenant_keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms}
             )
             await pipeline.execute()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from cotrain_store import keys
+from cotrain_store.keys import sample_keys
 from cotrain_store.messages.ids import SamplerId, SessionId
 from cotrain_store.messages.results import Result
 
@@ -45,4 +45,4 @@ def parse_sample(request: str) -> SampleName | None:
 
 def lives(now_s: float) -> tuple[int, int, int]:
     """Give the times that an end needs, in ms: now, what its record lives longer, how long it is told."""
-    return int(now_s * 1000), keys.SAMPLE_RECORD_EXTRA_MS, keys.COMPLETION_TTL_MS
+    return int(now_s * 1000), sample_keys.SAMPLE_RECORD_EXTRA_MS, sample_keys.COMPLETION_TTL_MS

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.connection import sync_script
 from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
+from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef, run_of
 from cotrain_store.messages.results import Result, ResultKind
@@ -79,7 +79,7 @@ class Sampling:
         self._pool = pool
         self._worker = worker
         self._epoch = epoch
-        self._epoch_key = keys.worker_epoch(pool, worker)
+        self._epoch_key = fleet_keys.worker_epoch(pool, worker)
         self._claim_token = secrets.token_hex(8)
         self._claim = sync_script(connection, "sample_claim")
         self._requeue = sync_script(
@@ -108,10 +108,17 @@ class Sampling:
         """
         pool, me = self._pool, self._worker
         script_keys = [
-            self._epoch_key, keys.sample_ring(pool), keys.claimed_samples(pool, me),
-            keys.workers(pool), keys.last_claim(pool, me),
+            self._epoch_key, sample_keys.sample_ring(pool), sample_keys.claimed_samples(pool, me),
+            fleet_keys.workers(pool), sample_keys.last_claim(pool, me),
         ]  # fmt: skip
-        args = [self._epoch, keys.prefix(pool), me, keys.ANY_LANE, most, self._claim_token]
+        args = [
+            self._epoch,
+            fleet_keys.prefix(pool),
+            me,
+            sample_keys.ANY_LANE,
+            most,
+            self._claim_token,
+        ]
         rows = self._claim(script_keys, args)
         if rows == b"FENCED":
             raise Fenced
@@ -123,7 +130,7 @@ class Sampling:
 
     def risk(self, request: RequestId) -> None:
         """Count a death over this claimed request in advance: nobody may be left to do it after."""
-        self._redis.hincrby(keys.sample(request), "deaths", 1)
+        self._redis.hincrby(sample_keys.sample(request), "deaths", 1)
 
     def resolve(
         self,
@@ -137,12 +144,12 @@ class Sampling:
         twice is harmless. `usage` is added to what their tenants used.
         """
         script_keys = [
-            self._epoch_key, keys.spool_segment_refs(), keys.notify_results(),
-            keys.counters(self._pool),
+            self._epoch_key, result_keys.spool_segment_refs(), result_keys.notify_results(),
+            fleet_keys.counters(self._pool),
         ]  # fmt: skip
         now = time.time()
         args: list[str | int | bytes] = [
-            self._epoch, json.dumps(counted), *lives(now), usage_hour(now), keys.USAGE_TTL_S,
+            self._epoch, json.dumps(counted), *lives(now), usage_hour(now), tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
         all_packed = pack_results(list(results.values()), self._results)
         for (request, result), (packed, ttl_ms) in zip(results.items(), all_packed, strict=True):
@@ -154,31 +161,31 @@ class Sampling:
 
     @cached_property
     def _base_model(self) -> str:
-        row = self._redis.hget(keys.pools(), self._pool)
+        row = self._redis.hget(fleet_keys.pools(), self._pool)
         return str(json.loads(row)["base_model"])
 
     def cancelled(self) -> list[RequestId]:
         """List this worker's requests that their clients gave up; each is to be resolved, CANCELLED."""
-        members = self._redis.smembers(keys.cancelled_samples(self._pool, self._worker))
+        members = self._redis.smembers(sample_keys.cancelled_samples(self._pool, self._worker))
         return sorted(RequestId(member.decode()) for member in members)
 
     def depth(self) -> int:
         """Count the requests that wait in this pool, whoever may run them."""
         pipeline = self._redis.pipeline(transaction=False)
-        for tenant in self._redis.lrange(keys.sample_ring(self._pool), 0, -1):
-            pipeline.hget(keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")
+        for tenant in self._redis.lrange(sample_keys.sample_ring(self._pool), 0, -1):
+            pipeline.hget(sample_keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")
         return sum(int(waiting or 0) for waiting in pipeline.execute())
 
     def weights(self, ref: WeightsRef) -> WeightsRecord | None:
         """Read what is known of sampler weights; None once they are forgotten."""
-        row = self._redis.hmget(keys.weights(ref), WEIGHTS_FIELDS)
+        row = self._redis.hmget(weights_keys.weights(ref), WEIGHTS_FIELDS)
         return weights_record(row) if row[0] else None
 
     def unstored(self) -> list[WeightsRecord]:
         """List the weights that nobody but this worker has; after a crash, nobody: a replay of the
         log makes them again.
         """
-        members = self._redis.smembers(keys.unstored_weights(self._pool, self._worker))
+        members = self._redis.smembers(weights_keys.unstored_weights(self._pool, self._worker))
         found = [self.weights(WeightsRef(member.decode())) for member in members]
         return sorted((w for w in found if w), key=lambda weights: weights.created_at)
 
@@ -193,16 +200,16 @@ class Sampling:
         checkpoint, result = self._owed(ref, size)
         tenant = checkpoint.tenant if checkpoint else TenantId("")
         script_keys = [
-            self._epoch_key, keys.weights(ref), keys.content(pool, digest),
-            keys.unstored_weights(pool, self._worker),
-            keys.optimizer_content(pool, optimizer_digest), keys.notify_results(),
-            keys.usage(tenant, usage_hour(now)),
+            self._epoch_key, weights_keys.weights(ref), weights_keys.content(pool, digest),
+            weights_keys.unstored_weights(pool, self._worker),
+            weights_keys.optimizer_content(pool, optimizer_digest), result_keys.notify_results(),
+            tenant_keys.usage(tenant, usage_hour(now)),
         ]  # fmt: skip
         args = [
-            self._epoch, ref, digest, size, optimizer_digest, keys.prefix(pool),
+            self._epoch, ref, digest, size, optimizer_digest, fleet_keys.prefix(pool),
             encode(checkpoint) if checkpoint else "", result, UNLOADED.pack(),
             usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
-            keys.USAGE_TTL_S,
+            tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
         answer = self._stored(script_keys, args)
         if answer == b"FENCED":
@@ -214,7 +221,7 @@ class Sampling:
 
         Nobody but this worker changes them; a script that finds them gone asks for neither.
         """
-        text, packed = self._redis.hmget(keys.weights(ref), ["checkpoint", "result"])
+        text, packed = self._redis.hmget(weights_keys.weights(ref), ["checkpoint", "result"])
         if text is None:
             return None, b""
         checkpoint = replace(decode(CheckpointRecord, json.loads(text)), size=size)
@@ -230,20 +237,20 @@ class Sampling:
         """
         pool = self._pool
         script_keys = [
-            self._epoch_key, keys.weights(ref), keys.notify_results(),
-            keys.unstored_weights(pool, self._worker), keys.pool_weights(pool),
-            keys.external_folders(pool), keys.weights_users(ref),
+            self._epoch_key, weights_keys.weights(ref), result_keys.notify_results(),
+            weights_keys.unstored_weights(pool, self._worker), weights_keys.pool_weights(pool),
+            weights_keys.external_folders(pool), weights_keys.weights_users(ref),
         ]  # fmt: skip
         args = [
-            self._epoch, ref, keys.prefix(pool), Result.failed(message, "server").pack(),
-            keys.SMALL_RESULT_TTL_MS, UNLOADED.pack(), external_folder(ref),
+            self._epoch, ref, fleet_keys.prefix(pool), Result.failed(message, "server").pack(),
+            result_keys.SMALL_RESULT_TTL_MS, UNLOADED.pack(), external_folder(ref),
         ]  # fmt: skip
         if self._lost(script_keys, args) == b"FENCED":
             raise Fenced
 
     def unused_weights(self) -> list[WeightsRecord]:
         """List the stored weights of this pool that no checkpoint, living sampler or load refers to."""
-        refs = sorted(self._redis.smembers(keys.pool_weights(self._pool)))
+        refs = sorted(self._redis.smembers(weights_keys.pool_weights(self._pool)))
         unused: list[list[bytes]] = []
         for start in range(0, len(refs), WEIGHTS_AT_ONCE):
             unused += self._list_unused([], refs[start : start + WEIGHTS_AT_ONCE])
@@ -257,10 +264,10 @@ class Sampling:
         """
         pool = self._pool
         script_keys = [
-            self._epoch_key, keys.weights(ref), keys.weights_users(ref),
-            keys.pool_weights(pool), keys.external_folders(pool),
+            self._epoch_key, weights_keys.weights(ref), weights_keys.weights_users(ref),
+            weights_keys.pool_weights(pool), weights_keys.external_folders(pool),
         ]  # fmt: skip
-        args = [self._epoch, keys.prefix(pool), ref, external_folder(ref)]
+        args = [self._epoch, fleet_keys.prefix(pool), ref, external_folder(ref)]
         answer = self._forget(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
@@ -268,21 +275,25 @@ class Sampling:
 
     def knows(self, digest: str) -> bool:
         """Tell whether some weights have this content: a folder without is a leftover."""
-        return bool(self._redis.exists(keys.content(self._pool, digest)))
+        return bool(self._redis.exists(weights_keys.content(self._pool, digest)))
 
     def knows_optimizer(self, digest: str) -> bool:
         """Tell whether some weights have this optimizer state: a file without is a leftover."""
-        return bool(self._redis.exists(keys.optimizer_content(self._pool, digest)))
+        return bool(self._redis.exists(weights_keys.optimizer_content(self._pool, digest)))
 
     def knows_external(self, folder: str) -> bool:
         """Tell whether some weights have this folder (`external_folder`) of encrypted files."""
-        return bool(self._redis.sismember(keys.external_folders(self._pool), folder))
+        return bool(self._redis.sismember(weights_keys.external_folders(self._pool), folder))
 
     def _put_back(self, *, deaths: int) -> int:
-        script_keys = [self._epoch_key, keys.spool_segment_refs(), keys.notify_results()]
+        script_keys = [
+            self._epoch_key,
+            result_keys.spool_segment_refs(),
+            result_keys.notify_results(),
+        ]
         args = [
-            self._epoch, keys.prefix(self._pool), self._worker, deaths, CANCELLED.pack(),
-            keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload), *lives(time.time()),
+            self._epoch, fleet_keys.prefix(self._pool), self._worker, deaths, CANCELLED.pack(),
+            result_keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload), *lives(time.time()),
         ]  # fmt: skip
         count = self._requeue(script_keys, args)
         if count == b"FENCED":

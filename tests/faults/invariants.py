@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import redis as redis_client
 from safetensors.numpy import load
 
-from cotrain_store import keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, weights_keys
 from cotrain_store.messages.ids import RunId, WorkerId, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.spool import SpoolRef
@@ -73,18 +73,18 @@ class Look:
 
     def violations(self) -> list[str]:
         """Check I4, I5, I7 and I10."""
-        prefix = len(keys.log(self._pool, RunId("")))
-        names = self._store.scan_iter(f"{keys.log(self._pool, RunId(''))}*")
+        prefix = len(run_keys.log(self._pool, RunId("")))
+        names = self._store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*")
         runs = sorted(RunId(name.decode()[prefix:]) for name in names)
         found = [said for run in runs for said in self._wrong_log(run)]
         return [*found, *self._wrong_refs(runs), *self._not_at_rest(), *self._too_much()]
 
     def _row(self, run: RunId) -> dict[str, str]:
-        raw = self._store.hgetall(keys.log(self._pool, run))
+        raw = self._store.hgetall(run_keys.log(self._pool, run))
         return {name.decode(): value.decode() for name, value in raw.items()}
 
     def _ops(self, run: RunId) -> dict[int, QueuedOp]:
-        raw = self._store.hgetall(keys.ops(self._pool, run))
+        raw = self._store.hgetall(run_keys.ops(self._pool, run))
         return {int(seq): QueuedOp.parse(run, int(seq), text.decode()) for seq, text in raw.items()}
 
     def _wrong_log(self, run: RunId) -> Iterable[str]:
@@ -107,7 +107,7 @@ class Look:
         for seq, op in ops.items():
             if _refers(op, done) and not self._is_whole(op.ref):
                 yield f"I5 {run}: the body of seq {seq} is gone from {op.ref}"
-            inline = self._store.hexists(keys.bodies(self._pool, run), str(seq))
+            inline = self._store.hexists(run_keys.bodies(self._pool, run), str(seq))
             if op.ref == "inline" and not inline and op.kind not in STATELESS:
                 yield f"I5 {run}: the body of seq {seq} is gone"
 
@@ -118,24 +118,24 @@ class Look:
             for op in self._ops(run).values()
             if _refers(op, int(self._row(run)["done"]))
         )
-        raw = self._store.hgetall(keys.spool_segment_refs())
+        raw = self._store.hgetall(result_keys.spool_segment_refs())
         noted = {segment.decode(): int(count) for segment, count in raw.items()}
         if noted != dict(counted):
             yield f"I5 spool references: noted {noted}, there are {dict(counted)}"
 
     def _not_at_rest(self) -> Iterable[str]:
         workers = [
-            WorkerId(name.decode()) for name in self._store.smembers(keys.workers(self._pool))
+            WorkerId(name.decode()) for name in self._store.smembers(fleet_keys.workers(self._pool))
         ]
         for worker in workers:
             for name in (
-                keys.open_steps(self._pool, worker), keys.unstored_weights(self._pool, worker),
-                keys.claimed_samples(self._pool, worker),
+                fleet_keys.open_steps(self._pool, worker), weights_keys.unstored_weights(self._pool, worker),
+                sample_keys.claimed_samples(self._pool, worker),
             ):  # fmt: skip
                 if self._store.exists(name):
                     yield f"I4 {name} is not empty at rest"
         for pattern in ("queue:*", "samples:*"):
-            for name in self._store.scan_iter(f"{keys.prefix(self._pool)}{pattern}"):
+            for name in self._store.scan_iter(f"{fleet_keys.prefix(self._pool)}{pattern}"):
                 counts = {k.decode(): v.decode() for k, v in self._store.hgetall(name).items()}
                 if any(float(count) for count in counts.values()):
                     yield f"I7 {name.decode()} is {counts} at rest"
@@ -233,10 +233,13 @@ class Watch:
                 await asyncio.sleep(WATCH_S)
 
     def _look(self, store: SyncConnection) -> None:
-        epochs = [keys.scheduler_epoch(), *store.scan_iter(f"{keys.prefix(self._pool)}epoch:*")]
+        epochs = [
+            fleet_keys.scheduler_epoch(),
+            *store.scan_iter(f"{fleet_keys.prefix(self._pool)}epoch:*"),
+        ]
         for name in epochs:
             self._note(str(name), int(store.get(name) or 0))
-        for name in store.scan_iter(f"{keys.log(self._pool, RunId(''))}*"):
+        for name in store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*"):
             for field, value in zip(
                 ("done", "snap", "next"), store.hmget(name, ["done", "snap", "next"]), strict=True
             ):
@@ -245,11 +248,11 @@ class Watch:
 
     def _look_ahead(self, store: SyncConnection, run: RunId) -> None:
         """Look for results of what is planned; in this order, since a commit writes both at once."""
-        name, pipeline = keys.log(self._pool, run), store.pipeline(transaction=False)
+        name, pipeline = run_keys.log(self._pool, run), store.pipeline(transaction=False)
         done, after = (int(value or 0) for value in store.hmget(name, ["done", "next"]))
         ahead = [request_id(run, seq) for seq in range(done + 1, after)]
         for request in ahead:
-            pipeline.exists(keys.result(request))
+            pipeline.exists(result_keys.result(request))
         seen = [
             request for request, is_there in zip(ahead, pipeline.execute(), strict=True) if is_there
         ]

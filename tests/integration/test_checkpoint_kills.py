@@ -11,7 +11,7 @@ from cotrain_store.catalog import Catalog
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.connection import open_connection, open_sync_connection
 from cotrain_store.futures import Futures, Pending
-from cotrain_store.keys import log
+from cotrain_store.keys.run_keys import log
 from cotrain_store.messages.ids import request_id
 from cotrain_store.spool import Spool, new_writer
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state

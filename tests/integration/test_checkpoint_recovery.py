@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.futures import Pending
+from cotrain_store.keys import run_keys, weights_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunState
@@ -117,7 +117,7 @@ async def test_a_replay_begins_at_the_last_load_and_needs_no_checkpoint_of_a_liv
     async with dying_worker(url, tmp_path, engine, Failpoint("commit", 2, after=True)):
         pass
     engine.drop(run.id)
-    redis.delete(keys.checkpoint(run.id, "weights", "x"))
+    redis.delete(weights_keys.checkpoint(run.id, "weights", "x"))
     with worker(url, tmp_path, engine) as loop:
         assert loop._weights.sweep() == []
         last = await submit(server, run, 1, 1, place=3 * STEP + 5)
@@ -224,12 +224,12 @@ async def test_a_save_that_no_replay_can_make_again_fails_and_is_in_no_list(
     async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_sampling=True)):
         pass
     engine.drop(run.id)
-    redis.hdel(keys.bodies(POOL, run.id), "1")
+    redis.hdel(run_keys.bodies(POOL, run.id), "1")
     with worker(url, tmp_path, engine):
         assert (await server.result(run, owed)).json() == {"error": LOST, "category": "server"}
     with pytest.raises(CheckpointNotFound):
         await server.records.checkpoint(run.tenant, f"tinker://{run.id}/weights/x")
-    assert redis.zcard(keys.tenant_checkpoints(run.tenant)) == 0
+    assert redis.zcard(weights_keys.tenant_checkpoints(run.tenant)) == 0
     assert (await server.records.run(run.tenant, run.id)).state is RunState.FAILED
 
 

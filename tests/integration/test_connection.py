@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.connection import (
     CONNECTION_LOST,
     DURABLE,
@@ -18,6 +17,7 @@ from cotrain_store.connection import (
     stop_tasks,
 )
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
+from cotrain_store.keys import fleet_keys
 from tests.support.log import open_log
 from tests.support.redis_server import EmbeddedRedis
 
@@ -51,12 +51,12 @@ async def test_a_redis_that_could_lose_writes_is_refused_unless_told_so(
 
 
 async def test_a_store_of_another_schema_is_refused_whatever_was_accepted(log: Log) -> None:
-    log.redis.set(keys.schema(), "0")
+    log.redis.set(fleet_keys.schema(), "0")
     with pytest.raises(UnsafeRedis, match="schema version"):
         await check_store(log.connection, accept_data_loss=True)
     with pytest.raises(UnsafeRedis, match="schema version"):
         check_store_sync(log.redis, accept_data_loss=True)
-    assert log.redis.get(keys.schema()) == b"0"
+    assert log.redis.get(fleet_keys.schema()) == b"0"
 
 
 async def test_a_redis_that_is_not_there_is_unavailable(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import PlanOutdated, RunFailed, SpoolCorrupt
 from cotrain_store.execution import RUN_STOPPED
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind, Step
@@ -30,7 +30,7 @@ LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 
 def reopen(log: Log, step: Step) -> None:
     """Put a step back, as a store that went back in time would."""
-    log.redis.hset(keys.open_steps(POOL, WORKER), step.cycle, encode(step))
+    log.redis.hset(fleet_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
 
 
 def done(log: Log, run: RunRecord) -> int:
@@ -171,8 +171,8 @@ async def test_a_log_that_an_older_version_cut_reaches_back_to_its_newest_snapsh
     await log.submit(run, 1)
     await log.run_all()
     row = {"snap": 0, "snapfile": "f0", "snapsha": "s", "oldsnap": -1, "oldfile": "", "oldsha": ""}
-    log.redis.hset(keys.log(POOL, run.id), mapping=row)
-    log.redis.hdel(keys.ops(POOL, run.id), 0)
+    log.redis.hset(run_keys.log(POOL, run.id), mapping=row)
+    log.redis.hdel(run_keys.ops(POOL, run.id), 0)
     position = log.execution.position(run.id)
     assert position is not None
     assert (position.snap, position.cut) == (0, 0)
@@ -181,7 +181,7 @@ async def test_a_log_that_an_older_version_cut_reaches_back_to_its_newest_snapsh
     assert position is not None
     assert (position.cut, position.older_file) == (0, "f0")
     # And once more during a rolling upgrade: a worker that keeps no predecessor cuts up to its snapshot.
-    log.redis.hset(keys.log(POOL, run.id), mapping={"oldsnap": 1, "snap": 2, "done": 2})
+    log.redis.hset(run_keys.log(POOL, run.id), mapping={"oldsnap": 1, "snap": 2, "done": 2})
     position = log.execution.position(run.id)
     assert position is not None
     assert (position.older_snap, position.cut) == (1, 2)
@@ -230,7 +230,7 @@ async def test_a_closed_run_is_forgotten_once_its_planned_ops_are_committed(log:
     assert log.execution.forget(run.id)
     assert log.execution.forget(run.id)  # twice is harmless
     assert (log.references(), log.queued(), log.execution.runs_to_drop()) == ({}, (0, 0, 0), [])
-    assert not log.redis.exists(keys.ops(POOL, run.id), keys.bodies(POOL, run.id))
+    assert not log.redis.exists(run_keys.ops(POOL, run.id), run_keys.bodies(POOL, run.id))
 
 
 async def test_a_failed_run_stops_alone(log: Log) -> None:
@@ -247,7 +247,7 @@ async def test_a_failed_run_stops_alone(log: Log) -> None:
         await log.submit(broken, 5)
     await log.submit(neighbour, 1)
     assert {op.run for op in (await log.plan()).ops} == {neighbour.id}
-    assert log.redis.smembers(keys.tenant_runs(broken.tenant)) == set()  # no longer counted
+    assert log.redis.smembers(tenant_keys.tenant_runs(broken.tenant)) == set()  # no longer counted
 
 
 async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Log) -> None:
@@ -268,9 +268,9 @@ async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Lo
 async def test_a_large_result_goes_to_disk_and_lives_shorter(log: Log) -> None:
     small, large = Result(ResultKind.PASS, b"small"), Result(ResultKind.PASS, LARGE)
     whole, (packed, ttl_ms) = pack_results([small, large], log.results)
-    assert whole == (small.pack(), keys.SMALL_RESULT_TTL_MS)
+    assert whole == (small.pack(), result_keys.SMALL_RESULT_TTL_MS)
     reference = Result.unpack(packed)
-    assert (reference.kind, ttl_ms) == (ResultKind.SPOOLED_PASS, keys.LARGE_RESULT_TTL_MS)
+    assert (reference.kind, ttl_ms) == (ResultKind.SPOOLED_PASS, result_keys.LARGE_RESULT_TTL_MS)
     assert log.results.read(reference.payload.decode()) == LARGE
 
 
@@ -279,7 +279,7 @@ async def test_a_body_that_is_gone_or_changed_is_none(log: Log) -> None:
     await log.submit(run, 1)
     await log.submit(run, 2, body=LARGE)
     step = await log.plan()
-    log.redis.hdel(keys.bodies(POOL, run.id), 1)
+    log.redis.hdel(run_keys.bodies(POOL, run.id), 1)
     for segment in log.references():
         (log.spool.folder / segment).write_bytes(b"")
     create, *others = log.execution.bodies(step.ops)
@@ -292,15 +292,15 @@ async def test_cycle_records_and_totals_are_kept(log: Log) -> None:
     await log.run_all()
     await log.submit(run, 1)
     await log.run_all()
-    rows = [json.loads(row) for row in log.redis.lrange(keys.cycles(POOL), 0, -1)]
+    rows = [json.loads(row) for row in log.redis.lrange(fleet_keys.cycles(POOL), 0, -1)]
     assert [row["cycle"] for row in rows] == [2, 1]
-    assert log.redis.hget(keys.counters(POOL), "cycles") == b"2"
+    assert log.redis.hget(fleet_keys.counters(POOL), "cycles") == b"2"
 
 
 async def test_a_commit_wakes_those_who_wait(log: Log) -> None:
     run = await log.new_run()
     with log.redis.pubsub(ignore_subscribe_messages=True) as heard:
-        heard.subscribe(keys.notify_results())
+        heard.subscribe(result_keys.notify_results())
         while heard.get_message(timeout=1) is not None:
             pass
         log.commit(await log.plan())

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import Fenced
+from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.results import Result
 from tests.support.checkpoints import checkpoint_of, run_from, submit_state
@@ -29,16 +29,16 @@ DEAD, HEIR = WorkerId("w0"), WorkerId("w1")
 
 async def inherit(server: Stack, redis: Any) -> None:
     """Give what the dead worker had to the other one, without waiting until it is dead for long."""
-    redis.delete(keys.worker(POOL, DEAD))
+    redis.delete(fleet_keys.worker(POOL, DEAD))
     async with asyncio.timeout(60):
-        while not redis.exists(keys.worker(POOL, HEIR)):  # noqa: ASYNC110  # another thread's doing
+        while not redis.exists(fleet_keys.worker(POOL, HEIR)):  # noqa: ASYNC110  # another thread's doing
             await asyncio.sleep(0.01)
     (place,) = [place for place in await server.dispatch.places(POOL) if place.worker == DEAD]
     assert await server.dispatch.reassign(POOL, place, HEIR)
 
 
 async def owner(redis: Any, run: RunRecord) -> bytes:
-    found: bytes = redis.hget(keys.log(POOL, run.id), "worker")
+    found: bytes = redis.hget(run_keys.log(POOL, run.id), "worker")
     return found
 
 

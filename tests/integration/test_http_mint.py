@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
+from cotrain_store.keys import run_keys, weights_keys
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.saves import LoadRequest
@@ -53,12 +53,12 @@ async def mix(api: Api, paths: list[str], coefficients: list[float], **more: Any
 
 async def logged(api: Api, run: str) -> dict[int, QueuedOp]:
     """Read the ops that wait or were done in a run, by place."""
-    rows = await api.services.connection.hgetall(keys.ops(POOL.id, RunId(run)))
+    rows = await api.services.connection.hgetall(run_keys.ops(POOL.id, RunId(run)))
     return {int(seq): QueuedOp.parse(RunId(run), int(seq), op.decode()) for seq, op in rows.items()}
 
 
 async def body_of(api: Api, run: str, seq: int) -> bytes:
-    body: bytes = await api.services.connection.hget(keys.bodies(POOL.id, RunId(run)), str(seq))
+    body: bytes = await api.services.connection.hget(run_keys.bodies(POOL.id, RunId(run)), str(seq))
     return body
 
 
@@ -128,7 +128,7 @@ async def test_a_checkpoint_is_a_reference_that_stays(api: Api, worker: StandIn,
 
     reference = decode_reverse_kl(await body_of(api, run, 1)).reference
     assert reference == f"{teacher}:1"
-    users = await api.services.connection.smembers(keys.weights_users(reference))
+    users = await api.services.connection.smembers(weights_keys.weights_users(reference))
     assert any(f"{run}:1" in user.decode() for user in users)
 
 

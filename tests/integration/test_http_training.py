@@ -12,8 +12,8 @@ import zstandard
 
 from cotrain.codec import PROTOBUF, decode_pass_output
 from cotrain_server.reading import read_json_pass
-from cotrain_store import keys
 from cotrain_store.bodies import encode_pass_output
+from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.results import Result, ResultKind
 from tests.support.http_api import POOL, SOON_S, Api, pass_body, running_api
@@ -33,12 +33,12 @@ async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
 async def finish(api: Api, request_id: str, result: Result) -> None:
     """Do what a worker's commit does to a future."""
     redis = api.services.connection
-    await redis.set(keys.result(RequestId(request_id)), result.pack())
-    await redis.publish(keys.notify_results(), request_id)
+    await redis.set(result_keys.result(RequestId(request_id)), result.pack())
+    await redis.publish(result_keys.notify_results(), request_id)
 
 
 async def kinds(api: Api, run: RunId) -> dict[int, str]:
-    raw = await api.services.connection.hgetall(keys.ops(POOL.id, run))
+    raw = await api.services.connection.hgetall(run_keys.ops(POOL.id, run))
     return {int(seq): op.decode() for seq, op in raw.items()}
 
 
@@ -89,7 +89,7 @@ async def test_a_wrong_request_takes_its_place_and_fails_through_its_future(api:
     run = await api.new_run()
     answer = await api.post("forward_backward", pass_body(run, 1, [1, 512]))
     assert answer.status_code == 200
-    body = await api.services.connection.hget(keys.bodies(POOL.id, run), "1")
+    body = await api.services.connection.hget(run_keys.bodies(POOL.id, run), "1")
     assert json.loads(body) == {
         "error": "Token id 512 at datum 0, position 1 is outside the vocabulary (0..511).",
         "category": "user",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import (
     DiskReserveReached,
     QueueFull,
@@ -22,6 +21,7 @@ from cotrain_store.errors import (
     StoreUnavailable,
 )
 from cotrain_store.intake import MAX_AHEAD, TenantLimits
+from cotrain_store.keys import run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec
@@ -203,7 +203,7 @@ async def test_a_large_body_goes_to_disk_and_a_small_one_to_redis(log: Log) -> N
     step = await log.plan()
     assert [op.ref == "inline" for op in step.ops] == [True, True, False]
     assert log.execution.bodies(step.ops)[1:] == [b"small", LARGE]
-    assert not log.redis.hexists(keys.bodies(POOL, run.id), 2)
+    assert not log.redis.hexists(run_keys.bodies(POOL, run.id), 2)
 
 
 @pytest.mark.parametrize("body", [b"small", LARGE])

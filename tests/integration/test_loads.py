@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import RunClosed, SeqConflict, WeightsGone
+from cotrain_store.keys import run_keys, sample_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.ops import OpKind
@@ -39,7 +39,9 @@ async def load(
 
 
 def delete(samples: Samples, checkpoint: CheckpointRecord) -> None:
-    samples.log.redis.delete(keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name))
+    samples.log.redis.delete(
+        weights_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name)
+    )
 
 
 def unused(samples: Samples) -> list[WeightsRef]:
@@ -80,7 +82,7 @@ async def test_each_user_alone_keeps_weights(samples: Samples) -> None:
     assert unused(samples) == []
     await samples.log.cover(other, 1)
     assert unused(samples) == []
-    samples.log.redis.delete(keys.sampler(sampler.id))
+    samples.log.redis.delete(sample_keys.sampler(sampler.id))
     assert unused(samples) == [checkpoint.weights]
 
 
@@ -193,14 +195,14 @@ async def test_a_run_is_listed_from_its_first_request_and_says_when_its_last_was
 ) -> None:
     run = await samples.log.new_run()
     redis = samples.log.redis
-    listed = redis.zrange(keys.training_runs(run.tenant), 0, -1, withscores=True)
+    listed = redis.zrange(tenant_keys.training_runs(run.tenant), 0, -1, withscores=True)
     assert listed == [(run.id.encode(), run.created_at)]
-    redis.hset(keys.run(run.id), "last_request_at", "1.5")
+    redis.hset(run_keys.run(run.id), "last_request_at", "1.5")
     assert (await samples.records.run(run.tenant, run.id)).last_request_at == 1.5
     await samples.log.submit(run, 2)
     later = (await samples.records.run(run.tenant, run.id)).last_request_at
     assert later
     assert later > 1.5
-    redis.hset(keys.run(run.id), "last_request_at", "1.5")
+    redis.hset(run_keys.run(run.id), "last_request_at", "1.5")
     await samples.log.submit(run, 2)  # a repeat is no request
     assert (await samples.records.run(run.tenant, run.id)).last_request_at == 1.5

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_store import keys
+from cotrain_store.keys import weights_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, run_id
 from cotrain_store.messages.ops import OpKind
@@ -144,7 +144,7 @@ async def test_what_a_step_pulls_to_stays_when_its_name_is_gone(
         teacher = await taught(server, "teacher")
     run = await server.create("a", "b", LORA)
     request = await pull(server, run, teacher.weights)
-    redis.delete(keys.checkpoint(teacher.run, teacher.kind, teacher.name))
+    redis.delete(weights_keys.checkpoint(teacher.run, teacher.kind, teacher.name))
     loop, spools = make_worker(url, tmp_path, engine)
     assert loop._weights.sweep() == []
     for spool in spools:

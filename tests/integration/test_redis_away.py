@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cotrain_store import keys
+from cotrain_store.keys import fleet_keys, run_keys
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
@@ -153,9 +153,11 @@ async def test_a_replaced_worker_ends_and_leaves_the_step_to_its_successor(
         pass
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
-        before = redis.hgetall(keys.log(POOL, run.id))
-        assert old._execution.epoch < int(redis.get(keys.worker_epoch(POOL, old._execution.worker)))
-    assert redis.hget(keys.log(POOL, run.id), "done") == before[b"done"]
+        before = redis.hgetall(run_keys.log(POOL, run.id))
+        assert old._execution.epoch < int(
+            redis.get(fleet_keys.worker_epoch(POOL, old._execution.worker))
+        )
+    assert redis.hget(run_keys.log(POOL, run.id), "done") == before[b"done"]
     assert engine.state(run.id).digest() == digest
 
 

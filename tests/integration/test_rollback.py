@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import Fenced, SpoolCorrupt
+from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunState
 from cotrain_store.spool import INLINE_LIMIT_BYTES
@@ -106,7 +106,7 @@ async def test_a_rollback_is_told_where_runs_are_told_of_and_counted(samples: Sa
     told = await samples.records.run(run.tenant, run.id)
     assert (told.weights_epoch, told.rolled_back_to) == (2, checkpoint.path)
     assert told.state is RunState.LIVE
-    assert samples.log.redis.hget(keys.counters(POOL), "rollbacks") == b"2"
+    assert samples.log.redis.hget(fleet_keys.counters(POOL), "rollbacks") == b"2"
 
 
 async def test_a_repeat_after_a_lost_answer_changes_nothing(samples: Samples) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
+from cotrain_store.keys import run_keys, sample_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_workers.decoder import EngineDecoder
 from cotrain_workers.sample_requests import seed_of
@@ -153,7 +153,7 @@ async def test_a_closed_run_is_not_forgotten_before_its_weights_are_on_disk(
     with worker(url, tmp_path, engine):
         sampler = await server.records.sampler(run.tenant, "a:sample:0")
         await sample(server, sampler, 1)
-        await until(lambda: not redis.exists(keys.ops(POOL, run.id)))
+        await until(lambda: not redis.exists(run_keys.ops(POOL, run.id)))
     with worker(url, tmp_path, engine):
         assert await sample(server, sampler, 2) == await sample(server, sampler, 3)
 
@@ -206,7 +206,7 @@ async def test_a_drained_worker_gives_back_what_it_has_not_finished(
     requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(3)]
     with worker(url, tmp_path, engine) as loop:
         await until(lambda: loop._sampler.running == 3)
-    assert redis.llen(keys.claimed_samples(POOL, loop._execution.worker)) == 0
+    assert redis.llen(sample_keys.claimed_samples(POOL, loop._execution.worker)) == 0
     with worker(url, tmp_path, engine):
         assert len({await sampled(server, sampler, request) for request in requests}) == 1
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_store import keys
+from cotrain_store.keys import sample_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.token_stream import TokenPublisher
@@ -195,7 +195,7 @@ async def test_what_has_ended_is_answered_before_the_rest_is_given_back(bench: B
     assert bench.ended(first) is not None
     assert bench.ended(second) is None
     assert bench.samples.load()[:2] == (1, 0)
-    assert bench.samples.log.redis.hget(keys.sample(second), "starts") in (None, b"0")
+    assert bench.samples.log.redis.hget(sample_keys.sample(second), "starts") in (None, b"0")
 
 
 async def test_a_full_disk_delays_answers_and_claims_and_loses_none(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain.proto import wire_pb2
-from cotrain_store import keys
 from cotrain_store.execution import RUN_STOPPED
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
@@ -86,7 +86,7 @@ async def test_a_body_that_is_gone_stops_its_run_alone(
     url = empty_redis.url
     broken, neighbour = await two_runs(server, url, tmp_path, engine, last=2)
     await submit(server, broken, 3, 3)
-    redis.hdel(keys.bodies(POOL, broken.id), 3)
+    redis.hdel(run_keys.bodies(POOL, broken.id), 3)
     await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour)
 
 
@@ -118,10 +118,10 @@ async def test_a_replay_that_gives_other_results_stops_its_run_alone(
 ) -> None:
     url = empty_redis.url
     broken, neighbour = await killed_after(server, url, tmp_path, engine, last=4)
-    name = keys.result(request_id(broken.id, 4 if how == "a norm" else 1))
+    name = result_keys.result(request_id(broken.id, 4 if how == "a norm" else 1))
     redis.set(name, tampered(redis.get(name), how))
     await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour, first=5)
-    assert redis.hget(keys.counters(POOL), "diverged_runs") == b"1"
+    assert redis.hget(fleet_keys.counters(POOL), "diverged_runs") == b"1"
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -139,7 +139,7 @@ async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
         loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
         large = await server.forward_backward(run, 1, sequences(0, 12, 500))
         whole = await server.result(run, large)
-    stored = Result.unpack(redis.get(keys.result(large)))
+    stored = Result.unpack(redis.get(result_keys.result(large)))
     assert stored.kind is ResultKind.SPOOLED_PASS
     spool = Spool(tmp_path / "spool", new_writer("forger"))
     payload = Result.unpack(tampered(whole.pack(), "a log-prob")).payload
@@ -147,7 +147,7 @@ async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
     spool.close()
     if is_gone:
         (tmp_path / "spool" / SpoolRef.parse(forged).segment).unlink()
-    redis.set(keys.result(large), Result(stored.kind, forged.encode()).pack())
+    redis.set(result_keys.result(large), Result(stored.kind, forged.encode()).pack())
     engine.drop(run.id)
     with worker(url, tmp_path, engine):
         step = await server.result(run, await server.optim_step(run, 2))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import Fenced
+from cotrain_store.keys import fleet_keys, tenant_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.ops import RunUsage
@@ -33,7 +33,7 @@ def fixed_hour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def used(samples: Samples, tenant: str = "a") -> dict[str, float]:
     """Read a tenant's hour: amount by `what|run or sampler`."""
-    rows = samples.log.redis.hgetall(keys.usage(TenantId(tenant), HOUR_S))
+    rows = samples.log.redis.hgetall(tenant_keys.usage(TenantId(tenant), HOUR_S))
     found = {}
     for field, amount in rows.items():
         what, model, session, user = field.decode().split("|")
@@ -66,7 +66,7 @@ async def test_a_commit_counts_once_and_a_replaced_worker_counts_nothing(samples
         commit(samples, step, {run.id: RunUsage(100, 0.25)})
     assert used(samples)[f"training_tokens|{run.id}"] == 100
     samples.new_worker()
-    samples.log.redis.hset(keys.open_steps(POOL, WORKER), step.cycle, encode(step))
+    samples.log.redis.hset(fleet_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
     with pytest.raises(Fenced):
         commit(samples, step, {run.id: RunUsage(100, 0.25)})
     assert used(samples)[f"training_tokens|{run.id}"] == 100
@@ -110,5 +110,5 @@ async def test_a_checkpoint_counts_when_it_is_stored(samples: Samples) -> None:
 async def test_an_hour_is_kept_for_a_hundred_days(samples: Samples) -> None:
     run = await samples.log.new_run()
     commit(samples, await samples.log.plan(), {run.id: RunUsage(1, 0.1)})
-    life_s = samples.log.redis.ttl(keys.usage(TenantId("a"), HOUR_S))
+    life_s = samples.log.redis.ttl(tenant_keys.usage(TenantId("a"), HOUR_S))
     assert life_s == pytest.approx(100 * 24 * 3600, abs=60)

@@ -12,8 +12,8 @@ import pyrage
 import pytest
 import torch
 
-from cotrain_store import keys
 from cotrain_store.errors import CheckpointNotFound
+from cotrain_store.keys import sample_keys, weights_keys
 from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_workers.checkpoint_files import (
     ORPHAN_AGE_S,
@@ -161,7 +161,7 @@ async def test_only_weights_that_nobody_can_ask_for_are_swept(
         store.put(record, weights_of(float(record.ref[-1])))
     written(store)
     assert set(store.sweep()) == {old_name.ref}
-    samples.log.redis.delete(keys.sampler(SamplerId(f"{run.session}:sample:3")))
+    samples.log.redis.delete(sample_keys.sampler(SamplerId(f"{run.session}:sample:3")))
     assert set(store.sweep()) == {expired.ref}
     assert store.sweep() == []
     for gone in (old_name, expired):
@@ -183,7 +183,7 @@ async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
         store.put(record, weights_of(value))
     written(store)
     for seq in (1, 2):
-        samples.log.redis.delete(keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
+        samples.log.redis.delete(sample_keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
     assert set(store.sweep()) == {gone.ref, shared.ref}
     store._files.remove_orphans(samples.sampling)
     assert len(folders(tmp_path)) == 2  # young: another worker may be about to refer to one
@@ -410,7 +410,7 @@ async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
     assert len(kept) == 2 + 1 + 3
     for torn in ("weights/ab/.torn", "optimizers/ab/.torn", "external/.torn"):
         (tmp_path / torn).mkdir(parents=True)
-    samples.log.redis.delete(keys.checkpoint(run.id, "external_weights", "n2"))
+    samples.log.redis.delete(weights_keys.checkpoint(run.id, "external_weights", "n2"))
     assert store.sweep() == [f"{run.id}:2"]
     everything = files_in(tmp_path)
     store._files.remove_orphans(samples.sampling)

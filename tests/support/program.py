@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cotrain.proto import wire_pb2
-from cotrain_store import keys
+from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
@@ -78,7 +78,7 @@ async def undisturbed(
 
 def snapshot_files(redis: Any, run: RunRecord, folder: Path) -> list[Path]:
     """Name a run's registered recovery copies, newest first."""
-    files = redis.hmget(keys.log(POOL, run.id), ["snapfile", "oldfile"])
+    files = redis.hmget(run_keys.log(POOL, run.id), ["snapfile", "oldfile"])
     return [folder / "snapshots" / file.decode() for file in files if file]
 
 

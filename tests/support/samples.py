@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
 from cotrain_store.completions import Completions
 from cotrain_store.execution import Execution
+from cotrain_store.keys import fleet_keys, result_keys, sample_keys
 from cotrain_store.messages.ids import (
     RequestId,
     SessionId,
@@ -118,7 +118,7 @@ class Samples:
 
     def beat(self, worker: WorkerId) -> None:
         """Say that a worker is alive."""
-        self.log.redis.set(keys.worker(POOL, worker), "{}")
+        self.log.redis.set(fleet_keys.worker(POOL, worker), "{}")
 
     async def save(
         self, run: RunRecord, seq: int, **how: Any
@@ -173,14 +173,14 @@ class Samples:
     def load(self, tenant: str = "a") -> tuple[int, int, int]:
         """Read a tenant's (waiting, running, bytes)."""
         row = self.log.redis.hmget(
-            keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"]
+            sample_keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"]
         )
         waiting, running, size = (int(value or 0) for value in row)
         return waiting, running, size
 
     def result(self, request: RequestId) -> Result | None:
         """Read what a request resolved to."""
-        packed = self.log.redis.get(keys.result(request))
+        packed = self.log.redis.get(result_keys.result(request))
         return Result.unpack(packed) if packed else None
 
     def completions(self) -> Completions:
