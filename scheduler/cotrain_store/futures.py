@@ -120,10 +120,7 @@ class Futures:
             left_s = max(0.0, deadline - time.monotonic())
             try:
                 return await self._outcome(tenant, request, left_s)
-            except (
-                *CONNECTION_LOST,
-                OSError,
-            ):  # the latter of a file: it is there, but not for us now
+            except (*CONNECTION_LOST, OSError):  # the latter for a file that cannot be read now
                 if self._released or left_s == 0.0:
                     return Pending("paused_capacity", "the server's store is restarting")
                 await asyncio.sleep(min(RETRY_S, left_s))

@@ -123,9 +123,7 @@ class Sampling:
         if rows == b"FENCED":
             raise Fenced
         claimed = [self._claimed(row) for row in rows]
-        self._claim_token = secrets.token_hex(
-            8
-        )  # only now: what could not be read is claimed again
+        self._claim_token = secrets.token_hex(8)  # only now: what cannot be read comes again
         return claimed
 
     def risk(self, request: RequestId) -> None:

@@ -14,6 +14,7 @@ from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES
+from tests.support.full_table import no_descriptor
 from tests.support.log import open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
@@ -223,6 +224,20 @@ async def test_a_large_result_comes_from_disk_and_expires_with_its_file(log: Log
             path.unlink()
         with pytest.raises(RequestNotFound, match="expired"):
             await futures.wait(A, request_id(run.id, 0), 0.01)
+
+
+async def test_a_process_without_descriptors_does_not_take_a_result_for_expired(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await log.new_run()
+    step = await log.plan()
+    large = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
+    log.execution.commit(step, {(run.id, 0): large}, {}, {})
+    async with log.futures() as futures:
+        with monkeypatch.context() as short:
+            short.setattr("pathlib.Path.open", no_descriptor)
+            assert isinstance(await futures.wait(A, request_id(run.id, 0), 0.01), Pending)
+        assert await futures.wait(A, request_id(run.id, 0), 0.01) == large
 
 
 async def test_a_gap_is_named_once_it_is_more_than_a_client_still_sending(log: Log) -> None:

@@ -14,6 +14,7 @@ from cotrain_store.keys import fleet_keys, result_keys, sample_keys
 from cotrain_store.messages.ids import RequestId, WorkerId
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES
+from tests.support.full_table import no_descriptor
 from tests.support.log import WORKER
 from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
 from tests.support.stack import POOL
@@ -43,6 +44,22 @@ async def test_a_claim_gives_what_was_asked(samples: Samples) -> None:
     assert (first.tenant, first.sampler, first.weights) == (sampler.tenant, sampler.id, None)
     assert (first.starts, first.deaths) == (0, 0)
     assert samples.load()[:2] == (0, 2)
+    assert samples.claim() == []
+
+
+async def test_a_body_that_cannot_be_read_now_is_claimed_again(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = await samples.sampler()
+    requests = await samples.submit(sampler, 0)
+    requests.append(await samples.intake.submit(sampler, 1, LARGE_BODY))
+    with monkeypatch.context() as short:
+        short.setattr("pathlib.Path.open", no_descriptor)
+        with pytest.raises(OSError, match="Too many open files"):
+            samples.claim()
+    claimed = samples.sampling.claim(9)
+    assert [one.request for one in claimed] == requests
+    assert [one.body for one in claimed] == [BODY, LARGE_BODY]
     assert samples.claim() == []
 
 

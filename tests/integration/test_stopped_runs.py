@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
 from cotrain_store.spool import Spool, SpoolRef, new_writer
 from tests.support.bodies import sequences
+from tests.support.full_table import no_descriptor
 from tests.support.program import (
     LORA,
     killed_after,
@@ -22,6 +24,7 @@ from tests.support.program import (
     snapshot_files,
     submit,
     undisturbed,
+    without_cycle,
 )
 from tests.support.stack import POOL, Stack, worker
 
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
+
+#: Its body does not fit beside its request in Redis.
+LARGE = sequences(0, 12, 500)
 
 
 async def two_runs(server: Stack, url: str, folder: Path, engine: Engine, last: int) -> Any:
@@ -137,7 +143,7 @@ async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine) as loop:
         loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
-        large = await server.forward_backward(run, 1, sequences(0, 12, 500))
+        large = await server.forward_backward(run, 1, LARGE)
         whole = await server.result(run, large)
     stored = Result.unpack(redis.get(result_keys.result(large)))
     assert stored.kind is ResultKind.SPOOLED_PASS
@@ -152,3 +158,35 @@ async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
     with worker(url, tmp_path, engine):
         step = await server.result(run, await server.optim_step(run, 2))
     assert (step == RUN_STOPPED) is not is_gone
+
+
+async def test_a_worker_without_descriptors_pauses_and_stops_nobody(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither what is to run nor what is to be replayed can be read for a while."""
+    url = empty_redis.url
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine) as loop:
+        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+        first = await server.result(run, await server.forward_backward(run, 1, LARGE))
+    engine.drop(run.id)
+    request = await server.forward_backward(run, 2, LARGE)
+    read, refused = Spool.read, 0
+
+    def exhausted(spool: Spool, ref: str) -> bytes:
+        nonlocal refused
+        if threading.current_thread() is not threading.main_thread() and refused < 5:
+            refused += 1
+            no_descriptor()
+        return read(spool, ref)
+
+    monkeypatch.setattr(Spool, "read", exhausted)
+    with worker(url, tmp_path, engine):
+        second = await server.result(run, request)
+        assert refused == 5
+        assert (await server.futures._records.run(run.tenant, run.id)).state is RunState.LIVE
+    assert without_cycle(first) == without_cycle(second)  # the same datums, the same weights

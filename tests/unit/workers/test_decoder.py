@@ -21,6 +21,7 @@ from tests.support.decoding import (
     trained_weights,
     trainer_logprobs,
 )
+from tests.support.full_table import no_descriptor
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, PeftOracle, same_bits
 
@@ -386,6 +387,20 @@ def test_a_neighbour_whose_numbers_overflow_fails_alone(new_engine: NewEngine) -
     assert isinstance(found["mine"], SampleOutput)
     assert_same(found["mine"], alone)
     assert_same(after, alone)
+
+
+def test_weights_that_cannot_be_read_now_are_waited_for(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    stored, reads = trained_weights(engine), iter([no_descriptor, no_descriptor])
+
+    def weights(key: str) -> HostWeights:
+        next(reads, lambda: None)()
+        return stored[key]
+
+    decoder = engine.decoder(weights, kv_tokens=1024, text=None)
+    found = finish(decoder, [request("late", [1, 2], RUNS[0])])
+    assert isinstance(found["late"], SampleOutput)
+    assert next(reads, None) is None
 
 
 def test_weights_that_are_gone_fail_their_request_alone(new_engine: NewEngine) -> None:
