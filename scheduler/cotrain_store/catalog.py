@@ -15,7 +15,7 @@ from cotrain_store.keys import run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import decode
 from cotrain_store.messages.ids import RunId, SessionId
 from cotrain_store.messages.weights import CheckpointRecord
-from cotrain_store.records import run_record, session_record
+from cotrain_store.record_rows import run_record, session_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.connection import async_script
@@ -28,22 +28,27 @@ from cotrain_store.errors import (
 from cotrain_store.keys import fleet_keys, run_keys, sample_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef
-from cotrain_store.messages.pools import PoolRecord
-from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.messages.samples import SamplerRecord
-from cotrain_store.messages.sessions import FinishReason, SessionRecord
-from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
+from cotrain_store.messages.sessions import SessionRecord
+from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.record_rows import (
+    WEIGHTS_FIELDS,
+    pool_record,
+    run_record,
+    session_record,
+    weights_record,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cotrain_store.connection import Connection
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.sessions import FinishReason
+    from cotrain_store.messages.weights import WeightsRecord
 
 #: Session ids, and run ids (`<session>:train:<n>`). Anything else a client sends names no record.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}(:train:[0-9]{1,20})?")
 _SAMPLER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:sample:[0-9]{1,20}")
-#: What `weights_record` reads.
-WEIGHTS_FIELDS = ("record", "digest", "size", "optimizer")
 _PATH = re.compile(
     r"tinker://(?P<run>[A-Za-z0-9_-]{1,64}:train:[0-9]{1,20})"
     r"/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
@@ -155,7 +160,7 @@ class Records:
     async def pools(self) -> tuple[PoolRecord, ...]:
         """List the base models served here, by name."""
         rows = await self._redis.hvals(fleet_keys.pools())
-        return tuple(sorted((_pool(row) for row in rows), key=lambda pool: pool.base_model))
+        return tuple(sorted((pool_record(row) for row in rows), key=lambda pool: pool.base_model))
 
     async def pool_of(self, base_model: str) -> PoolRecord:
         """Find the pool that serves a base model; raises BaseModelNotServed naming those here."""
@@ -171,7 +176,7 @@ class Records:
     async def pool(self, pool_id: PoolId) -> PoolRecord | None:
         """Find a pool by its id."""
         row = await self._redis.hget(fleet_keys.pools(), pool_id)
-        return _pool(row) if row else None
+        return pool_record(row) if row else None
 
     async def sampler(self, tenant: TenantId, sampler: str) -> SamplerRecord:
         """Find a sampler; raises SamplerNotFound."""
@@ -266,47 +271,6 @@ class Records:
             await pipeline.execute()
 
 
-def weights_record(row: Sequence[bytes]) -> WeightsRecord:
-    """Read a record of weights and what became of them (WEIGHTS_FIELDS)."""
-    raw = json.loads(row[0])
-    raw["lora"] = decode(LoraSpec, raw["lora"])
-    return replace(
-        decode(WeightsRecord, raw),
-        digest=row[1].decode(),
-        size=int(row[2]),
-        optimizer_digest=(row[3] or b"").decode(),
-    )
-
-
 def _settings(sampler: SamplerRecord) -> tuple[str, str | None, bool]:
     """Name what a repeat must have in common; a name may have moved to other weights meanwhile."""
     return sampler.base_model, sampler.model_path, sampler.ephemeral
-
-
-def session_record(row: dict[bytes, bytes]) -> SessionRecord:
-    """Read a session, as its hash has it."""
-    raw = json.loads(row[b"record"])
-    raw["tags"] = tuple(raw["tags"])
-    raw["project_id"] = row.get(b"project_id", b"").decode() or raw["project_id"]
-    raw["finish_reason"] = row.get(b"reason", b"").decode()
-    finished = row.get(b"finished_at")
-    raw["finished_at"] = float(finished) if finished else None
-    return decode(SessionRecord, raw)
-
-
-def run_record(row: dict[bytes, bytes]) -> RunRecord:
-    """Read a run, as its hash has it."""
-    raw = json.loads(row[b"record"])
-    raw["lora"] = decode(LoraSpec, raw["lora"])
-    raw["state"] = RunState(row.get(b"state", b"live").decode())
-    last = row.get(b"last_request_at")
-    raw["last_request_at"] = float(last) if last else None
-    raw["weights_epoch"] = int(row.get(b"weights_epoch", b"0"))
-    raw["rolled_back_to"] = row.get(b"rolled_back_to", b"").decode()
-    return decode(RunRecord, raw)
-
-
-def _pool(row: bytes) -> PoolRecord:
-    raw = json.loads(row)
-    raw["eos_token_ids"] = tuple(raw.get("eos_token_ids", ()))
-    return decode(PoolRecord, raw)

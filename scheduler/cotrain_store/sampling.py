@@ -19,7 +19,7 @@ from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef, run_of
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.weights import CheckpointRecord, external_folder
-from cotrain_store.records import WEIGHTS_FIELDS, weights_record
+from cotrain_store.record_rows import WEIGHTS_FIELDS, weights_record
 from cotrain_store.results import UNLOADED, pack_results
 from cotrain_store.sample_ends import CANCELLED, lives
 from cotrain_store.samples import decode_sample

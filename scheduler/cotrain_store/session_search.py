@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cotrain_store.keys import run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import RunId, SessionId
 from cotrain_store.messages.runs import RunState
-from cotrain_store.records import session_record
+from cotrain_store.record_rows import session_record
 
 if TYPE_CHECKING:
     from cotrain_store.checkpoints import Checkpoints
