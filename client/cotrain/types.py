@@ -275,6 +275,10 @@ class GetInfoResponse(WireModel):
     lora_rank: int | None = None
     model_name: str | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    weights_epoch: int = 0
+    """How often its newest state was lost with a disk, and it went on from a checkpoint."""
+    rolled_back_to: str | None = None
+    """The path of the last such checkpoint."""
     type: Literal["get_info"] | None = "get_info"
 
 

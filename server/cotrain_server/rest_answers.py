@@ -61,6 +61,8 @@ def training_run_of(entry: RunEntry, tenant: TenantId) -> TrainingRun:
             checkpoint_of(entry.last_sampler_checkpoint) if entry.last_sampler_checkpoint else None
         ),
         user_metadata=text_by_name(run.user_metadata) if is_own else None,
+        weights_epoch=run.weights_epoch if is_own else 0,
+        rolled_back_to=(run.rolled_back_to or None) if is_own else None,
     )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tests.support.http_api import BOB, POOL, pass_body, running_api
+from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api
 from tests.support.stand_in import stand_in
 
 if TYPE_CHECKING:
     import httpx
 
+    from tests.support.http_api import Api
     from tests.support.redis_server import EmbeddedRedis
 
 
@@ -17,6 +18,12 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
     """Take a refusal apart; one without Retry-After is none."""
     assert float(answer.headers["Retry-After"]) > 0
     return answer.status_code, answer.json()["code"]
+
+
+async def unread_bytes(api: Api) -> list[Any]:
+    """Ask for what was never fetched, as two tenants and as the operator."""
+    keys: list[dict[str, str]] = [{"X-API-Key": ALICE}, {"X-API-Key": BOB}, {}]
+    return [(await api.http.get("/status", headers=key)).json()["unread_bytes"] for key in keys]
 
 
 async def test_sessions_over_the_quota_are_refused_until_one_is_finished(
@@ -57,8 +64,13 @@ async def test_who_fetches_nothing_is_told_to_and_can_go_on_after_it(
             over = await api.post("forward_backward", pass_body(run, 2))
             assert refusal(over) == (429, "unread_quota_reached")
             assert over.json()["detail"] == "Unread results exceed the quota; fetch them."
+            alice, bob, everybody = await unread_bytes(api)
+            assert alice >= 60
+            assert bob == 0
+            assert list(everybody.values()) == [alice]
             for request in (f"{run}:0", accepted.json()["request_id"]):
                 read = await api.post("retrieve_future", {"request_id": request})
                 assert read.status_code == 200
             await api.services.futures._unread.tell()  # it does so every now and then
+            assert await unread_bytes(api) == [0, 0, dict.fromkeys(everybody, 0)]
             assert (await api.post("forward_backward", pass_body(run, 2))).status_code == 200

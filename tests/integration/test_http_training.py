@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import tinker
 import zstandard
 
 from cotrain.codec import PROTOBUF, decode_pass_output
@@ -307,6 +308,21 @@ async def test_get_info_names_the_tokenizer_and_the_rank(api: Api) -> None:
     info = (await api.post("get_info", {"model_id": run})).json()
     assert info["model_data"]["tokenizer_id"] == POOL.base_model
     assert info["lora_rank"] == 4
+
+
+async def test_a_rollback_is_told_wherever_a_run_is_and_the_sdk_reads_on(api: Api) -> None:
+    run = await api.new_run()
+    path = f"tinker://{run}/weights/x"
+    told = {"weights_epoch": 2, "rolled_back_to": path}
+    before = (await api.post("get_info", {"model_id": run})).json()
+    assert (before["weights_epoch"], before["rolled_back_to"]) == (0, None)
+    await api.services.connection.hset(run_keys.run(run), mapping=told)  # as `roll_back.lua` does
+    info = (await api.post("get_info", {"model_id": run})).json()
+    one = (await api.get(f"training_runs/{run}")).json()
+    [listed] = (await api.get("training_runs")).json()["training_runs"]
+    assert all(told.items() <= answer.items() for answer in (info, one, listed))
+    assert tinker.types.GetInfoResponse.model_validate(info).lora_rank == 4
+    assert tinker.types.TrainingRun.model_validate(one).lora_rank == 4
 
 
 async def test_telemetry_of_any_shape_is_taken(api: Api) -> None:

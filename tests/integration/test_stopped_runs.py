@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,8 +29,6 @@ from tests.support.program import (
 from tests.support.stack import POOL, Stack, worker
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
@@ -175,16 +173,16 @@ async def test_a_worker_without_descriptors_pauses_and_stops_nobody(
         first = await server.result(run, await server.forward_backward(run, 1, LARGE))
     engine.drop(run.id)
     request = await server.forward_backward(run, 2, LARGE)
-    read, refused = Spool.read, 0
+    open_file, refused = Path.open, 0
 
-    def exhausted(spool: Spool, ref: str) -> bytes:
+    def exhausted(path: Path, mode: str, **more: Any) -> Any:
         nonlocal refused
-        if threading.current_thread() is not threading.main_thread() and refused < 5:
+        if path.parent == tmp_path / "spool" and refused < 5:
             refused += 1
             no_descriptor()
-        return read(spool, ref)
+        return open_file(path, mode, **more)
 
-    monkeypatch.setattr(Spool, "read", exhausted)
+    monkeypatch.setattr(Path, "open", exhausted)
     with worker(url, tmp_path, engine):
         second = await server.result(run, request)
         assert refused == 5

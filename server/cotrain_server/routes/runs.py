@@ -78,6 +78,8 @@ async def get_info(
         is_lora=True,
         lora_rank=run.lora.rank,
         model_name=run.base_model,
+        weights_epoch=run.weights_epoch,
+        rolled_back_to=run.rolled_back_to or None,
     )
 
 
