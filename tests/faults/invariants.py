@@ -2,7 +2,8 @@
 
 I1 what was accepted resolves · I2 once, and every reading gives the same bytes · I3 the runs end bit-equal
 to undisturbed ones · I4 snap ≤ done < next, nothing planned at rest, no result before its commit · I5 the log reaches back to its
-snapshots, what it refers to is there, and nothing is counted that is not · I6 epochs, `done` and `snap`
+snapshots, what it refers to is there, nothing is counted that is not, and no file is left that nobody
+refers to (`leftovers.py`) · I6 epochs, `done` and `snap`
 only grow · I7 queues count 0 at rest · I8 nothing ends but by SIGKILL or in order · I9 (`fairness.py`)
 tenants with work get equal turns · I10 AOF and spool stay small.
 
@@ -27,12 +28,15 @@ from cotrain_store.messages.ids import RunId, WorkerId, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.spool import SpoolRef
 from cotrain_workers.settings import pool_of
+from tests.faults.fairness import cycles_of
+from tests.faults.leftovers import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from cotrain_store.connection import SyncConnection
+    from tests.faults.fairness import Cycle
     from tests.faults.host import Death
     from tests.faults.traffic import Played
 
@@ -77,7 +81,16 @@ class Look:
         names = self._store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*")
         runs = sorted(RunId(name.decode()[prefix:]) for name in names)
         found = [said for run in runs for said in self._wrong_log(run)]
-        return [*found, *self._wrong_refs(runs), *self._not_at_rest(), *self._too_much()]
+        left = [f"I5 nobody refers to {path}" for path in self.leftovers()]
+        return [*found, *left, *self._wrong_refs(runs), *self._not_at_rest(), *self._too_much()]
+
+    def leftovers(self) -> list[str]:
+        """List the files that nobody refers to."""
+        return leftovers(self._folder, self._store, self._pool)
+
+    def cycles(self) -> list[Cycle]:
+        """Read what the cycles of the pool held."""
+        return cycles_of(self._store, self._pool)
 
     def _row(self, run: RunId) -> dict[str, str]:
         raw = self._store.hgetall(run_keys.log(self._pool, run))

@@ -177,4 +177,24 @@ MUTANTS = {
         ],
         "killed before a request is logged",
     ),
+    "always in the same order": Mutant(
+        [
+            Edit(
+                "scheduler/cotrain_scheduler/planner.py",
+                "    return staying + [tenant for tenant in backlog if tenant not in set(before)]\n",
+                "    return sorted(backlog)\n",
+            )
+        ],
+        "a full house",
+    ),
+    "leftovers stay": Mutant(
+        [
+            Edit(
+                f"{WORKERS}/snapshots.py",
+                "        if now - _written_at(path, now) > ORPHAN_AGE_S\n",
+                "        if False\n",
+            )
+        ],
+        "killed in a recovery copy",
+    ),
 }

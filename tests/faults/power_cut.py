@@ -18,8 +18,9 @@ from typing_extensions import override
 from cotrain_store.keys import weights_keys
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.weights import external_folder
-from tests.faults.host import MODEL, REDIS, Nursery
+from tests.faults.host import MODEL, REDIS
 from tests.faults.invariants import Look
+from tests.faults.orders import Nursery
 from tests.faults.trial import near_blame
 from tests.support.redis_server import EmbeddedRedis
 

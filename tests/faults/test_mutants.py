@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.host import Nursery
 from tests.faults.mutants import MUTANTS
+from tests.faults.orders import Nursery
 from tests.faults.scenarios import PROGRAMS, SCENARIOS
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ def test_a_mutant_still_applies_to_the_sources(name: str, tmp_path: Path) -> Non
     MUTANTS[name].plant(tmp_path)
 
 
-@pytest.mark.faults
 @pytest.mark.mutants
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("name", MUTANTS)

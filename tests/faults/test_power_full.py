@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.faults.conftest import Calm
-    from tests.faults.host import Host, Nursery
+    from tests.faults.host import Host
+    from tests.faults.orders import Nursery
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
