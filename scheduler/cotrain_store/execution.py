@@ -176,7 +176,7 @@ class Execution:
         """Make a step's results visible and end its cycle. Twice is harmless.
 
         `saves` are the records of the SAVE ops that succeeded. The result of a named one appears only
-        when its weights are stored (`Sampling.stored`); where its name is in use it fails here, and
+        when its weights are stored (`SavedWeights.stored`); where its name is in use it fails here, and
         has no weights. `record` is what the cycle's history keeps; `counted` is added to the pool's
         totals, `usage` to what the tenants used. Ops in `crashed` changed nothing and must never be
         run again: the log keeps their place only. What is not `is_exact` has other last bits than this
@@ -329,7 +329,7 @@ class Execution:
         return bool(answer == b"OK")
 
     def close_run(self, run: RunId, tenant: TenantId) -> None:
-        """End a run whose last save failed; `Sampling.stored` ends one whose last save succeeded.
+        """End a run whose last save failed; `SavedWeights.stored` ends one whose last save succeeded.
 
         What waits fails, as after `Intake.close_run`. Twice is harmless.
 

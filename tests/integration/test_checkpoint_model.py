@@ -135,7 +135,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     def note_stored(self, ref: WeightsRef) -> None:
         save = self.saves[ref]
-        assert self.samples.sampling.stored(ref, f"digest of {ref}", 10)
+        assert self.samples.saved.stored(ref, f"digest of {ref}", 10)
         save.state = "stored"
         event(f"stored, moves its name: {save.may_have_name}")
         if save.may_have_name:
@@ -148,7 +148,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     @rule(which=st.randoms(use_true_random=False))
     def lose(self, which: Any) -> None:
         ref = which.choice(self.owed())
-        self.samples.sampling.lost(ref, "lost")
+        self.samples.saved.lost(ref, "lost")
         self.saves[ref].state = "lost"
 
     @rule(number=NUMBERS, kind=KINDS)
@@ -201,10 +201,10 @@ class CheckpointMachine(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         stored = {ref for ref, save in self.saves.items() if save.state == "stored"}
-        unused = {weights.ref for weights in self.samples.sampling.unused_weights()}
+        unused = {weights.ref for weights in self.samples.saved.unused_weights()}
         assert unused == stored - self.in_use()
         for ref in stored:
-            forgotten = self.samples.sampling.forget_weights(ref)
+            forgotten = self.samples.saved.forget_weights(ref)
             assert forgotten == (ref in unused)
         for ref in unused:
             event("forgotten")
@@ -250,9 +250,9 @@ class CheckpointMachine(RuleBasedStateMachine):
     @invariant()
     def weights_in_use_are_there(self) -> None:
         for ref in self.in_use():
-            weights = self.samples.sampling.weights(ref)
+            weights = self.samples.saved.weights(ref)
             assert weights
-            assert self.samples.sampling.knows(weights.digest)
+            assert self.samples.saved.knows(weights.digest)
 
     @override
     def teardown(self) -> None:

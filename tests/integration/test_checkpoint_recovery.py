@@ -81,8 +81,8 @@ FAILPOINTS = [
     Failpoint("commit", 2),
     Failpoint("commit", 2, after=True),
     Failpoint("register_snapshot", 1, after=True),
-    Failpoint("stored", 1, of_sampling=True),
-    Failpoint("stored", 1, after=True, of_sampling=True),
+    Failpoint("stored", 1, of_weights=True),
+    Failpoint("stored", 1, after=True, of_weights=True),
 ]
 
 
@@ -221,7 +221,7 @@ async def test_a_save_that_no_replay_can_make_again_fails_and_is_in_no_list(
     run = await server.create("a", "a", LORA)
     await submit(server, run, 1, STEP)
     owed = await submit_state(server, run, STEP + 1)
-    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_sampling=True)):
+    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
         pass
     engine.drop(run.id)
     redis.hdel(run_keys.bodies(POOL, run.id), "1")

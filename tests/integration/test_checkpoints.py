@@ -38,7 +38,7 @@ def traces(samples: Samples) -> list[bytes]:
 
 
 def unused(samples: Samples) -> list[WeightsRef]:
-    return [weights.ref for weights in samples.sampling.unused_weights()]
+    return [weights.ref for weights in samples.saved.unused_weights()]
 
 
 async def is_readable(samples: Samples, tenant: TenantId, checkpoint: CheckpointRecord) -> bool:
@@ -216,7 +216,7 @@ async def test_all_that_a_tenant_keeps_is_counted(
     await samples.save(run, 3, sampler=0)  # a sampler's weights are not kept
     samples.stored(run, 3)
     await samples.save(run, 4, name="lost")
-    samples.sampling.lost(samples.sampling.unstored()[0].ref, "gone")
+    samples.saved.lost(samples.saved.unstored()[0].ref, "gone")
     assert await checkpoints.stored_bytes(A) == (1, 5)
     assert await checkpoints.stored_bytes(B) == (0, 0)
 

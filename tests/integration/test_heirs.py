@@ -49,7 +49,7 @@ async def owner(redis: Any, run: RunRecord) -> bytes:
         Failpoint("commit", 1),
         Failpoint("commit", 1, after=True),
         Failpoint("commit", 2),
-        Failpoint("stored", of_sampling=True),
+        Failpoint("stored", of_weights=True),
     ],
     ids=str,
 )

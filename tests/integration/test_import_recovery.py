@@ -57,8 +57,8 @@ async def upload(server: Stack, body: bytes, model_seq: int = 0) -> RunRecord:
         Failpoint("bodies", 1),
         Failpoint("commit", 1),
         Failpoint("commit", 1, after=True),
-        Failpoint("stored", 1, of_sampling=True),
-        Failpoint("stored", 1, after=True, of_sampling=True),
+        Failpoint("stored", 1, of_weights=True),
+        Failpoint("stored", 1, after=True, of_weights=True),
     ],
     ids=str,
 )

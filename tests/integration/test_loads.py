@@ -45,7 +45,7 @@ def delete(samples: Samples, checkpoint: CheckpointRecord) -> None:
 
 
 def unused(samples: Samples) -> list[WeightsRef]:
-    return [weights.ref for weights in samples.sampling.unused_weights()]
+    return [weights.ref for weights in samples.saved.unused_weights()]
 
 
 async def test_a_load_keeps_its_weights_until_two_recovery_copies_cover_it(
@@ -58,7 +58,7 @@ async def test_a_load_keeps_its_weights_until_two_recovery_copies_cover_it(
     assert unused(samples) == []  # waiting
     await samples.log.run_all()
     assert unused(samples) == []  # done: a replay would need them
-    assert not samples.sampling.forget_weights(checkpoint.weights)
+    assert not samples.saved.forget_weights(checkpoint.weights)
     assert samples.log.execution.register_snapshot(other.id, 0, "file", "sha")
     assert unused(samples) == []
     assert samples.log.execution.register_snapshot(other.id, 1, "newer", "sha")
@@ -67,8 +67,8 @@ async def test_a_load_keeps_its_weights_until_two_recovery_copies_cover_it(
     await samples.log.run_all()
     assert samples.log.execution.register_snapshot(other.id, 2, "newest", "sha")
     assert unused(samples) == [checkpoint.weights]
-    samples.sampling.forget_weights(checkpoint.weights)
-    assert samples.sampling.weights(checkpoint.weights) is None
+    samples.saved.forget_weights(checkpoint.weights)
+    assert samples.saved.weights(checkpoint.weights) is None
 
 
 async def test_each_user_alone_keeps_weights(samples: Samples) -> None:
@@ -110,7 +110,7 @@ async def test_a_repeated_load_does_not_ask_for_its_weights_again(samples: Sampl
     await samples.log.run_all()
     await samples.log.cover(other, 1)
     delete(samples, checkpoint)
-    samples.sampling.forget_weights(checkpoint.weights)
+    samples.saved.forget_weights(checkpoint.weights)
     before = samples.log.everything()
     assert await load(samples, other, 1, checkpoint.weights) == once
     assert await samples.log.intake.repeated(other, 1, "d") == once

@@ -15,6 +15,7 @@ from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.sampling import Sampling
+from cotrain_store.saved_weights import SavedWeights
 from tests.support.log import WORKER
 from tests.support.samples import sampler_record
 from tests.support.stack import POOL, pool_record_for_tests
@@ -118,15 +119,15 @@ async def test_an_owed_save_goes_to_the_heir_with_its_run(samples: Samples) -> N
     await samples.save(run, 1, name="x")
     heir = enter(log, HEIR)
     await reassign(log)
-    sampling = sampling_of(log, heir)
-    [owed] = sampling.unstored()
-    assert samples.sampling.unstored() == []
+    saved = SavedWeights(log.redis, POOL, heir.worker, heir.epoch)
+    [owed] = saved.unstored()
+    assert samples.saved.unstored() == []
     assert log.redis.hget(run_keys.log(POOL, run.id), "worker") == HEIR.encode()
     with pytest.raises(Fenced):
         samples.stored(run, 1)
-    assert sampling.stored(owed.ref, "digest", 10)
+    assert saved.stored(owed.ref, "digest", 10)
     assert log.result(run, 1)
-    assert sampling.unstored() == []
+    assert saved.unstored() == []
 
 
 async def test_sample_requests_go_on_in_their_order(samples: Samples) -> None:

@@ -9,6 +9,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.sampling import Sampling
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
@@ -177,7 +178,8 @@ async def test_a_lost_connection_loses_no_sample_and_no_weights(
         expected = await sample(server, await saved_sampler(server, run, 5), 0, LONG)
     with worker(empty_redis.url, tmp_path, engine) as loop:
         lossy = {"losses": 2, "then_does": then_does, "lost": lambda: None}
-        unreliable(loop._sampler._sampling, method, **lossy)  # type: ignore[arg-type]
+        role = loop._sampler._sampling if hasattr(Sampling, method) else loop._weights._saved
+        unreliable(role, method, **lossy)  # type: ignore[arg-type]
         sampler = await saved_sampler(server, run, 6, number=1)
         requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(20)]
         for request in requests:

@@ -67,9 +67,9 @@ FAILPOINTS = [
     Failpoint("commit", 1),
     Failpoint("commit", 1, after=True),
     Failpoint("commit", 2, after=True),
-    Failpoint("stored", of_sampling=True),
-    Failpoint("stored", after=True, of_sampling=True),
-    Failpoint("stored", 2, of_sampling=True),
+    Failpoint("stored", of_weights=True),
+    Failpoint("stored", after=True, of_weights=True),
+    Failpoint("stored", 2, of_weights=True),
     Failpoint("register_snapshot", 1, after=True),
 ]
 
@@ -146,7 +146,7 @@ async def test_a_closed_run_is_not_forgotten_before_its_weights_are_on_disk(
     url = empty_redis.url
     run = await server.create("a", "a", LORA)
     await train_and_save(server, run)
-    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_sampling=True)):
+    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
         pass
     await server.intake.close_run(run)
     engine.drop(run.id)

@@ -98,7 +98,7 @@ async def bench(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Ben
     async with open_samples(empty_redis.url, tmp_path) as samples:
         decoder = ScriptedDecoder()
         files = CheckpointFiles.below(tmp_path, MODEL)
-        weights = WeightsStore(samples.sampling, files, layout_of, 10**6, 10**6)
+        weights = WeightsStore(samples.saved, files, layout_of, 10**6, 10**6)
         publisher = TokenPublisher(samples.log.redis)
         service = SamplingService(
             decoder, ScriptedDecoder, samples.sampling, weights, publisher, (2,)

@@ -29,6 +29,7 @@ HOUR_S = 3600 * 500_000
 def fixed_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.usage_fields.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.sampling.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.saved_weights.usage_hour", lambda _: HOUR_S)
 
 
 def used(samples: Samples, tenant: str = "a") -> dict[str, float]:

@@ -68,7 +68,7 @@ async def samples(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[S
 def store_of(samples: Samples, tmp_path: Path) -> Callable[..., WeightsStore]:
     def make(memory_bytes: int = 10 * SIZE, owed_bytes: int = 10 * SIZE) -> WeightsStore:
         files = CheckpointFiles.below(tmp_path, MODEL)
-        return WeightsStore(samples.sampling, files, layout_of, memory_bytes, owed_bytes)
+        return WeightsStore(samples.saved, files, layout_of, memory_bytes, owed_bytes)
 
     return make
 
@@ -185,10 +185,10 @@ async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
     for seq in (1, 2):
         samples.log.redis.delete(sample_keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
     assert set(store.sweep()) == {gone.ref, shared.ref}
-    store._files.remove_orphans(samples.sampling)
+    store._files.remove_orphans(samples.saved)
     assert len(folders(tmp_path)) == 2  # young: another worker may be about to refer to one
     make_old(tmp_path)
-    store._files.remove_orphans(samples.sampling)
+    store._files.remove_orphans(samples.saved)
     assert folders(tmp_path) == [store.path(kept.ref)]
 
 
@@ -199,7 +199,7 @@ async def test_folders_of_other_base_models_are_their_own_workers_business(
     for base_model in (MODEL, "another"):
         write_folder(tmp_path / "weights", weights_of(1.0).weights, layout_of(SPEC), base_model)
     make_old(tmp_path)
-    store._files.remove_orphans(samples.sampling)
+    store._files.remove_orphans(samples.saved)
     (left,) = folders(tmp_path)
     assert base_model_of_adapter(left) == "another"
 
@@ -413,8 +413,8 @@ async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
     samples.log.redis.delete(weights_keys.checkpoint(run.id, "external_weights", "n2"))
     assert store.sweep() == [f"{run.id}:2"]
     everything = files_in(tmp_path)
-    store._files.remove_orphans(samples.sampling)
+    store._files.remove_orphans(samples.saved)
     assert files_in(tmp_path) == everything  # young
     make_old(tmp_path)
-    store._files.remove_orphans(samples.sampling)
+    store._files.remove_orphans(samples.saved)
     assert files_in(tmp_path) == kept

@@ -29,12 +29,12 @@ class Failpoint:
     method: str
     call: int = 1
     after: bool = False
-    of_sampling: bool = False
-    """It is a method of the worker's Sampling instead."""
+    of_weights: bool = False
+    """It is a method of the worker's SavedWeights instead."""
 
     def arm(self, loop: WorkerLoop) -> None:
         """Make that call deadly."""
-        role: Any = loop._sampler._sampling if self.of_sampling else loop._execution
+        role: Any = loop._weights._saved if self.of_weights else loop._execution
         original = getattr(role, self.method)
         calls = 0
 

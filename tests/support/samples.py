@@ -28,6 +28,7 @@ from cotrain_store.records import Records
 from cotrain_store.sample_intake import SampleIntake, SampleLimits
 from cotrain_store.samples import SampleBody
 from cotrain_store.sampling import Sampling
+from cotrain_store.saved_weights import SavedWeights
 from tests.support.log import WORKER, Log, open_log
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
@@ -92,6 +93,7 @@ class Samples:
     records: Records
     intake: SampleIntake
     sampling: Sampling
+    saved: SavedWeights
 
     async def sampler(self, tenant: str = "a", number: int = 0) -> SamplerRecord:
         """Make a sampler of the base model."""
@@ -168,7 +170,7 @@ class Samples:
     def stored(self, run: RunRecord, seq: int, size: int = 10, optimizer: str = "") -> bool:
         """Say that the files of a save are durable; each has a content of its own."""
         ref = WeightsRef(f"{run.id}:{seq}")
-        return self.sampling.stored(ref, f"digest of {ref}", size, optimizer)
+        return self.saved.stored(ref, f"digest of {ref}", size, optimizer)
 
     def load(self, tenant: str = "a") -> tuple[int, int, int]:
         """Read a tenant's (waiting, running, bytes)."""
@@ -198,4 +200,5 @@ async def open_samples(
             log.connection, log.spool, limits or SampleLimits(), disk_reserve_bytes
         )
         sampling = Sampling(log.redis, log.spool, log.results, POOL, WORKER, log.execution.epoch)
-        yield Samples(log, Records(log.connection), intake, sampling)
+        saved = SavedWeights(log.redis, POOL, WORKER, log.execution.epoch)
+        yield Samples(log, Records(log.connection), intake, sampling, saved)

@@ -23,6 +23,7 @@ from cotrain_store.messages.saves import LoadRequest, SaveRecords, SaveRequest
 from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 from cotrain_store.samples import encode_sample_output
 from cotrain_store.sampling import Sampling
+from cotrain_store.saved_weights import SavedWeights
 from cotrain_store.spool import RESULTS, Spool, new_writer
 from tests.support.http_api import POOL
 
@@ -49,9 +50,12 @@ TYPE_BY_KIND = {
 class StandIn:
     """The worker of the API's pool, and its scheduler."""
 
-    def __init__(self, execution: Execution, sampling: Sampling, dispatch: Dispatch) -> None:
+    def __init__(
+        self, execution: Execution, sampling: Sampling, saved: SavedWeights, dispatch: Dispatch
+    ) -> None:
         self.execution = execution
         self.sampling = sampling
+        self.saved = saved
         self._dispatch = dispatch
 
     async def run_log(self, *, stores: bool = True) -> list[WeightsRecord]:
@@ -76,7 +80,7 @@ class StandIn:
     def store(self, owed: Sequence[WeightsRecord]) -> None:
         """Say that the files of saves are durable. Twice is harmless."""
         for weights in owed:
-            self.sampling.stored(weights.ref, *FILES, optimizer_of(weights))
+            self.saved.stored(weights.ref, *FILES, optimizer_of(weights))
 
     def claim(self) -> list[ClaimedSample]:
         """Take every waiting sample request."""
@@ -130,8 +134,9 @@ def stand_in(services: Services) -> Iterator[StandIn]:
     execution = Execution(redis, spool, results, POOL.id, WORKER)
     epoch = execution.enter(POOL)
     sampling = Sampling(redis, spool, results, POOL.id, WORKER, epoch)
+    saved = SavedWeights(redis, POOL.id, WORKER, epoch)
     try:
-        yield StandIn(execution, sampling, Dispatch(services.connection, "scheduler"))
+        yield StandIn(execution, sampling, saved, Dispatch(services.connection, "scheduler"))
     finally:
         spool.close()
         results.close()

@@ -9,6 +9,7 @@ from cotrain_store.execution import Execution
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef, WorkerId
 from cotrain_store.sampling import Sampling
+from cotrain_store.saved_weights import SavedWeights
 from cotrain_store.token_stream import TokenPublisher
 from cotrain_workers.checkpoint_files import CheckpointFiles
 from cotrain_workers.keeper import Keeper
@@ -73,7 +74,7 @@ def enter_pool(
     sampling = Sampling(connection, *spools, record.id, worker, execution.epoch)
     sampling.requeue()
     weights = WeightsStore(
-        sampling,
+        SavedWeights(connection, record.id, worker, execution.epoch),
         CheckpointFiles.below(settings.data_dir, record.base_model),
         engine.layout_of,
         settings.weights_memory_bytes,

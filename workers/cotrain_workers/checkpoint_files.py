@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.ids import WeightsRef
-    from cotrain_store.sampling import Sampling
+    from cotrain_store.saved_weights import SavedWeights
     from cotrain_workers.ops import HostOptimizer
     from cotrain_workers.peft_folder import LayoutOf
     from cotrain_workers.sample_ops import HostWeights
@@ -102,22 +102,22 @@ class CheckpointFiles:
         """Read an optimizer state; raises OptimizerUnreadable, OSError."""
         return read_optimizer(self.optimizers, digest, layout_of)
 
-    def remove_orphans(self, sampling: Sampling) -> None:
+    def remove_orphans(self, saved: SavedWeights) -> None:
         """Delete the files of forgotten weights, and what dead processes left half done.
 
         Another worker may just be about to refer to a file that it found there, so only old ones go:
         whoever writes or finds one makes it young.
         """
-        for path in self._old(self.adapters, "??/*", base_model_of_adapter, sampling.knows):
+        for path in self._old(self.adapters, "??/*", base_model_of_adapter, saved.knows):
             remove_folder(self.adapters, path.name)
         for path in self._old(
             self.optimizers,
             "??/*",
             base_model_of_state,
-            lambda name: sampling.knows_optimizer(name),
+            lambda name: saved.knows_optimizer(name),
         ):
             path.unlink(missing_ok=True)
-        for path in self._old(self.external, "*", base_model_of_files, sampling.knows_external):
+        for path in self._old(self.external, "*", base_model_of_files, saved.knows_external):
             remove_external(path)
 
     def _old(

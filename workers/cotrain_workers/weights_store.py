@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.ids import RunId, WeightsRef
     from cotrain_store.messages.weights import WeightsRecord
-    from cotrain_store.sampling import Sampling
+    from cotrain_store.saved_weights import SavedWeights
     from cotrain_workers.checkpoint_files import CheckpointFiles, Saved, WrittenFiles
     from cotrain_workers.ops import HostOptimizer
     from cotrain_workers.peft_folder import LayoutOf
@@ -63,7 +63,7 @@ class WeightsStore:
 
     def __init__(
         self,
-        sampling: Sampling,
+        saved: SavedWeights,
         files: CheckpointFiles,
         layout_of: LayoutOf,
         memory_bytes: int,
@@ -73,7 +73,7 @@ class WeightsStore:
 
         What is owed stays, anyway; above its limit there is no room for more (`make_room`).
         """
-        self._sampling = sampling
+        self._saved = saved
         self._files = files
         self._layout_of = layout_of
         self._memory_bytes = memory_bytes
@@ -88,7 +88,7 @@ class WeightsStore:
 
     def recall(self) -> None:
         """Learn which weights are owed: by a predecessor, or by a commit whose answer was lost."""
-        for record in self._sampling.unstored():
+        for record in self._saved.unstored():
             if record.ref not in self._given_up:
                 self._owed.setdefault(record.ref, _Owed(record, None))
 
@@ -130,7 +130,7 @@ class WeightsStore:
     def give_up(self, ref: WeightsRef) -> None:
         """Stop owing weights that no replay can bring back: a named save fails."""
         log.error("weights_lost", weights=ref)
-        self._sampling.lost(ref, LOST)
+        self._saved.lost(ref, LOST)
         self._owed.pop(ref, None)
         self._given_up.add(ref)
 
@@ -143,7 +143,7 @@ class WeightsStore:
         """Tell whether these weights exist; from then on `host` does not need to ask the store."""
         if ref in self._owed or ref in self._digests:
             return True
-        record = self._sampling.weights(ref)
+        record = self._saved.weights(ref)
         if record is None or not record.digest:
             return False
         self._digests[ref] = record.digest
@@ -174,7 +174,7 @@ class WeightsStore:
         owed = self._owed.get(ref)
         if owed and owed.saved:
             return owed.saved.optimizer
-        record = self._sampling.weights(ref)
+        record = self._saved.weights(ref)
         if record is None or not record.digest:
             raise WeightsGone(ref)
         if not record.has_optimizer:
@@ -219,7 +219,7 @@ class WeightsStore:
         now = time.monotonic()
         if now >= self._orphans_at:
             self._orphans_at = now + ORPHAN_AGE_S
-            self._files.remove_orphans(self._sampling)
+            self._files.remove_orphans(self._saved)
         if now >= self._recall_at:
             self._recall_at = now + RECALL_S
             self.recall()
@@ -247,9 +247,9 @@ class WeightsStore:
     def sweep(self) -> list[WeightsRef]:
         """Forget weights that nobody can ask for any more, and name them."""
         self.recall()
-        unused = [record.ref for record in self._sampling.unused_weights()]
+        unused = [record.ref for record in self._saved.unused_weights()]
         for ref in (*unused, *self._given_up):
-            self._sampling.forget_weights(ref)
+            self._saved.forget_weights(ref)
             self._recent.pop(ref, None)
             self._digests.pop(ref, None)
         if unused:
@@ -269,9 +269,7 @@ class WeightsStore:
             owed.writing, owed.retry_at = None, time.monotonic() + RETRY_S
             return
         failpoint("weights.before_stored", ref)
-        is_wanted = self._sampling.stored(
-            ref, written.digest, written.size, written.optimizer_digest
-        )
+        is_wanted = self._saved.stored(ref, written.digest, written.size, written.optimizer_digest)
         failpoint("weights.stored", ref)
         del self._owed[ref]  # only now: while Redis is away they stay written and owed
         if not is_wanted:
