@@ -183,6 +183,8 @@ class Host:
 
     async def tidy(self, is_tidy: Callable[[], bool]) -> None:
         """Let one more worker clear away what is old, until it has or PATIENCE_S are over; end it."""
+        if is_tidy():
+            return
         self.add_worker("sweeper", "sweeper")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):

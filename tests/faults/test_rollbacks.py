@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,7 +40,7 @@ def a_pass(token: int) -> Call:
 
 STEP = Call("optim_step", {"adam_params": {"learning_rate": 1e-2, "beta2": 0.95, "eps": 1e-8}})
 KEPT = [a_pass(5), STEP, Call("save_weights", {"path": "kept"})]
-LOST = [a_pass(6), STEP, a_pass(7)]
+LOST = [a_pass(6), STEP, a_pass(7)] * 3  # enough for two recovery copies
 FAILS = [a_pass(8)]
 LATER = [a_pass(9), STEP, a_pass(10)]
 BACK = [Call("load_weights", {"path": "kept", "optimizer": True})]
@@ -71,11 +72,17 @@ async def play(
             assert look.violations() == []
         for client in clients:
             await client.http.aclose()
+    nursery.tally.add(Counter(death.name for death in host.deaths), unexpected(host.deaths))
     states = [{what: state.get(what, "none") for what in STATE} for state in ending.states]
     return host, list(ending.answers), states
 
 
 async def _lose_copies(host: Host) -> None:
+    """Lose all recovery copies, and the worker, once no log reaches back to its run's beginning."""
+    with host.store() as store:
+        logs = list(store.scan_iter("cotrain:{*}:log:*"))
+        while any(int(store.hget(log, "cut") or -1) < 0 for log in logs):  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
     host.before_restart = lambda _: shutil.rmtree(host.folder / "snapshots", ignore_errors=True)
     host.kill("w0")
     while not host.deaths:  # noqa: ASYNC110  # of another process
