@@ -240,8 +240,8 @@ class Host:
             status = await ended
             if kept.name == REDIS:
                 self._redis_up.clear()
-            if status != 0 or not kept.stopping:
-                lived_s = time.monotonic() - since
+            lived_s = time.monotonic() - since
+            if not (kept.stopping and _is_in_order(status, lived_s)):
                 self._note(Death(kept.name, status, downs != self._redis_downs, lived_s))
                 await asyncio.sleep(RESTART_S)
 
@@ -266,3 +266,8 @@ class Host:
             self.nursery.tell("signal", pid=kept.pid, signal=int(number))
         assert kept.task
         await asyncio.wait_for(kept.task, PATIENCE_S)
+
+
+def _is_in_order(status: int, lived_s: float) -> bool:
+    """Tell whether a process that was told to stop did: one that has just been forked cannot drain."""
+    return status == 0 or (status == -signal.SIGTERM and lived_s < START_S)

@@ -81,11 +81,10 @@ class Look:
         names = self._store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*")
         runs = sorted(RunId(name.decode()[prefix:]) for name in names)
         found = [said for run in runs for said in self._wrong_log(run)]
-        left = [f"I5 nobody refers to {path}" for path in self.leftovers()]
-        return [*found, *left, *self._wrong_refs(runs), *self._not_at_rest(), *self._too_much()]
+        return [*found, *self._wrong_refs(runs), *self._not_at_rest(), *self._too_much()]
 
     def leftovers(self) -> list[str]:
-        """List the files that nobody refers to."""
+        """List the files that nobody refers to (I5), of which there are some until they are old."""
         return leftovers(self._folder, self._store, self._pool)
 
     def cycles(self) -> list[Cycle]:

@@ -109,6 +109,7 @@ async def _look(host: Host, played: Sequence[Played], outcome: Outcome) -> None:
         await host.tidy(lambda: not look.leftovers())
         outcome.ending = look.ending(played)
         outcome.violations += look.violations()
+        outcome.violations += [f"I5 nobody refers to {path}" for path in look.leftovers()]
         if quantum := host.settings.get("QUANTUM_TOKENS"):
             accepted = {one.run: one.accepted for one in played}
             restarted_s = [death.at_s for death in host.deaths if death.name == "scheduler"]
