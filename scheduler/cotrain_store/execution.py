@@ -1,4 +1,4 @@
-"""Read steps and bodies, commit results, register snapshots: a worker's side of the log.
+"""Read steps and bodies, commit results, register snapshots, end runs: a worker's side of the log.
 
 Plain synchronous, as the worker's engine is. Everything is fenced by the worker's epoch: a worker
 that was paused while another took its place gets Fenced and must exit.
@@ -12,43 +12,31 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.connection import sync_script
+from cotrain_store.deaths import Deaths
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.encoding import decode, encode
-from cotrain_store.messages.ids import (
-    PoolId,
-    RequestId,
-    RunId,
-    TenantId,
-    WorkerId,
-    request_id,
-    run_of,
-    seq_of,
-)
-from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ids import RunId, request_id
+from cotrain_store.messages.ops import QueuedOp, RunUsage, Step
 from cotrain_store.messages.runs import RunState
-from cotrain_store.messages.weights import CheckpointRecord
-from cotrain_store.positions import LogPosition, log_position
-from cotrain_store.results import UNLOADED, is_spooled, pack_results, whole_result
+from cotrain_store.op_rows import op_rows
+from cotrain_store.results import RUN_STOPPED, UNLOADED
 from cotrain_store.rollback import DIGESTS_KEPT, Rollback
+from cotrain_store.run_logs import RunLogs
 from cotrain_store.save_rows import save_row
-from cotrain_store.spool import SpoolRef
 from cotrain_store.usage_fields import training_amounts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
+    from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
     from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.messages.results import Result
     from cotrain_store.messages.saves import SaveRecords
+    from cotrain_store.messages.weights import CheckpointRecord
     from cotrain_store.spool import Spool
-
-#: What the requests of a run resolve to that could not be brought back after a crash.
-RUN_STOPPED = Result.failed(
-    "The training run was stopped: its log could not be replayed to the stored results.", "server"
-)
 
 
 class Execution:
@@ -67,6 +55,8 @@ class Execution:
         self._results = results
         self.pool = pool
         self.worker = worker
+        self.logs = RunLogs(connection, results, pool)
+        self.deaths = Deaths(connection, pool)
         self._commit = sync_script(connection, "unread", "usage_add", "commit")
         self._snapshot = sync_script(connection, "log_cut", "snapshot")
         self._roll_back = Rollback(connection, pool, worker)
@@ -128,22 +118,6 @@ class Execution:
             return 0
         return int(self._redis.hincrby(fleet_keys.starts(self.pool), str(step.cycle), 1))
 
-    def deaths(self) -> dict[str, int]:
-        """Tell over which parts of steps processes died, and how often."""
-        rows = self._redis.hgetall(fleet_keys.deaths(self.pool))
-        return {part.decode(): int(count) for part, count in rows.items()}
-
-    def risk(self, part: str) -> None:
-        """Count a death in advance: `survived` takes it back, if there is anybody left to call it.
-
-        A part of a step is named by the request that it begins with, and anything behind.
-        """
-        self._redis.hincrby(fleet_keys.deaths(self.pool), part, 1)
-
-    def survived(self, part: str) -> None:
-        """Take back what `risk` noted."""
-        self._redis.hdel(fleet_keys.deaths(self.pool), part)
-
     def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
         """Read the bodies of ops; None where one is gone or does not match its digest."""
         pipeline = self._redis.pipeline(transaction=False)
@@ -199,16 +173,7 @@ class Execution:
             fleet_keys.CYCLES_KEPT, json.dumps(counted), self._numerics_id if is_exact else "mixed",
             json.dumps(saved), json.dumps(used), tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
-        all_packed = pack_results([results[op.run, op.seq] for op in step.ops], self._results)
-        for op, (packed, ttl_ms) in zip(step.ops, all_packed, strict=True):
-            tenant = step.tenant_by_run[op.run]
-            has_crashed = (op.run, op.seq) in crashed
-            released = _body_of(op) if has_crashed or op.kind is OpKind.FORWARD else ""
-            kept = _place_of(op) if has_crashed else ""
-            size = len(results[op.run, op.seq].payload)
-            args += [
-                op.run, op.seq, tenant, op.tokens, op.size, ttl_ms, packed, released, kept, size,
-            ]  # fmt: skip
+        args += op_rows(step, results, crashed, self._results)
         answer = self._commit(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
@@ -216,48 +181,6 @@ class Execution:
             raise AssertionError(
                 f"cycle {step.cycle} holds an op whose predecessor is not committed"
             )
-
-    def position(self, run: RunId) -> LogPosition | None:
-        """Read where a run's log stands; None for a run that has none."""
-        raw = self._redis.hgetall(run_keys.log(self.pool, run))
-        row = {field.decode(): value.decode() for field, value in raw.items()}
-        return log_position(row) if row else None
-
-    def bases(self, run: RunId) -> frozenset[str]:
-        """Name the registered snapshots of a run, of whichever pool it is: workers of all share a folder."""
-        files: set[bytes | None] = set()
-        for pool in self._redis.hkeys(fleet_keys.pools()):
-            log = run_keys.log(PoolId(pool.decode()), run)
-            files |= set(self._redis.hmget(log, ["snapfile", "oldfile"]))
-        return frozenset(file.decode() for file in files if file)
-
-    def logged_ops(self, run: RunId, first: int, last: int) -> list[QueuedOp]:
-        """Read the ops first…last of a run for a replay.
-
-        Raises:
-            SpoolCorrupt: one of them is missing.
-        """
-        if last < first:
-            return []
-        seqs = range(first, last + 1)
-        envelopes = self._redis.hmget(run_keys.ops(self.pool, run), [str(seq) for seq in seqs])
-        ops = []
-        for seq, envelope in zip(seqs, envelopes, strict=True):
-            if envelope is None:
-                raise SpoolCorrupt(f"The log of run {run} has no seq {seq}.")
-            ops.append(QueuedOp.parse(run, seq, envelope.decode()))
-        return ops
-
-    def stored_result(self, op: QueuedOp) -> Result | None:
-        """Read the committed result of an op, whole, if it has not expired and its file is there."""
-        packed = self._redis.get(result_keys.result(op.request_id))
-        if not packed:
-            return None
-        result = Result.unpack(packed)
-        try:
-            return whole_result(result, self._results) if is_spooled(result) else result
-        except SpoolCorrupt:
-            return None
 
     def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str) -> bool:
         """Make a complete file the run's base; the one before stays, and the log is cut up to that.
@@ -277,20 +200,6 @@ class Execution:
             raise Fenced
         return bool(answer == b"OK")
 
-    def checkpoints(self, run: RunId) -> list[CheckpointRecord]:
-        """List a run's checkpoints with optimizer state, the newest first: what it can go on from.
-
-        The seq after which one was made is that of its weights.
-        """
-        names = self._redis.zrange(weights_keys.run_checkpoints(run), 0, -1)
-        of_training = [name.decode() for name in names if name.startswith(b"weights/")]
-        rows = self._redis.mget(
-            [weights_keys.checkpoint(run, *name.split("/")) for name in of_training] or [""]
-        )
-        found = [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
-        own = [checkpoint for checkpoint in found if run_of(RequestId(checkpoint.weights)) == run]
-        return sorted(own, key=lambda checkpoint: seq_of(checkpoint.weights), reverse=True)
-
     def roll_back(self, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
         """Let a run go on from a checkpoint: the newest state is lost, with both snapshots. Never silent.
 
@@ -304,7 +213,7 @@ class Execution:
             Fenced: another worker took this one's place.
             SpoolCorrupt: the run has no log.
         """
-        position = self.position(checkpoint.run)
+        position = self.logs.position(checkpoint.run)
         if position is None:
             raise SpoolCorrupt(f"Run {checkpoint.run} has no log.")
         return self._roll_back(self.epoch, position, checkpoint, file, sha256)
@@ -373,13 +282,3 @@ def beat_at(connection: SyncConnection, pool: PoolId, worker: WorkerId) -> Worke
     """Read the sign of life at a worker's place, whoever gives it; None for nobody's."""
     beat = connection.get(fleet_keys.worker(pool, worker))
     return decode(WorkerBeat, json.loads(beat)) if beat else None
-
-
-def _body_of(op: QueuedOp) -> str:
-    """Name where the body is that a committed op needs no more: `inline` or a spool segment."""
-    return "inline" if op.ref == "inline" else SpoolRef.parse(op.ref).segment
-
-
-def _place_of(op: QueuedOp) -> str:
-    """Write the envelope of an op of which only the place in the order is left."""
-    return replace(op, kind=OpKind.REJECTED, tokens=0, size=0, ref="inline").envelope()

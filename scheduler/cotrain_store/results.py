@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 #: What the requests of a run resolve to that was closed before they were planned.
 UNLOADED = Result.failed("The training run was unloaded before this request ran.", "user")
+#: What the requests of a run resolve to that could not be brought back after a crash.
+RUN_STOPPED = Result.failed(
+    "The training run was stopped: its log could not be replayed to the stored results.", "server"
+)
 
 _SPOOLED = {
     ResultKind.JSON: ResultKind.SPOOLED_JSON,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_store.errors import SpoolCorrupt
-from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import request_id
+from cotrain_store.results import RUN_STOPPED
 from cotrain_store.status import cycle_records
 from cotrain_workers.device import DeviceLost
 from cotrain_workers.engine import Engine
@@ -203,7 +203,7 @@ async def test_kills_from_outside_are_not_blamed_on_a_request(
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
     run = await server.create("a", "a", LORA)
     requests = await submit(server, run, 1, 4)
-    for failpoint in ("commit", "commit", "commit", "survived", "survived", "commit"):
+    for failpoint in ("commit", "commit", "commit", "deaths.survived", "deaths.survived", "commit"):
         async with dying_worker(url, tmp_path, engine, Failpoint(failpoint)):
             pass
     with worker(url, tmp_path, engine):

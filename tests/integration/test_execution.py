@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cotrain_store.errors import PlanOutdated, RunFailed, SpoolCorrupt
-from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
-from cotrain_store.results import pack_results
+from cotrain_store.results import RUN_STOPPED, pack_results
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import WORKER
 from tests.support.stack import POOL, pool_record_for_tests
@@ -34,7 +33,7 @@ def reopen(log: Log, step: Step) -> None:
 
 
 def done(log: Log, run: RunRecord) -> int:
-    position = log.execution.position(run.id)
+    position = log.execution.logs.position(run.id)
     assert position
     return position.done
 
@@ -107,7 +106,7 @@ async def test_a_request_that_crashed_keeps_its_place_and_nothing_to_run_again(l
     await log.submit(run, 1, body=LARGE)
     await log.submit(run, 2)
     log.commit(await log.plan(), crashed={(run.id, 1), (run.id, 2)})
-    kinds = [op.kind for op in log.execution.logged_ops(run.id, 0, 2)]
+    kinds = [op.kind for op in log.execution.logs.logged_ops(run.id, 0, 2)]
     assert kinds == [OpKind.CREATE, OpKind.REJECTED, OpKind.REJECTED]
     assert log.references() == {}
     assert log.execution.register_snapshot(run.id, 2, "file", "sha")  # releases nothing twice
@@ -125,13 +124,13 @@ async def test_a_snapshot_cuts_the_log_up_to_its_predecessor_and_releases_each_b
     assert sum(log.references().values()) == 2
     assert log.execution.register_snapshot(run.id, 3, "older", "sha")
     assert sum(log.references().values()) == 2
-    assert [op.seq for op in log.execution.logged_ops(run.id, 0, 3)] == [0, 1, 2, 3]
+    assert [op.seq for op in log.execution.logs.logged_ops(run.id, 0, 3)] == [0, 1, 2, 3]
     await log.run_all()
     assert log.execution.register_snapshot(run.id, 4, "newer", "sha")
     assert sum(log.references().values()) == 1
     with pytest.raises(SpoolCorrupt, match="has no seq 3"):
-        log.execution.logged_ops(run.id, 3, 4)
-    assert [op.seq for op in log.execution.logged_ops(run.id, 4, 4)] == [4]
+        log.execution.logs.logged_ops(run.id, 3, 4)
+    assert [op.seq for op in log.execution.logs.logged_ops(run.id, 4, 4)] == [4]
 
 
 async def test_a_position_names_both_snapshots_and_how_far_the_log_reaches_back(log: Log) -> None:
@@ -139,14 +138,14 @@ async def test_a_position_names_both_snapshots_and_how_far_the_log_reaches_back(
     for seq in (1, 2):
         await log.submit(run, seq)
     await log.run_all()
-    first = log.execution.position(run.id)
+    first = log.execution.logs.position(run.id)
     assert first is not None
     assert (first.done, first.snap, first.older_snap, first.cut) == (2, -1, -1, -1)
     assert log.execution.register_snapshot(run.id, 1, "older", "sha 1")
-    second = log.execution.position(run.id)
+    second = log.execution.logs.position(run.id)
     assert second == replace(first, snap=1, snapshot_file="older", snapshot_sha256="sha 1")
     assert log.execution.register_snapshot(run.id, 2, "newer", "sha 2")
-    third = log.execution.position(run.id)
+    third = log.execution.logs.position(run.id)
     assert third == replace(
         first, snap=2, snapshot_file="newer", snapshot_sha256="sha 2", numerics_id="",
         older_snap=1, older_file="older", older_sha256="sha 1", cut=1,
@@ -157,11 +156,11 @@ async def test_a_snapshot_that_was_lost_is_replaced_and_its_predecessor_stays(lo
     run = await log.new_run()
     await log.run_all()
     await log.cover(run, 0)
-    before = log.execution.position(run.id)
+    before = log.execution.logs.position(run.id)
     assert before is not None
     assert log.execution.register_snapshot(run.id, 1, "again", "sha 2")
     after = replace(before, snapshot_file="again", snapshot_sha256="sha 2")
-    assert log.execution.position(run.id) == after
+    assert log.execution.logs.position(run.id) == after
 
 
 async def test_a_log_that_an_older_version_cut_reaches_back_to_its_newest_snapshot(
@@ -173,16 +172,16 @@ async def test_a_log_that_an_older_version_cut_reaches_back_to_its_newest_snapsh
     row = {"snap": 0, "snapfile": "f0", "snapsha": "s", "oldsnap": -1, "oldfile": "", "oldsha": ""}
     log.redis.hset(run_keys.log(POOL, run.id), mapping=row)
     log.redis.hdel(run_keys.ops(POOL, run.id), 0)
-    position = log.execution.position(run.id)
+    position = log.execution.logs.position(run.id)
     assert position is not None
     assert (position.snap, position.cut) == (0, 0)
     assert log.execution.register_snapshot(run.id, 1, "f1", "s")
-    position = log.execution.position(run.id)
+    position = log.execution.logs.position(run.id)
     assert position is not None
     assert (position.cut, position.older_file) == (0, "f0")
     # And once more during a rolling upgrade: a worker that keeps no predecessor cuts up to its snapshot.
     log.redis.hset(run_keys.log(POOL, run.id), mapping={"oldsnap": 1, "snap": 2, "done": 2})
-    position = log.execution.position(run.id)
+    position = log.execution.logs.position(run.id)
     assert position is not None
     assert (position.older_snap, position.cut) == (1, 2)
 
@@ -257,7 +256,7 @@ async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Lo
     log.commit(await log.plan())
     log.execution.fail_run(run.id, run.tenant)
     await log.intake.close_run(run)
-    position = log.execution.position(run.id)
+    position = log.execution.logs.position(run.id)
     assert position is not None
     assert position.state is RunState.CLOSED
     assert log.execution.runs_to_drop() == [run.id]
@@ -317,7 +316,7 @@ async def test_a_log_says_whose_numbers_it_holds(log: Log) -> None:
         log.execution.enter(replace(pool_record_for_tests(), numerics_id=numerics_id))
         await log.submit(run, seq)
         await log.run_all()
-        position = log.execution.position(run.id)
+        position = log.execution.logs.position(run.id)
         assert position is not None
         return position.numerics_id
 

@@ -58,7 +58,7 @@ async def test_a_save_appears_with_its_result_when_it_is_stored(samples: Samples
     _, saves = await samples.save(run, 1, name="x", kind="weights")
     assert await found(samples, run) is None
     assert (listed(samples, run), samples.log.result(run, 1)) == (([], []), None)
-    position = samples.log.execution.position(run.id)
+    position = samples.log.execution.logs.position(run.id)
     assert position
     assert position.done == 1  # the run goes on meanwhile
     assert samples.log.queued()[0] == 0

@@ -76,24 +76,24 @@ async def test_the_heir_knows_how_many_died_over_a_step_and_over_its_parts(log: 
     assert log.execution.starts(step) == 0
     successor = log.new_worker()
     assert successor.starts(successor.open_steps()[0]) == 1
-    successor.risk(f"{run.id}:0")
+    successor.deaths.risk(f"{run.id}:0")
     log.execution = enter(log, HEIR)
     await reassign(log)
     [moved] = log.execution.open_steps()
     assert log.execution.starts(moved) == 2
-    assert log.execution.deaths() == {f"{run.id}:0": 1}
+    assert log.execution.deaths.by_part() == {f"{run.id}:0": 1}
     log.commit(moved)
-    assert log.execution.deaths() == {}
+    assert log.execution.deaths.by_part() == {}
     assert not log.redis.exists(fleet_keys.starts(POOL))
 
 
 async def test_a_commit_leaves_what_is_held_against_another_step(log: Log) -> None:
     first = await log.new_run("a")
     step = await log.plan()
-    log.execution.risk(f"{first.id}:0..{first.id}:7")
-    log.execution.risk("s:train:9:0")
+    log.execution.deaths.risk(f"{first.id}:0..{first.id}:7")
+    log.execution.deaths.risk("s:train:9:0")
     log.commit(step)
-    assert log.execution.deaths() == {"s:train:9:0": 1}
+    assert log.execution.deaths.by_part() == {"s:train:9:0": 1}
 
 
 async def test_runs_at_work_belong_to_the_heir_and_the_others_to_whoever_is_free(log: Log) -> None:

@@ -223,7 +223,7 @@ async def test_a_closed_run_is_kept_until_its_saves_are_stored(samples: Samples)
     await samples.save(run, 1, sampler=0)
     await samples.log.intake.close_run(run)
     assert not samples.log.execution.forget(run.id)
-    position = samples.log.execution.position(run.id)
+    position = samples.log.execution.logs.position(run.id)
     assert position
     assert position.state is RunState.CLOSED
     samples.saved.stored(ref_of(run, 1), DIGEST, 10)

@@ -123,7 +123,7 @@ async def test_weights_whose_file_was_never_written_are_made_again(
         await server.result(run, request_id(run.id, 11))
         sampler = await server.records.sampler(run.tenant, "a:sample:0")
         before = await sample(server, sampler, 1)
-        position = loop._execution.position(run.id)
+        position = loop._execution.logs.position(run.id)
         assert position is not None
         assert position.snap < 5
         Failpoint("open_steps").arm(loop)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain.proto import wire_pb2
-from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
+from cotrain_store.results import RUN_STOPPED
 from cotrain_store.spool import Spool, SpoolRef, new_writer
 from tests.support.bodies import sequences
 from tests.support.full_table import no_descriptor

@@ -324,7 +324,7 @@ class LogMachine(RuleBasedStateMachine):
     def snapshot(self, number: int, back: int) -> None:
         model, record = self.models[number], self.records[number]
         seq = model.done - back
-        before = self.of(model).position(record.id)
+        before = self.of(model).logs.position(record.id)
         assert before is not None
         file = f"f{seq}"
         registered = self.of(model).register_snapshot(record.id, seq, file, "sha")
@@ -387,13 +387,13 @@ class LogMachine(RuleBasedStateMachine):
     def the_log_reaches_back_to_the_older_snapshot(self) -> None:
         for model, record in zip(self.models, self.records, strict=True):
             execution = self.of(model)
-            position = execution.position(record.id)
+            position = execution.logs.position(record.id)
             assert position is not None
             assert (position.snap, position.cut) == (model.snap, model.cut)
             assert position.older_snap == position.cut
             assert position.older_file == model.older_file
             assert position.weights_epoch == model.rollbacks
-            ops = execution.logged_ops(record.id, position.older_snap + 1, position.done)
+            ops = execution.logs.logged_ops(record.id, position.older_snap + 1, position.done)
             assert [op.seq for op in ops] == list(range(position.cut + 1, position.done + 1))
 
     @invariant()

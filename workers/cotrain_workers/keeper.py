@@ -219,7 +219,7 @@ class Keeper:
                 log.info("snapshot_registered", run=run, seq=seq, size=snapshot.size)
 
     def _keep_two(self, run: RunId) -> None:
-        position = self._execution.position(run)
+        position = self._execution.logs.position(run)
         if position:
             keep = frozenset({position.snapshot_file, position.older_file})
             remove_snapshots(self._settings.snapshots_dir, run, keep)
@@ -230,7 +230,7 @@ class Keeper:
             path.unlink(missing_ok=True)
         if now - self._orphans_at > ORPHAN_AGE_S:
             self._orphans_at = now
-            for path in orphans(self._settings.snapshots_dir, self._execution.bases, now):
+            for path in orphans(self._settings.snapshots_dir, self._execution.logs.bases, now):
                 path.unlink(missing_ok=True)
                 log.info("snapshot_removed", file=path.name)
 

@@ -41,10 +41,10 @@ def roll_back(
         OSError: the snapshot cannot be written now.
         Fenced: another worker took this one's place.
     """
-    position = execution.position(run)
+    position = execution.logs.position(run)
     if position is None or position.state is RunState.FAILED:
         return False
-    for checkpoint in execution.checkpoints(run):
+    for checkpoint in execution.logs.checkpoints(run):
         if seq_of(checkpoint.weights) > position.done:
             continue
         try:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_store.errors import SpoolCorrupt
-from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.failpoints import failpoint
+from cotrain_store.results import RUN_STOPPED
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
 
