@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,7 +71,7 @@ class WeightsStore:
     ) -> None:
         """`memory_bytes` is for weights that are on disk too, `owed_bytes` for what is not.
 
-        What is owed stays, anyway; above its limit there is no room for more (`make_room`).
+        What is owed stays, anyway; above its limit there is no room for more (`has_room`).
         """
         self._saved = saved
         self._files = files
@@ -92,20 +92,10 @@ class WeightsStore:
             if record.ref not in self._given_up:
                 self._owed.setdefault(record.ref, _Owed(record, None))
 
-    def make_room(self, deadline_s: float) -> bool:
-        """Wait until there is room for another save; False if there is none in that time.
-
-        So a disk that is slower than training is waited for, and one that is full or stuck is not.
-        """
-        until = time.monotonic() + deadline_s
-        while sum(_size(owed.saved) for owed in self._owed.values()) > self._owed_bytes:
-            writing = [owed.writing for owed in self._owed.values() if owed.writing]
-            left_s = until - time.monotonic()
-            if not writing or left_s <= 0:
-                return False
-            wait(writing, left_s, return_when=FIRST_COMPLETED)
-            self._note_written()
-        return True
+    @property
+    def has_room(self) -> bool:
+        """Whether memory may take another save; not while the disk is too far behind."""
+        return sum(_size(owed.saved) for owed in self._owed.values()) <= self._owed_bytes
 
     def put(self, record: WeightsRecord, saved: Saved) -> None:
         """Take the weights of a save that was committed. Twice is harmless: they are the same."""
