@@ -151,7 +151,9 @@ def refuse_unsafe(
             f"This Redis could lose acknowledged writes: {'; '.join(wrong)}. Set them, or accept the "
             "loss with COTRAIN_ACCEPT_DATA_LOSS=true."
         )
-    if version is None or version.decode() != fleet_keys.SCHEMA_VERSION:
+    ours, theirs = fleet_keys.SCHEMA_VERSION, version.decode() if version else "none"
+    if theirs != ours:
         raise UnsafeRedis(
-            f"This Redis holds schema version {version!r}; this program reads {fleet_keys.SCHEMA_VERSION}."
+            f"This Redis holds a store of schema version {theirs}; this program reads and writes "
+            f"version {ours} alone, and leaves it as it is. Start the cotrain that wrote it."
         )
