@@ -18,7 +18,6 @@ from cotrain_store.messages.ids import sample_id
 if TYPE_CHECKING:
     from cotrain_store.connection import Connection
     from cotrain_store.messages.ids import PoolId, RequestId, RunId, SessionId
-    from cotrain_store.messages.runs import RunRecord
     from cotrain_store.sample_ends import SampleName
 
 #: How long a client may take to ask again for an answer that was lost.
@@ -42,9 +41,9 @@ class Deliveries:
         self._redis = connection
         self._sent: dict[RequestId, _Sent] = {}
 
-    def note(self, run: RunRecord, request: RequestId, now: float) -> None:
+    def note(self, pool: PoolId, run: RunId, request: RequestId, now: float) -> None:
         """Remember that a result was sent."""
-        self._sent[request] = _Sent(run.pool, run.id, now)
+        self._sent[request] = _Sent(pool, run, now)
 
     async def expire_read(self, now: float) -> None:
         """Shorten the lives of results that were sent a while ago to clients that went on since."""

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.ids import PoolId, RunId, TenantId
     from cotrain_store.sample_ends import SampleName
     from cotrain_store.spool import Spool
 
@@ -131,13 +130,13 @@ class Futures:
         name = parse_sample(request)
         if name:
             return await self._sample_outcome(tenant, request, name, timeout_s)
-        run = await self._owned_run(tenant, request)
+        pool = await self._pool_of_own(tenant, request)
         packed = await self._held(request, timeout_s)
         if packed is None and self._released:
             return Pending()  # thousands leave at once, and the next process looks anyway
         if packed is None:
-            return await self._pending(run, request)
-        self._deliveries.note(run, request, time.monotonic())
+            return await self._pending(pool, request)
+        self._deliveries.note(pool, run_of(request), request, time.monotonic())
         self._unread.note_sent(tenant, request)
         return await self._whole(packed, RequestNotFound("The result has expired."))
 
@@ -168,9 +167,9 @@ class Futures:
             raise RequestNotFound
         return bool(state == b"done")
 
-    async def _owned_run(self, tenant: TenantId, request: RequestId) -> RunRecord:
+    async def _pool_of_own(self, tenant: TenantId, request: RequestId) -> PoolId:
         try:
-            return await self._records.run(tenant, run_of(request))
+            return (await self._records.run(tenant, run_of(request))).pool
         except RunNotFound as foreign:
             raise RequestNotFound from foreign
 
@@ -181,19 +180,23 @@ class Futures:
             packed: bytes | None = await self._redis.get(result_keys.result(request))
             if packed is not None or self._released:
                 return packed
-            with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(waiter, timeout_s)
-            return None
+            # What `asyncio.wait_for` would do, with a future and a frame less for each of thousands.
+            timer = asyncio.get_running_loop().call_later(timeout_s, _give_up, waiter)
+            try:
+                return await waiter
+            finally:
+                timer.cancel()
         finally:
             self._waiters[request].discard(waiter)
             if not self._waiters[request]:
                 del self._waiters[request]
 
-    async def _pending(self, run: RunRecord, request: RequestId) -> Pending:
+    async def _pending(self, pool: PoolId, request: RequestId) -> Pending:
         """Tell a waiter why, and a client that polls for what never was or has expired, so."""
+        run = run_of(request)
         log, since = await asyncio.gather(
-            self._redis.hmget(run_keys.log(run.pool, run.id), ["next", "done", "last"]),
-            self._redis.zscore(run_keys.gaps(run.pool), run.id),
+            self._redis.hmget(run_keys.log(pool, run), ["next", "done", "last"]),
+            self._redis.zscore(run_keys.gaps(pool), run),
         )
         place = request.rpartition(":")[2]
         is_place = place.isdecimal() and len(place) <= _PLACE_DIGITS
@@ -202,7 +205,7 @@ class Futures:
         if int(place) <= int(log[1]) and await self._has_expired(request):
             raise RequestNotFound("The result has expired.")
         if since is not None and time.time() - since / 1000 > GAP_NOTICE_S:
-            missing = await self._client_seq(run, int(log[0]))
+            missing = await self._client_seq(pool, run, int(log[0]))
             return Pending("paused_capacity", f"waiting for seq_id {missing}, which never came")
         return Pending()
 
@@ -213,9 +216,9 @@ class Futures:
             return False
         return await self._redis.get(result_keys.result(request)) is None
 
-    async def _client_seq(self, run: RunRecord, place: int) -> int:
+    async def _client_seq(self, pool: PoolId, run: RunId, place: int) -> int:
         """Count like the client, which knows nothing of the riders before a place."""
-        riders = await self._redis.zrange(run_keys.riders(run.pool, run.id), 0, -1)
+        riders = await self._redis.zrange(run_keys.riders(pool, run), 0, -1)
         return place - sum(int(rider) < place for rider in riders)
 
     async def _whole(self, packed: bytes, expired: RequestNotFound) -> Result:
@@ -251,3 +254,8 @@ class Futures:
             for waiter in self._waiters.get(request, ()):
                 if not waiter.done():
                     waiter.set_result(packed)
+
+
+def _give_up(waiter: asyncio.Future[bytes | None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

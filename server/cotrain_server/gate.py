@@ -100,7 +100,7 @@ class PollRoute(TenantRoute):
                 return await handle(request)
             except (StoreUnavailable, *CONNECTION_LOST):
                 await asyncio.sleep(HOLD_S)
-                return try_again("", "paused_capacity", "the server's store is restarting")
+                return not_served()
 
         return hold
 
@@ -108,6 +108,11 @@ class PollRoute(TenantRoute):
     def body_limit(self, request: Request, settings: ServerSettings) -> int:
         """Say how many bytes a body may have."""
         return min(POLL_BODY_BYTES, settings.max_body_bytes)
+
+
+def not_served() -> JSONResponse:
+    """Answer a poll while the store is away."""
+    return try_again("", "paused_capacity", "the server's store is restarting")
 
 
 def try_again(request_id: str, queue_state: str, reason: str | None) -> JSONResponse:
