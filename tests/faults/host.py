@@ -241,7 +241,7 @@ class Host:
             if kept.name == REDIS:
                 self._redis_up.clear()
             lived_s = time.monotonic() - since
-            if not (kept.stopping and _is_in_order(status, lived_s)):
+            if not _is_in_order(kept, status, lived_s):
                 self._note(Death(kept.name, status, downs != self._redis_downs, lived_s))
                 await asyncio.sleep(RESTART_S)
 
@@ -268,6 +268,7 @@ class Host:
         await asyncio.wait_for(kept.task, PATIENCE_S)
 
 
-def _is_in_order(status: int, lived_s: float) -> bool:
-    """Tell whether a process that was told to stop did: one that has just been forked cannot drain."""
-    return status == 0 or (status == -signal.SIGTERM and lived_s < START_S)
+def _is_in_order(kept: Kept, status: int, lived_s: float) -> bool:
+    """Tell whether a process was told to stop and did; one that has just been forked cannot drain."""
+    has_just_begun = status == -signal.SIGTERM and lived_s < START_S
+    return kept.stopping and (status == 0 or has_just_begun)

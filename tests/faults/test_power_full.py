@@ -56,6 +56,8 @@ async def test_a_write_that_finds_no_room_is_done_later(
     )  # fmt: skip
     assert outcome.violations == []
     assert outcome.deaths == []
+    assert set(outcome.told_to_wait) <= {408, 503}
+    assert outcome.told_to_wait[503]
     assert {name for name in WRITES if outcome.reached[name] < 2} == set()
 
 
