@@ -138,8 +138,8 @@ class SamplingService:
         waiting: list[ClaimedSample] = []
         try:
             while self._arrived:
-                claimed = self._arrived[0]
-                if claimed.weights and self._weights.is_lost(claimed.weights):
+                claimed, ref = self._arrived[0], self._arrived[0].weights
+                if ref and self._weights.is_known(ref) and self._weights.is_lost(ref):
                     waiting.append(claimed)
                 else:
                     self._admit(claimed)

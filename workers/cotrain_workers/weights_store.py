@@ -134,8 +134,11 @@ class WeightsStore:
         if ref in self._owed or ref in self._digests:
             return True
         record = self._saved.weights(ref)
-        if record is None or not record.digest:
+        if record is None:
             return False
+        if not record.digest:  # a dead worker's, and this one may just have become its heir
+            self.recall()
+            return ref in self._owed
         self._digests[ref] = record.digest
         return True
 
