@@ -494,7 +494,7 @@ def test_dropped_weights_leave_no_cached_prompt(new_engine: NewEngine) -> None:
     weights = trained_weights(engine)
     decoder = decoder_of(engine, weights)
     output(decoder, request("first", np.arange(40), "all-8"))
-    assert set(decoder._pinned) == {None}  # nothing keeps what the slots let go
+    assert set(decoder._pinned.slots) == {None}  # nothing keeps what the slots let go
 
     decoder.drop_weights("all-8")
 
