@@ -33,6 +33,7 @@ async def soak(seed: int, minutes: float) -> int:
             if not _is_fine(calm, folder / f"{seed}-calm"):
                 return 1
             for _ in range(PLAYS):
+                print(f"seed {seed}: ", end="", flush=True)
                 here = folder / str(seed)
                 mean_s = random.Random(seed).choice([0.3, 0.5, 1.0])
                 outcome = await trial(
