@@ -41,7 +41,7 @@ async def soak(seed: int, minutes: float) -> int:
                     disturb=random_kills(seed, mean_s), settings=CROWDED,
                 )  # fmt: skip
                 print(
-                    f"seed {seed}: {outcome.killed.total()} deaths; so far {nursery.tally}",
+                    f"{outcome.killed.total()} deaths; so far {nursery.tally}",
                     flush=True,
                 )
                 if not _is_fine(outcome, here):
