@@ -82,12 +82,14 @@ class Intake:
         body: bytes | None = None,
         digest: str = "",
         uses: Sequence[WeightsRef] = (),
+        save: bytes | None = None,
     ) -> RequestId:
         """Make a run: its seq 0, by CREATE, LOAD or IMPORT. Twice with the same settings is one run.
 
         `body` is that of a LOAD or IMPORT. `digest` identifies what the client sent; without, that
         is the base model, the LoRA settings and the body. The weights in `uses` stay while the log
-        needs the op.
+        needs the op. `save` is the body of a SAVE that becomes its seq 1: both are accepted, or
+        neither is.
 
         Raises:
             SeqConflict: the same run id with other settings.
@@ -98,8 +100,9 @@ class Intake:
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
         return await self._accept(
-            run, 0, kind, body, 0, digest, record=encode(run), uses=uses, idempotency_key=""
-        )
+            run, 0, kind, body, 0, digest, record=encode(run), uses=uses, idempotency_key="",
+            save=save,
+        )  # fmt: skip
 
     async def submit(
         self,
@@ -179,18 +182,21 @@ class Intake:
         record: str,
         uses: Sequence[WeightsRef],
         idempotency_key: str,
+        save: bytes | None = None,
     ) -> RequestId:
         await self._capacity.check()
-        ref = await self._capacity.place(body)
-        segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
-        now = time.time()
-        op = QueuedOp(run.id, seq or 0, kind, tokens, ref, len(body), now)
-        limits = self._limits
+        now, limits = time.time(), self._limits
+        following: list[str | int | bytes] = ["", "", "", "", 0]
+        if save is not None:
+            placed = await self._placed(run, 1, OpKind.SAVE, save, 0, now)
+            following = [hashlib.sha256(save).hexdigest(), *placed, len(save)]
         args = [
-            run.id, run.tenant, "" if seq is None else seq, digest, op.envelope(),
-            b"" if segment else body, segment, tokens, len(body), int(now * 1000), limits.ops,
+            run.id, run.tenant, "" if seq is None else seq, digest,
+            *await self._placed(run, seq or 0, kind, body, tokens, now),
+            tokens, len(body), int(now * 1000), limits.ops,
             limits.tokens, limits.bytes, MAX_AHEAD, limits.runs, record, idempotency_key,
-            fleet_keys.hash_tag(run.pool), repr(run.created_at), limits.unread_bytes, *uses,
+            fleet_keys.hash_tag(run.pool), repr(run.created_at), limits.unread_bytes,
+            *following, *uses,
         ]  # fmt: skip
         failpoint("api.before_submit", run.id)
         try:
@@ -202,6 +208,15 @@ class Intake:
         if refusal:
             raise refusal("This request" if seq is None else f"seq_id {seq}")
         return request_id(run.id, place[0])
+
+    async def _placed(
+        self, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float
+    ) -> tuple[str, bytes, str]:
+        """Put a body where it belongs; return its op's envelope, what Redis keeps, and its segment."""
+        ref = await self._capacity.place(body)
+        segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
+        op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now)
+        return op.envelope(), b"" if segment else body, segment
 
 
 def _keys_of_submit(run: RunRecord) -> list[str]:

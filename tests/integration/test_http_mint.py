@@ -283,6 +283,21 @@ async def test_over_the_quota_of_checkpoints_nothing_is_mixed(empty_redis: Embed
     assert answer.json()["detail"].startswith("Checkpoint storage quota reached (1 checkpoints).")
 
 
+async def test_a_queue_with_room_for_half_of_an_interpolation_leaves_no_run(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, quota_ops=2) as api:
+        with stand_in(api.services) as worker:
+            path = await saved(api, worker, await api.new_run())
+            waiting = await api.new_run()
+            answer = await mix(api, [path], [1.0])
+            assert (answer.status_code, answer.json()["code"]) == (429, "queue_full")
+            listed = (await api.get("training_runs")).json()["training_runs"]
+            assert listed[0]["training_run_id"] == waiting
+            await worker.run_log()
+            assert (await mix(api, [path], [1.0])).status_code == 200
+
+
 async def test_a_large_request_is_read(api: Api) -> None:
     run = await api.new_run()
     body = kl_body(run, data=kl_body(run)["data"] * 2_000)

@@ -290,3 +290,13 @@ async def test_a_full_quota_refuses_now(empty_redis: EmbeddedRedis) -> None:
         answer = await upload(api)
     assert answer.status_code == 400
     assert answer.json()["detail"].startswith("Checkpoint storage quota reached (1 checkpoints).")
+
+
+async def test_a_queue_with_room_for_half_of_an_upload_leaves_no_run(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, quota_ops=1) as api:
+        answer = await upload(api)
+        assert (answer.status_code, answer.json()["code"]) == (429, "queue_full")
+        assert (await api.get("training_runs")).json()["training_runs"] == []
+        assert await queued(api) == []

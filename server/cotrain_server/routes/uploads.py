@@ -159,8 +159,9 @@ async def _import(request: Request, services: Services, wanted: _Wanted) -> RunR
         body, digest = await asyncio.to_thread(_encode, adapter, wanted)
         run = await _new_run(services, wanted, adapter.lora, digest)
         try:
-            await services.intake.create_run(run, kind=OpKind.IMPORT, body=body, digest=digest)
-            await services.intake.submit(run, 1, OpKind.SAVE, wanted.save, 0, digest)
+            await services.intake.create_run(
+                run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.save
+            )
         except (RunClosed, SeqConflict):
             known = await services.records.run(run.tenant, run.id)
             if known.user_metadata != run.user_metadata:
