@@ -196,6 +196,31 @@ async def test_a_tenant_has_so_many_live_runs(empty_redis: EmbeddedRedis, tmp_pa
         await log.new_run("a", "s2")
 
 
+async def test_a_run_and_its_save_are_accepted_together_or_not_at_all(
+    empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    async with open_log(empty_redis.url, tmp_path, TenantLimits(ops=2)) as log:
+        first = await log.new_run("a", "s1")
+        before = log.everything()
+        run = record_of("a", "s2")
+        with pytest.raises(QueueFull):
+            await log.intake.create_run(run, kind=OpKind.LOAD, body=b"load", save=b"save")
+        assert log.everything() == before
+
+        await log.run_all()
+        await log.intake.create_run(run, kind=OpKind.LOAD, body=b"load", save=b"save")
+        once = log.everything()
+        await log.intake.create_run(run, kind=OpKind.LOAD, body=b"load", save=b"save")
+        assert log.everything() == once
+        assert log.queued() == (2, 0, 8)
+        step = await log.plan()
+        assert [(op.seq, op.kind) for op in step.ops] == [(0, OpKind.LOAD), (1, OpKind.SAVE)]
+        assert log.execution.bodies(step.ops) == [b"load", b"save"]
+        log.commit(step)
+        assert log.queued() == (0, 0, 0)
+        assert log.result(first, 0)
+
+
 async def test_a_large_body_goes_to_disk_and_a_small_one_to_redis(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1, body=b"small")
