@@ -222,6 +222,16 @@ class Records:
             raise SeqConflict("This sampling_session_seq_id was already used with other settings.")
         return known
 
+    async def check_sampler_room(self, tenant: TenantId) -> None:
+        """Return when a save may make another sampler, once it runs; those that wait are not counted.
+
+        Raises:
+            SamplerQuotaReached: later.
+        """
+        samplers, now_ms = tenant_keys.tenant_samplers(tenant), int(time.time() * 1000)
+        if await self._redis.zcount(samplers, now_ms, "+inf") >= self._limits.samplers:
+            raise SamplerQuotaReached
+
     async def samplers_of(self, session: SessionId) -> tuple[SamplerRecord, ...]:
         """List the living samplers of a session that was found through its tenant, by age."""
         members = await self._redis.smembers(tenant_keys.session_samplers(session))

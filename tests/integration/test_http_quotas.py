@@ -20,6 +20,14 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["code"]
 
 
+async def forget_samplers(api: Api) -> None:
+    """Let all samplers have ended by themselves."""
+    redis = api.services.connection
+    for samplers in await redis.keys("cotrain:tenant:*:samplers"):
+        for sampler in await redis.zrange(samplers, 0, -1):
+            await redis.zadd(samplers, {sampler: 1})
+
+
 async def unread_bytes(api: Api) -> list[Any]:
     """Ask for what was never fetched, as two tenants and as the operator."""
     keys: list[dict[str, str]] = [{"X-API-Key": ALICE}, {"X-API-Key": BOB}, {}]
@@ -51,6 +59,26 @@ async def test_samplers_over_the_quota_are_refused_and_a_repeat_is_not(
         assert refusal(over) == (429, "sampler_quota_reached")
         again = await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0})
         assert again.json() == first.json()
+
+
+async def test_a_save_without_a_name_waits_for_room_for_its_sampler_and_a_repeat_does_not(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, quota_samplers=1) as api:
+        run = await api.new_run()
+        with stand_in(api.services) as worker:
+            unnamed = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0}
+            first = await api.post("save_weights_for_sampler", unnamed)
+            await worker.run_log()
+            assert (await api.post("save_weights_for_sampler", unnamed)).json() == first.json()
+            another = {"model_id": run, "seq_id": 2, "sampling_session_seq_id": 1}
+            over = await api.post("save_weights_for_sampler", another)
+            assert refusal(over) == (429, "sampler_quota_reached")
+            named = {"model_id": run, "seq_id": 2, "path": "a"}
+            assert (await api.post("save_weights_for_sampler", named)).status_code == 200
+            await forget_samplers(api)
+            another = {**another, "seq_id": 3}
+            assert (await api.post("save_weights_for_sampler", another)).status_code == 200
 
 
 async def test_who_fetches_nothing_is_told_to_and_can_go_on_after_it(
