@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cotrain_store.capacity import Capacity
@@ -33,7 +33,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.results import UNLOADED
-from cotrain_store.spool import SpoolRef
+from cotrain_store.spool import INLINE_LIMIT_BYTES, SpoolRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -185,14 +185,17 @@ class Intake:
         save: bytes | None = None,
     ) -> RequestId:
         await self._capacity.check()
-        now, limits = time.time(), self._limits
+        now, limits, kept = time.time(), self._limits, body
+        if len(body) > INLINE_LIMIT_BYTES and await self._is_full(run, tokens, len(body)):
+            # Not worth an fsync. The script says whether it is a repeat, and takes nothing new.
+            limits, kept = replace(limits, ops=0), b""
         following: list[str | int | bytes] = ["", "", "", "", 0]
         if save is not None:
             placed = await self._placed(run, 1, OpKind.SAVE, save, 0, now)
             following = [hashlib.sha256(save).hexdigest(), *placed, len(save)]
         args = [
             run.id, run.tenant, "" if seq is None else seq, digest,
-            *await self._placed(run, seq or 0, kind, body, tokens, now),
+            *await self._placed(run, seq or 0, kind, kept, tokens, now),
             tokens, len(body), int(now * 1000), limits.ops,
             limits.tokens, limits.bytes, MAX_AHEAD, limits.runs, record, idempotency_key,
             fleet_keys.hash_tag(run.pool), repr(run.created_at), limits.unread_bytes,
@@ -208,6 +211,20 @@ class Intake:
         if refusal:
             raise refusal("This request" if seq is None else f"seq_id {seq}")
         return request_id(run.id, place[0])
+
+    async def _is_full(self, run: RunRecord, tokens: int, size: int) -> bool:
+        """Tell whether a tenant's queue has no room for a request now, as `submit.lua` would."""
+        queue, limits = run_keys.queue(run.pool, run.tenant), self._limits
+        try:
+            queued = await self._redis.hmget(queue, ["ops", "tokens", "bytes"])
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+        ops, queued_tokens, queued_bytes = (int(count or 0) for count in queued)
+        return (
+            ops >= limits.ops
+            or queued_tokens + tokens > limits.tokens
+            or queued_bytes + size > limits.bytes
+        )
 
     async def _placed(
         self, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float

@@ -43,6 +43,10 @@ async def seqs_ready(log: Log) -> list[int]:
     return [op.seq for queue in await log.dispatch.ready(POOL) for op in queue.ops]
 
 
+def written_bytes(log: Log) -> int:
+    return sum(file.stat().st_size for file in log.spool.folder.iterdir() if file.is_file())
+
+
 async def test_a_repeat_gets_the_same_request_and_is_one_op(log: Log) -> None:
     run = await log.new_run()
     once = await log.submit(run, 1)
@@ -181,6 +185,24 @@ async def test_a_full_queue_refuses_and_leaves_nothing_but_takes_repeats(
         await log.run_all()
         if body is not LARGE:
             assert await log.submit(run, 2, body=body)
+
+
+async def test_a_full_queue_refuses_a_large_request_before_it_is_written(
+    empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    async with open_log(empty_redis.url, tmp_path, TenantLimits(ops=2)) as log:
+        run = await log.new_run()
+        first = await log.submit(run, 1, body=LARGE)
+        before = written_bytes(log)
+        with pytest.raises(QueueFull):
+            await log.submit(run, 2, body=LARGE)
+        assert await log.submit(run, 1, body=LARGE) == first  # and still knows a repeat
+        with pytest.raises(SeqConflict):
+            await log.submit(run, 1, body=LARGE + b"x")
+        assert written_bytes(log) == before
+        await log.run_all()
+        assert await log.submit(run, 2, body=LARGE)
+        assert written_bytes(log) > before
 
 
 async def test_a_tenant_has_so_many_live_runs(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
