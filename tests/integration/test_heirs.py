@@ -98,7 +98,7 @@ async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
     save = await submit_save(server, run, STEP + 1)
     async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
         await server.result(run, save)
-    sampler = await server.records.sampler("a", "a:sample:0")
+    sampler = await server.records.sampler(run.tenant, "a:sample:0")
     request = await submit_sample(server, sampler, 1)
     engine.drop(run.id)
     with worker(url, tmp_path, engine, worker_id=HEIR) as loop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +14,8 @@ from cotrain_store.embedded import LOG_FOLDER
 from cotrain_store.files import make_folder, passes, sync_folder
 from cotrain_store.spool import Spool
 from cotrain_workers.checkpoint_files import CheckpointFiles
+from cotrain_workers.keeper import Keeper
+from cotrain_workers.settings import WorkerSettings
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[str]]]:
     def noted(handle: int) -> None:
         path = Path(f"/proc/self/fd/{handle}").readlink()
         if path.is_dir():
-            calls.append((path, sorted(os.listdir(path))))
+            calls.append((path, sorted(entry.name for entry in path.iterdir())))
         fsync(handle)
 
     monkeypatch.setattr("cotrain_store.files.os.fsync", noted)
@@ -64,7 +67,10 @@ def test_all_that_must_outlive_a_power_cut_is_in_folders_with_durable_names(
     folder = DataFolder(data)
     Spool(data / "spool", "w").close()
     files = CheckpointFiles.below(data, "some/model")
-    needed = {data, folder.redis, folder.redis / LOG_FOLDER, data / "spool"}
+    nothing = cast("Any", None)
+    settings = WorkerSettings(redis_url="unix:///nowhere", data_dir=data, base_model="some/model")
+    Keeper(nothing, nothing, nothing, settings, exact=True)
+    needed = {settings.snapshots_dir, data, folder.redis, folder.redis / LOG_FOLDER, data / "spool"}
     assert needed | {files.adapters, files.optimizers, files.external} <= durable(synced)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from typing_extensions import override
 
 from cotrain_workers.beside import ROAD_S, Beside
 from cotrain_workers.share import Share
@@ -42,9 +43,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 class WithoutDescriptors(Sampler):
     """Cannot open any file."""
 
+    @override
     def advance(self) -> bool:
         super().advance()
-        return bool(no_descriptor())
+        no_descriptor()
 
 
 def train(beside: Beside, clock: SimpleNamespace, seconds: float) -> None:
