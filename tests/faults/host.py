@@ -31,6 +31,7 @@ REDIS = "redis"
 #: What a process says when it starts while Redis is away; whoever started it starts it again.
 NO_REDIS = {1, 3}
 START_S = 20.0
+TIDY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,12 @@ class Host:
             await self._end(name, signal.SIGTERM)
 
     async def tidy(self, is_tidy: Callable[[], bool]) -> None:
-        """Let one more worker clear away what is old, until it has or PATIENCE_S are over; end it."""
+        """Let one more worker clear away what is old, until it has or TIDY_S are over; end it."""
         if is_tidy():
             return
         self.add_worker("sweeper", "sweeper")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIDY_S):
                 while not is_tidy():  # noqa: ASYNC110  # of another process
                     await asyncio.sleep(0.05)
         await self._end("sweeper", signal.SIGTERM)

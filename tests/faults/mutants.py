@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FOLDERS = ("client", "scheduler", "server", "workers")
 WORKERS = "workers/cotrain_workers"
 STORE = "scheduler/cotrain_store"
+SCHEDULER = "scheduler/cotrain_scheduler"
 FENCED_BY_WORKER = (
     "commit", "snapshot", "forget", "sample_claim", "sample_requeue", "sample_resolve",
     "weights_stored", "weights_lost", "weights_forget",
@@ -177,24 +178,29 @@ MUTANTS = {
         ],
         "killed before a request is logged",
     ),
-    "always in the same order": Mutant(
+    "no turns": Mutant(
         [
             Edit(
-                "scheduler/cotrain_scheduler/planner.py",
+                f"{SCHEDULER}/planner.py",
                 "    return staying + [tenant for tenant in backlog if tenant not in set(before)]\n",
                 "    return sorted(backlog)\n",
-            )
+            ),
+            Edit(
+                f"{SCHEDULER}/planner.py",
+                "while work and cost(work.head) <= deficits[tenant]:",
+                "while work:",
+            ),
         ],
         "a full house",
     ),
     "leftovers stay": Mutant(
         [
             Edit(
-                f"{WORKERS}/snapshots.py",
-                "        if now - _written_at(path, now) > ORPHAN_AGE_S\n",
-                "        if False\n",
+                f"{STORE}/spool.py",
+                "        if path.name not in keep and now - _written_at(path, now) > _keep_s(path.name)\n",
+                "        if not path.name\n",
             )
         ],
-        "killed in a recovery copy",
+        "killed before a request is logged",
     ),
 }

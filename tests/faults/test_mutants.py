@@ -32,4 +32,5 @@ async def test_a_mutant_is_caught(
     async with Nursery(small_model, sources) as nursery:
         outcome = await scenario.run(nursery, folder, expected)
     assert outcome.violations != []
-    print(f"{name}, caught by {MUTANTS[name].scenario!r}: {outcome.violations[0]:.160}")
+    first, count = outcome.violations[0], len(outcome.violations)
+    print(f"{name}, caught by {MUTANTS[name].scenario!r}: {count} violations, first {first:.160}")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: A trial that takes longer has lost something (I1).
 LIMIT_S = 180.0
 #: Cycles so short that not everybody's work is in each.
-CROWDED = {"CLOCK_PERIOD_S": "0.003", "QUANTUM_TOKENS": "8"}
+CROWDED = {"CLOCK_PERIOD_S": "0.001", "QUANTUM_TOKENS": "8"}
 
 
 @dataclass
