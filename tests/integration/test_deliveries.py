@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cotrain_store.deliveries import READ_AFTER_S, Deliveries
 from cotrain_store.keys import result_keys
 from cotrain_store.messages.ids import request_id
+from tests.support.stack import POOL
 
 if TYPE_CHECKING:
     import pytest
@@ -29,7 +30,7 @@ async def test_a_result_whose_client_went_on_is_not_kept_for_a_day(log: Log) -> 
     run = await log.new_run()
     await log.run_all()
     deliveries = Deliveries(log.connection)
-    deliveries.note(run, request_id(run.id, 0), NOW)
+    deliveries.note(POOL, run.id, request_id(run.id, 0), NOW)
     await deliveries.expire_read(NOW + 5)
     await log.submit(run, 1)
     await deliveries.expire_read(LATER)
@@ -41,7 +42,7 @@ async def test_a_client_that_fell_asleep_finds_its_result_in_the_morning(log: Lo
     await log.submit(run, 1)  # sent ahead, before it fell asleep
     await log.run_all()
     deliveries = Deliveries(log.connection)
-    deliveries.note(run, request_id(run.id, 0), NOW)
+    deliveries.note(POOL, run.id, request_id(run.id, 0), NOW)
     for hours in range(23):
         await deliveries.expire_read(NOW + 3600 * hours)
     assert life_ms(log, run) > result_keys.READ_RESULT_TTL_MS
@@ -51,7 +52,7 @@ async def test_a_lost_answer_can_be_asked_for_again_for_a_while(log: Log) -> Non
     run = await log.new_run()
     await log.run_all()
     deliveries = Deliveries(log.connection)
-    deliveries.note(run, request_id(run.id, 0), NOW)
+    deliveries.note(POOL, run.id, request_id(run.id, 0), NOW)
     await deliveries.expire_read(NOW + 5)
     await log.submit(run, 1)
     await deliveries.expire_read(NOW + READ_AFTER_S - 1)
@@ -63,7 +64,7 @@ async def test_what_was_never_sent_is_kept(log: Log) -> None:
     await log.submit(run, 1)
     await log.run_all()
     deliveries = Deliveries(log.connection)
-    deliveries.note(run, request_id(run.id, 1), NOW)
+    deliveries.note(POOL, run.id, request_id(run.id, 1), NOW)
     await deliveries.expire_read(NOW)
     await log.submit(run, 2)
     await deliveries.expire_read(LATER)
