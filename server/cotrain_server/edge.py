@@ -15,6 +15,7 @@ import structlog
 from starlette.requests import ClientDisconnect
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST, internal_error
+from cotrain_server.gate import meet
 from cotrain_server.held import answer_held
 from cotrain_store import metrics
 
@@ -71,6 +72,7 @@ class Edge:
         _measure(scope, statuses[0] if statuses else 0, time.perf_counter() - started_at)
 
     async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await meet(scope)
         # A scope of their own: what the layers below leave in it would be held with a poll.
         below = {**scope}
         try:
