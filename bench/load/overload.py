@@ -59,7 +59,7 @@ async def _measure(place: Place, keys: Sequence[str], seconds: float) -> dict[st
     watching = asyncio.create_task(_watch(place, seen))
     await asyncio.gather(
         *(
-            _offer(place, key, run, random.Random(key), ends_at, seen)  # noqa: S311  # no secret
+            _offer(place, key, run, random.Random(key), ends_at, seen)
             for key, run in zip(keys, runs, strict=True)
         )
     )
