@@ -43,7 +43,7 @@ test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-faults: $(INSTALLED) ## Kill a real server's processes at every failpoint, and at random
-	$(BIN)/python -m pytest -m faults $(ARGS) tests/faults
+	$(BIN)/python -m pytest -m "not mutants and not soak" $(ARGS) tests/faults
 
 soak: $(INSTALLED) ## Kill a server's processes for long: ARGS="--minutes 10 --seed 7"
 	$(BIN)/python -m tests.faults.soak $(ARGS)

@@ -22,11 +22,14 @@ from cotrain_store.bodies import encode_pass_output
 from cotrain_store.connection import CONNECTION_LOST, open_sync_connection
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.execution import Execution
-from cotrain_store.messages import OpKind, PoolId, PoolRecord, Result, ResultKind, RunId, WorkerId
+from cotrain_store.messages.ids import PoolId, RunId, WorkerId
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import RESULTS, Spool, new_writer
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import QueuedOp, Step
+    from cotrain_store.messages.ops import QueuedOp, Step
 
 POOL = PoolRecord(
     id=PoolId("p-null"), base_model="null", architecture="null", vocab_size=512, context_length=1024,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -56,12 +58,15 @@ async def _measure(place: Place, keys: Sequence[str], seconds: float) -> dict[st
     ends_at = time.monotonic() + seconds
     watching = asyncio.create_task(_watch(place, seen))
     await asyncio.gather(
-        *(_offer(place, key, run, ends_at, seen) for key, run in zip(keys, runs, strict=True))
+        *(
+            _offer(place, key, run, random.Random(key), ends_at, seen)
+            for key, run in zip(keys, runs, strict=True)
+        )
     )
     watching.cancel()
     accepted, refused = len(seen.accepted_ms), len(seen.refused_ms)
     await asyncio.wait_for(asyncio.gather(*seen.answers), 60)
-    third = len(seen.api_mb) // 3
+    third, served_ms = len(seen.api_mb) // 3, refused_in_server_ms(place)
     return {
         "offered_per_s": (accepted + refused) / seconds,
         "capacity_per_s": CAPACITY_PER_S,
@@ -70,6 +75,8 @@ async def _measure(place: Place, keys: Sequence[str], seconds: float) -> dict[st
         "answered_of_accepted": sum(not answer.exception() for answer in seen.answers),
         "refused_p50_ms": percentile(seen.refused_ms, 0.5),
         "refused_p99_ms": percentile(seen.refused_ms, 0.99),
+        "refused_p50_ms_in_server": percentile(served_ms, 0.5),
+        "refused_p99_ms_in_server": percentile(served_ms, 0.99),
         "accepted_p99_ms": percentile(seen.accepted_ms, 0.99),
         "queued_ops_max": max(seen.queued_ops),
         "queued_ops_bound": TENANTS * QUOTA_OPS,
@@ -83,12 +90,14 @@ async def _measure(place: Place, keys: Sequence[str], seconds: float) -> dict[st
     }  # fmt: skip
 
 
-async def _offer(place: Place, key: str, run: str, ends_at: float, seen: Seen) -> None:
-    """Send at a fixed pace, whatever is answered; a refused request is not sent again."""
+async def _offer(
+    place: Place, key: str, run: str, chance: random.Random, ends_at: float, seen: Seen
+) -> None:
+    """Send at random moments, whatever is answered; a refused request is not sent again."""
     client, seq, due = Client(place.address, key), 1, time.monotonic()
     while due < ends_at:
+        due += chance.expovariate(CAPACITY_PER_S * FACTOR / TENANTS)
         await asyncio.sleep(max(0.0, due - time.monotonic()))
-        due += TENANTS / (CAPACITY_PER_S * FACTOR)
         began = time.perf_counter()
         status, answer = await client.post("forward_backward", pass_body(run, seq, TOKENS_PER_OP))
         took_ms = 1000 * (time.perf_counter() - began)
@@ -103,6 +112,13 @@ async def _offer(place: Place, key: str, run: str, ends_at: float, seen: Seen) -
         else:
             assert status == 429, answer
             seen.refused_ms.append(took_ms)
+
+
+def refused_in_server_ms(place: Place) -> list[float]:
+    """Read in the API's log how long each refusal took between its two ends of the sockets."""
+    lines = (place.folder / "api.log").read_text().splitlines()
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    return [event["dur_ms"] for event in events if event.get("code") == 429]
 
 
 async def _answered(place: Place, key: str, request: str, seen: Seen) -> None:

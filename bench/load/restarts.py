@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bench.load.http import Client, new_run, persist, trained
 from bench.load.place import PATIENCE_S, Place, a_place
 from bench.load.waiting import LONG_POLL_S, Waiting, accept, keys_for, until_held
-from cotrain_store import keys as redis_keys
+from cotrain_store.keys import result_keys
 
 if TYPE_CHECKING:
     import argparse
@@ -73,7 +73,7 @@ async def _measure_api(place: Place, keys: Sequence[str]) -> dict[str, Any]:
 async def _start_api(place: Place, keys: Sequence[str], name: str, listening: int) -> None:
     place.start_api(keys, name, LONG_POLL_S=LONG_POLL_S)
     with place.connected() as redis:
-        channel = redis_keys.notify_results()
+        channel = result_keys.notify_results()
         while redis.pubsub_numsub(channel)[0][1] < listening:  # noqa: ASYNC110  # nothing tells
             await asyncio.sleep(0.05)
 

@@ -19,16 +19,9 @@ from bench.load.place import Place, a_place, cpu_s, percentile
 from cotrain_store.connection import open_shared_connection
 from cotrain_store.futures import Futures, Pending
 from cotrain_store.intake import Intake, TenantLimits
-from cotrain_store.messages import (
-    LoraSpec,
-    OpKind,
-    RequestId,
-    RunId,
-    RunRecord,
-    SessionId,
-    TenantId,
-    run_id,
-)
+from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.spool import Spool, new_writer
 
 if TYPE_CHECKING:

@@ -14,7 +14,9 @@ from bench.load.null_worker import POOL, TOKENS_PER_OP
 from bench.load.place import PATIENCE_S, Place, a_place, percentile
 from cotrain_store.connection import open_shared_connection
 from cotrain_store.intake import Intake, TenantLimits
-from cotrain_store.messages import LoraSpec, OpKind, RequestId, RunRecord, SessionId, run_id
+from cotrain_store.messages.ids import RequestId, SessionId, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.spool import Spool, new_writer
 from cotrain_store.tenants import Tenants
 

@@ -69,6 +69,10 @@ class TrainingRun(WireModel):
     """The newest of kind `weights`."""
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+    weights_epoch: int = 0
+    """How often its newest state was lost with a disk, and it went on from a checkpoint."""
+    rolled_back_to: str | None = None
+    """The path of the last such checkpoint."""
 
 
 class TrainingRunsResponse(WireModel):

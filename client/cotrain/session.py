@@ -8,14 +8,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from cotrain.errors import APIError, APIStatusError
-from cotrain.transport import read
-from cotrain.types import (
+from cotrain.session_types import (
     CreateSessionRequest,
     CreateSessionResponse,
     FinishReason,
     FinishSessionRequest,
     SessionHeartbeatRequest,
 )
+from cotrain.transport import read
 from cotrain.version import __version__
 
 if TYPE_CHECKING:

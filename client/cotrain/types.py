@@ -1,8 +1,9 @@
 """The JSON half of the wire contract: one model per shape, in the order a run meets them.
 
-Requests ignore fields they do not know, since SDKs of several ages send them. Shapes that carry
-tokens stand in `data` and `tensors`, those of sampling in `sampling_types`; they are named here as
-well, so that `cotrain.types.Datum` works.
+Requests ignore fields they do not know, since SDKs of several ages send them. Runs and
+their training are described here. Shapes that carry tokens stand in `data` and `tensors`, the others in
+`session_types`, `sampling_types` and `future_types`; they are named here as well, so that
+`cotrain.types.Datum` works.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from cotrain.data import (
     ModelInput,
     ModelInputChunk,
 )
-from cotrain.errors import Category
+from cotrain.future_types import (
+    FutureRetrieveRequest,
+    RequestFailedResponse,
+    TryAgainResponse,
+    UntypedAPIFuture,
+)
 from cotrain.sampling_types import (
     CancelFutureRequest,
     CreateSamplingSessionRequest,
@@ -36,6 +42,21 @@ from cotrain.sampling_types import (
     SamplingSessionTarget,
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponse,
+)
+from cotrain.session_types import (
+    AuthTokenResponse,
+    ClientConfigRequest,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishSessionRequest,
+    GetServerCapabilitiesResponse,
+    HealthResponse,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+    SupportedModel,
+    TelemetryResponse,
 )
 from cotrain.tensors import TensorData
 from cotrain.wire_model import ModelSeqId, Name, SeqId, SequencedRequest, WireModel
@@ -100,119 +121,6 @@ __all__ = [
     "UntypedAPIFuture",
 ]
 
-# ---- Session -------------------------------------------------------------------------------------
-
-
-class ClientConfigRequest(WireModel):
-    """POST client/config and client/dynamic_config: who is asking."""
-
-    sdk_version: str = ""
-
-
-class ClientConfigResponse(WireModel):
-    """How a client should talk to this server; the defaults are those of the hosted SDK."""
-
-    pjwt_auth_enabled: bool = False
-    proto_write_fwdbwd: bool = False
-    proto_compress_fwdbwd: bool = False
-    fwdbwd_max_chunk_len: Annotated[int, Field(ge=1)] = 1024
-    fwdbwd_max_chunk_bytes_count: Annotated[int, Field(ge=1)] = 5_000_000
-    parallel_fwdbwd_chunks: bool = True
-    sample_use_retrieve_futures: bool = False
-    """Poll once for all samples of a sampler rather than once for each."""
-    sample_max_concurrent_requests: Annotated[int, Field(ge=1)] = 2000
-    """Samples of one client that may be on their way at once where it does not."""
-    use_pyqwest_transport: bool = True
-
-
-class ClientDynamicConfigResponse(WireModel):
-    """What a client asks again from time to time."""
-
-    refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = False
-    sample_cancel_max_batch_size: int = 64
-
-
-class AuthTokenResponse(WireModel):
-    """POST auth/token: a token to use in place of the key."""
-
-    jwt: str
-
-
-class CreateSessionRequest(WireModel):
-    """POST create_session."""
-
-    tags: list[str] = Field(default=[], max_length=256)
-    user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
-    project_id: Name | None = None
-    display_name: Name | None = None
-    type: Literal["create_session"] = "create_session"
-
-
-class CreateSessionResponse(WireModel):
-    """The session's id, and what the server wants its user to read."""
-
-    session_id: str
-    info_message: str | None = None
-    warning_message: str | None = None
-    error_message: str | None = None
-    type: Literal["create_session"] = "create_session"
-
-
-class SessionHeartbeatRequest(WireModel):
-    """POST session_heartbeat, every 10 s."""
-
-    session_id: Name
-    type: Literal["session_heartbeat"] = "session_heartbeat"
-
-
-class SessionHeartbeatResponse(WireModel):
-    """The session lives on."""
-
-    type: Literal["session_heartbeat"] = "session_heartbeat"
-
-
-class FinishReason(WireModel):
-    """Why a session ended."""
-
-    type: Literal["success", "errored", "interrupted"]
-
-
-class FinishSessionRequest(WireModel):
-    """POST sessions/{id}/finish."""
-
-    reason: FinishReason
-    detail: str | None = None
-
-
-class SupportedModel(WireModel):
-    """One base model and what can be done with it."""
-
-    model_name: str | None = None
-    max_context_length: int | None = None
-    trainable: bool | None = None
-    sampleable: bool | None = None
-
-
-class GetServerCapabilitiesResponse(WireModel):
-    """GET get_server_capabilities."""
-
-    supported_models: list[SupportedModel]
-
-
-class HealthResponse(WireModel):
-    """GET healthz."""
-
-    status: Literal["ok"] = "ok"
-
-
-class TelemetryResponse(WireModel):
-    """POST telemetry: received."""
-
-    status: Literal["accepted"] = "accepted"
-
-
 # ---- Run -----------------------------------------------------------------------------------------
 
 
@@ -275,6 +183,10 @@ class GetInfoResponse(WireModel):
     lora_rank: int | None = None
     model_name: str | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    weights_epoch: int = 0
+    """How often its newest state was lost with a disk, and it went on from a checkpoint."""
+    rolled_back_to: str | None = None
+    """The path of the last such checkpoint."""
     type: Literal["get_info"] | None = "get_info"
 
 
@@ -356,37 +268,3 @@ class OptimStepResponse(WireModel):
     """Result of an optimizer step."""
 
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None = None
-
-
-# ---- Futures -------------------------------------------------------------------------------------
-
-
-class UntypedAPIFuture(WireModel):
-    """What every queued request is answered with at once: the id its result is asked for under."""
-
-    request_id: str
-    model_id: str | None = None
-    sample_sequence_ids: list[str] | None = None
-
-
-class FutureRetrieveRequest(WireModel):
-    """POST retrieve_future."""
-
-    request_id: Name
-    allow_metadata_only: bool = False
-
-
-class TryAgainResponse(WireModel):
-    """The result is not there yet; sent with status 408."""
-
-    request_id: str
-    queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
-    queue_state_reason: str | None = None
-    type: Literal["try_again"] = "try_again"
-
-
-class RequestFailedResponse(WireModel):
-    """The request failed; sent with status 200."""
-
-    error: str
-    category: Category

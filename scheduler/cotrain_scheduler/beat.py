@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from cotrain_store.messages import RunId
+    from cotrain_store.messages.ids import RunId
 
 #: Waiting for the others of the last cycle may cost this share of what it took.
 GATHER_SHARE = 0.1

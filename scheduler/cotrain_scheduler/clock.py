@@ -16,14 +16,15 @@ from cotrain_scheduler.settings import ClockMode
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import Step
+from cotrain_store.messages.ops import Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cotrain_scheduler.settings import SchedulerSettings
     from cotrain_store.dispatch import Dispatch, Place, WorkerBeat
-    from cotrain_store.messages import PoolId, RunQueue, WorkerId
+    from cotrain_store.messages.ids import PoolId, WorkerId
+    from cotrain_store.messages.ops import RunQueue
 
 log = structlog.get_logger()
 

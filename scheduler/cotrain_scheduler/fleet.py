@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from cotrain_store.messages import WorkerId
+from cotrain_store.messages.ids import WorkerId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -16,13 +16,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cotrain_store.messages import OpKind
+from cotrain_store.messages.ops import OpKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from cotrain_store.dispatch import WorkerBeat
-    from cotrain_store.messages import QueuedOp, RunId, RunQueue, TenantId, WorkerId
+    from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+    from cotrain_store.messages.ops import QueuedOp, RunQueue
 
 #: Tokens a tenant may take per visit. Small against a cycle, so that a cycle visits everybody.
 QUANTUM_TOKENS = 2_048

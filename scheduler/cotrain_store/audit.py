@@ -8,13 +8,13 @@ from datetime import UTC, date, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
+from cotrain_store.keys import tenant_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import TenantId
+    from cotrain_store.messages.ids import TenantId
 
 #: Redis cuts in whole nodes of its stream, so somewhat more are kept.
 EVENTS_KEPT = 10_000
@@ -61,13 +61,13 @@ class Audit:
         `details` of a checkpoint hold its `tinker_path`.
         """
         row = {"event": str(event), "details": json.dumps(dict(details))}
-        await self._redis.xadd(keys.audit(tenant), row, maxlen=EVENTS_KEPT, approximate=True)
+        await self._redis.xadd(tenant_keys.audit(tenant), row, maxlen=EVENTS_KEPT, approximate=True)
 
     async def entries(self, tenant: TenantId, day: date, resource: str = "") -> list[AuditEntry]:
         """Read the events of one day (UTC), oldest first; of one resource where it is named."""
         start_ms = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) * 1000
         first, last = max(0, start_ms), max(0, start_ms + _DAY_MS - 1)
-        rows = await self._redis.xrange(keys.audit(tenant), first, last)
+        rows = await self._redis.xrange(tenant_keys.audit(tenant), first, last)
         entries = [_entry(name, fields) for name, fields in rows]
         return [
             entry for entry in entries if entry.event.startswith(f"{resource}_" if resource else "")

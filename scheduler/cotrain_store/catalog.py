@@ -10,17 +10,21 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from cotrain_store import keys
 from cotrain_store.errors import RunNotFound
-from cotrain_store.messages import CheckpointRecord, RunId, SessionId, decode
-from cotrain_store.records import run_record, session_record
+from cotrain_store.keys import run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.ids import RunId, SessionId
+from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.record_rows import run_record, session_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cotrain_store.checkpoints import Checkpoints
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import RunRecord, SessionRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.sessions import SessionRecord
     from cotrain_store.records import Records
 
 Item = TypeVar("Item")
@@ -59,7 +63,7 @@ class Catalog:
         await self._checkpoints.strike_expired(tenant)
         sessions = None if project is None else await self._sessions_in(tenant, project)
         page = await self._page(
-            keys.training_runs(tenant),
+            tenant_keys.training_runs(tenant),
             offset,
             limit,
             None if sessions is None else lambda run: run.partition(":")[0] in sessions,
@@ -70,7 +74,7 @@ class Catalog:
     async def accessible_runs(self, tenant: TenantId, offset: int, limit: int) -> Page[RunEntry]:
         """List a tenant's runs, and others' from which something is published."""
         await self._checkpoints.strike_expired(tenant)
-        own = await self._redis.zrange(keys.training_runs(tenant), 0, -1, withscores=True)
+        own = await self._redis.zrange(tenant_keys.training_runs(tenant), 0, -1, withscores=True)
         published = await self._published()
         others = [run for run in await self._run_records(published) if run.tenant != tenant]
         created_at = {RunId(name.decode()): score for name, score in own}
@@ -108,7 +112,7 @@ class Catalog:
             if not published:
                 raise
             return published
-        names = await self._redis.zrange(keys.run_checkpoints(own.id), 0, -1, desc=True)
+        names = await self._redis.zrange(weights_keys.run_checkpoints(own.id), 0, -1, desc=True)
         return await self._checkpoint_records(f"{own.id}/{name.decode()}" for name in names)
 
     async def checkpoints(
@@ -120,17 +124,17 @@ class Catalog:
     ) -> Page[CheckpointRecord]:
         """List a tenant's checkpoints, or those whose `<run>/<kind>/<name>` is to be kept."""
         await self._checkpoints.strike_expired(tenant)
-        page = await self._page(keys.tenant_checkpoints(tenant), offset, limit, keep)
+        page = await self._page(weights_keys.tenant_checkpoints(tenant), offset, limit, keep)
         return Page(tuple(await self._checkpoint_records(page.items)), page.total_count)
 
     async def sessions(self, tenant: TenantId, offset: int, limit: int) -> tuple[SessionId, ...]:
         """List sessions."""
-        page = await self._page(keys.tenant_sessions(tenant), offset, limit)
+        page = await self._page(tenant_keys.tenant_sessions(tenant), offset, limit)
         return tuple(SessionId(name) for name in page.items)
 
     async def session_runs(self, session: SessionId) -> list[RunId]:
         """List the runs of a session that was found through its tenant, in the order of their making."""
-        members = await self._redis.smembers(keys.session_runs(session))
+        members = await self._redis.smembers(tenant_keys.session_runs(session))
         return sorted(
             (RunId(member.decode()) for member in members), key=lambda run: (len(run), run)
         )
@@ -142,7 +146,7 @@ class Catalog:
         names = list(sessions)
         pipeline = self._redis.pipeline(transaction=False)
         for name in names:
-            pipeline.hgetall(keys.session(name))
+            pipeline.hgetall(tenant_keys.session(name))
         rows = zip(names, await pipeline.execute(), strict=True)
         return {name: session_record(row) for name, row in rows if row}
 
@@ -164,7 +168,7 @@ class Catalog:
         """Find the newest checkpoints of runs."""
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.zrange(keys.run_checkpoints(run.id), 0, -1, desc=True)
+            pipeline.zrange(weights_keys.run_checkpoints(run.id), 0, -1, desc=True)
         rows = await pipeline.execute()
         newest = [
             _newest_of_each_kind(run.id, names) for run, names in zip(runs, rows, strict=True)
@@ -175,18 +179,18 @@ class Catalog:
     async def _run_records(self, runs: Iterable[RunId]) -> list[RunRecord]:
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.hgetall(keys.run(run))
+            pipeline.hgetall(run_keys.run(run))
         return [run_record(row) for row in await pipeline.execute()]
 
     async def _checkpoint_records(self, members: Iterable[str]) -> list[CheckpointRecord]:
         """Read checkpoints; one that was deleted meanwhile is left out."""
-        names = [keys.checkpoint(*_parts(member)) for member in members]
+        names = [weights_keys.checkpoint(*_parts(member)) for member in members]
         rows = await self._redis.mget(names) if names else []
         return [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
 
     async def _published(self) -> dict[RunId, list[CheckpointRecord]]:
         """Read all published checkpoints there are, the newest first."""
-        members = await self._redis.smembers(keys.published())
+        members = await self._redis.smembers(weights_keys.published())
         records = await self._checkpoint_records(member.decode() for member in members)
         by_run: dict[RunId, list[CheckpointRecord]] = {}
         for record in sorted(records, key=lambda record: record.created_at, reverse=True):
@@ -194,7 +198,7 @@ class Catalog:
         return by_run
 
     async def _sessions_in(self, tenant: TenantId, project: str) -> frozenset[str]:
-        members = await self._redis.zrange(keys.tenant_sessions(tenant), 0, -1)
+        members = await self._redis.zrange(tenant_keys.tenant_sessions(tenant), 0, -1)
         sessions = await self.session_records(SessionId(member.decode()) for member in members)
         return frozenset(name for name, found in sessions.items() if found.project_id == project)
 

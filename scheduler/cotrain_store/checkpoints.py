@@ -10,16 +10,19 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.connection import async_script
 from cotrain_store.errors import CheckpointNotFound, SeqConflict
-from cotrain_store.messages import CheckpointRecord, decode, encode
+from cotrain_store.keys import run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.weights import CheckpointRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import CheckpointKind, RunId, RunRecord, TenantId
+    from cotrain_store.messages.ids import RunId, TenantId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointKind
 
 
 class Checkpoints:
@@ -38,8 +41,8 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        args = [tenant, keys.checkpoint_member(run, kind, name)]
-        if await self._delete([keys.checkpoint(run, kind, name)], args) == b"GONE":
+        args = [tenant, weights_keys.checkpoint_member(run, kind, name)]
+        if await self._delete([weights_keys.checkpoint(run, kind, name)], args) == b"GONE":
             raise CheckpointNotFound
 
     async def publish(
@@ -50,7 +53,7 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        key = keys.checkpoint(run, kind, name)
+        key = weights_keys.checkpoint(run, kind, name)
         return await self._change(tenant, key, lambda record: replace(record, public=public))
 
     async def set_ttl(
@@ -66,7 +69,7 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        key, expires_at = keys.checkpoint(run, kind, name), _after(ttl_seconds)
+        key, expires_at = weights_keys.checkpoint(run, kind, name), _after(ttl_seconds)
         return await self._change(
             tenant, key, lambda record: replace(record, expires_at=expires_at)
         )
@@ -93,9 +96,10 @@ class Checkpoints:
             expires_at=_after(ttl_seconds), public=False,
         )  # fmt: skip
         script_keys = [
-            keys.checkpoint(source.run, source.kind, source.name), keys.run(destination.id),
-            keys.session_runs(destination.session), keys.training_runs(destination.tenant),
-            keys.checkpoint(copy.run, copy.kind, copy.name),
+            weights_keys.checkpoint(source.run, source.kind, source.name),
+            run_keys.run(destination.id), tenant_keys.session_runs(destination.session),
+            tenant_keys.training_runs(destination.tenant),
+            weights_keys.checkpoint(copy.run, copy.kind, copy.name),
         ]  # fmt: skip
         reader = reader or destination.tenant
         created_at = repr(destination.created_at)
@@ -110,7 +114,7 @@ class Checkpoints:
 
     async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
         """Count a tenant's checkpoints, and their bytes; one not stored yet counts, without bytes."""
-        script_keys = [keys.checkpoint_sizes(tenant), keys.owed_checkpoints(tenant)]
+        script_keys = [weights_keys.checkpoint_sizes(tenant), weights_keys.owed_checkpoints(tenant)]
         count, size = await self._totals(script_keys, [tenant])
         return count, size
 

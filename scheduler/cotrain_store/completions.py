@@ -13,9 +13,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST, async_script, stop_tasks
-from cotrain_store.messages import sample_id
+from cotrain_store.keys import result_keys, sample_keys
+from cotrain_store.messages.ids import sample_id
 from cotrain_store.sample_ends import parse_sample
 from cotrain_store.subscription import listen
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import RequestId, SamplerId, SamplerRecord
+    from cotrain_store.messages.ids import RequestId, SamplerId
+    from cotrain_store.messages.samples import SamplerRecord
 
 #: How long a poll without a timeout is held.
 HOLD_S = 30.0
@@ -58,7 +59,7 @@ class Completions:
 
     async def __aenter__(self) -> Self:
         """Start listening."""
-        listening = listen(self._redis, keys.notify_results(), self._heard)
+        listening = listen(self._redis, result_keys.notify_results(), self._heard)
         self._tasks = [asyncio.create_task(listening)]
         return self
 
@@ -109,12 +110,14 @@ class Completions:
         held = [request for request, name in named.items() if name and name.sampler == sampler.id]
         for start in range(0, len(held), MOST):
             some = held[start : start + MOST]
-            await self._read([], [keys.READ_RESULT_TTL_MS, keys.SAMPLE_RECORD_EXTRA_MS, *some])
+            await self._read(
+                [], [result_keys.READ_RESULT_TTL_MS, sample_keys.SAMPLE_RECORD_EXTRA_MS, *some]
+            )
 
     async def _ended(
         self, sampler: SamplerId, clone: int, after: int
     ) -> tuple[list[Completion], int]:
-        name, read = keys.completions(sampler, clone), min(after, _LARGEST)
+        name, read = sample_keys.completions(sampler, clone), min(after, _LARGEST)
         async with self._redis.pipeline(transaction=False) as pipeline:
             # The last one stays: the next number grows from it.
             pipeline.zremrangebyscore(name, "-inf", f"({read}")
@@ -123,7 +126,7 @@ class Completions:
         requests = [sample_id(sampler, int(seq)) for seq, _ in rows]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for request in requests:
-                pipeline.hmget(keys.sample(request), ["failed", "size"])
+                pipeline.hmget(sample_keys.sample(request), ["failed", "size"])
             facts = await pipeline.execute()
         ended = [
             Completion(request, failed == b"1", int(size or 0))

@@ -18,8 +18,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from cotrain_store import keys
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
+from cotrain_store.keys import fleet_keys
 from cotrain_store.together import SharedRedis
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ async def check_store(connection: Connection, *, accept_data_loss: bool) -> None
     """
     try:
         found = {name: (await connection.config_get(name)).get(name) for name in DURABLE}
-        await connection.set(keys.schema(), keys.SCHEMA_VERSION, nx=True)
-        version = await connection.get(keys.schema())
+        await connection.set(fleet_keys.schema(), fleet_keys.SCHEMA_VERSION, nx=True)
+        version = await connection.get(fleet_keys.schema())
     except CONNECTION_LOST as lost:
         raise StoreUnavailable from lost
     refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
@@ -132,8 +132,8 @@ def check_store_sync(connection: SyncConnection, *, accept_data_loss: bool) -> N
     """Do what `check_store` does, on a synchronous connection."""
     try:
         found = {name: connection.config_get(name).get(name) for name in DURABLE}
-        connection.set(keys.schema(), keys.SCHEMA_VERSION, nx=True)
-        version = connection.get(keys.schema())
+        connection.set(fleet_keys.schema(), fleet_keys.SCHEMA_VERSION, nx=True)
+        version = connection.get(fleet_keys.schema())
     except CONNECTION_LOST as lost:
         raise StoreUnavailable from lost
     refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
@@ -151,7 +151,9 @@ def refuse_unsafe(
             f"This Redis could lose acknowledged writes: {'; '.join(wrong)}. Set them, or accept the "
             "loss with COTRAIN_ACCEPT_DATA_LOSS=true."
         )
-    if version is None or version.decode() != keys.SCHEMA_VERSION:
+    ours, theirs = fleet_keys.SCHEMA_VERSION, version.decode() if version else "none"
+    if theirs != ours:
         raise UnsafeRedis(
-            f"This Redis holds schema version {version!r}; this program reads {keys.SCHEMA_VERSION}."
+            f"This Redis holds a store of schema version {theirs}; this program reads and writes "
+            f"version {ours} alone, and leaves it as it is. Start the cotrain that wrote it."
         )

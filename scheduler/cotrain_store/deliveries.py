@@ -11,18 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.connection import async_script
-from cotrain_store.messages import sample_id
+from cotrain_store.keys import result_keys, run_keys, sample_keys, tenant_keys
+from cotrain_store.messages.ids import sample_id
 
 if TYPE_CHECKING:
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import PoolId, RequestId, RunId, RunRecord, SessionId
+    from cotrain_store.messages.ids import PoolId, RequestId, RunId, SessionId
     from cotrain_store.sample_ends import SampleName
 
 #: How long a client may take to ask again for an answer that was lost.
 READ_AFTER_S = 600.0
-_FORGET_AFTER_S = keys.SMALL_RESULT_TTL_MS / 1000
+_FORGET_AFTER_S = result_keys.SMALL_RESULT_TTL_MS / 1000
 
 
 @dataclass
@@ -41,9 +41,9 @@ class Deliveries:
         self._redis = connection
         self._sent: dict[RequestId, _Sent] = {}
 
-    def note(self, run: RunRecord, request: RequestId, now: float) -> None:
+    def note(self, pool: PoolId, run: RunId, request: RequestId, now: float) -> None:
         """Remember that a result was sent."""
-        self._sent[request] = _Sent(run.pool, run.id, now)
+        self._sent[request] = _Sent(pool, run, now)
 
     async def expire_read(self, now: float) -> None:
         """Shorten the lives of results that were sent a while ago to clients that went on since."""
@@ -60,14 +60,14 @@ class Deliveries:
                 del self._sent[request]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for request in read:
-                pipeline.pexpire(keys.result(request), keys.READ_RESULT_TTL_MS)
+                pipeline.pexpire(result_keys.result(request), result_keys.READ_RESULT_TTL_MS)
             await pipeline.execute()
 
     async def _newest_seqs(self) -> dict[RunId, int | None]:
         runs = {sent.run: sent.pool for sent in self._sent.values()}
         async with self._redis.pipeline(transaction=False) as pipeline:
             for run, pool in runs.items():
-                pipeline.hget(keys.log(pool, run), "last")
+                pipeline.hget(run_keys.log(pool, run), "last")
             rows = await pipeline.execute()
         return {run: None if row is None else int(row) for run, row in zip(runs, rows, strict=True)}
 
@@ -93,10 +93,12 @@ class SampleDeliveries:
         read = [name for name in old if name.session in alive]
         if read:
             requests = [sample_id(*name) for name in read]
-            await self._read([], [keys.READ_RESULT_TTL_MS, keys.SAMPLE_RECORD_EXTRA_MS, *requests])
+            await self._read(
+                [], [result_keys.READ_RESULT_TTL_MS, sample_keys.SAMPLE_RECORD_EXTRA_MS, *requests]
+            )
         async with self._redis.pipeline(transaction=False) as pipeline:
             for name in read:  # nor need anybody be told that it ended
-                pipeline.zrem(keys.completions(name.sampler, name.clone), name.seq)
+                pipeline.zrem(sample_keys.completions(name.sampler, name.clone), name.seq)
             await pipeline.execute()
         for name in old:
             if name.session in alive or now - self._sent_at[name] > _FORGET_AFTER_S:
@@ -104,5 +106,5 @@ class SampleDeliveries:
 
     async def _alive(self, sessions: set[SessionId]) -> set[SessionId]:
         asked = sorted(sessions)
-        beats = await self._redis.mget([keys.session_beat(session) for session in asked])
+        beats = await self._redis.mget([tenant_keys.session_beat(session) for session in asked])
         return {session for session, beat in zip(asked, beats, strict=True) if beat is not None}

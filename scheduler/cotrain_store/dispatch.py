@@ -10,22 +10,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.connection import async_script
 from cotrain_store.errors import Fenced, PlanOutdated
-from cotrain_store.messages import (
-    OpKind,
-    PoolId,
-    QueuedOp,
-    Result,
-    RunId,
-    RunQueue,
-    Step,
-    TenantId,
-    WorkerId,
-    decode,
-    encode,
-)
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
+from cotrain_store.messages.results import Result
 from cotrain_store.sample_ends import CANCELLED, lives
 
 if TYPE_CHECKING:
@@ -96,8 +87,8 @@ class Dispatch:
 
     async def lead(self) -> bool:
         """Take or renew the lease; False while another scheduler holds it."""
-        script_keys = [keys.scheduler_lease(), keys.scheduler_epoch()]
-        answer = await self._lease(script_keys, [self._name, keys.LEASE_TTL_MS, self._epoch])
+        script_keys = [fleet_keys.scheduler_lease(), fleet_keys.scheduler_epoch()]
+        answer = await self._lease(script_keys, [self._name, fleet_keys.LEASE_TTL_MS, self._epoch])
         if not answer:
             return False
         self._epoch = answer.decode()
@@ -105,20 +96,22 @@ class Dispatch:
 
     async def resign(self) -> None:
         """Give the lease back, so that the next scheduler need not wait for it to run out."""
-        if await self._redis.get(keys.scheduler_lease()) == self._name.encode():
-            await self._redis.delete(keys.scheduler_lease())
+        if await self._redis.get(fleet_keys.scheduler_lease()) == self._name.encode():
+            await self._redis.delete(fleet_keys.scheduler_lease())
 
     async def pools(self) -> list[PoolId]:
         """List the pools there are."""
-        return sorted(PoolId(name.decode()) for name in await self._redis.hkeys(keys.pools()))
+        return sorted(PoolId(name.decode()) for name in await self._redis.hkeys(fleet_keys.pools()))
 
     async def places(self, pool: PoolId) -> list[Place]:
         """List the places of a pool's workers, also those where nobody has been for a while."""
-        ids = sorted(WorkerId(n.decode()) for n in await self._redis.smembers(keys.workers(pool)))
+        ids = sorted(
+            WorkerId(n.decode()) for n in await self._redis.smembers(fleet_keys.workers(pool))
+        )
         pipeline = self._redis.pipeline(transaction=False)
         for worker in ids:
-            pipeline.get(keys.worker_epoch(pool, worker))
-            pipeline.get(keys.worker(pool, worker))
+            pipeline.get(fleet_keys.worker_epoch(pool, worker))
+            pipeline.get(fleet_keys.worker(pool, worker))
         rows = await pipeline.execute()
         return [
             Place(worker, int(epoch or 0), decode(WorkerBeat, json.loads(beat)) if beat else None)
@@ -135,14 +128,15 @@ class Dispatch:
             Fenced: a newer scheduler leads.
         """
         script_keys = [
-            keys.scheduler_epoch(), keys.workers(pool), keys.worker_epoch(pool, place.worker),
-            keys.worker(pool, place.worker), keys.worker(pool, heir), keys.spool_segment_refs(),
-            keys.notify_results(), keys.counters(pool),
+            fleet_keys.scheduler_epoch(), fleet_keys.workers(pool),
+            fleet_keys.worker_epoch(pool, place.worker), fleet_keys.worker(pool, place.worker),
+            fleet_keys.worker(pool, heir), result_keys.spool_segment_refs(),
+            result_keys.notify_results(), fleet_keys.counters(pool),
         ]  # fmt: skip
         args = [
-            self._epoch, keys.prefix(pool), place.worker, place.epoch, heir, keys.ANY_LANE,
-            CANCELLED.pack(), keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload),
-            *lives(time.time()),
+            self._epoch, fleet_keys.prefix(pool), place.worker, place.epoch, heir,
+            sample_keys.ANY_LANE, CANCELLED.pack(), result_keys.SMALL_RESULT_TTL_MS,
+            len(CANCELLED.payload), *lives(time.time()),
         ]  # fmt: skip
         answer = await self._reassign(script_keys, args)
         if answer == b"FENCED":
@@ -151,16 +145,18 @@ class Dispatch:
 
     async def open_steps(self, pool: PoolId, worker: WorkerId) -> int:
         """Count a worker's steps that are planned and not yet committed."""
-        return int(await self._redis.hlen(keys.open_steps(pool, worker)))
+        return int(await self._redis.hlen(fleet_keys.open_steps(pool, worker)))
 
     async def ready(self, pool: PoolId) -> list[RunQueue]:
         """Read the runs that can go on, those that waited longest first."""
-        rows = await self._ready([keys.ready(pool)], [keys.prefix(pool), MAX_RUNS, MAX_OPS_PER_RUN])
+        rows = await self._ready(
+            [run_keys.ready(pool)], [fleet_keys.prefix(pool), MAX_RUNS, MAX_OPS_PER_RUN]
+        )
         return [_run_queue([field.decode() for field in row]) for row in rows]
 
     async def last_cycle(self, pool: PoolId) -> int:
         """Read the number of the pool's last cycle; 0 before the first."""
-        return int(await self._redis.get(keys.cycle_counter(pool)) or 0)
+        return int(await self._redis.get(fleet_keys.cycle_counter(pool)) or 0)
 
     async def plan(self, pool: PoolId, step: Step) -> None:
         """Write a step; it is then fixed, whatever dies. The worker is told.
@@ -170,11 +166,12 @@ class Dispatch:
             PlanOutdated: the queue changed since it was read; nothing was written.
         """
         script_keys = [
-            keys.scheduler_epoch(), keys.cycle_counter(pool), keys.open_steps(pool, step.worker),
-            keys.ready(pool), keys.gaps(pool), keys.notify_worker(pool, step.worker),
+            fleet_keys.scheduler_epoch(), fleet_keys.cycle_counter(pool),
+            fleet_keys.open_steps(pool, step.worker), run_keys.ready(pool), run_keys.gaps(pool),
+            fleet_keys.notify_worker(pool, step.worker),
         ]  # fmt: skip
         args: list[str | int] = [
-            self._epoch, keys.prefix(pool), step.worker, step.cycle, encode(step),
+            self._epoch, fleet_keys.prefix(pool), step.worker, step.cycle, encode(step),
             int(time.time() * 1000), MAX_OPEN_STEPS,
         ]  # fmt: skip
         for run, first, count in _runs_of(step.ops):
@@ -188,9 +185,9 @@ class Dispatch:
     async def old_gaps(self, pool: PoolId, older_than_s: float) -> list[tuple[RunId, TenantId]]:
         """List the runs that hold ops behind a seq missing for longer than that."""
         latest = (time.time() - older_than_s) * 1000
-        runs = await self._redis.zrangebyscore(keys.gaps(pool), 0, latest)
+        runs = await self._redis.zrangebyscore(run_keys.gaps(pool), 0, latest)
         tenants = [
-            await self._redis.hget(keys.log(pool, RunId(r.decode())), "tenant") for r in runs
+            await self._redis.hget(run_keys.log(pool, RunId(r.decode())), "tenant") for r in runs
         ]
         return [
             (RunId(run.decode()), TenantId(tenant.decode()))
@@ -211,12 +208,12 @@ class Dispatch:
         failure = Result.failed(message, "server")
         rejected = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
         script_keys = [
-            keys.scheduler_epoch(), keys.gaps(pool), keys.log(pool, run), keys.ops(pool, run),
-            keys.bodies(pool, run), keys.spool_segment_refs(), keys.queue(pool, tenant),
-            keys.notify_results(),
+            fleet_keys.scheduler_epoch(), run_keys.gaps(pool), run_keys.log(pool, run),
+            run_keys.ops(pool, run), run_keys.bodies(pool, run), result_keys.spool_segment_refs(),
+            run_keys.queue(pool, tenant), result_keys.notify_results(),
         ]  # fmt: skip
         args = [
-            self._epoch, run, keys.SMALL_RESULT_TTL_MS, failure.pack(), failure.payload,
+            self._epoch, run, result_keys.SMALL_RESULT_TTL_MS, failure.pack(), failure.payload,
             rejected.envelope(),
         ]  # fmt: skip
         if await self._expire_gap(script_keys, args) == b"FENCED":
@@ -225,7 +222,7 @@ class Dispatch:
     async def wakes(self) -> AsyncIterator[bool]:
         """Yield True whenever a worker became free, False whenever an op became ready."""
         async with self._redis.pubsub(ignore_subscribe_messages=True) as subscription:
-            await subscription.subscribe(keys.notify_scheduler())
+            await subscription.subscribe(fleet_keys.notify_scheduler())
             async for message in subscription.listen():
                 yield message["data"] == b"free"
 

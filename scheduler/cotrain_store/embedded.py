@@ -15,6 +15,8 @@ from pathlib import Path
 MIN_VERSION = (6, 2)
 #: Longest path a unix socket may have (sun_path is 108 bytes).
 MAX_SOCKET_PATH = 100
+#: Where Redis 7 keeps its log. It makes the names in there durable, and leaves this one to us.
+LOG_FOLDER = "appendonlydir"
 
 
 class NoRedisFound(Exception):

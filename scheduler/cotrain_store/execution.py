@@ -1,4 +1,4 @@
-"""Read steps and bodies, commit results, register snapshots: a worker's side of the log.
+"""Read steps and bodies, commit results, register snapshots, end runs: a worker's side of the log.
 
 Plain synchronous, as the worker's engine is. Everything is fenced by the worker's epoch: a worker
 that was paused while another took its place gets Fenced and must exit.
@@ -6,54 +6,37 @@ that was paused while another took its place gets Fenced and must exit.
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
 from cotrain_store.connection import sync_script
+from cotrain_store.deaths import Deaths
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.messages import (
-    CheckpointRecord,
-    OpKind,
-    PoolId,
-    PoolRecord,
-    QueuedOp,
-    RequestId,
-    Result,
-    RunId,
-    RunState,
-    RunUsage,
-    SaveRecords,
-    Step,
-    TenantId,
-    WorkerId,
-    decode,
-    encode,
-    request_id,
-    run_of,
-    seq_of,
-)
-from cotrain_store.positions import LogPosition, log_position
-from cotrain_store.results import UNLOADED, is_spooled, pack_results, whole_result
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import RunId, request_id
+from cotrain_store.messages.ops import QueuedOp, RunUsage, Step
+from cotrain_store.messages.runs import RunState
+from cotrain_store.op_rows import op_rows
+from cotrain_store.results import RUN_STOPPED, UNLOADED
 from cotrain_store.rollback import DIGESTS_KEPT, Rollback
+from cotrain_store.run_logs import RunLogs
 from cotrain_store.save_rows import save_row
-from cotrain_store.spool import SpoolRef
 from cotrain_store.usage_fields import training_amounts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
+    from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.messages.results import Result
+    from cotrain_store.messages.saves import SaveRecords
+    from cotrain_store.messages.weights import CheckpointRecord
     from cotrain_store.spool import Spool
-
-#: What the requests of a run resolve to that could not be brought back after a crash.
-RUN_STOPPED = Result.failed(
-    "The training run was stopped: its log could not be replayed to the stored results.", "server"
-)
 
 
 class Execution:
@@ -72,6 +55,8 @@ class Execution:
         self._results = results
         self.pool = pool
         self.worker = worker
+        self.logs = RunLogs(connection, results, pool)
+        self.deaths = Deaths(connection, pool)
         self._commit = sync_script(connection, "unread", "usage_add", "commit")
         self._snapshot = sync_script(connection, "log_cut", "snapshot")
         self._roll_back = Rollback(connection, pool, worker)
@@ -87,9 +72,9 @@ class Execution:
         """Take this worker's place with a new epoch, and publish what the pool can do."""
         self._numerics_id = record.numerics_id
         self._base_model = record.base_model
-        self.epoch = int(self._redis.incr(keys.worker_epoch(self.pool, self.worker)))
-        self._redis.sadd(keys.workers(self.pool), self.worker)
-        self._redis.hset(keys.pools(), self.pool, encode(record))
+        self.epoch = int(self._redis.incr(fleet_keys.worker_epoch(self.pool, self.worker)))
+        self._redis.sadd(fleet_keys.workers(self.pool), self.worker)
+        self._redis.hset(fleet_keys.pools(), self.pool, encode(record))
         self._left_open = {step.cycle for step in self.open_steps()}
         return self.epoch
 
@@ -100,24 +85,26 @@ class Execution:
 
     def beat(self, beat: WorkerBeat) -> None:
         """Say that this worker is alive; raises Fenced when another took its place."""
-        current = self._redis.get(keys.worker_epoch(self.pool, self.worker))
+        current = self._redis.get(fleet_keys.worker_epoch(self.pool, self.worker))
         if current is None or int(current) != self.epoch:
             raise Fenced
         text = json.dumps(asdict(beat))
-        self._redis.set(keys.worker(self.pool, self.worker), text, px=keys.WORKER_BEAT_TTL_MS)
+        self._redis.set(
+            fleet_keys.worker(self.pool, self.worker), text, px=fleet_keys.WORKER_BEAT_TTL_MS
+        )
 
     def leave(self) -> None:
         """Say that this worker is gone, without waiting for its beat to run out."""
         if self._wakes:
             self._wakes.close()
             self._wakes = None
-        self._redis.delete(keys.worker(self.pool, self.worker))
+        self._redis.delete(fleet_keys.worker(self.pool, self.worker))
 
     def open_steps(self) -> list[Step]:
         """Read the planned and not yet committed steps, oldest first; those of a dead worker, too,
         whose heir this one is.
         """
-        rows = self._redis.hvals(keys.open_steps(self.pool, self.worker))
+        rows = self._redis.hvals(fleet_keys.open_steps(self.pool, self.worker))
         steps = sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
         self._left_open |= {step.cycle for step in steps if step.worker != self.worker}
         return [replace(step, worker=self.worker) for step in steps]
@@ -129,30 +116,14 @@ class Execution:
         """
         if step.cycle not in self._left_open:
             return 0
-        return int(self._redis.hincrby(keys.starts(self.pool), str(step.cycle), 1))
-
-    def deaths(self) -> dict[str, int]:
-        """Tell over which parts of steps processes died, and how often."""
-        rows = self._redis.hgetall(keys.deaths(self.pool))
-        return {part.decode(): int(count) for part, count in rows.items()}
-
-    def risk(self, part: str) -> None:
-        """Count a death in advance: `survived` takes it back, if there is anybody left to call it.
-
-        A part of a step is named by the request that it begins with, and anything behind.
-        """
-        self._redis.hincrby(keys.deaths(self.pool), part, 1)
-
-    def survived(self, part: str) -> None:
-        """Take back what `risk` noted."""
-        self._redis.hdel(keys.deaths(self.pool), part)
+        return int(self._redis.hincrby(fleet_keys.starts(self.pool), str(step.cycle), 1))
 
     def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
         """Read the bodies of ops; None where one is gone or does not match its digest."""
         pipeline = self._redis.pipeline(transaction=False)
         inline = [op for op in ops if op.ref == "inline"]
         for op in inline:
-            pipeline.hget(keys.bodies(self.pool, op.run), str(op.seq))
+            pipeline.hget(run_keys.bodies(self.pool, op.run), str(op.seq))
         found = dict(zip(((op.run, op.seq) for op in inline), pipeline.execute(), strict=True))
         return [
             found[op.run, op.seq] if op.ref == "inline" else self._spooled(op.ref) for op in ops
@@ -179,7 +150,7 @@ class Execution:
         """Make a step's results visible and end its cycle. Twice is harmless.
 
         `saves` are the records of the SAVE ops that succeeded. The result of a named one appears only
-        when its weights are stored (`Sampling.stored`); where its name is in use it fails here, and
+        when its weights are stored (`SavedWeights.stored`); where its name is in use it fails here, and
         has no weights. `record` is what the cycle's history keeps; `counted` is added to the pool's
         totals, `usage` to what the tenants used. Ops in `crashed` changed nothing and must never be
         run again: the log keeps their place only. What is not `is_exact` has other last bits than this
@@ -191,26 +162,18 @@ class Execution:
         saved = {request_id(*op): save_row(records) for op, records in (saves or {}).items()}
         used = training_amounts(usage or {}, step.tenant_by_run, self._base_model, time.time())
         script_keys = [
-            keys.worker_epoch(self.pool, self.worker), keys.open_steps(self.pool, self.worker),
-            keys.cycles(self.pool), keys.spool_segment_refs(), keys.notify_results(),
-            keys.notify_scheduler(), keys.counters(self.pool),
-            keys.starts(self.pool), keys.deaths(self.pool),
+            fleet_keys.worker_epoch(self.pool, self.worker),
+            fleet_keys.open_steps(self.pool, self.worker), fleet_keys.cycles(self.pool),
+            result_keys.spool_segment_refs(), result_keys.notify_results(),
+            fleet_keys.notify_scheduler(), fleet_keys.counters(self.pool),
+            fleet_keys.starts(self.pool), fleet_keys.deaths(self.pool),
         ]  # fmt: skip
         args: list[str | int | bytes] = [
-            self.epoch, keys.prefix(self.pool), step.cycle, json.dumps(record), keys.CYCLES_KEPT,
-            json.dumps(counted), self._numerics_id if is_exact else "mixed", json.dumps(saved),
-            json.dumps(used), keys.USAGE_TTL_S,
+            self.epoch, fleet_keys.prefix(self.pool), step.cycle, json.dumps(record),
+            fleet_keys.CYCLES_KEPT, json.dumps(counted), self._numerics_id if is_exact else "mixed",
+            json.dumps(saved), json.dumps(used), tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
-        all_packed = pack_results([results[op.run, op.seq] for op in step.ops], self._results)
-        for op, (packed, ttl_ms) in zip(step.ops, all_packed, strict=True):
-            tenant = step.tenant_by_run[op.run]
-            has_crashed = (op.run, op.seq) in crashed
-            released = _body_of(op) if has_crashed or op.kind is OpKind.FORWARD else ""
-            kept = _place_of(op) if has_crashed else ""
-            size = len(results[op.run, op.seq].payload)
-            args += [
-                op.run, op.seq, tenant, op.tokens, op.size, ttl_ms, packed, released, kept, size,
-            ]  # fmt: skip
+        args += op_rows(step, results, crashed, self._results)
         answer = self._commit(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
@@ -218,74 +181,6 @@ class Execution:
             raise AssertionError(
                 f"cycle {step.cycle} holds an op whose predecessor is not committed"
             )
-
-    def position(self, run: RunId) -> LogPosition | None:
-        """Read where a run's log stands; None for a run that has none."""
-        raw = self._redis.hgetall(keys.log(self.pool, run))
-        row = {field.decode(): value.decode() for field, value in raw.items()}
-        return log_position(row) if row else None
-
-    def bases(self, run: RunId) -> frozenset[str]:
-        """Name the registered snapshots of a run, of whichever pool it is: workers of all share a folder."""
-        files: set[bytes | None] = set()
-        for pool in self._redis.hkeys(keys.pools()):
-            log = keys.log(PoolId(pool.decode()), run)
-            files |= set(self._redis.hmget(log, ["snapfile", "oldfile"]))
-        return frozenset(file.decode() for file in files if file)
-
-    def logged_ops(self, run: RunId, first: int, last: int) -> list[QueuedOp]:
-        """Read the ops first…last of a run for a replay.
-
-        Raises:
-            SpoolCorrupt: one of them is missing.
-        """
-        if last < first:
-            return []
-        seqs = range(first, last + 1)
-        envelopes = self._redis.hmget(keys.ops(self.pool, run), [str(seq) for seq in seqs])
-        ops = []
-        for seq, envelope in zip(seqs, envelopes, strict=True):
-            if envelope is None:
-                raise SpoolCorrupt(f"The log of run {run} has no seq {seq}.")
-            ops.append(QueuedOp.parse(run, seq, envelope.decode()))
-        return ops
-
-    def behind(self, step: Step, most: int) -> list[QueuedOp]:
-        """Read the ops that wait behind a step's, of its runs: of each run at most so many, in order, up
-        to the first gap. They may never be planned.
-        """
-        last = {op.run: op.seq for op in step.ops}  # of one run, in order
-        pipeline = self._redis.pipeline(transaction=False)
-        for run, seq in last.items():
-            seqs = range(seq + 1, seq + 1 + most)
-            pipeline.hmget(keys.ops(self.pool, run), [str(each) for each in seqs])
-        found = []
-        for (run, seq), envelopes in zip(last.items(), pipeline.execute(), strict=True):
-            waiting = itertools.takewhile(lambda each: each is not None, envelopes)
-            found += [
-                QueuedOp.parse(run, at, envelope.decode())
-                for at, envelope in enumerate(waiting, start=seq + 1)
-            ]
-        return found
-
-    def ready_runs(self, most: int) -> list[RunId]:
-        """Read runs of the pool whose next op is there, those that wait longest first.
-
-        The next plan may take them, some of them, for this worker or another one.
-        """
-        found = self._redis.zrange(keys.ready(self.pool), 0, most - 1)
-        return [RunId(run.decode()) for run in found]
-
-    def stored_result(self, op: QueuedOp) -> Result | None:
-        """Read the committed result of an op, whole, if it has not expired and its file is there."""
-        packed = self._redis.get(keys.result(op.request_id))
-        if not packed:
-            return None
-        result = Result.unpack(packed)
-        try:
-            return whole_result(result, self._results) if is_spooled(result) else result
-        except SpoolCorrupt:
-            return None
 
     def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str) -> bool:
         """Make a complete file the run's base; the one before stays, and the log is cut up to that.
@@ -296,28 +191,14 @@ class Execution:
             Fenced: another worker took this one's place.
         """
         script_keys = [
-            keys.worker_epoch(self.pool, self.worker), keys.log(self.pool, run),
-            keys.ops(self.pool, run), keys.bodies(self.pool, run), keys.digests(self.pool, run),
-            keys.spool_segment_refs(),
+            fleet_keys.worker_epoch(self.pool, self.worker), run_keys.log(self.pool, run),
+            run_keys.ops(self.pool, run), run_keys.bodies(self.pool, run),
+            run_keys.digests(self.pool, run), result_keys.spool_segment_refs(),
         ]  # fmt: skip
         answer = self._snapshot(script_keys, [self.epoch, seq, file, sha256, DIGESTS_KEPT, run])
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
-
-    def checkpoints(self, run: RunId) -> list[CheckpointRecord]:
-        """List a run's checkpoints with optimizer state, the newest first: what it can go on from.
-
-        The seq after which one was made is that of its weights.
-        """
-        names = self._redis.zrange(keys.run_checkpoints(run), 0, -1)
-        of_training = [name.decode() for name in names if name.startswith(b"weights/")]
-        rows = self._redis.mget(
-            [keys.checkpoint(run, *name.split("/")) for name in of_training] or [""]
-        )
-        found = [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
-        own = [checkpoint for checkpoint in found if run_of(RequestId(checkpoint.weights)) == run]
-        return sorted(own, key=lambda checkpoint: seq_of(checkpoint.weights), reverse=True)
 
     def roll_back(self, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
         """Let a run go on from a checkpoint: the newest state is lost, with both snapshots. Never silent.
@@ -332,23 +213,24 @@ class Execution:
             Fenced: another worker took this one's place.
             SpoolCorrupt: the run has no log.
         """
-        position = self.position(checkpoint.run)
+        position = self.logs.position(checkpoint.run)
         if position is None:
             raise SpoolCorrupt(f"Run {checkpoint.run} has no log.")
         return self._roll_back(self.epoch, position, checkpoint, file, sha256)
 
     def runs_to_drop(self) -> list[RunId]:
         """List the closed runs this worker may still hold."""
-        members = self._redis.smembers(keys.drops(self.pool, self.worker))
+        members = self._redis.smembers(fleet_keys.drops(self.pool, self.worker))
         return sorted(RunId(member.decode()) for member in members)
 
     def forget(self, run: RunId) -> bool:
         """Delete the log of a closed run; False while an op is planned or a save is not stored."""
         pool = self.pool
         script_keys = [
-            keys.worker_epoch(pool, self.worker), keys.log(pool, run), keys.ops(pool, run),
-            keys.bodies(pool, run), keys.digests(pool, run), keys.spool_segment_refs(),
-            keys.drops(pool, self.worker), keys.riders(pool, run),
+            fleet_keys.worker_epoch(pool, self.worker), run_keys.log(pool, run),
+            run_keys.ops(pool, run), run_keys.bodies(pool, run), run_keys.digests(pool, run),
+            result_keys.spool_segment_refs(), fleet_keys.drops(pool, self.worker),
+            run_keys.riders(pool, run),
         ]  # fmt: skip
         answer = self._forget(script_keys, [self.epoch, run])
         if answer == b"FENCED":
@@ -356,7 +238,7 @@ class Execution:
         return bool(answer == b"OK")
 
     def close_run(self, run: RunId, tenant: TenantId) -> None:
-        """End a run whose last save failed; `Sampling.stored` ends one whose last save succeeded.
+        """End a run whose last save failed; `SavedWeights.stored` ends one whose last save succeeded.
 
         What waits fails, as after `Intake.close_run`. Twice is harmless.
 
@@ -374,39 +256,29 @@ class Execution:
         self._end_run(run, tenant, RunState.FAILED, RUN_STOPPED)
 
     def _end_run(self, run: RunId, tenant: TenantId, state: RunState, failure: Result) -> None:
-        epoch_key = keys.worker_epoch(self.pool, self.worker)
-        script_keys = [keys.run(run), keys.notify_results(), epoch_key]
+        epoch_key = fleet_keys.worker_epoch(self.pool, self.worker)
+        script_keys = [run_keys.run(run), result_keys.notify_results(), epoch_key]
         args = [
-            run, keys.prefix(self.pool), keys.SMALL_RESULT_TTL_MS, "", "", failure.pack(), state,
-            tenant, self.epoch,
+            run, fleet_keys.prefix(self.pool), result_keys.SMALL_RESULT_TTL_MS, "", "",
+            failure.pack(), state, tenant, self.epoch,
         ]  # fmt: skip
         if self._close(script_keys, args) == b"FENCED":
             raise Fenced
 
     def referenced_segments(self) -> list[str]:
         """List the spool segments that some op still needs."""
-        return [name.decode() for name in self._redis.hkeys(keys.spool_segment_refs())]
+        return [name.decode() for name in self._redis.hkeys(result_keys.spool_segment_refs())]
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there may be a step or a run to drop, at most `timeout_s`."""
         if self._wakes is None:
             wakes = self._redis.pubsub(ignore_subscribe_messages=True)
-            wakes.subscribe(keys.notify_worker(self.pool, self.worker))
+            wakes.subscribe(fleet_keys.notify_worker(self.pool, self.worker))
             self._wakes = wakes  # only now: one that never subscribed would wait for nothing
         self._wakes.get_message(timeout=timeout_s)
 
 
 def beat_at(connection: SyncConnection, pool: PoolId, worker: WorkerId) -> WorkerBeat | None:
     """Read the sign of life at a worker's place, whoever gives it; None for nobody's."""
-    beat = connection.get(keys.worker(pool, worker))
+    beat = connection.get(fleet_keys.worker(pool, worker))
     return decode(WorkerBeat, json.loads(beat)) if beat else None
-
-
-def _body_of(op: QueuedOp) -> str:
-    """Name where the body is that a committed op needs no more: `inline` or a spool segment."""
-    return "inline" if op.ref == "inline" else SpoolRef.parse(op.ref).segment
-
-
-def _place_of(op: QueuedOp) -> str:
-    """Write the envelope of an op of which only the place in the order is left."""
-    return replace(op, kind=OpKind.REJECTED, tokens=0, size=0, ref="inline").envelope()

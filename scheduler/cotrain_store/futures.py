@@ -13,7 +13,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
-from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.deliveries import Deliveries, SampleDeliveries
 from cotrain_store.errors import (
@@ -23,7 +22,9 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SpoolCorrupt,
 )
-from cotrain_store.messages import RequestId, Result, WeightsRef, run_of
+from cotrain_store.keys import result_keys, run_keys, sample_keys, weights_keys
+from cotrain_store.messages.ids import RequestId, WeightsRef, run_of
+from cotrain_store.messages.results import Result
 from cotrain_store.records import Records
 from cotrain_store.results import is_spooled, whole_result
 from cotrain_store.sample_ends import parse_sample
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import RunRecord, TenantId
+    from cotrain_store.messages.ids import PoolId, RunId, TenantId
     from cotrain_store.sample_ends import SampleName
     from cotrain_store.spool import Spool
 
@@ -73,7 +74,7 @@ class Futures:
     async def __aenter__(self) -> Self:
         """Start listening."""
         self._tasks = [
-            asyncio.create_task(listen(self._redis, keys.notify_results(), self._heard)),
+            asyncio.create_task(listen(self._redis, result_keys.notify_results(), self._heard)),
             asyncio.create_task(self._sweep()),
             asyncio.create_task(self._unread.keep_telling()),
         ]
@@ -108,7 +109,7 @@ class Futures:
     ) -> Result | Pending:
         """Hold until the result is there or `timeout_s` is over.
 
-        A Redis that does not answer is a pause for the client, so it gives Pending, never an error.
+        A Redis that does not answer, or a disk, is a pause for the client: it gives Pending, no error.
 
         Raises:
             RequestNotFound: unknown, expired, or another tenant's.
@@ -118,7 +119,7 @@ class Futures:
             left_s = max(0.0, deadline - time.monotonic())
             try:
                 return await self._outcome(tenant, request, left_s)
-            except CONNECTION_LOST:
+            except (*CONNECTION_LOST, OSError):  # the latter for a file that cannot be read now
                 if self._released or left_s == 0.0:
                     return Pending("paused_capacity", "the server's store is restarting")
                 await asyncio.sleep(min(RETRY_S, left_s))
@@ -129,13 +130,13 @@ class Futures:
         name = parse_sample(request)
         if name:
             return await self._sample_outcome(tenant, request, name, timeout_s)
-        run = await self._owned_run(tenant, request)
+        pool = await self._pool_of_own(tenant, request)
         packed = await self._held(request, timeout_s)
         if packed is None and self._released:
             return Pending()  # thousands leave at once, and the next process looks anyway
         if packed is None:
-            return await self._pending(run, request)
-        self._deliveries.note(run, request, time.monotonic())
+            return await self._pending(pool, request)
+        self._deliveries.note(pool, run_of(request), request, time.monotonic())
         self._unread.note_sent(tenant, request)
         return await self._whole(packed, RequestNotFound("The result has expired."))
 
@@ -146,7 +147,9 @@ class Futures:
         packed = await self._held(request, 0.0 if is_done else timeout_s)
         if packed is None and not await self._is_sample_done(tenant, request, name):
             return Pending()
-        packed = packed or await self._redis.get(keys.result(request))  # done between the two looks
+        packed = packed or await self._redis.get(
+            result_keys.result(request)
+        )  # done between the two looks
         if packed is None:
             raise SampleExpired
         self._sample_deliveries.note(name, time.monotonic())
@@ -155,7 +158,7 @@ class Futures:
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
         """Look at a sample request; raises SampleExpired for one that may be asked for again."""
-        owner, state = await self._redis.hmget(keys.sample(request), ["tenant", "state"])
+        owner, state = await self._redis.hmget(sample_keys.sample(request), ["tenant", "state"])
         if owner is None:
             with contextlib.suppress(SamplerNotFound):
                 await self._records.sampler(tenant, name.sampler)
@@ -164,9 +167,9 @@ class Futures:
             raise RequestNotFound
         return bool(state == b"done")
 
-    async def _owned_run(self, tenant: TenantId, request: RequestId) -> RunRecord:
+    async def _pool_of_own(self, tenant: TenantId, request: RequestId) -> PoolId:
         try:
-            return await self._records.run(tenant, run_of(request))
+            return (await self._records.run(tenant, run_of(request))).pool
         except RunNotFound as foreign:
             raise RequestNotFound from foreign
 
@@ -174,22 +177,26 @@ class Futures:
         waiter: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._waiters[request].add(waiter)
         try:
-            packed: bytes | None = await self._redis.get(keys.result(request))
+            packed: bytes | None = await self._redis.get(result_keys.result(request))
             if packed is not None or self._released:
                 return packed
-            with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(waiter, timeout_s)
-            return None
+            # What `asyncio.wait_for` would do, with a future and a frame less for each of thousands.
+            timer = asyncio.get_running_loop().call_later(timeout_s, _give_up, waiter)
+            try:
+                return await waiter
+            finally:
+                timer.cancel()
         finally:
             self._waiters[request].discard(waiter)
             if not self._waiters[request]:
                 del self._waiters[request]
 
-    async def _pending(self, run: RunRecord, request: RequestId) -> Pending:
+    async def _pending(self, pool: PoolId, request: RequestId) -> Pending:
         """Tell a waiter why, and a client that polls for what never was or has expired, so."""
+        run = run_of(request)
         log, since = await asyncio.gather(
-            self._redis.hmget(keys.log(run.pool, run.id), ["next", "done", "last"]),
-            self._redis.zscore(keys.gaps(run.pool), run.id),
+            self._redis.hmget(run_keys.log(pool, run), ["next", "done", "last"]),
+            self._redis.zscore(run_keys.gaps(pool), run),
         )
         place = request.rpartition(":")[2]
         is_place = place.isdecimal() and len(place) <= _PLACE_DIGITS
@@ -198,20 +205,20 @@ class Futures:
         if int(place) <= int(log[1]) and await self._has_expired(request):
             raise RequestNotFound("The result has expired.")
         if since is not None and time.time() - since / 1000 > GAP_NOTICE_S:
-            missing = await self._client_seq(run, int(log[0]))
+            missing = await self._client_seq(pool, run, int(log[0]))
             return Pending("paused_capacity", f"waiting for seq_id {missing}, which never came")
         return Pending()
 
     async def _has_expired(self, request: RequestId) -> bool:
         """Tell whether a committed op has no result any more; one that owes its weights has none yet."""
         # In this order: what is owed when we look first has its result when we look second.
-        if await self._redis.hexists(keys.weights(WeightsRef(request)), "checkpoint"):
+        if await self._redis.hexists(weights_keys.weights(WeightsRef(request)), "checkpoint"):
             return False
-        return await self._redis.get(keys.result(request)) is None
+        return await self._redis.get(result_keys.result(request)) is None
 
-    async def _client_seq(self, run: RunRecord, place: int) -> int:
+    async def _client_seq(self, pool: PoolId, run: RunId, place: int) -> int:
         """Count like the client, which knows nothing of the riders before a place."""
-        riders = await self._redis.zrange(keys.riders(run.pool, run.id), 0, -1)
+        riders = await self._redis.zrange(run_keys.riders(pool, run), 0, -1)
         return place - sum(int(rider) < place for rider in riders)
 
     async def _whole(self, packed: bytes, expired: RequestNotFound) -> Result:
@@ -240,10 +247,15 @@ class Futures:
         waiting = [request for request in requests if request in self._waiters]
         if not waiting:
             return
-        values = await self._redis.mget([keys.result(RequestId(r)) for r in waiting])
+        values = await self._redis.mget([result_keys.result(RequestId(r)) for r in waiting])
         for request, packed in zip(waiting, values, strict=True):
             if packed is None:
                 continue
             for waiter in self._waiters.get(request, ()):
                 if not waiter.done():
                     waiter.set_result(packed)
+
+
+def _give_up(waiter: asyncio.Future[bytes | None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -10,7 +10,8 @@ import json
 from dataclasses import asdict, dataclass
 
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import LoraSpec, decode
+from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.runs import LoraSpec
 
 _MAGIC = b"CTI1"
 _LENGTH_BYTES = 4

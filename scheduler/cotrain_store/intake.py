@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.capacity import Capacity
 from cotrain_store.connection import CONNECTION_LOST, async_script
 from cotrain_store.errors import (
@@ -27,24 +26,20 @@ from cotrain_store.errors import (
     WeightsGone,
 )
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import (
-    OpKind,
-    QueuedOp,
-    RequestId,
-    Result,
-    RunRecord,
-    RunState,
-    encode,
-    request_id,
-)
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import RequestId, request_id
+from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.results import UNLOADED
-from cotrain_store.spool import SpoolRef
+from cotrain_store.spool import INLINE_LIMIT_BYTES, SpoolRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
     from cotrain_store.spool import Spool
 
 #: A seq further ahead of the last committed one than this is a client's mistake.
@@ -87,12 +82,14 @@ class Intake:
         body: bytes | None = None,
         digest: str = "",
         uses: Sequence[WeightsRef] = (),
+        save: bytes | None = None,
     ) -> RequestId:
         """Make a run: its seq 0, by CREATE, LOAD or IMPORT. Twice with the same settings is one run.
 
         `body` is that of a LOAD or IMPORT. `digest` identifies what the client sent; without, that
         is the base model, the LoRA settings and the body. The weights in `uses` stay while the log
-        needs the op.
+        needs the op. `save` is the body of a SAVE that becomes its seq 1: both are accepted, or
+        neither is.
 
         Raises:
             SeqConflict: the same run id with other settings.
@@ -103,8 +100,9 @@ class Intake:
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
         return await self._accept(
-            run, 0, kind, body, 0, digest, record=encode(run), uses=uses, idempotency_key=""
-        )
+            run, 0, kind, body, 0, digest, record=encode(run), uses=uses, idempotency_key="",
+            save=save,
+        )  # fmt: skip
 
     async def submit(
         self,
@@ -144,8 +142,8 @@ class Intake:
             StoreUnavailable: try again later.
         """
         try:
-            before = await self._redis.zcount(keys.riders(run.pool, run.id), "-inf", seq)
-            known = await self._redis.hget(keys.digests(run.pool, run.id), str(seq + before))
+            before = await self._redis.zcount(run_keys.riders(run.pool, run.id), "-inf", seq)
+            known = await self._redis.hget(run_keys.digests(run.pool, run.id), str(seq + before))
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
         return request_id(run.id, seq + before) if known == digest.encode() else None
@@ -159,10 +157,10 @@ class Intake:
         """
         request = RequestId(f"{run.id}:unload")
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
-        script_keys = [keys.run(run.id), keys.notify_results()]
+        script_keys = [run_keys.run(run.id), result_keys.notify_results()]
         args = [
-            run.id, keys.prefix(run.pool), keys.SMALL_RESULT_TTL_MS, request, result.pack(),
-            UNLOADED.pack(), RunState.CLOSED, run.tenant,
+            run.id, fleet_keys.prefix(run.pool), result_keys.SMALL_RESULT_TTL_MS, request,
+            result.pack(), UNLOADED.pack(), RunState.CLOSED, run.tenant,
         ]  # fmt: skip
         try:
             answer = await self._close(script_keys, args)
@@ -184,18 +182,24 @@ class Intake:
         record: str,
         uses: Sequence[WeightsRef],
         idempotency_key: str,
+        save: bytes | None = None,
     ) -> RequestId:
         await self._capacity.check()
-        ref = await self._capacity.place(body)
-        segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
-        now = time.time()
-        op = QueuedOp(run.id, seq or 0, kind, tokens, ref, len(body), now)
-        limits = self._limits
+        now, limits, kept = time.time(), self._limits, body
+        if len(body) > INLINE_LIMIT_BYTES and await self._is_full(run, tokens, len(body)):
+            # Not worth an fsync. The script says whether it is a repeat, and takes nothing new.
+            limits, kept = replace(limits, ops=0), b""
+        following: list[str | int | bytes] = ["", "", "", "", 0]
+        if save is not None:
+            placed = await self._placed(run, 1, OpKind.SAVE, save, 0, now)
+            following = [hashlib.sha256(save).hexdigest(), *placed, len(save)]
         args = [
-            run.id, run.tenant, "" if seq is None else seq, digest, op.envelope(),
-            b"" if segment else body, segment, tokens, len(body), int(now * 1000), limits.ops,
+            run.id, run.tenant, "" if seq is None else seq, digest,
+            *await self._placed(run, seq or 0, kind, kept, tokens, now),
+            tokens, len(body), int(now * 1000), limits.ops,
             limits.tokens, limits.bytes, MAX_AHEAD, limits.runs, record, idempotency_key,
-            keys.hash_tag(run.pool), repr(run.created_at), limits.unread_bytes, *uses,
+            fleet_keys.hash_tag(run.pool), repr(run.created_at), limits.unread_bytes,
+            *following, *uses,
         ]  # fmt: skip
         failpoint("api.before_submit", run.id)
         try:
@@ -208,15 +212,39 @@ class Intake:
             raise refusal("This request" if seq is None else f"seq_id {seq}")
         return request_id(run.id, place[0])
 
+    async def _is_full(self, run: RunRecord, tokens: int, size: int) -> bool:
+        """Tell whether a tenant's queue has no room for a request now, as `submit.lua` would."""
+        queue, limits = run_keys.queue(run.pool, run.tenant), self._limits
+        try:
+            queued = await self._redis.hmget(queue, ["ops", "tokens", "bytes"])
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+        ops, queued_tokens, queued_bytes = (int(count or 0) for count in queued)
+        return (
+            ops >= limits.ops
+            or queued_tokens + tokens > limits.tokens
+            or queued_bytes + size > limits.bytes
+        )
+
+    async def _placed(
+        self, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float
+    ) -> tuple[str, bytes, str]:
+        """Put a body where it belongs; return its op's envelope, what Redis keeps, and its segment."""
+        ref = await self._capacity.place(body)
+        segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
+        op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now)
+        return op.envelope(), b"" if segment else body, segment
+
 
 def _keys_of_submit(run: RunRecord) -> list[str]:
     pool, tenant = run.pool, run.tenant
     return [
-        keys.run(run.id), keys.log(pool, run.id), keys.ops(pool, run.id),
-        keys.bodies(pool, run.id), keys.digests(pool, run.id), keys.ready(pool), keys.gaps(pool),
-        keys.queue(pool, tenant), keys.queue_tenants(pool), keys.spool_segment_refs(),
-        keys.session_runs(run.session), keys.tenant_runs(tenant), keys.notify_scheduler(),
-        keys.riders(pool, run.id), keys.training_runs(tenant),
+        run_keys.run(run.id), run_keys.log(pool, run.id), run_keys.ops(pool, run.id),
+        run_keys.bodies(pool, run.id), run_keys.digests(pool, run.id), run_keys.ready(pool),
+        run_keys.gaps(pool), run_keys.queue(pool, tenant), run_keys.queue_tenants(pool),
+        result_keys.spool_segment_refs(), tenant_keys.session_runs(run.session),
+        tenant_keys.tenant_runs(tenant), fleet_keys.notify_scheduler(),
+        run_keys.riders(pool, run.id), tenant_keys.training_runs(tenant),
     ]  # fmt: skip
 
 

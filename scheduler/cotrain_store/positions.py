@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cotrain_store.messages import RunState, TenantId
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.runs import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,10 +9,9 @@ import json
 import re
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
 from cotrain_store.connection import async_script
 from cotrain_store.errors import (
     BaseModelNotServed,
@@ -26,36 +25,30 @@ from cotrain_store.errors import (
     SessionNotFound,
     SessionQuotaReached,
 )
-from cotrain_store.messages import (
-    CheckpointRecord,
-    FinishReason,
-    LoraSpec,
-    PoolId,
-    PoolRecord,
-    RunId,
-    RunRecord,
-    RunState,
-    SamplerId,
-    SamplerRecord,
-    SessionId,
-    SessionRecord,
-    TenantId,
-    WeightsRecord,
-    WeightsRef,
-    decode,
-    encode,
+from cotrain_store.keys import fleet_keys, run_keys, sample_keys, tenant_keys, weights_keys
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.sessions import SessionRecord
+from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.record_rows import (
+    WEIGHTS_FIELDS,
+    pool_record,
+    run_record,
+    session_record,
+    weights_record,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cotrain_store.connection import Connection
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.sessions import FinishReason
+    from cotrain_store.messages.weights import WeightsRecord
 
 #: Session ids, and run ids (`<session>:train:<n>`). Anything else a client sends names no record.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}(:train:[0-9]{1,20})?")
 _SAMPLER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:sample:[0-9]{1,20}")
-#: What `weights_record` reads.
-WEIGHTS_FIELDS = ("record", "digest", "size", "optimizer")
 _PATH = re.compile(
     r"tinker://(?P<run>[A-Za-z0-9_-]{1,64}:train:[0-9]{1,20})"
     r"/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
@@ -108,11 +101,12 @@ class Records:
             display_name=display_name,
         )
         script_keys = [
-            keys.session(session.id), keys.tenant_sessions(tenant), keys.living_sessions(tenant),
+            tenant_keys.session(session.id), tenant_keys.tenant_sessions(tenant),
+            tenant_keys.living_sessions(tenant),
         ]  # fmt: skip
         args = [
             session.id, encode(session), repr(session.created_at), int(session.created_at * 1000),
-            keys.SESSION_BEAT_TTL_MS, self._limits.sessions,
+            tenant_keys.SESSION_BEAT_TTL_MS, self._limits.sessions,
         ]  # fmt: skip
         if await self._session(script_keys, args) == b"SESSIONS":
             raise SessionQuotaReached
@@ -121,7 +115,7 @@ class Records:
 
     async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
         """Find a session; raises SessionNotFound."""
-        row = await self._row(keys.session(SessionId(session_id)), session_id)
+        row = await self._row(tenant_keys.session(SessionId(session_id)), session_id)
         if not row:
             raise SessionNotFound
         session = session_record(row)
@@ -139,23 +133,23 @@ class Records:
     async def assign_project(self, tenant: TenantId, session_id: str, project_id: str) -> None:
         """Put a session, with all it has, into a project; raises SessionNotFound."""
         session = await self.session(tenant, session_id)
-        await self._redis.hset(keys.session(session.id), "project_id", project_id)
+        await self._redis.hset(tenant_keys.session(session.id), "project_id", project_id)
 
     async def finish(
         self, tenant: TenantId, session_id: str, reason: FinishReason
     ) -> tuple[RunId, ...]:
         """End a session and name its runs, for the caller to close. The first reason wins."""
         session = await self.session(tenant, session_id)
-        name = keys.session(session.id)
+        name = tenant_keys.session(session.id)
         await self._redis.hsetnx(name, "reason", reason)
         await self._redis.hsetnx(name, "finished_at", repr(time.time()))  # last: it has a reason
-        await self._redis.zrem(keys.living_sessions(tenant), session.id)
-        members = await self._redis.smembers(keys.session_runs(session.id))
+        await self._redis.zrem(tenant_keys.living_sessions(tenant), session.id)
+        members = await self._redis.smembers(tenant_keys.session_runs(session.id))
         return tuple(sorted(RunId(member.decode()) for member in members))
 
     async def run(self, tenant: TenantId, run_id: str) -> RunRecord:
         """Find a run; raises RunNotFound."""
-        row = await self._row(keys.run(RunId(run_id)), run_id)
+        row = await self._row(run_keys.run(RunId(run_id)), run_id)
         if not row:
             raise RunNotFound
         run = run_record(row)
@@ -165,8 +159,8 @@ class Records:
 
     async def pools(self) -> tuple[PoolRecord, ...]:
         """List the base models served here, by name."""
-        rows = await self._redis.hvals(keys.pools())
-        return tuple(sorted((_pool(row) for row in rows), key=lambda pool: pool.base_model))
+        rows = await self._redis.hvals(fleet_keys.pools())
+        return tuple(sorted((pool_record(row) for row in rows), key=lambda pool: pool.base_model))
 
     async def pool_of(self, base_model: str) -> PoolRecord:
         """Find the pool that serves a base model; raises BaseModelNotServed naming those here."""
@@ -181,13 +175,13 @@ class Records:
 
     async def pool(self, pool_id: PoolId) -> PoolRecord | None:
         """Find a pool by its id."""
-        row = await self._redis.hget(keys.pools(), pool_id)
-        return _pool(row) if row else None
+        row = await self._redis.hget(fleet_keys.pools(), pool_id)
+        return pool_record(row) if row else None
 
     async def sampler(self, tenant: TenantId, sampler: str) -> SamplerRecord:
         """Find a sampler; raises SamplerNotFound."""
         text = (
-            await self._redis.get(keys.sampler(SamplerId(sampler)))
+            await self._redis.get(sample_keys.sampler(SamplerId(sampler)))
             if _SAMPLER_ID.fullmatch(sampler)
             else None
         )
@@ -207,13 +201,14 @@ class Records:
         """
         weights = record.weights or WeightsRef("")
         script_keys = [
-            keys.sampler(record.id), keys.session(record.session), keys.weights(weights),
-            keys.weights_users(weights), keys.session_samplers(record.session),
-            keys.tenant_samplers(record.tenant),
+            sample_keys.sampler(record.id), tenant_keys.session(record.session),
+            weights_keys.weights(weights), weights_keys.weights_users(weights),
+            tenant_keys.session_samplers(record.session),
+            tenant_keys.tenant_samplers(record.tenant),
         ]  # fmt: skip
         args = [
-            record.id, encode(record), keys.sampler_idle_ms(ephemeral=record.ephemeral), weights,
-            int(time.time() * 1000), self._limits.samplers,
+            record.id, encode(record), sample_keys.sampler_idle_ms(ephemeral=record.ephemeral),
+            weights, int(time.time() * 1000), self._limits.samplers,
         ]  # fmt: skip
         answer = await self._sampler(script_keys, args)
         if answer == b"SAMPLERS":
@@ -227,10 +222,20 @@ class Records:
             raise SeqConflict("This sampling_session_seq_id was already used with other settings.")
         return known
 
+    async def check_sampler_room(self, tenant: TenantId) -> None:
+        """Return when a save may make another sampler, once it runs; those that wait are not counted.
+
+        Raises:
+            SamplerQuotaReached: later.
+        """
+        samplers, now_ms = tenant_keys.tenant_samplers(tenant), int(time.time() * 1000)
+        if await self._redis.zcount(samplers, now_ms, "+inf") >= self._limits.samplers:
+            raise SamplerQuotaReached
+
     async def samplers_of(self, session: SessionId) -> tuple[SamplerRecord, ...]:
         """List the living samplers of a session that was found through its tenant, by age."""
-        members = await self._redis.smembers(keys.session_samplers(session))
-        names = [keys.sampler(SamplerId(member.decode())) for member in members]
+        members = await self._redis.smembers(tenant_keys.session_samplers(session))
+        names = [sample_keys.sampler(SamplerId(member.decode())) for member in members]
         rows = await self._redis.mget(names) if names else []
         living = [decode(SamplerRecord, json.loads(row)) for row in rows if row]
         return tuple(sorted(living, key=lambda sampler: sampler.created_at))
@@ -245,7 +250,7 @@ class Records:
         named = _PATH.fullmatch(path)
         if not named or ".." in named["name"]:
             raise MalformedPath
-        name = keys.checkpoint(RunId(named["run"]), named["kind"], named["name"])
+        name = weights_keys.checkpoint(RunId(named["run"]), named["kind"], named["name"])
         text = await self._redis.get(name)
         record = decode(CheckpointRecord, json.loads(text)) if text else None
         if record is None or not (record.public or record.tenant == tenant):
@@ -254,7 +259,7 @@ class Records:
 
     async def weights(self, ref: WeightsRef) -> WeightsRecord:
         """Read what weights are; raises CheckpointNotFound once they are forgotten."""
-        row = await self._redis.hmget(keys.weights(ref), WEIGHTS_FIELDS)
+        row = await self._redis.hmget(weights_keys.weights(ref), WEIGHTS_FIELDS)
         if row[0] is None:
             raise CheckpointNotFound
         return weights_record(row)
@@ -267,56 +272,15 @@ class Records:
         return row
 
     async def _mark_alive(self, session: SessionRecord) -> None:
-        now, ttl_ms = time.time(), keys.SESSION_BEAT_TTL_MS
+        now, ttl_ms = time.time(), tenant_keys.SESSION_BEAT_TTL_MS
         async with self._redis.pipeline() as pipeline:
-            pipeline.set(keys.session_beat(session.id), repr(now), px=ttl_ms)
+            pipeline.set(tenant_keys.session_beat(session.id), repr(now), px=ttl_ms)
             pipeline.zadd(
-                keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms}
+                tenant_keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms}
             )
             await pipeline.execute()
-
-
-def weights_record(row: Sequence[bytes]) -> WeightsRecord:
-    """Read a record of weights and what became of them (WEIGHTS_FIELDS)."""
-    raw = json.loads(row[0])
-    raw["lora"] = decode(LoraSpec, raw["lora"])
-    return replace(
-        decode(WeightsRecord, raw),
-        digest=row[1].decode(),
-        size=int(row[2]),
-        optimizer_digest=(row[3] or b"").decode(),
-    )
 
 
 def _settings(sampler: SamplerRecord) -> tuple[str, str | None, bool]:
     """Name what a repeat must have in common; a name may have moved to other weights meanwhile."""
     return sampler.base_model, sampler.model_path, sampler.ephemeral
-
-
-def session_record(row: dict[bytes, bytes]) -> SessionRecord:
-    """Read a session, as its hash has it."""
-    raw = json.loads(row[b"record"])
-    raw["tags"] = tuple(raw["tags"])
-    raw["project_id"] = row.get(b"project_id", b"").decode() or raw["project_id"]
-    raw["finish_reason"] = row.get(b"reason", b"").decode()
-    finished = row.get(b"finished_at")
-    raw["finished_at"] = float(finished) if finished else None
-    return decode(SessionRecord, raw)
-
-
-def run_record(row: dict[bytes, bytes]) -> RunRecord:
-    """Read a run, as its hash has it."""
-    raw = json.loads(row[b"record"])
-    raw["lora"] = decode(LoraSpec, raw["lora"])
-    raw["state"] = RunState(row.get(b"state", b"live").decode())
-    last = row.get(b"last_request_at")
-    raw["last_request_at"] = float(last) if last else None
-    raw["weights_epoch"] = int(row.get(b"weights_epoch", b"0"))
-    raw["rolled_back_to"] = row.get(b"rolled_back_to", b"").decode()
-    return decode(RunRecord, raw)
-
-
-def _pool(row: bytes) -> PoolRecord:
-    raw = json.loads(row)
-    raw["eos_token_ids"] = tuple(raw.get("eos_token_ids", ()))
-    return decode(PoolRecord, raw)

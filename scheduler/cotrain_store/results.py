@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
-from cotrain_store.messages import Result, ResultKind
+from cotrain_store.keys import result_keys
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 
 if TYPE_CHECKING:
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 #: What the requests of a run resolve to that was closed before they were planned.
 UNLOADED = Result.failed("The training run was unloaded before this request ran.", "user")
+#: What the requests of a run resolve to that could not be brought back after a crash.
+RUN_STOPPED = Result.failed(
+    "The training run was stopped: its log could not be replayed to the stored results.", "server"
+)
 
 _SPOOLED = {
     ResultKind.JSON: ResultKind.SPOOLED_JSON,
@@ -38,11 +42,11 @@ def pack_results(results: Sequence[Result], spool: Spool) -> list[tuple[bytes, i
 
 
 def _small(result: Result) -> tuple[bytes, int]:
-    return result.pack(), keys.SMALL_RESULT_TTL_MS
+    return result.pack(), result_keys.SMALL_RESULT_TTL_MS
 
 
 def _large(result: Result, ref: str) -> tuple[bytes, int]:
-    return Result(_SPOOLED[result.kind], ref.encode()).pack(), keys.LARGE_RESULT_TTL_MS
+    return Result(_SPOOLED[result.kind], ref.encode()).pack(), result_keys.LARGE_RESULT_TTL_MS
 
 
 def is_spooled(result: Result) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import WeightsRef
+from cotrain_store.messages.ids import WeightsRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,14 +6,18 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.connection import sync_script
 from cotrain_store.errors import Fenced
-from cotrain_store.messages import OpKind, QueuedOp, Result, Step, encode, seq_of
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import seq_of
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.messages.results import Result
 
 if TYPE_CHECKING:
     from cotrain_store.connection import SyncConnection
-    from cotrain_store.messages import CheckpointRecord, PoolId, RunId, WorkerId
+    from cotrain_store.messages.ids import PoolId, RunId, WorkerId
+    from cotrain_store.messages.weights import CheckpointRecord
     from cotrain_store.positions import LogPosition
 
 #: Digests of this many ops before a snapshot are kept, for retries that come very late.
@@ -26,8 +30,8 @@ class Rollback:
     def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId) -> None:
         self._redis = connection
         self._pool = pool
-        self._open = keys.open_steps(pool, worker)
-        self._epoch_key = keys.worker_epoch(pool, worker)
+        self._open = fleet_keys.open_steps(pool, worker)
+        self._epoch_key = fleet_keys.worker_epoch(pool, worker)
         self._script = sync_script(connection, "log_cut", "reject", "roll_back")
 
     def __call__(
@@ -46,15 +50,15 @@ class Rollback:
         pool, run, weights_epoch = self._pool, checkpoint.run, position.weights_epoch + 1
         failure = _failure(checkpoint, weights_epoch)
         script_keys = [
-            self._epoch_key, keys.log(pool, run), keys.run(run), self._open,
-            keys.ops(pool, run), keys.bodies(pool, run), keys.digests(pool, run),
-            keys.spool_segment_refs(), keys.queue(pool, position.tenant), keys.notify_results(),
-            keys.counters(pool),
+            self._epoch_key, run_keys.log(pool, run), run_keys.run(run), self._open,
+            run_keys.ops(pool, run), run_keys.bodies(pool, run), run_keys.digests(pool, run),
+            result_keys.spool_segment_refs(), run_keys.queue(pool, position.tenant),
+            result_keys.notify_results(), fleet_keys.counters(pool),
         ]  # fmt: skip
         place = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
         args: list[str | int | bytes] = [
             epoch, run, position.done, file, sha256, weights_epoch, checkpoint.path, DIGESTS_KEPT,
-            keys.SMALL_RESULT_TTL_MS, failure.pack(), failure.payload, place.envelope(),
+            result_keys.SMALL_RESULT_TTL_MS, failure.pack(), failure.payload, place.envelope(),
             *self._steps_without(run, len(failure.payload)),
         ]  # fmt: skip
         answer = self._script(script_keys, args)

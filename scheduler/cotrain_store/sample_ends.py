@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from cotrain_store import keys
-from cotrain_store.messages import Result, SamplerId, SessionId
+from cotrain_store.keys import sample_keys
+from cotrain_store.messages.ids import SamplerId, SessionId
+from cotrain_store.messages.results import Result
 
 #: What a request resolves to that its client gave up.
 CANCELLED = Result.failed("Cancelled by the client.", "user")
@@ -44,4 +45,4 @@ def parse_sample(request: str) -> SampleName | None:
 
 def lives(now_s: float) -> tuple[int, int, int]:
     """Give the times that an end needs, in ms: now, what its record lives longer, how long it is told."""
-    return int(now_s * 1000), keys.SAMPLE_RECORD_EXTRA_MS, keys.COMPLETION_TTL_MS
+    return int(now_s * 1000), sample_keys.SAMPLE_RECORD_EXTRA_MS, sample_keys.COMPLETION_TTL_MS

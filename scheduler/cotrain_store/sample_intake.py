@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.capacity import Capacity
 from cotrain_store.connection import CONNECTION_LOST, async_script
 from cotrain_store.errors import (
@@ -23,7 +22,15 @@ from cotrain_store.errors import (
     UnreadQuotaReached,
 )
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import RequestId, WeightsRef, sample_id
+from cotrain_store.keys import (
+    fleet_keys,
+    result_keys,
+    run_keys,
+    sample_keys,
+    tenant_keys,
+    weights_keys,
+)
+from cotrain_store.messages.ids import RequestId, WeightsRef, sample_id
 from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, OWN_SEQS, lives, parse_sample
 from cotrain_store.samples import encode_sample
 from cotrain_store.spool import SpoolRef
@@ -32,7 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import SamplerRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.samples import SamplerRecord
     from cotrain_store.samples import SampleBody
     from cotrain_store.spool import Spool
 
@@ -94,10 +102,14 @@ class SampleIntake:
         """
         if parse_sample(request) is None:
             return
-        script_keys = [keys.sample(request), keys.spool_segment_refs(), keys.notify_results()]
+        script_keys = [
+            sample_keys.sample(request),
+            result_keys.spool_segment_refs(),
+            result_keys.notify_results(),
+        ]
         args = [
-            request, tenant, CANCELLED.pack(), keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload),
-            *lives(time.time()),
+            request, tenant, CANCELLED.pack(), result_keys.SMALL_RESULT_TTL_MS,
+            len(CANCELLED.payload), *lives(time.time()),
         ]  # fmt: skip
         try:
             await self._cancel(script_keys, args)
@@ -111,15 +123,18 @@ class SampleIntake:
         weights = sampler.weights or WeightsRef("")
         segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
         script_keys = [
-            keys.sample(request), keys.sampler(sampler.id), keys.session(sampler.session),
-            keys.weights(weights), keys.sample_load(pool, tenant), keys.queue_tenants(pool),
-            keys.sample_ring(pool), keys.spool_segment_refs(), keys.workers(pool),
+            sample_keys.sample(request), sample_keys.sampler(sampler.id),
+            tenant_keys.session(sampler.session), weights_keys.weights(weights),
+            sample_keys.sample_load(pool, tenant), run_keys.queue_tenants(pool),
+            sample_keys.sample_ring(pool), result_keys.spool_segment_refs(),
+            fleet_keys.workers(pool),
         ]  # fmt: skip
         args = [
-            request, tenant, sampler.id, hashlib.sha256(content).hexdigest(), keys.prefix(pool),
-            weights, ref, segment, len(content), b"" if segment else content, repr(time.time()),
-            clone, keys.sampler_idle_ms(ephemeral=sampler.ephemeral), limits.requests,
-            limits.bytes, keys.ANY_LANE, limits.unread_bytes,
+            request, tenant, sampler.id, hashlib.sha256(content).hexdigest(),
+            fleet_keys.prefix(pool), weights, ref, segment, len(content),
+            b"" if segment else content, repr(time.time()), clone,
+            sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral), limits.requests, limits.bytes,
+            sample_keys.ANY_LANE, limits.unread_bytes,
         ]  # fmt: skip
         try:
             answer: bytes = await self._submit(script_keys, args)

@@ -15,7 +15,7 @@ import numpy as np
 
 from cotrain.proto import wire_pb2
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import decode
+from cotrain_store.messages.encoding import decode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

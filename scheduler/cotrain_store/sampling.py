@@ -1,4 +1,4 @@
-"""Claim sample requests, resolve them, keep the weights they need: a worker's side of sampling.
+"""Claim sample requests and resolve them: a worker's side of sampling.
 
 Plain synchronous and fenced by the worker's epoch, as execution is.
 """
@@ -8,43 +8,28 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.connection import sync_script
 from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
-from cotrain_store.messages import (
-    CheckpointRecord,
-    RequestId,
-    Result,
-    ResultKind,
-    SamplerId,
-    TenantId,
-    WeightsRef,
-    decode,
-    encode,
-    external_folder,
-    run_of,
-)
-from cotrain_store.records import WEIGHTS_FIELDS, weights_record
-from cotrain_store.results import UNLOADED, pack_results
+from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys
+from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.results import pack_results
 from cotrain_store.sample_ends import CANCELLED, lives
 from cotrain_store.samples import decode_sample
-from cotrain_store.usage_fields import sampling_amounts, usage_field, usage_hour
+from cotrain_store.usage_fields import sampling_amounts, usage_hour
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
-    from cotrain_store.messages import PoolId, SampleUsage, WeightsRecord, WorkerId
+    from cotrain_store.messages.ids import PoolId, WorkerId
+    from cotrain_store.messages.samples import SampleUsage
     from cotrain_store.samples import SampleBody
     from cotrain_store.spool import Spool
-
-
-#: Redis does nothing else while it looks at these: about 20 µs for each.
-WEIGHTS_AT_ONCE = 250
 
 
 @dataclass(frozen=True)
@@ -66,7 +51,7 @@ class ClaimedSample:
 
 
 class Sampling:
-    """One worker's access to the sample requests and the sampler weights of its pool.
+    """One worker's access to the sample requests of its pool.
 
     What writes raises Fenced when another process took this worker's place.
     """
@@ -86,7 +71,7 @@ class Sampling:
         self._pool = pool
         self._worker = worker
         self._epoch = epoch
-        self._epoch_key = keys.worker_epoch(pool, worker)
+        self._epoch_key = fleet_keys.worker_epoch(pool, worker)
         self._claim_token = secrets.token_hex(8)
         self._claim = sync_script(connection, "sample_claim")
         self._requeue = sync_script(
@@ -95,11 +80,6 @@ class Sampling:
         self._resolve = sync_script(
             connection, "unread", "usage_add", "sample_finish", "sample_resolve"
         )
-        ends = ("checkpoint_index", "run_close", "save_end")
-        self._stored = sync_script(connection, "usage_add", *ends, "weights_stored")
-        self._lost = sync_script(connection, *ends, "weights_lost")
-        self._list_unused = sync_script(connection, "weights_in_use", "weights_unused")
-        self._forget = sync_script(connection, "weights_in_use", "weights_forget")
 
     def requeue(self) -> int:
         """At enter: put what a dead predecessor ran back at the front, in order; count it."""
@@ -111,23 +91,31 @@ class Sampling:
 
     def claim(self, most: int) -> list[ClaimedSample]:
         """Take waiting requests, one per tenant in turn; of a tenant's, those first that only this
-        worker can run. After a lost connection the next call gives what the lost answer held.
+        worker can run. After a lost connection, or an OSError, the next call gives the same again.
         """
         pool, me = self._pool, self._worker
         script_keys = [
-            self._epoch_key, keys.sample_ring(pool), keys.claimed_samples(pool, me),
-            keys.workers(pool), keys.last_claim(pool, me),
+            self._epoch_key, sample_keys.sample_ring(pool), sample_keys.claimed_samples(pool, me),
+            fleet_keys.workers(pool), sample_keys.last_claim(pool, me),
         ]  # fmt: skip
-        args = [self._epoch, keys.prefix(pool), me, keys.ANY_LANE, most, self._claim_token]
+        args = [
+            self._epoch,
+            fleet_keys.prefix(pool),
+            me,
+            sample_keys.ANY_LANE,
+            most,
+            self._claim_token,
+        ]
         rows = self._claim(script_keys, args)
         if rows == b"FENCED":
             raise Fenced
-        self._claim_token = secrets.token_hex(8)
-        return [self._claimed(row) for row in rows]
+        claimed = [self._claimed(row) for row in rows]
+        self._claim_token = secrets.token_hex(8)  # only now: what cannot be read comes again
+        return claimed
 
     def risk(self, request: RequestId) -> None:
         """Count a death over this claimed request in advance: nobody may be left to do it after."""
-        self._redis.hincrby(keys.sample(request), "deaths", 1)
+        self._redis.hincrby(sample_keys.sample(request), "deaths", 1)
 
     def resolve(
         self,
@@ -141,12 +129,12 @@ class Sampling:
         twice is harmless. `usage` is added to what their tenants used.
         """
         script_keys = [
-            self._epoch_key, keys.spool_segment_refs(), keys.notify_results(),
-            keys.counters(self._pool),
+            self._epoch_key, result_keys.spool_segment_refs(), result_keys.notify_results(),
+            fleet_keys.counters(self._pool),
         ]  # fmt: skip
         now = time.time()
         args: list[str | int | bytes] = [
-            self._epoch, json.dumps(counted), *lives(now), usage_hour(now), keys.USAGE_TTL_S,
+            self._epoch, json.dumps(counted), *lives(now), usage_hour(now), tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
         all_packed = pack_results(list(results.values()), self._results)
         for (request, result), (packed, ttl_ms) in zip(results.items(), all_packed, strict=True):
@@ -158,135 +146,30 @@ class Sampling:
 
     @cached_property
     def _base_model(self) -> str:
-        row = self._redis.hget(keys.pools(), self._pool)
+        row = self._redis.hget(fleet_keys.pools(), self._pool)
         return str(json.loads(row)["base_model"])
 
     def cancelled(self) -> list[RequestId]:
         """List this worker's requests that their clients gave up; each is to be resolved, CANCELLED."""
-        members = self._redis.smembers(keys.cancelled_samples(self._pool, self._worker))
+        members = self._redis.smembers(sample_keys.cancelled_samples(self._pool, self._worker))
         return sorted(RequestId(member.decode()) for member in members)
 
     def depth(self) -> int:
         """Count the requests that wait in this pool, whoever may run them."""
         pipeline = self._redis.pipeline(transaction=False)
-        for tenant in self._redis.lrange(keys.sample_ring(self._pool), 0, -1):
-            pipeline.hget(keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")
+        for tenant in self._redis.lrange(sample_keys.sample_ring(self._pool), 0, -1):
+            pipeline.hget(sample_keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")
         return sum(int(waiting or 0) for waiting in pipeline.execute())
 
-    def weights(self, ref: WeightsRef) -> WeightsRecord | None:
-        """Read what is known of sampler weights; None once they are forgotten."""
-        row = self._redis.hmget(keys.weights(ref), WEIGHTS_FIELDS)
-        return weights_record(row) if row[0] else None
-
-    def unstored(self) -> list[WeightsRecord]:
-        """List the weights that nobody but this worker has; after a crash, nobody: a replay of the
-        log makes them again.
-        """
-        members = self._redis.smembers(keys.unstored_weights(self._pool, self._worker))
-        found = [self.weights(WeightsRef(member.decode())) for member in members]
-        return sorted((w for w in found if w), key=lambda weights: weights.created_at)
-
-    def stored(self, ref: WeightsRef, digest: str, size: int, optimizer_digest: str = "") -> bool:
-        """Note that all files of weights are durable, `size` bytes together.
-
-        What a named save owed appears with it: its checkpoint, its result, the end of its run if it
-        was the last one. False when there are no such weights: forgotten, lost, or their save was
-        refused because its name was in use. The first digest stays.
-        """
-        pool, now = self._pool, time.time()
-        checkpoint, result = self._owed(ref, size)
-        tenant = checkpoint.tenant if checkpoint else TenantId("")
-        script_keys = [
-            self._epoch_key, keys.weights(ref), keys.content(pool, digest),
-            keys.unstored_weights(pool, self._worker),
-            keys.optimizer_content(pool, optimizer_digest), keys.notify_results(),
-            keys.usage(tenant, usage_hour(now)),
-        ]  # fmt: skip
-        args = [
-            self._epoch, ref, digest, size, optimizer_digest, keys.prefix(pool),
-            encode(checkpoint) if checkpoint else "", result, UNLOADED.pack(),
-            usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
-            keys.USAGE_TTL_S,
-        ]  # fmt: skip
-        answer = self._stored(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
-
-    def _owed(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
-        """Read what a named save owes: its checkpoint and result, now that its size is known.
-
-        Nobody but this worker changes them; a script that finds them gone asks for neither.
-        """
-        text, packed = self._redis.hmget(keys.weights(ref), ["checkpoint", "result"])
-        if text is None:
-            return None, b""
-        checkpoint = replace(decode(CheckpointRecord, json.loads(text)), size=size)
-        result = Result.unpack(packed)
-        if checkpoint.kind == "external_weights" and result.kind is ResultKind.JSON:
-            result = Result.of_json({**result.json(), "size_bytes": size})
-        return checkpoint, result.pack()
-
-    def lost(self, ref: WeightsRef, message: str) -> None:
-        """Give up a named save that nothing can make again: it fails, category server.
-
-        Its name is free again. Nothing happens to weights that are stored, and to those of a sampler.
-        """
-        pool = self._pool
-        script_keys = [
-            self._epoch_key, keys.weights(ref), keys.notify_results(),
-            keys.unstored_weights(pool, self._worker), keys.pool_weights(pool),
-            keys.external_folders(pool), keys.weights_users(ref),
-        ]  # fmt: skip
-        args = [
-            self._epoch, ref, keys.prefix(pool), Result.failed(message, "server").pack(),
-            keys.SMALL_RESULT_TTL_MS, UNLOADED.pack(), external_folder(ref),
-        ]  # fmt: skip
-        if self._lost(script_keys, args) == b"FENCED":
-            raise Fenced
-
-    def unused_weights(self) -> list[WeightsRecord]:
-        """List the stored weights of this pool that no checkpoint, living sampler or load refers to."""
-        refs = sorted(self._redis.smembers(keys.pool_weights(self._pool)))
-        unused: list[list[bytes]] = []
-        for start in range(0, len(refs), WEIGHTS_AT_ONCE):
-            unused += self._list_unused([], refs[start : start + WEIGHTS_AT_ONCE])
-        return [weights_record(row) for row in unused]
-
-    def forget_weights(self, ref: WeightsRef) -> bool:
-        """Forget weights unless they are in use again; True when nothing else has their content.
-
-        Then their folder may go, but not at once: another worker may have found it and be about to
-        call `stored`.
-        """
-        pool = self._pool
-        script_keys = [
-            self._epoch_key, keys.weights(ref), keys.weights_users(ref),
-            keys.pool_weights(pool), keys.external_folders(pool),
-        ]  # fmt: skip
-        args = [self._epoch, keys.prefix(pool), ref, external_folder(ref)]
-        answer = self._forget(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"LAST")
-
-    def knows(self, digest: str) -> bool:
-        """Tell whether some weights have this content: a folder without is a leftover."""
-        return bool(self._redis.exists(keys.content(self._pool, digest)))
-
-    def knows_optimizer(self, digest: str) -> bool:
-        """Tell whether some weights have this optimizer state: a file without is a leftover."""
-        return bool(self._redis.exists(keys.optimizer_content(self._pool, digest)))
-
-    def knows_external(self, folder: str) -> bool:
-        """Tell whether some weights have this folder (`external_folder`) of encrypted files."""
-        return bool(self._redis.sismember(keys.external_folders(self._pool), folder))
-
     def _put_back(self, *, deaths: int) -> int:
-        script_keys = [self._epoch_key, keys.spool_segment_refs(), keys.notify_results()]
+        script_keys = [
+            self._epoch_key,
+            result_keys.spool_segment_refs(),
+            result_keys.notify_results(),
+        ]
         args = [
-            self._epoch, keys.prefix(self._pool), self._worker, deaths, CANCELLED.pack(),
-            keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload), *lives(time.time()),
+            self._epoch, fleet_keys.prefix(self._pool), self._worker, deaths, CANCELLED.pack(),
+            result_keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload), *lives(time.time()),
         ]  # fmt: skip
         count = self._requeue(script_keys, args)
         if count == b"FENCED":

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
-from cotrain_store.messages import Result, SamplerRecord, encode, external_folder
+from cotrain_store.keys import sample_keys, weights_keys
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.weights import external_folder
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import CheckpointRecord, SaveRecords
+    from cotrain_store.messages.saves import SaveRecords
+    from cotrain_store.messages.weights import CheckpointRecord
 
 
 def save_row(records: SaveRecords) -> dict[str, Any]:
@@ -22,14 +26,14 @@ def save_row(records: SaveRecords) -> dict[str, Any]:
         row["folder"] = external_folder(weights.ref)
     if isinstance(user, SamplerRecord):
         return row | _sampler_row(user)
-    row |= {"kind": "c", "name": keys.checkpoint_member(user.run, user.kind, user.name)}
+    row |= {"kind": "c", "name": weights_keys.checkpoint_member(user.run, user.kind, user.name)}
     if user.kind == "weights" and not records.overwrite:
         row["collision"] = _collision(user).pack().decode()
     return row
 
 
 def _sampler_row(sampler: SamplerRecord) -> dict[str, Any]:
-    idle_ms = keys.sampler_idle_ms(ephemeral=sampler.ephemeral)
+    idle_ms = sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral)
     return {"kind": "s", "name": sampler.id, "session": sampler.session, "idle_ms": idle_ms}
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
+from cotrain_store.keys import fleet_keys
 
 if TYPE_CHECKING:
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import PoolId, SessionId
+    from cotrain_store.messages.ids import PoolId, SessionId
 
 #: Records of a full pool have some 10 KB each, and Redis does nothing else while it sends them.
 READ_AT_ONCE = 50
@@ -23,8 +23,8 @@ async def session_cycles(
     The others are not even decoded. A record that moves on while this reads is read twice, and kept once.
     """
     found: dict[int, dict[str, Any]] = {}
-    for first in range(0, keys.CYCLES_KEPT, READ_AT_ONCE):
-        rows = await connection.lrange(keys.cycles(pool), first, first + READ_AT_ONCE - 1)
+    for first in range(0, fleet_keys.CYCLES_KEPT, READ_AT_ONCE):
+        rows = await connection.lrange(fleet_keys.cycles(pool), first, first + READ_AT_ONCE - 1)
         for row in rows:
             if session.encode() in row:
                 record = json.loads(row)

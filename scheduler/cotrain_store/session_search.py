@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
-from cotrain_store.messages import RunId, RunState, SessionId
-from cotrain_store.records import session_record
+from cotrain_store.keys import run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.ids import RunId, SessionId
+from cotrain_store.messages.runs import RunState
+from cotrain_store.record_rows import session_record
 
 if TYPE_CHECKING:
     from cotrain_store.checkpoints import Checkpoints
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import SessionRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.sessions import SessionRecord
 
 #: A score is created_at in s; clients get it in µs.
 _MICROSECONDS = 1_000_000
@@ -65,9 +67,9 @@ class SessionSearch:
         pipeline = self._redis.pipeline(transaction=False)
         for found in places:
             session = SessionId(found.session)
-            pipeline.hgetall(keys.session(session))
-            pipeline.exists(keys.session_beat(session))
-            pipeline.smembers(keys.session_runs(session))
+            pipeline.hgetall(tenant_keys.session(session))
+            pipeline.exists(tenant_keys.session_beat(session))
+            pipeline.smembers(tenant_keys.session_runs(session))
         answers = await pipeline.execute()
         runs = sorted(RunId(run.decode()) for of_session in answers[2::3] for run in of_session)
         failed = await self._first_failed(runs)
@@ -81,7 +83,7 @@ class SessionSearch:
     async def stored(self, tenant: TenantId) -> dict[SessionId, Stored]:
         """Sum up what the checkpoints of each session hold."""
         await self._checkpoints.strike_expired(tenant)
-        sizes = await self._redis.hgetall(keys.checkpoint_sizes(tenant))
+        sizes = await self._redis.hgetall(weights_keys.checkpoint_sizes(tenant))
         by_session: dict[SessionId, Stored] = {}
         for member, size in sizes.items():
             session = SessionId(member.decode().partition(":")[0])
@@ -90,7 +92,7 @@ class SessionSearch:
 
     async def _places(self, tenant: TenantId, place: Place | None, count: int) -> list[Place]:
         """Read places; those of the same µs as `place` are read again, and left out if not behind it."""
-        name = keys.tenant_sessions(tenant)
+        name = tenant_keys.tenant_sessions(tenant)
         if place is None:
             rows = await self._redis.zrange(name, 0, count - 1, desc=True, withscores=True)
             return [_place(*row) for row in rows]
@@ -114,7 +116,7 @@ class SessionSearch:
         """Of each session, find the first run that the server stopped."""
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.hget(keys.run(run), "state")
+            pipeline.hget(run_keys.run(run), "state")
         states = zip(reversed(runs), reversed(await pipeline.execute()), strict=True)
         failed = RunState.FAILED.encode()
         return {SessionId(run.partition(":")[0]): run for run, state in states if state == failed}

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
+from cotrain_store.files import make_folder, passes, sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,7 +82,7 @@ class Spool:
         self._count = 0
         self._size = 0
         self._written_at = 0.0
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._thread = threading.Thread(target=self._write_loop, name="spool", daemon=True)
         self._thread.start()
 
@@ -92,7 +93,12 @@ class Spool:
         return durable
 
     def read(self, ref: str) -> bytes:
-        """Read a record back; raises SpoolCorrupt when it is missing or does not match."""
+        """Read a record back.
+
+        Raises:
+            SpoolCorrupt: it is missing, or does not match.
+            OSError: this process cannot read anything now, which says nothing about the record.
+        """
         at = SpoolRef.parse(ref)
         try:
             with (self.folder / at.segment).open("rb") as file:
@@ -100,6 +106,8 @@ class Spool:
                 magic, length, digest = _HEADER.unpack(file.read(_HEADER.size))
                 payload = file.read(at.length)
         except (OSError, struct.error) as broken:
+            if passes(broken):
+                raise
             raise SpoolCorrupt(f"Spool record {ref} cannot be read: {broken}.") from broken
         intact = magic == _MAGIC and length == len(payload) == at.length
         if not intact or _digest(payload) != digest or digest.hex() != at.digest:
@@ -199,15 +207,6 @@ def _keep_s(segment: str) -> float:
 def new_writer(process: str) -> str:
     """Name a writer that no other process start has: process, time, pid."""
     return f"{process}-{time.time_ns():x}-{os.getpid():x}"
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a file's name durable, not only its content."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _digest(payload: bytes) -> bytes:

@@ -7,9 +7,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
 from cotrain_store.dispatch import WorkerBeat
-from cotrain_store.messages import PoolId, TenantId, WorkerId, decode
+from cotrain_store.keys import fleet_keys, run_keys, sample_keys
+from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,21 +60,21 @@ class RedisStatus:
 
 async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
     """Read one pool's status."""
-    ids = sorted(WorkerId(n.decode()) for n in await connection.smembers(keys.workers(pool)))
+    ids = sorted(WorkerId(n.decode()) for n in await connection.smembers(fleet_keys.workers(pool)))
     tenants = sorted(
-        TenantId(n.decode()) for n in await connection.smembers(keys.queue_tenants(pool))
+        TenantId(n.decode()) for n in await connection.smembers(run_keys.queue_tenants(pool))
     )
     pipeline = connection.pipeline(transaction=False)
-    pipeline.zrange(keys.ready(pool), 0, 0, withscores=True)
-    pipeline.zrange(keys.gaps(pool), 0, 0, withscores=True)
-    pipeline.get(keys.cycle_counter(pool))
-    pipeline.hgetall(keys.counters(pool))
+    pipeline.zrange(run_keys.ready(pool), 0, 0, withscores=True)
+    pipeline.zrange(run_keys.gaps(pool), 0, 0, withscores=True)
+    pipeline.get(fleet_keys.cycle_counter(pool))
+    pipeline.hgetall(fleet_keys.counters(pool))
     for worker in ids:
-        pipeline.get(keys.worker(pool, worker))
-        pipeline.hlen(keys.open_steps(pool, worker))
+        pipeline.get(fleet_keys.worker(pool, worker))
+        pipeline.hlen(fleet_keys.open_steps(pool, worker))
     for tenant in tenants:
-        pipeline.hmget(keys.queue(pool, tenant), ["ops", "tokens", "bytes"])
-        pipeline.hmget(keys.sample_load(pool, tenant), ["waiting", "running"])
+        pipeline.hmget(run_keys.queue(pool, tenant), ["ops", "tokens", "bytes"])
+        pipeline.hmget(sample_keys.sample_load(pool, tenant), ["waiting", "running"])
     ready, gaps, cycle, counters, *rows = await pipeline.execute()
     beats, opened = rows[0 : 2 * len(ids) : 2], rows[1 : 2 * len(ids) : 2]
     loads = rows[2 * len(ids) :]
@@ -96,7 +97,9 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
 
 async def cycle_records(connection: Connection, pool: PoolId, count: int) -> list[dict[str, Any]]:
     """Read the records of the last `count` cycles, newest first."""
-    return [json.loads(row) for row in await connection.lrange(keys.cycles(pool), 0, count - 1)]
+    return [
+        json.loads(row) for row in await connection.lrange(fleet_keys.cycles(pool), 0, count - 1)
+    ]
 
 
 async def redis_status(connection: Connection) -> RedisStatus:
@@ -115,12 +118,12 @@ async def redis_status(connection: Connection) -> RedisStatus:
 
 async def scheduler_alive(connection: Connection) -> bool:
     """Tell whether some scheduler holds the lease."""
-    return bool(await connection.exists(keys.scheduler_lease()))
+    return bool(await connection.exists(fleet_keys.scheduler_lease()))
 
 
 async def scheduler_epoch(connection: Connection) -> int:
     """Read the fencing number of the newest scheduler."""
-    return int(await connection.get(keys.scheduler_epoch()) or 0)
+    return int(await connection.get(fleet_keys.scheduler_epoch()) or 0)
 
 
 def _age_s(oldest: list[tuple[bytes, float]]) -> float:

@@ -15,9 +15,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from cotrain_store import keys
 from cotrain_store.errors import ExpiredKey, InvalidKey
-from cotrain_store.messages import Tenant, TenantId
+from cotrain_store.keys import tenant_keys
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.sessions import Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,15 +124,15 @@ class Tenants:
 
     async def revoke(self, key_id: str) -> bool:
         """Remove a key; False if there was none. Takes effect within CACHE_S everywhere."""
-        removed = await self._redis.delete(keys.api_key(key_id))
-        await self._redis.srem(keys.api_keys(), key_id)
+        removed = await self._redis.delete(tenant_keys.api_key(key_id))
+        await self._redis.srem(tenant_keys.api_keys(), key_id)
         self._known.clear()
         self._live.clear()
         return bool(removed)
 
     async def list_keys(self) -> list[KeyRecord]:
         """List all keys, oldest first."""
-        ids = await self._redis.smembers(keys.api_keys())
+        ids = await self._redis.smembers(tenant_keys.api_keys())
         records = [await self._record(key_id.decode()) for key_id in ids]
         return sorted((r for r in records if r), key=lambda record: record.created_at)
 
@@ -140,7 +141,7 @@ class Tenants:
         return _record(key_id, row) if row else None
 
     async def _row(self, key_id: str) -> dict[str, str]:
-        row = await self._redis.hgetall(keys.api_key(key_id))
+        row = await self._redis.hgetall(tenant_keys.api_key(key_id))
         return {field.decode(): value.decode() for field, value in row.items()}
 
     async def _store(
@@ -154,8 +155,8 @@ class Tenants:
             "created_at": repr(time.time()),
             "not_after": "" if not_after is None else repr(not_after),
         }
-        await self._redis.hset(keys.api_key(key_id), mapping=row)
-        await self._redis.sadd(keys.api_keys(), key_id)
+        await self._redis.hset(tenant_keys.api_key(key_id), mapping=row)
+        await self._redis.sadd(tenant_keys.api_keys(), key_id)
 
 
 def _record(key_id: str, row: Mapping[str, str]) -> KeyRecord:

@@ -13,8 +13,8 @@ from collections import defaultdict
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Self
 
-from cotrain_store import keys
 from cotrain_store.connection import stop_tasks
+from cotrain_store.keys import sample_keys
 from cotrain_store.subscription import listen
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from cotrain_store.connection import Connection, SyncConnection
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
 
 #: Messages kept for a follower that is slow to read; what comes on top is left to the final result.
 MOST_UNREAD = 4_096
@@ -48,7 +48,7 @@ class TokenPublisher:
     def publish(self, request: RequestId, events: Iterable[StreamedTokens]) -> None:
         """Tell whoever follows this request; nobody may."""
         message = [request, [astuple(event) for event in events]]
-        self._redis.publish(keys.notify_tokens(), json.dumps(message, separators=(",", ":")))
+        self._redis.publish(sample_keys.notify_tokens(), json.dumps(message, separators=(",", ":")))
 
 
 class TokenFeed:
@@ -82,7 +82,9 @@ class TokenStream:
 
     async def __aenter__(self) -> Self:
         """Start listening."""
-        self._tasks = [asyncio.create_task(listen(self._redis, keys.notify_tokens(), self._heard))]
+        self._tasks = [
+            asyncio.create_task(listen(self._redis, sample_keys.notify_tokens(), self._heard))
+        ]
         return self
 
     async def __aexit__(

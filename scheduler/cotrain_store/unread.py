@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from cotrain_store.connection import CONNECTION_LOST, async_script
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import RequestId, TenantId
+    from cotrain_store.messages.ids import RequestId, TenantId
 
 #: Told together this often: one write for all that was sent meanwhile.
 TELL_EVERY_S = 1.0
@@ -43,3 +45,9 @@ class Unread:
         while True:
             await asyncio.sleep(TELL_EVERY_S)
             await self.tell()
+
+
+async def unread_bytes(connection: Connection, tenants: Sequence[TenantId]) -> dict[TenantId, int]:
+    """Measure the results of tenants that were never sent, as their quotas count them."""
+    sizes = await async_script(connection, "unread", "unread_bytes")([], list(tenants))
+    return dict(zip(tenants, sizes, strict=True))

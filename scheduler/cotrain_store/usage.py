@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
-from cotrain_store import keys
+from cotrain_store.keys import tenant_keys
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages import TenantId
+    from cotrain_store.messages.ids import TenantId
 
 What: TypeAlias = Literal[
     "training_tokens",
@@ -50,7 +50,7 @@ class Usage:
         hours = [start + HOUR * number for number in range((end - start) // HOUR)]
         pipeline = self._redis.pipeline(transaction=False)
         for hour in hours:
-            pipeline.hgetall(keys.usage(tenant, int(hour.timestamp())))
+            pipeline.hgetall(tenant_keys.usage(tenant, int(hour.timestamp())))
         found = zip(hours, await pipeline.execute(), strict=True)
         return [_row(hour, *item) for hour, fields in found for item in fields.items()]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
+from cotrain_store.keys import tenant_keys
 from cotrain_store.sample_ends import parse_sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cotrain_store.messages import RequestId, RunId, RunUsage, SampleUsage, TenantId
+    from cotrain_store.messages.ids import RequestId, RunId, TenantId
+    from cotrain_store.messages.ops import RunUsage
+    from cotrain_store.messages.samples import SampleUsage
 
 
 def usage_hour(now_s: float) -> int:
@@ -32,7 +34,7 @@ def training_amounts(
     """Sort what runs used by the hours (keys) of their tenants."""
     amounts: dict[str, dict[str, float]] = {}
     for run, used in usage.items():
-        hour = amounts.setdefault(keys.usage(tenant_by_run[run], usage_hour(now_s)), {})
+        hour = amounts.setdefault(tenant_keys.usage(tenant_by_run[run], usage_hour(now_s)), {})
         hour[usage_field("training_tokens", base_model, run)] = used.tokens
         hour[usage_field("device_s", base_model, run)] = used.device_s
     return amounts

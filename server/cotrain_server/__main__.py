@@ -15,6 +15,8 @@ from typing_extensions import override
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
 from cotrain_server.variables import unknown_variables
+from cotrain_store.connection import check_store_sync, open_sync_connection
+from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.logs import configure_logs
 
 if TYPE_CHECKING:
@@ -49,12 +51,20 @@ class DrainingServer(uvicorn.Server):
 
 
 def main() -> None:
-    """Start the process; exit status 2 for a misspelt setting, 3 when the store is not there."""
+    """Start the process; exit status 2 for a store that is refused, 3 for one that is not there."""
     misspelt = unknown_variables()
     if misspelt:
         sys.exit(f"Unknown settings: {', '.join(misspelt)}.")
     settings = ServerSettings()
     configure_logs("api", settings.log_level)
+    try:  # before uvicorn, which would show the operator where in our code it happened
+        _check_store(settings)
+    except UnsafeRedis as unsafe:
+        log.error("redis_refused", reason=str(unsafe))  # noqa: TRY400  # the reason says it all
+        sys.exit(2)
+    except StoreUnavailable:
+        log.error("redis_away")  # noqa: TRY400  # whoever started this process starts it again
+        sys.exit(3)
     app = create_app(settings)
     server = DrainingServer(_config(app, settings), app)
     # uvicorn raises the signal once more when it has ended. It must not kill us then, nor be lost
@@ -66,6 +76,14 @@ def main() -> None:
     server.run(inherited)
     log.info("api_stopped")
     sys.exit(0 if server.started else 3)
+
+
+def _check_store(settings: ServerSettings) -> None:
+    connection = open_sync_connection(settings.redis_url)
+    try:
+        check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
+    finally:
+        connection.close()
 
 
 def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:

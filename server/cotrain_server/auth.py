@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cotrain_server.errors import InvalidToken, TooManyFailures
 from cotrain_store.errors import AuthenticationFailed, InvalidKey
-from cotrain_store.messages import Tenant
+from cotrain_store.messages.sessions import Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,20 +22,17 @@ from cotrain_server.checkpoint_validation import (
 )
 from cotrain_server.errors import Invalid, sentence
 from cotrain_server.reading import Op, canonical_json, digest_of, op_or_refusal
-from cotrain_store.messages import (
-    LoadRequest,
-    LoadSource,
-    OpKind,
-    SaveRequest,
-    encode,
-    sampler_id,
-)
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import sampler_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from cotrain_server.reading import AddressedFields
-    from cotrain_store.messages import CheckpointKind, LoraSpec, RunRecord, WeightsRecord
+    from cotrain_store.messages.runs import LoraSpec, RunRecord
+    from cotrain_store.messages.weights import CheckpointKind, WeightsRecord
 
     SaveReader = Callable[[AddressedFields, RunRecord], SaveRequest]
 

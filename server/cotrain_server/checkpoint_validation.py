@@ -13,7 +13,8 @@ from cotrain_server.errors import Invalid
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain_store.messages import CheckpointRecord, LoraSpec, RunRecord, WeightsRecord
+    from cotrain_store.messages.runs import LoraSpec, RunRecord
+    from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 
 #: How long a checkpoint may be kept, as the hosted services have it; without one, until deleted.
 MIN_TTL_S = 3_600

@@ -21,7 +21,7 @@ from cotrain_server.variables import unknown_variables
 from cotrain_store.connection import CONNECTION_LOST, open_connection
 from cotrain_store.embedded import NoRedisFound
 from cotrain_store.errors import InvalidKey, UnsafeRedis
-from cotrain_store.messages import TenantId
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants import Tenants
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from cotrain_store import metrics
 from cotrain_store.connection import CONNECTION_LOST
-from cotrain_store.messages import TenantId
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.status import QueueStatus, pool_status, redis_status
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from cotrain_server.services import Services
-    from cotrain_store.messages import PoolRecord
+    from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.status import PoolStatus, RedisStatus
 
 #: Tenants with a line of their own; the others are summed up, so that a scrape stays small.

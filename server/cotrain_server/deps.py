@@ -8,7 +8,7 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
 
 from cotrain_server.services import Services
-from cotrain_store.messages import Tenant
+from cotrain_store.messages.sessions import Tenant
 
 #: For the OpenAPI page; the check itself is the gate's.
 api_key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))

@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, StreamingResponse
 from typing_extensions import override
 
 from cotrain_store.errors import CheckpointNotFound
-from cotrain_store.messages import external_folder
+from cotrain_store.messages.weights import external_folder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from cotrain_store.messages import CheckpointRecord, WeightsRecord
+    from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 
 #: What PEFT reads, and all that a download holds.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

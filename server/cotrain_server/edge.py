@@ -15,6 +15,8 @@ import structlog
 from starlette.requests import ClientDisconnect
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST, internal_error
+from cotrain_server.gate import meet
+from cotrain_server.held import answer_held
 from cotrain_store import metrics
 
 if TYPE_CHECKING:
@@ -59,7 +61,8 @@ class Edge:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_noted)
+            await self._routed(scope, receive, send_noted)
+            await answer_held(scope, receive, send_noted)
         except ClientDisconnect:
             statuses.append(CLIENT_CLOSED_REQUEST)
         except Exception as error:  # noqa: BLE001  # the HTTP edge answers whatever happened
@@ -67,6 +70,15 @@ class Edge:
             if not statuses:
                 await internal_error(request_id)(scope, receive, send_noted)
         _measure(scope, statuses[0] if statuses else 0, time.perf_counter() - started_at)
+
+    async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await meet(scope)
+        # A scope of their own: what the layers below leave in it would be held with a poll.
+        below = {**scope}
+        try:
+            await self.app(below, receive, send)
+        finally:
+            scope["route"] = below.get("route")
 
 
 def _is_leaving(scope: Scope) -> bool:
@@ -77,7 +89,7 @@ def _is_leaving(scope: Scope) -> bool:
 
 def _measure(scope: Scope, status: int, duration_s: float) -> None:
     # The template, not the path: ids must not become labels.
-    route = getattr(scope.get("route"), "path", "unmatched")
+    route = getattr(scope["route"], "path", "unmatched")
     metrics.HTTP_REQUESTS.labels(route, status).inc()
     metrics.HTTP_DURATION.labels(route).observe(duration_s)
     if status < 400 or (route, status) in _NOT_LOGGED:

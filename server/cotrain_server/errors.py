@@ -210,8 +210,8 @@ def _path(loc: Sequence[int | str]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-async def _answer_known(request: Request, error: Exception) -> JSONResponse:
-    request_id = request.state.request_id
+def refusal(error: Exception, request_id: str) -> JSONResponse:
+    """Answer an error of the table, and count it."""
     status = status_of(error)
     if status == 500:
         return internal_error(request_id)
@@ -225,8 +225,12 @@ async def _answer_known(request: Request, error: Exception) -> JSONResponse:
     return answer
 
 
+async def _answer_known(request: Request, error: Exception) -> JSONResponse:
+    return refusal(error, request.state.request_id)
+
+
 async def _answer_lost(request: Request, error: Exception) -> JSONResponse:
-    return await _answer_known(request, store.StoreUnavailable())
+    return refusal(store.StoreUnavailable(), request.state.request_id)
 
 
 async def _answer_schema(request: Request, error: Exception) -> JSONResponse:

@@ -8,7 +8,8 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
-from cotrain_store.embedded import MAX_SOCKET_PATH
+from cotrain_store.embedded import LOG_FOLDER, MAX_SOCKET_PATH
+from cotrain_store.files import make_folder
 
 SOCKET_NAME = "redis.sock"
 #: A log that was this large when its process started is put aside as `.1`.
@@ -28,8 +29,10 @@ class DataFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        for folder in (path, self.logs, self.redis):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():  # the folder above one that is there need not be ours to read
+            make_folder(path)
+        for folder in (self.logs, self.redis, self.redis / LOG_FOLDER):
+            make_folder(folder)
 
     @property
     def logs(self) -> Path:

@@ -16,17 +16,20 @@ from typing_extensions import override
 from cotrain.types import TryAgainResponse
 from cotrain_server.auth import authenticate
 from cotrain_server.bodies import is_json, read_body
+from cotrain_server.errors import RequestError
 from cotrain_store.connection import CONNECTION_LOST
-from cotrain_store.errors import StoreUnavailable
+from cotrain_store.errors import StoreError, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from typing import Any
 
     from fastapi import Response
+    from starlette.types import Scope
 
     from cotrain_server.services import Services
     from cotrain_server.settings import ServerSettings
+    from cotrain_store.messages.sessions import Tenant
 
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -35,6 +38,7 @@ SMALL_BODY_BYTES = 1024**2
 JSON_BODY_BYTES = 32 * 1024**2
 #: A batch poll may acknowledge this much: 100,000 ids. Refused, it would end sampling on its client.
 POLL_BODY_BYTES = 8 * 1024**2
+POLLS = ("/api/v1/retrieve_future", "/api/v1/retrieve_futures")
 #: A poll that cannot be served is held this long: its client asks again the moment it is answered.
 HOLD_S = 1.0
 
@@ -65,8 +69,7 @@ class TenantRoute(APIRoute):
 
         async def pass_gate(request: Request) -> Response:
             services: Services = request.app.state.services
-            tenant = await authenticate(request, services)
-            request.state.tenant = tenant
+            request.state.tenant = await _tenant(request, services)
             body = await read_body(request, self.body_limit(request, services.settings))
             return await handle(CheckedRequest(request, body))
 
@@ -100,7 +103,7 @@ class PollRoute(TenantRoute):
                 return await handle(request)
             except (StoreUnavailable, *CONNECTION_LOST):
                 await asyncio.sleep(HOLD_S)
-                return try_again("", "paused_capacity", "the server's store is restarting")
+                return not_served()
 
         return hold
 
@@ -108,6 +111,34 @@ class PollRoute(TenantRoute):
     def body_limit(self, request: Request, settings: ServerSettings) -> int:
         """Say how many bytes a body may have."""
         return min(POLL_BODY_BYTES, settings.max_body_bytes)
+
+
+async def meet(scope: Scope) -> None:
+    """Look up the key of a poll before the layers of its route are entered.
+
+    Thousands come at once after a restart, and under those layers each weighs twice as much while it
+    waits for Redis.
+    """
+    if scope["path"] not in POLLS:
+        return
+    request, state = Request(scope), scope["state"]
+    try:
+        state["tenant"] = await authenticate(request, request.app.state.services)
+    except (RequestError, StoreError, *CONNECTION_LOST) as error:
+        state["stranger"] = error  # the route's to answer
+
+
+async def _tenant(request: Request, services: Services) -> Tenant:
+    met: Tenant | None = getattr(request.state, "tenant", None)
+    stranger: Exception | None = getattr(request.state, "stranger", None)
+    if stranger:
+        raise stranger
+    return met or await authenticate(request, services)
+
+
+def not_served() -> JSONResponse:
+    """Answer a poll while the store is away."""
+    return try_again("", "paused_capacity", "the server's store is restarting")
 
 
 def try_again(request_id: str, queue_state: str, reason: str | None) -> JSONResponse:

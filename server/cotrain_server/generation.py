@@ -19,7 +19,8 @@ from cotrain_store import metrics
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.errors import StoreError
 from cotrain_store.futures import Pending
-from cotrain_store.messages import ResultKind, sample_id
+from cotrain_store.messages.ids import sample_id
+from cotrain_store.messages.results import ResultKind
 from cotrain_store.sample_ends import OWN_SEQS
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
     from cotrain.sampling_types import SampledSequence, SampleResponse, TopK
     from cotrain_server.services import Services
-    from cotrain_store.messages import Category, RequestId, Result, SamplerRecord
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.results import Category, Result
+    from cotrain_store.messages.samples import SamplerRecord
     from cotrain_store.samples import SampleBody
     from cotrain_store.token_stream import TokenFeed
 

@@ -10,23 +10,33 @@ from cotrain_store.connection import stop_tasks
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from starlette.requests import Request
+    from starlette.types import Receive
 
 Answer = TypeVar("Answer")
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer | None:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
     """Await `work` as long as its client does; cancel it and give None when that has gone."""
     working: asyncio.Task[Any] = asyncio.ensure_future(work)
-    hung_up: asyncio.Task[Any] = asyncio.ensure_future(_hung_up(request))
+    watching = asyncio.ensure_future(_end_with_client(receive, working))
     try:
-        await asyncio.wait({working, hung_up}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        if _is_told_to_end():
+            raise
+        return None
     finally:
-        await stop_tasks([working, hung_up])
+        watching.cancel()
+        if not working.done():
+            await stop_tasks([working])
 
 
-async def _hung_up(request: Request) -> None:
-    """Return once the client has closed its connection."""
-    while (await request.receive())["type"] != "http.disconnect":
+async def _end_with_client(receive: Receive, working: asyncio.Task[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
+    await stop_tasks([working])
+
+
+def _is_told_to_end() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -102,7 +102,7 @@ async def read_asked(request: Request, model: type[Asked]) -> Asked:
 async def finished(request: Request, generation: Generation) -> list[SampleResponse] | None:
     """Wait for all results; withdraw the requests and give None when the client hangs up."""
     try:
-        return await while_connected(request, generation.responses())
+        return await while_connected(request.receive, generation.responses())
     finally:
         generation.close()
 

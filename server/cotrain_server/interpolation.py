@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 from cotrain_server.checkpoint_validation import check_name
 from cotrain_server.errors import Invalid
-from cotrain_store.messages import LoadRequest, LoadSource, LoraSpec, SaveRequest, encode
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cotrain.mint_types import InterpolateRequest
-    from cotrain_store.messages import WeightsRecord
+    from cotrain_store.messages.weights import WeightsRecord
 
 #: The name of a combination whose client gave it none; it lies in a run of its own.
 UNNAMED = "interpolated"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from cotrain_server.chat import Message
-    from cotrain_store.messages import PoolRecord
+    from cotrain_store.messages.pools import PoolRecord
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from cotrain_server.errors import Invalid
 from cotrain_server.safetensors_header import named, read_header
 from cotrain_server.strict_json import read_object
 from cotrain_store.imports import PeftAdapter, PeftModule
-from cotrain_store.messages import LoraSpec
+from cotrain_store.messages.runs import LoraSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cotrain_server import variables
 from cotrain_server.children import Program
 from cotrain_store.embedded import find_redis_binary, redis_command
+from cotrain_store.settings import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
 
 API_GRACE_S = 10.0
 SCHEDULER_GRACE_S = 5.0
-#: A worker ends its cycle and writes recovery copies; what it does not manage is replayed.
+#: A worker ends its cycle and writes recovery copies; what it does not manage is replayed. It plans by
+#: the same variable, if that is set.
 WORKER_GRACE_S = 60.0
 REDIS_GRACE_S = 30.0
 
@@ -72,7 +76,7 @@ class Programs:
                 f"worker-w{number}",
                 "cotrain_workers",
                 variables.WORKER,
-                WORKER_GRACE_S,
+                _worker_grace_s(),
                 BASE_MODEL=base_model,
                 WORKER_ID=f"w{number}",
             )
@@ -114,3 +118,9 @@ class Programs:
         return Program(
             name, command, variables.environment(known, given), grace_s, pass_fds=(self.lock,)
         )
+
+
+def _worker_grace_s() -> float:
+    with suppress(ValueError):  # the worker says what is wrong with it
+        return float(os.environ.get(f"{PREFIX}STOP_GRACE_S", ""))
+    return WORKER_GRACE_S

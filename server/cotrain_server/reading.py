@@ -27,13 +27,14 @@ from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.validation import check_adam, check_pass
 from cotrain_store.bodies import decode_pass, parse_pass
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import OpKind
+from cotrain_store.messages.ops import OpKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
-    from cotrain_store.messages import PoolRecord, WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.pools import PoolRecord
 
 #: Sparse tensors are small on the wire and full size here; this many elements is 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24

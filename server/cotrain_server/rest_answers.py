@@ -7,13 +7,14 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from cotrain.rest_types import Checkpoint, CheckpointType, TrainingRun
-from cotrain_store.messages import RunState
+from cotrain_store.messages.runs import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cotrain_store.catalog import RunEntry
-    from cotrain_store.messages import CheckpointKind, CheckpointRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
 
 TYPE_BY_KIND: Mapping[CheckpointKind, CheckpointType] = {
     "weights": "training",
@@ -60,6 +61,8 @@ def training_run_of(entry: RunEntry, tenant: TenantId) -> TrainingRun:
             checkpoint_of(entry.last_sampler_checkpoint) if entry.last_sampler_checkpoint else None
         ),
         user_metadata=text_by_name(run.user_metadata) if is_own else None,
+        weights_epoch=run.weights_epoch if is_own else 0,
+        rolled_back_to=(run.rolled_back_to or None) if is_own else None,
     )
 
 

@@ -15,14 +15,15 @@ from cotrain.wire_model import Name, SeqId, WireModel
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.reading import Op, canonical_json, digest_of, json_object
 from cotrain_server.validation import check_finite, check_tokens
-from cotrain_store.messages import OpKind
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.reverse_kl import KlArrays, ReverseKlBody, encode_reverse_kl
 
 if TYPE_CHECKING:
     from cotrain.data import ModelInput
     from cotrain.mint_types import ReverseKlDatum
     from cotrain.tensors import TensorData
-    from cotrain_store.messages import PoolRecord, WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.pools import PoolRecord
 
 
 class _Address(WireModel):

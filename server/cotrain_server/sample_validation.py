@@ -13,7 +13,7 @@ from cotrain_server.errors import Invalid
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_store.messages import PoolRecord
+    from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.samples import SampleBody
 
 MAX_SAMPLES = 1_024

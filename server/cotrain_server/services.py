@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from cotrain_server.settings import ServerSettings
-    from cotrain_store.messages import TenantId
+    from cotrain_store.messages.ids import TenantId
 
 
 @dataclass

@@ -26,7 +26,7 @@ from cotrain_store.session_search import Place, Stored
 
 if TYPE_CHECKING:
     from cotrain.rest_types import SearchOwner, SessionSearchRequest, StatusQuery
-    from cotrain_store.messages import TenantId
+    from cotrain_store.messages.ids import TenantId
     from cotrain_store.session_search import SessionEntry
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jwt
 
 from cotrain_server.errors import BadLink, InvalidToken
-from cotrain_store.messages import TenantId, WeightsRef
+from cotrain_store.messages.ids import TenantId, WeightsRef
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from fastapi import Request
 
     from cotrain_server.services import Services
-    from cotrain_store.messages import CheckpointRecord, TenantId, WeightsRecord
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 
 #: What a tenant can get wrong about a path; an op of a run's order takes its place and fails.
 WRONG_PATH = (Invalid, MalformedPath, CheckpointNotFound, WeightsGone)

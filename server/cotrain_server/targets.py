@@ -15,12 +15,15 @@ from cotrain_server.errors import Invalid
 from cotrain_server.language import language_of
 from cotrain_server.sample_validation import check_sampleable
 from cotrain_store.errors import BaseModelNotServed
-from cotrain_store.messages import SamplerId, SamplerRecord, SessionId
+from cotrain_store.messages.ids import SamplerId, SessionId
+from cotrain_store.messages.samples import SamplerRecord
 
 if TYPE_CHECKING:
     from cotrain_server.language import Language
     from cotrain_server.services import Services
-    from cotrain_store.messages import CheckpointRecord, PoolRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.messages.weights import CheckpointRecord
 
 SCHEME = "tinker://"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from cotrain_store.messages import TenantId
+    from cotrain_store.messages.ids import TenantId
 
 UPLOADS_PER_TENANT = 2
 #: Who sends nothing for this long has gone.

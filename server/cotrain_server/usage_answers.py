@@ -18,13 +18,13 @@ from cotrain.usage_types import (
     UsageInfo,
 )
 from cotrain_server.errors import Invalid
-from cotrain_store.messages import SessionId
+from cotrain_store.messages.ids import SessionId
 from cotrain_store.usage import HOUR, What
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from cotrain_store.messages import SessionRecord, Tenant
+    from cotrain_store.messages.sessions import SessionRecord, Tenant
     from cotrain_store.usage import UsageRow
 
 LONGEST = timedelta(days=14)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from cotrain.types import AdamParams
     from cotrain_store.bodies import DatumArrays, PassBody
-    from cotrain_store.messages import PoolRecord
+    from cotrain_store.messages.pools import PoolRecord
 
 
 def check_pass(request: PassBody, pool: PoolRecord) -> None:

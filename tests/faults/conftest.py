@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.faults.host import Nursery
+from tests.faults.orders import Nursery, Tally
 from tests.faults.trial import trial
 
 if TYPE_CHECKING:
@@ -29,10 +29,25 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny("qwen3", tmp_path_factory.mktemp("small") / "model")
 
 
+#: Of every nursery.
+TALLIES = pytest.StashKey[list[Tally]]()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say how many processes died, and what came of it."""
+    tallies = config.stash.setdefault(TALLIES, [])
+    tally = sum(tallies, Tally())
+    if tally.trials:
+        terminalreporter.write_line(f"faults: {tally}")
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def nursery(small_model: Path) -> AsyncIterator[Nursery]:
+async def nursery(small_model: Path, request: pytest.FixtureRequest) -> AsyncIterator[Nursery]:
     """Where all processes come from."""
     async with Nursery(small_model) as opened:
+        request.config.stash.setdefault(TALLIES, []).append(opened.tally)
         yield opened
 
 

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import httpx
 import redis as redis_client
 
 from cotrain_store.embedded import find_redis_binary, redis_command
-from tests.support.processes import ROOT, SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
+    from tests.faults.orders import Nursery
 
-KEY = "tml-faults_secret-of-faults"
+#: One per tenant.
+KEYS = tuple(f"tml-faults{number}_secret-of-faults" for number in range(8))
 MODEL = "tiny"
 PATIENCE_S = 120.0
 #: How soon a process that died is started again.
@@ -33,62 +31,7 @@ REDIS = "redis"
 #: What a process says when it starts while Redis is away; whoever started it starts it again.
 NO_REDIS = {1, 3}
 START_S = 20.0
-
-
-class Nursery:
-    """Orders to the process that forks (`tests.faults.nursery`), and what it reports."""
-
-    def __init__(self, model: Path, sources: Sequence[str] = SOURCES) -> None:
-        self._model = model
-        self._sources = sources
-        self._answers: asyncio.Queue[Any] = asyncio.Queue()
-        self._ended: dict[int, asyncio.Future[int]] = {}
-        self._order = asyncio.Lock()
-
-    async def __aenter__(self) -> Self:
-        paths = os.pathsep.join([*self._sources, str(ROOT)])
-        environment = {
-            **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }  # fmt: skip
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.faults.nursery", str(self._model),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
-        )  # fmt: skip
-        self._reading = asyncio.create_task(self._read())
-        assert await self._answers.get() == "ready"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        await self._process.wait()
-        await self._reading
-
-    async def ask(self, do: str, **order: Any) -> Any:
-        """Give an order that is answered."""
-        async with self._order:
-            self.tell(do, **order)
-            return await self._answers.get()
-
-    def tell(self, do: str, **order: Any) -> None:
-        """Give an order that is not."""
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
-
-    def ended(self, pid: int) -> asyncio.Future[int]:
-        """Give what will be the exit status of a child."""
-        return self._ended.setdefault(pid, asyncio.get_running_loop().create_future())
-
-    async def _read(self) -> None:
-        assert self._process.stdout
-        while line := await self._process.stdout.readline():
-            told = json.loads(line)
-            if "ended" in told:
-                self.ended(told["ended"]).set_result(told["status"])
-            else:
-                self._answers.put_nowait(told["answer"])
-        self._answers.put_nowait("gone")
+TIDY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +42,7 @@ class Death:
     status: int
     redis_was_away: bool
     lived_s: float
+    at_s: float = field(default_factory=time.time)
 
     @property
     def is_fault(self) -> bool:
@@ -164,22 +108,20 @@ class Host:
             self.add_worker(worker, worker)
         self._keep("scheduler", "cotrain_scheduler", self._environment())
         self._keep("api", "cotrain_server", self._environment(
-            LISTEN_FD=str(listener), API_KEYS=KEY, LONG_POLL_S="10",
+            LISTEN_FD=str(listener), API_KEYS=",".join(KEYS), LONG_POLL_S="10",
         ))  # fmt: skip
         await self.until_ready()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._is_over = True
-        everybody = [*self._kept.values(), *self._retired]
-        for kept in everybody:
+        self._redis_up.set()  # whoever waits for it sees that all is over
+        for kept in (everybody := [*self._kept.values(), *self._retired]):
             kept.stopping = True
-            self.nursery.tell("signal", pid=kept.pid, signal=int(signal.SIGKILL))
-        for kept in everybody:
-            if kept.pid:
-                await self.nursery.ended(kept.pid)
-            assert kept.task
-            kept.task.cancel()
+        while running := [kept for kept in everybody if kept.task and not kept.task.done()]:
+            for kept in running:  # its number may be about to become known
+                self.nursery.tell("signal", pid=kept.pid, signal=int(signal.SIGKILL))
+            await asyncio.wait([kept.task for kept in running if kept.task], timeout=0.1)
 
     def add_worker(self, name: str, worker_id: str) -> None:
         """Start a worker, under a name of the host's own."""
@@ -209,6 +151,13 @@ class Host:
             self._redis_downs += 1
         self.nursery.tell("signal", pid=self._kept[name].pid, signal=int(number))
 
+    def restart(self, name: str, **settings: str) -> None:
+        """Kill a process, and have it start with other settings."""
+        kept = self._kept[name]
+        own = {f"COTRAIN_{key}": value for key, value in settings.items()}
+        kept.environment = {**kept.environment, **own}
+        self.kill(name)
+
     def pid(self, name: str) -> int:
         """Tell the process by this name as it is now, or was when it retired."""
         return next(k.pid for k in [*self._kept.values(), *self._retired] if k.name == name)
@@ -232,6 +181,17 @@ class Host:
         """Let all of ours drain, first who takes new work, and start them no more."""
         for name in reversed(self._ours):
             await self._end(name, signal.SIGTERM)
+
+    async def tidy(self, is_tidy: Callable[[], bool]) -> None:
+        """Let one more worker clear away what is old, until it has or TIDY_S are over; end it."""
+        if is_tidy():
+            return
+        self.add_worker("sweeper", "sweeper")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TIDY_S):
+                while not is_tidy():  # noqa: ASYNC110  # of another process
+                    await asyncio.sleep(0.05)
+        await self._end("sweeper", signal.SIGTERM)
 
     def store(self) -> SyncConnection:
         """Open a connection behind everybody's back."""
@@ -269,6 +229,8 @@ class Host:
         while not kept.stopping:
             if kept.name != REDIS:
                 await self._redis_up.wait()
+            if self._is_over:
+                return
             downs, since = self._redis_downs, time.monotonic()
             kept.pid = await self.nursery.ask(
                 "start", run=kept.run, environment=dict(kept.environment), log=log
@@ -279,11 +241,15 @@ class Host:
             status = await ended
             if kept.name == REDIS:
                 self._redis_up.clear()
-            if not self._is_over and (status != 0 or not kept.stopping):
-                was_away, lived_s = downs != self._redis_downs, time.monotonic() - since
-                self.deaths.append(Death(kept.name, status, was_away, lived_s))
-                self.before_restart(kept.name)
+            lived_s = time.monotonic() - since
+            if not _is_in_order(kept, status, lived_s):
+                self._note(Death(kept.name, status, downs != self._redis_downs, lived_s))
                 await asyncio.sleep(RESTART_S)
+
+    def _note(self, death: Death) -> None:
+        if not self._is_over:
+            self.deaths.append(death)
+            self.before_restart(death.name)
 
     async def _until_redis_answers(self, ended: asyncio.Future[int]) -> None:
         with self.store() as store:
@@ -301,3 +267,9 @@ class Host:
             self.nursery.tell("signal", pid=kept.pid, signal=int(number))
         assert kept.task
         await asyncio.wait_for(kept.task, PATIENCE_S)
+
+
+def _is_in_order(kept: Kept, status: int, lived_s: float) -> bool:
+    """Tell whether a process was told to stop and did; one that has just been forked cannot drain."""
+    has_just_begun = status == -signal.SIGTERM and lived_s < START_S
+    return kept.stopping and (status == 0 or has_just_begun)

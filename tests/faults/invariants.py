@@ -1,10 +1,11 @@
 """What must hold after anything has died, looked at from outside: Redis, files, answers, exit codes.
 
 I1 what was accepted resolves · I2 once, and every reading gives the same bytes · I3 the runs end bit-equal
-to undisturbed ones · I4 snap ≤ done < next, nothing planned at rest, no result before its commit · I5 the log reaches back to its
-snapshots, what it refers to is there, and nothing is counted that is not · I6 epochs, `done` and `snap`
-only grow · I7 queues count 0 at rest · I8 nothing ends but by SIGKILL or in order · I9 (`fairness.py`)
-tenants with work get equal turns · I10 AOF and spool stay small.
+to undisturbed ones · I4 snap ≤ done < next, nothing planned at rest, no result before its commit · I5 the
+log reaches back to its snapshots, what it refers to is there, nothing is counted that is not, and no file
+is left that nobody refers to (`leftovers.py`) · I6 epochs, `done` and `snap` only grow · I7 queues count 0
+at rest · I8 nothing ends but by SIGKILL or in order · I9 tenants with work get equal turns (`fairness.py`)
+· I10 AOF and spool stay small.
 
 I1 and I2 are asked by the client (`traffic.py`): it waits for every answer, and reads each twice.
 """
@@ -22,16 +23,20 @@ from typing import TYPE_CHECKING, Any
 import redis as redis_client
 from safetensors.numpy import load
 
-from cotrain_store import keys
-from cotrain_store.messages import OpKind, QueuedOp, RunId, WorkerId, request_id
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, weights_keys
+from cotrain_store.messages.ids import RunId, WorkerId, request_id
+from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.spool import SpoolRef
 from cotrain_workers.settings import pool_of
+from tests.faults.fairness import cycles_of
+from tests.faults.leftovers import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from cotrain_store.connection import SyncConnection
+    from tests.faults.fairness import Cycle
     from tests.faults.host import Death
     from tests.faults.traffic import Played
 
@@ -72,18 +77,26 @@ class Look:
 
     def violations(self) -> list[str]:
         """Check I4, I5, I7 and I10."""
-        prefix = len(keys.log(self._pool, RunId("")))
-        names = self._store.scan_iter(f"{keys.log(self._pool, RunId(''))}*")
+        prefix = len(run_keys.log(self._pool, RunId("")))
+        names = self._store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*")
         runs = sorted(RunId(name.decode()[prefix:]) for name in names)
         found = [said for run in runs for said in self._wrong_log(run)]
         return [*found, *self._wrong_refs(runs), *self._not_at_rest(), *self._too_much()]
 
+    def leftovers(self) -> list[str]:
+        """List the files that nobody refers to (I5), of which there are some until they are old."""
+        return leftovers(self._folder, self._store, self._pool)
+
+    def cycles(self) -> list[Cycle]:
+        """Read what the cycles of the pool held."""
+        return cycles_of(self._store, self._pool)
+
     def _row(self, run: RunId) -> dict[str, str]:
-        raw = self._store.hgetall(keys.log(self._pool, run))
+        raw = self._store.hgetall(run_keys.log(self._pool, run))
         return {name.decode(): value.decode() for name, value in raw.items()}
 
     def _ops(self, run: RunId) -> dict[int, QueuedOp]:
-        raw = self._store.hgetall(keys.ops(self._pool, run))
+        raw = self._store.hgetall(run_keys.ops(self._pool, run))
         return {int(seq): QueuedOp.parse(run, int(seq), text.decode()) for seq, text in raw.items()}
 
     def _wrong_log(self, run: RunId) -> Iterable[str]:
@@ -106,7 +119,7 @@ class Look:
         for seq, op in ops.items():
             if _refers(op, done) and not self._is_whole(op.ref):
                 yield f"I5 {run}: the body of seq {seq} is gone from {op.ref}"
-            inline = self._store.hexists(keys.bodies(self._pool, run), str(seq))
+            inline = self._store.hexists(run_keys.bodies(self._pool, run), str(seq))
             if op.ref == "inline" and not inline and op.kind not in STATELESS:
                 yield f"I5 {run}: the body of seq {seq} is gone"
 
@@ -117,24 +130,24 @@ class Look:
             for op in self._ops(run).values()
             if _refers(op, int(self._row(run)["done"]))
         )
-        raw = self._store.hgetall(keys.spool_segment_refs())
+        raw = self._store.hgetall(result_keys.spool_segment_refs())
         noted = {segment.decode(): int(count) for segment, count in raw.items()}
         if noted != dict(counted):
             yield f"I5 spool references: noted {noted}, there are {dict(counted)}"
 
     def _not_at_rest(self) -> Iterable[str]:
         workers = [
-            WorkerId(name.decode()) for name in self._store.smembers(keys.workers(self._pool))
+            WorkerId(name.decode()) for name in self._store.smembers(fleet_keys.workers(self._pool))
         ]
         for worker in workers:
             for name in (
-                keys.open_steps(self._pool, worker), keys.unstored_weights(self._pool, worker),
-                keys.claimed_samples(self._pool, worker),
+                fleet_keys.open_steps(self._pool, worker), weights_keys.unstored_weights(self._pool, worker),
+                sample_keys.claimed_samples(self._pool, worker),
             ):  # fmt: skip
                 if self._store.exists(name):
                     yield f"I4 {name} is not empty at rest"
         for pattern in ("queue:*", "samples:*"):
-            for name in self._store.scan_iter(f"{keys.prefix(self._pool)}{pattern}"):
+            for name in self._store.scan_iter(f"{fleet_keys.prefix(self._pool)}{pattern}"):
                 counts = {k.decode(): v.decode() for k, v in self._store.hgetall(name).items()}
                 if any(float(count) for count in counts.values()):
                     yield f"I7 {name.decode()} is {counts} at rest"
@@ -232,10 +245,13 @@ class Watch:
                 await asyncio.sleep(WATCH_S)
 
     def _look(self, store: SyncConnection) -> None:
-        epochs = [keys.scheduler_epoch(), *store.scan_iter(f"{keys.prefix(self._pool)}epoch:*")]
+        epochs = [
+            fleet_keys.scheduler_epoch(),
+            *store.scan_iter(f"{fleet_keys.prefix(self._pool)}epoch:*"),
+        ]
         for name in epochs:
             self._note(str(name), int(store.get(name) or 0))
-        for name in store.scan_iter(f"{keys.log(self._pool, RunId(''))}*"):
+        for name in store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*"):
             for field, value in zip(
                 ("done", "snap", "next"), store.hmget(name, ["done", "snap", "next"]), strict=True
             ):
@@ -244,11 +260,11 @@ class Watch:
 
     def _look_ahead(self, store: SyncConnection, run: RunId) -> None:
         """Look for results of what is planned; in this order, since a commit writes both at once."""
-        name, pipeline = keys.log(self._pool, run), store.pipeline(transaction=False)
+        name, pipeline = run_keys.log(self._pool, run), store.pipeline(transaction=False)
         done, after = (int(value or 0) for value in store.hmget(name, ["done", "next"]))
         ahead = [request_id(run, seq) for seq in range(done + 1, after)]
         for request in ahead:
-            pipeline.exists(keys.result(request))
+            pipeline.exists(result_keys.result(request))
         seen = [
             request for request, is_there in zip(ahead, pipeline.execute(), strict=True) if is_there
         ]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FOLDERS = ("client", "scheduler", "server", "workers")
 WORKERS = "workers/cotrain_workers"
 STORE = "scheduler/cotrain_store"
+SCHEDULER = "scheduler/cotrain_scheduler"
 FENCED_BY_WORKER = (
     "commit", "snapshot", "forget", "sample_claim", "sample_requeue", "sample_resolve",
     "weights_stored", "weights_lost", "weights_forget",
@@ -173,6 +174,31 @@ MUTANTS = {
                 "                asyncio.get_running_loop().create_task(later())\n"
                 "                return request_id(run.id, seq)\n"
                 "            answer, *place = await self._submit(_keys_of_submit(run), args)\n",
+            )
+        ],
+        "killed before a request is logged",
+    ),
+    "no turns": Mutant(
+        [
+            Edit(
+                f"{SCHEDULER}/planner.py",
+                "    return staying + [tenant for tenant in backlog if tenant not in set(before)]\n",
+                "    return sorted(backlog)\n",
+            ),
+            Edit(
+                f"{SCHEDULER}/planner.py",
+                "while work and cost(work.head) <= deficits[tenant]:",
+                "while work:",
+            ),
+        ],
+        "a full house",
+    ),
+    "leftovers stay": Mutant(
+        [
+            Edit(
+                f"{STORE}/spool.py",
+                "        if path.name not in keep and now - _written_at(path, now) > _keep_s(path.name)\n",
+                "        if not path.name\n",
             )
         ],
         "killed before a request is logged",

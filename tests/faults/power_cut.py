@@ -15,10 +15,12 @@ import pytest
 import redis as redis_client
 from typing_extensions import override
 
-from cotrain_store import keys
-from cotrain_store.messages import WeightsRef, external_folder
-from tests.faults.host import MODEL, REDIS, Nursery
+from cotrain_store.keys import weights_keys
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.weights import external_folder
+from tests.faults.host import MODEL, REDIS
 from tests.faults.invariants import Look
+from tests.faults.orders import Nursery
 from tests.faults.trial import near_blame
 from tests.support.redis_server import EmbeddedRedis
 
@@ -180,7 +182,7 @@ def _broken(store: SyncConnection, folder: Path, before: Places) -> Iterator[str
     for wrong in Look(store, folder, MODEL).violations():
         if "at rest" not in wrong:
             yield wrong
-    prefix = keys.weights(WeightsRef(""))
+    prefix = weights_keys.weights(WeightsRef(""))
     for name in sorted(store.scan_iter(f"{prefix}*")):
         if store.type(name) == b"hash":
             row = {k.decode(): v.decode() for k, v in store.hgetall(name).items()}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pyrage
 import torch
 
-from cotrain_store.messages import WeightsRef
+from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.spool import Spool
 from cotrain_workers.bank import AdapterState
 from cotrain_workers.checkpoint_files import CheckpointFiles, Saved

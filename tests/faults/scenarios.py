@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain_store.spool import SpoolRef
 from tests.faults.traffic import programs, without_samples
-from tests.faults.trial import LIMIT_S, trial
+from tests.faults.trial import CROWDED, LIMIT_S, trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
     from pathlib import Path
 
-    from tests.faults.host import Host, Nursery
+    from tests.faults.host import Host
     from tests.faults.invariants import Ending
+    from tests.faults.orders import Nursery
     from tests.faults.traffic import Program
     from tests.faults.trial import Outcome
 
@@ -136,6 +137,7 @@ SCENARIOS = {
     ),
     "nobody asks twice": Scenario({"LONG_POLL_S": "40"}, limit_s=38),
     "a place is taken": Scenario({"FAILPOINTS": "worker.before_run=stop@4"}, _place_taken),
+    "a full house": Scenario(CROWDED),
     "the lead is taken": Scenario({"FAILPOINTS": "scheduler.before_plan=stop@4"}, _lead_taken),
     "power is lost before the spool is synced": Scenario(
         {

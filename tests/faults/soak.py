@@ -13,12 +13,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
-from tests.faults.host import Nursery
+from tests.faults.orders import Nursery
 from tests.faults.traffic import programs
-from tests.faults.trial import Outcome, random_kills, trial
+from tests.faults.trial import CROWDED, Outcome, random_kills, trial
 
 #: Each set of programs is played undisturbed once, and then disturbed this often.
 PLAYS = 8
@@ -27,7 +26,6 @@ PLAYS = 8
 async def soak(seed: int, minutes: float) -> int:
     """Soak from a seed on; return the exit status."""
     folder, until = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic() + 60 * minutes
-    total: Counter[str] = Counter()
     async with Nursery(_model(folder)) as nursery:
         while True:
             asked = programs(seed // PLAYS)
@@ -35,24 +33,22 @@ async def soak(seed: int, minutes: float) -> int:
             if not _is_fine(calm, folder / f"{seed}-calm"):
                 return 1
             for _ in range(PLAYS):
+                print(f"seed {seed}: ", end="", flush=True)
                 here = folder / str(seed)
                 mean_s = random.Random(seed).choice([0.3, 0.5, 1.0])
                 outcome = await trial(
                     nursery, here, asked, seed=seed, expected=calm.ending,
-                    disturb=random_kills(seed, mean_s),
+                    disturb=random_kills(seed, mean_s), settings=CROWDED,
                 )  # fmt: skip
-                total += outcome.killed
-                _tell(seed, outcome, total)
+                print(
+                    f"{outcome.killed.total()} deaths; so far {nursery.tally}",
+                    flush=True,
+                )
                 if not _is_fine(outcome, here):
                     return 1
                 seed += 1
                 if time.monotonic() > until:
                     return 0
-
-
-def _tell(seed: int, outcome: Outcome, total: Counter[str]) -> None:
-    died = ", ".join(f"{name} {count}" for name, count in sorted(outcome.killed.items()))
-    print(f"seed {seed}: {died or 'none'}; {total.total()} deaths so far {dict(total)}", flush=True)
 
 
 def _is_fine(outcome: Outcome, folder: Path) -> bool:

@@ -16,7 +16,8 @@ from tests.support.processes import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-KILLED_AT_STEPS = (6, 14, 22)
+#: Steps of all tenants together, of 128: they are not equally fast.
+KILLED_AT_STEPS = (20, 50, 80)
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -36,7 +37,6 @@ def kill_worker() -> None:
     os.kill(worker, signal.SIGKILL)
 
 
-@pytest.mark.faults
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_killing_the_worker_in_the_middle_of_the_demo_changes_nothing_in_its_final_table(
@@ -52,8 +52,8 @@ def test_killing_the_worker_in_the_middle_of_the_demo_changes_nothing_in_its_fin
 
     def watch_and_kill(progress: Any, work: Any) -> None:
         for step in KILLED_AT_STEPS:
-            while not all(its.step >= step for its in progress):
-                assert not any(each.done() for each in work)
+            while sum(its.step for its in progress) < step:
+                assert not all(each.done() for each in work)
                 time.sleep(0.1)
             kill_worker()
             killed.append(step)

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.faults.conftest import Calm
-    from tests.faults.host import Nursery
+    from tests.faults.orders import Nursery
 
-pytestmark = pytest.mark.faults
 in_one_loop = pytest.mark.asyncio(loop_scope="session")
 
 PROGRAMS = programs(1)
@@ -45,24 +44,17 @@ UNSAMPLED_PACKS = {
     "optimizer": ("optimizer.before_rename", "optimizer.renamed", "external.half_written"),
     "export": ("external.before_rename", "external.renamed"),
 }
-#: A step that was left open again and again is run request by request, each at its own risk. It has many,
-#: since the step before it takes its time.
-SLOW = "worker.before_run=sleep:1@2"
-SUSPECTED = [f"worker.before_run=kill@{nth}" for nth in (3, 4)]
-RISKS = ("worker.before_risk", "worker.after_risk")
-#: Of trials of their own: `test_places.py`, and the tests of rollbacks.
+#: Of trials of their own: of suspects, of places, of rollbacks.
 ELSEWHERE = (
-    "reassign.before",
-    "reassign.after",
-    "worker.before_rollback",
-    "worker.after_rollback",
-)
+    "worker.before_risk", "worker.after_risk", "reassign.before", "reassign.after",
+    "worker.before_rollback", "worker.after_rollback",
+)  # fmt: skip
 #: Twice in a row over one step is chance, and more often is the step's own fault.
 APART = ("worker.before_run", "worker.after_run", "worker.before_commit")
 
 
 def test_every_failpoint_is_in_some_trial() -> None:
-    packs = [*PACKS.values(), *UNSAMPLED_PACKS.values(), RISKS, ELSEWHERE]
+    packs = [*PACKS.values(), *UNSAMPLED_PACKS.values(), ELSEWHERE]
     assert sorted(name for pack in packs for name in pack) == sorted(FAILPOINTS)
 
 
@@ -87,18 +79,4 @@ async def test_death_at_a_failpoint_changes_nothing(
     )
     assert outcome.violations == []
     assert {name: outcome.reached[name] for name in names if outcome.reached[name] < 3} == {}
-    assert len(outcome.deaths) == len(faults)
-
-
-@in_one_loop
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 2), (2, 1)])
-async def test_deaths_over_a_suspected_request_from_outside_are_not_held_against_it(
-    before: int, after: int, nursery: Nursery, folder: Path, calm: Calm
-) -> None:
-    faults = [*SUSPECTED, f"worker.before_risk=kill@{before}", f"worker.after_risk=kill@{after}"]
-    outcome = await trial(
-        nursery, folder, UNSAMPLED, expected=await calm(UNSAMPLED),
-        settings={"FAILPOINTS": ",".join([SLOW, *faults])},
-    )  # fmt: skip
-    assert outcome.violations == []
     assert len(outcome.deaths) == len(faults)

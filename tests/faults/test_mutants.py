@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.host import Nursery
 from tests.faults.mutants import MUTANTS
+from tests.faults.orders import Nursery
 from tests.faults.scenarios import PROGRAMS, SCENARIOS
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ def test_a_mutant_still_applies_to_the_sources(name: str, tmp_path: Path) -> Non
     MUTANTS[name].plant(tmp_path)
 
 
-@pytest.mark.faults
 @pytest.mark.mutants
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("name", MUTANTS)
@@ -33,4 +32,5 @@ async def test_a_mutant_is_caught(
     async with Nursery(small_model, sources) as nursery:
         outcome = await scenario.run(nursery, folder, expected)
     assert outcome.violations != []
-    print(f"{name}, caught by {MUTANTS[name].scenario!r}: {outcome.violations[0]:.160}")
+    first, count = outcome.violations[0], len(outcome.violations)
+    print(f"{name}, caught by {MUTANTS[name].scenario!r}: {count} violations, first {first:.160}")

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.faults.conftest import Calm
-    from tests.faults.host import Host, Nursery
+    from tests.faults.host import Host
+    from tests.faults.orders import Nursery
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
@@ -27,19 +28,26 @@ SOON = {"REASSIGN_AFTER_S": "0.5"}
 async def test_what_a_dead_worker_had_is_given_away_whatever_the_scheduler_dies_of(
     nursery: Nursery, folder: Path, calm: Calm
 ) -> None:
+    gone = ("w1", "w2", "w3")
+
     async def remove(host: Host) -> None:
         await until(host, "worker.after_commit", 6)
-        host.kill("w1")
-        host.retire("w1")
+        for worker in gone:
+            host.kill(worker)
+            host.retire(worker)
         await asyncio.Event().wait()
 
-    faults = [f"reassign.before=kill@{nth}" for nth in (1, 2)] + ["reassign.after=kill@1"]
+    moments = ("reassign.before", "reassign.after")
+    faults = ",".join(f"{moment}=kill@{nth}" for moment in moments for nth in (1, 2, 3))
     outcome = await trial(
-        nursery, folder, PROGRAMS, expected=await calm(PROGRAMS), disturb=remove, workers=WORKERS,
-        settings=SOON | {"FAILPOINTS": ",".join(faults)},
+        nursery, folder, PROGRAMS, expected=await calm(PROGRAMS), disturb=remove,
+        workers=("w0", *gone), settings=SOON | {"FAILPOINTS": faults},
     )  # fmt: skip
     assert outcome.violations == []
-    assert outcome.killed == {"scheduler": 3, "w1": 1}
+    assert {
+        moment: outcome.reached[moment] for moment in moments if outcome.reached[moment] < 3
+    } == {}
+    assert outcome.killed == {"scheduler": 6, **dict.fromkeys(gone, 1)}
 
 
 @pytest.mark.timeout(400)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from tests.faults.conftest import TALLIES
 from tests.faults.host import REDIS
 from tests.faults.power_cut import (
     Cutter,
@@ -46,13 +47,14 @@ MOMENTS = {
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def nursery(small_model: Path) -> AsyncIterator[Mains]:
+async def nursery(small_model: Path, request: pytest.FixtureRequest) -> AsyncIterator[Mains]:
     """Where all processes here come from: the one whose power fails."""
     with TemporaryDirectory(prefix="cotrain-") as name:
         library = Path(name) / "power.so"
         if reason := compile_shim(library):
             pytest.skip(reason)
         async with Mains(small_model, Disk(Path(name), library)) as opened:
+            request.config.stash.setdefault(TALLIES, []).append(opened.tally)
             yield opened
 
 

@@ -20,8 +20,6 @@ from tests.support.processes import ROOT, SOURCES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.faults
-
 #: What a writer syncs, in the words of `Disk.syncs`, and what each is there for.
 SYNCS = {
     "the bytes of bodies": "F*/spool/*",

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from tests.faults.host import KEY, MODEL
+from tests.faults.fairness import Accepted
+from tests.faults.host import KEYS, MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -105,6 +108,16 @@ def _pass(draw: random.Random, route: str) -> Call:
     return Call(route, {f"{route}_input": {"data": data, "loss_fn": "cross_entropy"}})
 
 
+def _tokens(body: Mapping[str, Any]) -> int:
+    data = [
+        datum
+        for value in body.values()
+        if isinstance(value, dict)
+        for datum in value.get("data", [])
+    ]
+    return sum(len(chunk["tokens"]) for datum in data for chunk in datum["model_input"]["chunks"])
+
+
 @dataclass
 class Client:
     """One tenant's way to the server: it repeats what was not answered."""
@@ -112,7 +125,8 @@ class Client:
     http: httpx.AsyncClient
     draw: random.Random
     repeated: int = 0
-    waited: int = 0
+    told_to_wait: Counter[int] = field(default_factory=Counter)
+    """How often, by status code."""
 
     async def post(self, route: str, body: Mapping[str, Any]) -> bytes:
         """Ask until there is an answer."""
@@ -126,7 +140,7 @@ class Client:
                     return answer.content
                 if answer.status_code not in AGAIN:
                     raise Refused(f"{route}: {answer.status_code} {answer.text}")
-                self.waited += 1
+                self.told_to_wait[answer.status_code] += 1
             await asyncio.sleep(RETRY_S * self.draw.random())
 
     async def submit(self, route: str, body: Mapping[str, Any]) -> str:
@@ -150,11 +164,13 @@ class Played:
 
     run: str = ""
     answers: dict[str, Any] = field(default_factory=dict)
+    accepted: dict[int, Accepted] = field(default_factory=dict)
+    """By place in the run."""
 
 
-def client_of(address: str, seed: int) -> Client:
-    """Make a client of the server at this address; close its `http`."""
-    headers = {"X-API-Key": KEY, "Accept": "application/json"}
+def client_of(address: str, seed: int, tenant: int = 0) -> Client:
+    """Make a client of a tenant of the server at this address; close its `http`."""
+    headers = {"X-API-Key": KEYS[tenant], "Accept": "application/json"}
     http = httpx.AsyncClient(base_url=address, headers=headers, timeout=60)
     return Client(http, random.Random(seed))
 
@@ -181,15 +197,16 @@ class Player:
             "lora_config": lora,
         })  # fmt: skip
         for calls in program.parts:
-            await self._send(calls)
+            await self.send(calls)
 
     async def finish(self) -> Played:
         """Play the end, and ask for every answer once more."""
-        await self._send(self._program.end)
+        await self.send(self._program.end)
         await asyncio.gather(*(self._ask_again(request) for request in self._told))
         return self._played
 
-    async def _send(self, calls: Sequence[Call]) -> None:
+    async def send(self, calls: Sequence[Call]) -> None:
+        """Send requests at once, and wait for all answers."""
         asked = []
         for call in calls:
             self._seq += 1
@@ -204,6 +221,9 @@ class Player:
 
     async def _ask(self, route: str, body: Mapping[str, Any]) -> None:
         request = await self._client.submit(route, body)
+        if route != "asample":
+            seq = body.get("seq_id", 0)
+            self._played.accepted[seq] = Accepted(time.time(), route, _tokens(body))
         told = self._told[request] = await self._client.result(request)
         self._played.answers[request.replace(self._session, "S")] = self._comparable(told)
         if route == "save_weights_for_sampler":

@@ -12,7 +12,9 @@ import torch
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cotrain.proto import wire_pb2
-from cotrain_store.messages import LoraSpec, OpKind, RunId
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers import ahead
 from cotrain_workers.ahead import Ahead
 from cotrain_workers.engine import Engine
@@ -24,7 +26,7 @@ from tests.support.tiny_models import build_tiny_qwen3
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import QueuedOp, Step
+    from cotrain_store.messages.ops import QueuedOp, Step
     from tests.support.log import Log
     from tests.support.redis_server import EmbeddedRedis
 
@@ -51,7 +53,7 @@ async def submit_behind(log: Log, *bodies: bytes) -> tuple[Step, list[QueuedOp]]
     step = await log.plan()
     for seq, body in enumerate(bodies, start=1):
         await log.submit(run, seq, body=body)
-    return step, log.execution.behind(step, 8)
+    return step, log.execution.logs.behind(step, 8)
 
 
 async def test_a_body_is_decoded_ahead_and_used_once(log: Log) -> None:
@@ -90,16 +92,16 @@ async def test_a_body_that_cannot_be_read_fails_as_it_would_in_its_turn(log: Log
 async def test_what_waits_behind_a_step_ends_at_a_gap(log: Log) -> None:
     run, other = await log.new_run("a"), await log.new_run("b")
     step = await log.plan()
-    assert log.execution.behind(step, 8) == []
+    assert log.execution.logs.behind(step, 8) == []
     for seq in (1, 2, 4):
         await log.submit(run, seq)
     await log.submit(other, 1, OpKind.OPTIM_STEP)
 
-    waiting = log.execution.behind(step, 8)
+    waiting = log.execution.logs.behind(step, 8)
 
     assert {(op.run, op.seq) for op in waiting} == {(run.id, 1), (run.id, 2), (other.id, 1)}
     assert [op.kind for op in waiting if op.run == other.id] == [OpKind.OPTIM_STEP]
-    assert len(log.execution.behind(step, 1)) == 2
+    assert len(log.execution.logs.behind(step, 1)) == 2
 
 
 async def test_little_is_held_and_nothing_for_long(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from cotrain_store import keys
+from cotrain_store.keys import result_keys
 from tests.support.http_api import ALICE, publish_pool, running_api
 from tests.support.processes import PATIENCE_S, SOURCES
 
@@ -122,7 +122,7 @@ async def _repeat(url: str, path: str, body: dict[str, str], statuses: Counter[i
 
 async def _listening(redis: SyncConnection, processes: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while redis.pubsub_numsub(keys.notify_results())[0][1] < processes:  # noqa: ASYNC110
+        while redis.pubsub_numsub(result_keys.notify_results())[0][1] < processes:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 

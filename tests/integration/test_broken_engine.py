@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import SpoolCorrupt
-from cotrain_store.execution import RUN_STOPPED
-from cotrain_store.messages import RunRecord, request_id
+from cotrain_store.keys import fleet_keys
+from cotrain_store.messages.ids import request_id
+from cotrain_store.results import RUN_STOPPED
 from cotrain_store.status import cycle_records
 from cotrain_workers.device import DeviceLost
 from cotrain_workers.engine import Engine
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.ops import CycleOutput, Op
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
@@ -127,7 +128,7 @@ async def test_a_cycle_that_broke_is_told_in_its_record(
     assert len(broken) == 1
     failed = {row["run"]: row["failed"] for row in broken[0]["runs"]}
     assert failed == {guilty.id: 1, neighbour.id: 0}
-    assert redis.hget(keys.counters(POOL), "failed_ops") == b"1"
+    assert redis.hget(fleet_keys.counters(POOL), "failed_ops") == b"1"
 
 
 async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
@@ -192,7 +193,7 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     assert engine.state(neighbour.id).digest() == digest
     assert deaths <= 8
     assert restored_digest(url, tmp_path, engine, guilty.id) == engine.state(guilty.id).digest()
-    assert not redis.exists(keys.starts(POOL), keys.deaths(POOL))
+    assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.deaths(POOL))
 
 
 async def test_kills_from_outside_are_not_blamed_on_a_request(
@@ -202,7 +203,7 @@ async def test_kills_from_outside_are_not_blamed_on_a_request(
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
     run = await server.create("a", "a", LORA)
     requests = await submit(server, run, 1, 4)
-    for failpoint in ("commit", "commit", "commit", "survived", "survived", "commit"):
+    for failpoint in ("commit", "commit", "commit", "deaths.survived", "deaths.survived", "commit"):
         async with dying_worker(url, tmp_path, engine, Failpoint(failpoint)):
             pass
     with worker(url, tmp_path, engine):

@@ -11,8 +11,8 @@ from cotrain_store.catalog import Catalog
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.connection import open_connection, open_sync_connection
 from cotrain_store.futures import Futures, Pending
-from cotrain_store.keys import log
-from cotrain_store.messages import request_id
+from cotrain_store.keys.run_keys import log
+from cotrain_store.messages.ids import request_id
 from cotrain_store.spool import Spool, new_writer
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
 from tests.support.processes import Process, settings_of, stack_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
 
 STEP = 4  # ops of one step of the program

@@ -25,26 +25,21 @@ from hypothesis.stateful import (
 )
 from typing_extensions import override
 
-from cotrain_store import keys
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.errors import CheckpointNotFound
-from cotrain_store.messages import (
-    OpKind,
-    RequestId,
-    Result,
-    ResultKind,
-    RunId,
-    RunState,
-    TenantId,
-    WeightsRef,
-)
+from cotrain_store.keys import weights_keys
+from cotrain_store.messages.ids import RequestId, RunId, TenantId, WeightsRef
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunState
 from tests.support.log import record_of
 from tests.support.samples import open_samples
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from cotrain_store.messages import CheckpointKind, CheckpointRecord, SaveRecords
+    from cotrain_store.messages.saves import SaveRecords
+    from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
     from tests.support.redis_server import EmbeddedRedis
 
 RUNS = 2
@@ -140,7 +135,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     def note_stored(self, ref: WeightsRef) -> None:
         save = self.saves[ref]
-        assert self.samples.sampling.stored(ref, f"digest of {ref}", 10)
+        assert self.samples.saved.stored(ref, f"digest of {ref}", 10)
         save.state = "stored"
         event(f"stored, moves its name: {save.may_have_name}")
         if save.may_have_name:
@@ -153,7 +148,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     @rule(which=st.randoms(use_true_random=False))
     def lose(self, which: Any) -> None:
         ref = which.choice(self.owed())
-        self.samples.sampling.lost(ref, "lost")
+        self.samples.saved.lost(ref, "lost")
         self.saves[ref].state = "lost"
 
     @rule(number=NUMBERS, kind=KINDS)
@@ -206,10 +201,10 @@ class CheckpointMachine(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         stored = {ref for ref, save in self.saves.items() if save.state == "stored"}
-        unused = {weights.ref for weights in self.samples.sampling.unused_weights()}
+        unused = {weights.ref for weights in self.samples.saved.unused_weights()}
         assert unused == stored - self.in_use()
         for ref in stored:
-            forgotten = self.samples.sampling.forget_weights(ref)
+            forgotten = self.samples.saved.forget_weights(ref)
             assert forgotten == (ref in unused)
         for ref in unused:
             event("forgotten")
@@ -232,10 +227,14 @@ class CheckpointMachine(RuleBasedStateMachine):
     @invariant()
     def the_lists_hold_these_names_and_no_others(self) -> None:
         redis = self.samples.log.redis
-        listed = {member.decode() for member in redis.zrange(keys.tenant_checkpoints(A), 0, -1)}
-        assert listed == {keys.checkpoint_member(*where) for where in self.names}
+        listed = {
+            member.decode() for member in redis.zrange(weights_keys.tenant_checkpoints(A), 0, -1)
+        }
+        assert listed == {weights_keys.checkpoint_member(*where) for where in self.names}
         for run in {where[0] for where in self.names}:
-            of_run = {member.decode() for member in redis.zrange(keys.run_checkpoints(run), 0, -1)}
+            of_run = {
+                member.decode() for member in redis.zrange(weights_keys.run_checkpoints(run), 0, -1)
+            }
             assert of_run == {f"{kind}/{name}" for at, kind, name in self.names if at == run}
         counted = len(self.names) + len(self.owed()), 10 * len(self.names)
         assert self.wait(self.checkpoints.stored_bytes(A)) == counted
@@ -251,9 +250,9 @@ class CheckpointMachine(RuleBasedStateMachine):
     @invariant()
     def weights_in_use_are_there(self) -> None:
         for ref in self.in_use():
-            weights = self.samples.sampling.weights(ref)
+            weights = self.samples.saved.weights(ref)
             assert weights
-            assert self.samples.sampling.knows(weights.digest)
+            assert self.samples.saved.knows(weights.digest)
 
     @override
     def teardown(self) -> None:

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.errors import CheckpointNotFound, RunClosed, SeqConflict
-from cotrain_store.messages import RunState, TenantId
+from cotrain_store.keys import result_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.runs import RunState
 from tests.support.log import record_of
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import CheckpointRecord, RunRecord, WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointRecord
     from tests.support.samples import Samples
 
 A, B = TenantId("a"), TenantId("b")
@@ -35,7 +38,7 @@ def traces(samples: Samples) -> list[bytes]:
 
 
 def unused(samples: Samples) -> list[WeightsRef]:
-    return [weights.ref for weights in samples.sampling.unused_weights()]
+    return [weights.ref for weights in samples.saved.unused_weights()]
 
 
 async def is_readable(samples: Samples, tenant: TenantId, checkpoint: CheckpointRecord) -> bool:
@@ -48,10 +51,10 @@ async def is_readable(samples: Samples, tenant: TenantId, checkpoint: Checkpoint
 
 def expired(samples: Samples, checkpoint: CheckpointRecord) -> None:
     """Let a checkpoint expire now, as Redis does: its record is gone, and nothing else."""
-    record = keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name)
-    member = keys.checkpoint_member(checkpoint.run, checkpoint.kind, checkpoint.name)
+    record = weights_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name)
+    member = weights_keys.checkpoint_member(checkpoint.run, checkpoint.kind, checkpoint.name)
     samples.log.redis.delete(record)
-    expiring = keys.expiring_checkpoints(checkpoint.tenant)
+    expiring = weights_keys.expiring_checkpoints(checkpoint.tenant)
     samples.log.redis.zadd(expiring, {member: time.time()}, xx=True)
 
 
@@ -119,16 +122,16 @@ async def test_a_published_checkpoint_is_readable_by_all_until_it_is_not(
 ) -> None:
     run = await samples.log.new_run()
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
-    member = keys.checkpoint_member(run.id, "weights", "x").encode()
+    member = weights_keys.checkpoint_member(run.id, "weights", "x").encode()
     assert not await is_readable(samples, B, checkpoint)
     published = await checkpoints.publish(A, run.id, "weights", "x", public=True)
     assert published == replace(checkpoint, public=True)
     assert await checkpoints.publish(A, run.id, "weights", "x", public=True) == published
     assert await samples.records.checkpoint(B, checkpoint.path) == published
-    assert samples.log.redis.smembers(keys.published()) == {member}
+    assert samples.log.redis.smembers(weights_keys.published()) == {member}
     await checkpoints.publish(A, run.id, "weights", "x", public=False)
     assert not await is_readable(samples, B, checkpoint)
-    assert not samples.log.redis.exists(keys.published())
+    assert not samples.log.redis.exists(weights_keys.published())
 
 
 async def test_what_takes_the_name_of_a_published_checkpoint_is_not_published(
@@ -139,7 +142,7 @@ async def test_what_takes_the_name_of_a_published_checkpoint_is_not_published(
     await checkpoints.publish(A, run.id, "sampler_weights", "x", public=True)
     after = await samples.checkpoint(run, 2, "x")
     assert not await is_readable(samples, B, after)
-    assert not samples.log.redis.exists(keys.published())
+    assert not samples.log.redis.exists(weights_keys.published())
 
 
 async def test_a_time_to_live_is_set_and_taken_away(
@@ -147,16 +150,16 @@ async def test_a_time_to_live_is_set_and_taken_away(
 ) -> None:
     run = await samples.log.new_run()
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
-    key, member = keys.checkpoint(run.id, "weights", "x"), f"{run.id}/weights/x"
+    key, member = weights_keys.checkpoint(run.id, "weights", "x"), f"{run.id}/weights/x"
     limited = await checkpoints.set_ttl(A, run.id, "weights", "x", WEEK_S)
     assert limited.expires_at == pytest.approx(time.time() + WEEK_S, abs=60)
     assert samples.log.redis.pttl(key) == pytest.approx(WEEK_S * 1000, abs=60_000)
-    ends_at = samples.log.redis.zscore(keys.expiring_checkpoints(A), member)
+    ends_at = samples.log.redis.zscore(weights_keys.expiring_checkpoints(A), member)
     assert ends_at == limited.expires_at
     assert await samples.records.checkpoint(A, checkpoint.path) == limited
     assert await checkpoints.set_ttl(A, run.id, "weights", "x", None) == checkpoint
     assert samples.log.redis.pttl(key) == -1
-    assert not samples.log.redis.exists(keys.expiring_checkpoints(A))
+    assert not samples.log.redis.exists(weights_keys.expiring_checkpoints(A))
 
 
 async def test_changes_that_meet_are_all_made(
@@ -191,10 +194,10 @@ async def test_what_expired_is_in_no_list_when_somebody_looks(
     expired(samples, short)
     assert await checkpoints.stored_bytes(A) == (2, 20)
     left = [b"sampler_weights/long", b"sampler_weights/ever"]
-    assert samples.log.redis.zrange(keys.run_checkpoints(run.id), 0, -1) == left
-    assert samples.log.redis.zcard(keys.tenant_checkpoints(A)) == 2
-    assert samples.log.redis.zcard(keys.expiring_checkpoints(A)) == 1
-    assert not samples.log.redis.exists(keys.published())
+    assert samples.log.redis.zrange(weights_keys.run_checkpoints(run.id), 0, -1) == left
+    assert samples.log.redis.zcard(weights_keys.tenant_checkpoints(A)) == 2
+    assert samples.log.redis.zcard(weights_keys.expiring_checkpoints(A)) == 1
+    assert not samples.log.redis.exists(weights_keys.published())
     assert unused(samples) == [short.weights]
 
 
@@ -213,7 +216,7 @@ async def test_all_that_a_tenant_keeps_is_counted(
     await samples.save(run, 3, sampler=0)  # a sampler's weights are not kept
     samples.stored(run, 3)
     await samples.save(run, 4, name="lost")
-    samples.sampling.lost(samples.sampling.unstored()[0].ref, "gone")
+    samples.saved.lost(samples.saved.unstored()[0].ref, "gone")
     assert await checkpoints.stored_bytes(A) == (1, 5)
     assert await checkpoints.stored_bytes(B) == (0, 0)
 
@@ -248,7 +251,7 @@ async def test_the_run_of_a_copy_takes_no_requests_and_does_not_count_as_live(
     await checkpoints.copy(source, destination, None)
     found = await samples.records.run(A, destination.id)
     assert (found.state, found.lora) == (RunState.CLOSED, destination.lora)
-    assert samples.log.redis.zrange(keys.training_runs(A), 0, -1) == [
+    assert samples.log.redis.zrange(tenant_keys.training_runs(A), 0, -1) == [
         run.id.encode(),
         destination.id.encode(),
     ]
@@ -258,10 +261,10 @@ async def test_the_run_of_a_copy_takes_no_requests_and_does_not_count_as_live(
     with pytest.raises(SeqConflict):
         await samples.log.intake.create_run(destination)
     assert samples.log.everything() == before
-    assert not samples.log.redis.sismember(keys.tenant_runs(A), destination.id)
-    assert not samples.log.redis.exists(keys.log(POOL, destination.id))
+    assert not samples.log.redis.sismember(tenant_keys.tenant_runs(A), destination.id)
+    assert not samples.log.redis.exists(run_keys.log(POOL, destination.id))
     unloaded = await samples.log.intake.close_run(destination)  # as the end of its session does
-    assert samples.log.redis.exists(keys.result(unloaded))
+    assert samples.log.redis.exists(result_keys.result(unloaded))
 
 
 async def test_a_copy_is_made_once(samples: Samples, checkpoints: Checkpoints) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.connection import (
     CONNECTION_LOST,
     DURABLE,
@@ -18,7 +17,9 @@ from cotrain_store.connection import (
     stop_tasks,
 )
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
+from cotrain_store.keys import fleet_keys
 from tests.support.log import open_log
+from tests.support.processes import ended, settings_of
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from tests.support.log import Log
 
+OLDER = str(int(fleet_keys.SCHEMA_VERSION) - 1)
+NEWER = str(int(fleet_keys.SCHEMA_VERSION) + 1)
 UNSAFE = {"appendonly": "no", "appendfsync": "everysec", "maxmemory-policy": "allkeys-lru"}
 
 
@@ -50,13 +53,34 @@ async def test_a_redis_that_could_lose_writes_is_refused_unless_told_so(
         log.redis.config_set(setting, DURABLE[setting])
 
 
-async def test_a_store_of_another_schema_is_refused_whatever_was_accepted(log: Log) -> None:
-    log.redis.set(keys.schema(), "0")
-    with pytest.raises(UnsafeRedis, match="schema version"):
+@pytest.mark.parametrize("theirs", [OLDER, NEWER])
+async def test_a_store_of_another_schema_is_refused_whatever_was_accepted(
+    log: Log, theirs: str
+) -> None:
+    log.redis.set(fleet_keys.schema(), theirs)
+    with pytest.raises(UnsafeRedis, match=f"schema version {theirs}; this program reads"):
         await check_store(log.connection, accept_data_loss=True)
-    with pytest.raises(UnsafeRedis, match="schema version"):
+    with pytest.raises(UnsafeRedis, match=f"schema version {theirs}; this program reads"):
         check_store_sync(log.redis, accept_data_loss=True)
-    assert log.redis.get(keys.schema()) == b"0"
+    assert log.redis.get(fleet_keys.schema()) == theirs.encode()
+
+
+@pytest.mark.parametrize("theirs", [OLDER, NEWER])
+@pytest.mark.parametrize("module", ["cotrain_server", "cotrain_scheduler", "cotrain_workers"])
+def test_no_process_touches_a_store_of_another_schema(
+    module: str, theirs: str, empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """As an older process meets the store of a newer one, or the other way round."""
+    with open_sync_connection(empty_redis.url) as redis:
+        redis.set(fleet_keys.schema(), theirs)
+        settings = settings_of(empty_redis.url, tmp_path / "data", tmp_path / "no-model")
+        refused = ended(module, settings)
+        said = refused.stdout + refused.stderr
+        assert refused.returncode == 2, said
+        assert f"schema version {theirs}" in said
+        assert "Start the cotrain that wrote it." in said
+        assert "Traceback" not in said
+        assert redis.keys() == [fleet_keys.schema().encode()]
 
 
 async def test_a_redis_that_is_not_there_is_unavailable(tmp_path: Path) -> None:

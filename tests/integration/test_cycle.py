@@ -9,7 +9,9 @@ import pytest
 
 from cotrain.proto import wire_pb2
 from cotrain_scheduler.settings import ClockMode
-from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.stack import stack, worker

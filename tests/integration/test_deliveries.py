@@ -6,14 +6,15 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.deliveries import READ_AFTER_S, Deliveries
-from cotrain_store.messages import request_id
+from cotrain_store.keys import result_keys
+from cotrain_store.messages.ids import request_id
+from tests.support.stack import POOL
 
 if TYPE_CHECKING:
     import pytest
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
 
 NOW = 1_000.0
@@ -21,7 +22,7 @@ LATER = NOW + READ_AFTER_S + 1
 
 
 def life_ms(log: Log, run: RunRecord, seq: int = 0) -> int:
-    left: int = log.redis.pttl(keys.result(request_id(run.id, seq)))
+    left: int = log.redis.pttl(result_keys.result(request_id(run.id, seq)))
     return left
 
 
@@ -29,11 +30,11 @@ async def test_a_result_whose_client_went_on_is_not_kept_for_a_day(log: Log) -> 
     run = await log.new_run()
     await log.run_all()
     deliveries = Deliveries(log.connection)
-    deliveries.note(run, request_id(run.id, 0), NOW)
+    deliveries.note(POOL, run.id, request_id(run.id, 0), NOW)
     await deliveries.expire_read(NOW + 5)
     await log.submit(run, 1)
     await deliveries.expire_read(LATER)
-    assert 0 < life_ms(log, run) <= keys.READ_RESULT_TTL_MS
+    assert 0 < life_ms(log, run) <= result_keys.READ_RESULT_TTL_MS
 
 
 async def test_a_client_that_fell_asleep_finds_its_result_in_the_morning(log: Log) -> None:
@@ -41,21 +42,21 @@ async def test_a_client_that_fell_asleep_finds_its_result_in_the_morning(log: Lo
     await log.submit(run, 1)  # sent ahead, before it fell asleep
     await log.run_all()
     deliveries = Deliveries(log.connection)
-    deliveries.note(run, request_id(run.id, 0), NOW)
+    deliveries.note(POOL, run.id, request_id(run.id, 0), NOW)
     for hours in range(23):
         await deliveries.expire_read(NOW + 3600 * hours)
-    assert life_ms(log, run) > keys.READ_RESULT_TTL_MS
+    assert life_ms(log, run) > result_keys.READ_RESULT_TTL_MS
 
 
 async def test_a_lost_answer_can_be_asked_for_again_for_a_while(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     deliveries = Deliveries(log.connection)
-    deliveries.note(run, request_id(run.id, 0), NOW)
+    deliveries.note(POOL, run.id, request_id(run.id, 0), NOW)
     await deliveries.expire_read(NOW + 5)
     await log.submit(run, 1)
     await deliveries.expire_read(NOW + READ_AFTER_S - 1)
-    assert life_ms(log, run) > keys.READ_RESULT_TTL_MS
+    assert life_ms(log, run) > result_keys.READ_RESULT_TTL_MS
 
 
 async def test_what_was_never_sent_is_kept(log: Log) -> None:
@@ -63,12 +64,12 @@ async def test_what_was_never_sent_is_kept(log: Log) -> None:
     await log.submit(run, 1)
     await log.run_all()
     deliveries = Deliveries(log.connection)
-    deliveries.note(run, request_id(run.id, 1), NOW)
+    deliveries.note(POOL, run.id, request_id(run.id, 1), NOW)
     await deliveries.expire_read(NOW)
     await log.submit(run, 2)
     await deliveries.expire_read(LATER)
-    assert life_ms(log, run, 0) > keys.READ_RESULT_TTL_MS
-    assert life_ms(log, run, 1) <= keys.READ_RESULT_TTL_MS
+    assert life_ms(log, run, 0) > result_keys.READ_RESULT_TTL_MS
+    assert life_ms(log, run, 1) <= result_keys.READ_RESULT_TTL_MS
 
 
 async def test_waiting_for_a_result_notes_that_it_was_sent(
@@ -81,8 +82,8 @@ async def test_waiting_for_a_result_notes_that_it_was_sent(
     async with log.futures() as futures:
         await futures.wait(run.tenant, request_id(run.id, 0), 10)
         deadline, seq = time.monotonic() + 30, 0
-        while life_ms(log, run) > keys.READ_RESULT_TTL_MS and time.monotonic() < deadline:
+        while life_ms(log, run) > result_keys.READ_RESULT_TTL_MS and time.monotonic() < deadline:
             seq += 1
             await log.submit(run, seq)
             await asyncio.sleep(0.02)
-    assert life_ms(log, run) <= keys.READ_RESULT_TTL_MS
+    assert life_ms(log, run) <= result_keys.READ_RESULT_TTL_MS

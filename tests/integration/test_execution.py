@@ -8,25 +8,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import PlanOutdated, RunFailed, SpoolCorrupt
-from cotrain_store.execution import RUN_STOPPED
-from cotrain_store.messages import (
-    OpKind,
-    Result,
-    ResultKind,
-    RunState,
-    Step,
-    encode,
-    request_id,
-)
-from cotrain_store.results import pack_results
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunState
+from cotrain_store.results import RUN_STOPPED, pack_results
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import WORKER
 from tests.support.stack import POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
@@ -34,11 +29,11 @@ LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 
 def reopen(log: Log, step: Step) -> None:
     """Put a step back, as a store that went back in time would."""
-    log.redis.hset(keys.open_steps(POOL, WORKER), step.cycle, encode(step))
+    log.redis.hset(fleet_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
 
 
 def done(log: Log, run: RunRecord) -> int:
-    position = log.execution.position(run.id)
+    position = log.execution.logs.position(run.id)
     assert position
     return position.done
 
@@ -111,7 +106,7 @@ async def test_a_request_that_crashed_keeps_its_place_and_nothing_to_run_again(l
     await log.submit(run, 1, body=LARGE)
     await log.submit(run, 2)
     log.commit(await log.plan(), crashed={(run.id, 1), (run.id, 2)})
-    kinds = [op.kind for op in log.execution.logged_ops(run.id, 0, 2)]
+    kinds = [op.kind for op in log.execution.logs.logged_ops(run.id, 0, 2)]
     assert kinds == [OpKind.CREATE, OpKind.REJECTED, OpKind.REJECTED]
     assert log.references() == {}
     assert log.execution.register_snapshot(run.id, 2, "file", "sha")  # releases nothing twice
@@ -129,13 +124,13 @@ async def test_a_snapshot_cuts_the_log_up_to_its_predecessor_and_releases_each_b
     assert sum(log.references().values()) == 2
     assert log.execution.register_snapshot(run.id, 3, "older", "sha")
     assert sum(log.references().values()) == 2
-    assert [op.seq for op in log.execution.logged_ops(run.id, 0, 3)] == [0, 1, 2, 3]
+    assert [op.seq for op in log.execution.logs.logged_ops(run.id, 0, 3)] == [0, 1, 2, 3]
     await log.run_all()
     assert log.execution.register_snapshot(run.id, 4, "newer", "sha")
     assert sum(log.references().values()) == 1
     with pytest.raises(SpoolCorrupt, match="has no seq 3"):
-        log.execution.logged_ops(run.id, 3, 4)
-    assert [op.seq for op in log.execution.logged_ops(run.id, 4, 4)] == [4]
+        log.execution.logs.logged_ops(run.id, 3, 4)
+    assert [op.seq for op in log.execution.logs.logged_ops(run.id, 4, 4)] == [4]
 
 
 async def test_a_position_names_both_snapshots_and_how_far_the_log_reaches_back(log: Log) -> None:
@@ -143,14 +138,14 @@ async def test_a_position_names_both_snapshots_and_how_far_the_log_reaches_back(
     for seq in (1, 2):
         await log.submit(run, seq)
     await log.run_all()
-    first = log.execution.position(run.id)
+    first = log.execution.logs.position(run.id)
     assert first is not None
     assert (first.done, first.snap, first.older_snap, first.cut) == (2, -1, -1, -1)
     assert log.execution.register_snapshot(run.id, 1, "older", "sha 1")
-    second = log.execution.position(run.id)
+    second = log.execution.logs.position(run.id)
     assert second == replace(first, snap=1, snapshot_file="older", snapshot_sha256="sha 1")
     assert log.execution.register_snapshot(run.id, 2, "newer", "sha 2")
-    third = log.execution.position(run.id)
+    third = log.execution.logs.position(run.id)
     assert third == replace(
         first, snap=2, snapshot_file="newer", snapshot_sha256="sha 2", numerics_id="",
         older_snap=1, older_file="older", older_sha256="sha 1", cut=1,
@@ -161,11 +156,11 @@ async def test_a_snapshot_that_was_lost_is_replaced_and_its_predecessor_stays(lo
     run = await log.new_run()
     await log.run_all()
     await log.cover(run, 0)
-    before = log.execution.position(run.id)
+    before = log.execution.logs.position(run.id)
     assert before is not None
     assert log.execution.register_snapshot(run.id, 1, "again", "sha 2")
     after = replace(before, snapshot_file="again", snapshot_sha256="sha 2")
-    assert log.execution.position(run.id) == after
+    assert log.execution.logs.position(run.id) == after
 
 
 async def test_a_log_that_an_older_version_cut_reaches_back_to_its_newest_snapshot(
@@ -175,18 +170,18 @@ async def test_a_log_that_an_older_version_cut_reaches_back_to_its_newest_snapsh
     await log.submit(run, 1)
     await log.run_all()
     row = {"snap": 0, "snapfile": "f0", "snapsha": "s", "oldsnap": -1, "oldfile": "", "oldsha": ""}
-    log.redis.hset(keys.log(POOL, run.id), mapping=row)
-    log.redis.hdel(keys.ops(POOL, run.id), 0)
-    position = log.execution.position(run.id)
+    log.redis.hset(run_keys.log(POOL, run.id), mapping=row)
+    log.redis.hdel(run_keys.ops(POOL, run.id), 0)
+    position = log.execution.logs.position(run.id)
     assert position is not None
     assert (position.snap, position.cut) == (0, 0)
     assert log.execution.register_snapshot(run.id, 1, "f1", "s")
-    position = log.execution.position(run.id)
+    position = log.execution.logs.position(run.id)
     assert position is not None
     assert (position.cut, position.older_file) == (0, "f0")
     # And once more during a rolling upgrade: a worker that keeps no predecessor cuts up to its snapshot.
-    log.redis.hset(keys.log(POOL, run.id), mapping={"oldsnap": 1, "snap": 2, "done": 2})
-    position = log.execution.position(run.id)
+    log.redis.hset(run_keys.log(POOL, run.id), mapping={"oldsnap": 1, "snap": 2, "done": 2})
+    position = log.execution.logs.position(run.id)
     assert position is not None
     assert (position.older_snap, position.cut) == (1, 2)
 
@@ -234,7 +229,7 @@ async def test_a_closed_run_is_forgotten_once_its_planned_ops_are_committed(log:
     assert log.execution.forget(run.id)
     assert log.execution.forget(run.id)  # twice is harmless
     assert (log.references(), log.queued(), log.execution.runs_to_drop()) == ({}, (0, 0, 0), [])
-    assert not log.redis.exists(keys.ops(POOL, run.id), keys.bodies(POOL, run.id))
+    assert not log.redis.exists(run_keys.ops(POOL, run.id), run_keys.bodies(POOL, run.id))
 
 
 async def test_a_failed_run_stops_alone(log: Log) -> None:
@@ -251,7 +246,7 @@ async def test_a_failed_run_stops_alone(log: Log) -> None:
         await log.submit(broken, 5)
     await log.submit(neighbour, 1)
     assert {op.run for op in (await log.plan()).ops} == {neighbour.id}
-    assert log.redis.smembers(keys.tenant_runs(broken.tenant)) == set()  # no longer counted
+    assert log.redis.smembers(tenant_keys.tenant_runs(broken.tenant)) == set()  # no longer counted
 
 
 async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Log) -> None:
@@ -261,7 +256,7 @@ async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Lo
     log.commit(await log.plan())
     log.execution.fail_run(run.id, run.tenant)
     await log.intake.close_run(run)
-    position = log.execution.position(run.id)
+    position = log.execution.logs.position(run.id)
     assert position is not None
     assert position.state is RunState.CLOSED
     assert log.execution.runs_to_drop() == [run.id]
@@ -272,9 +267,9 @@ async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Lo
 async def test_a_large_result_goes_to_disk_and_lives_shorter(log: Log) -> None:
     small, large = Result(ResultKind.PASS, b"small"), Result(ResultKind.PASS, LARGE)
     whole, (packed, ttl_ms) = pack_results([small, large], log.results)
-    assert whole == (small.pack(), keys.SMALL_RESULT_TTL_MS)
+    assert whole == (small.pack(), result_keys.SMALL_RESULT_TTL_MS)
     reference = Result.unpack(packed)
-    assert (reference.kind, ttl_ms) == (ResultKind.SPOOLED_PASS, keys.LARGE_RESULT_TTL_MS)
+    assert (reference.kind, ttl_ms) == (ResultKind.SPOOLED_PASS, result_keys.LARGE_RESULT_TTL_MS)
     assert log.results.read(reference.payload.decode()) == LARGE
 
 
@@ -283,7 +278,7 @@ async def test_a_body_that_is_gone_or_changed_is_none(log: Log) -> None:
     await log.submit(run, 1)
     await log.submit(run, 2, body=LARGE)
     step = await log.plan()
-    log.redis.hdel(keys.bodies(POOL, run.id), 1)
+    log.redis.hdel(run_keys.bodies(POOL, run.id), 1)
     for segment in log.references():
         (log.spool.folder / segment).write_bytes(b"")
     create, *others = log.execution.bodies(step.ops)
@@ -296,15 +291,15 @@ async def test_cycle_records_and_totals_are_kept(log: Log) -> None:
     await log.run_all()
     await log.submit(run, 1)
     await log.run_all()
-    rows = [json.loads(row) for row in log.redis.lrange(keys.cycles(POOL), 0, -1)]
+    rows = [json.loads(row) for row in log.redis.lrange(fleet_keys.cycles(POOL), 0, -1)]
     assert [row["cycle"] for row in rows] == [2, 1]
-    assert log.redis.hget(keys.counters(POOL), "cycles") == b"2"
+    assert log.redis.hget(fleet_keys.counters(POOL), "cycles") == b"2"
 
 
 async def test_a_commit_wakes_those_who_wait(log: Log) -> None:
     run = await log.new_run()
     with log.redis.pubsub(ignore_subscribe_messages=True) as heard:
-        heard.subscribe(keys.notify_results())
+        heard.subscribe(result_keys.notify_results())
         while heard.get_message(timeout=1) is not None:
             pass
         log.commit(await log.plan())
@@ -321,7 +316,7 @@ async def test_a_log_says_whose_numbers_it_holds(log: Log) -> None:
         log.execution.enter(replace(pool_record_for_tests(), numerics_id=numerics_id))
         await log.submit(run, seq)
         await log.run_all()
-        position = log.execution.position(run.id)
+        position = log.execution.logs.position(run.id)
         assert position is not None
         return position.numerics_id
 

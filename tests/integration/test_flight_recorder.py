@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from cotrain_store.messages import LoraSpec, OpKind
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.status import cycle_records
 from cotrain_workers.recorder import SUFFIX
 from cotrain_workers.recording_file import read_cycle

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import RequestNotFound
 from cotrain_store.futures import GAP_NOTICE_S, Pending
-from cotrain_store.messages import RequestId, Result, ResultKind, TenantId, request_id
+from cotrain_store.keys import result_keys, run_keys
+from cotrain_store.messages.ids import RequestId, TenantId, request_id
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES
+from tests.support.full_table import no_descriptor
 from tests.support.log import open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
@@ -43,7 +45,7 @@ async def test_many_waiters_share_one_subscription(log: Log) -> None:
         requests = [request_id(run.id, seq) for seq in range(100) for _ in range(3)]
         waits = [asyncio.create_task(futures.wait(A, r, PATIENCE_S)) for r in requests]
         await everybody_waits(futures, 300)
-        channel = keys.notify_results()
+        channel = result_keys.notify_results()
         assert log.redis.pubsub_numsub(channel) == [(channel.encode(), 1)]
         await log.run_all()
         assert set(await asyncio.gather(*waits)) == {Result.of_json({"said": "done"})}
@@ -74,7 +76,7 @@ async def test_the_sweep_finds_what_no_message_told(
     async with log.futures() as futures:
         wait = asyncio.create_task(futures.wait(A, request_id(run.id, 0), PATIENCE_S))
         await everybody_waits(futures, 1)
-        log.redis.set(keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).pack())
+        log.redis.set(result_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).pack())
         assert await wait == Result.of_json({"x": 1})
 
 
@@ -88,7 +90,7 @@ async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
         await everybody_waits(futures, 1)
         with log.redis.pipeline(transaction=True) as at_once:
             at_once.execute_command("CLIENT KILL TYPE pubsub")
-            at_once.set(keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).pack())
+            at_once.set(result_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).pack())
             at_once.execute()
         assert await wait == Result.of_json({"x": 1})
 
@@ -193,7 +195,7 @@ async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(log: 
 async def test_an_expired_result_is_not_found_and_says_so(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
-    log.redis.delete(keys.result(request_id(run.id, 0)))
+    log.redis.delete(result_keys.result(request_id(run.id, 0)))
     async with log.futures() as futures:
         with pytest.raises(RequestNotFound, match="expired"):
             await futures.wait(A, request_id(run.id, 0), 0.01)
@@ -206,7 +208,7 @@ async def test_results_live_a_day_and_large_ones_two_hours(log: Log) -> None:
     large = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
     results = {(run.id, 0): Result.of_json({}), (run.id, 1): large}
     log.execution.commit(step, results, {}, {})
-    lives_ms = [log.redis.pttl(keys.result(request_id(run.id, seq))) for seq in (0, 1)]
+    lives_ms = [log.redis.pttl(result_keys.result(request_id(run.id, seq))) for seq in (0, 1)]
     assert lives_ms[0] == pytest.approx(24 * 3600e3, abs=60e3)
     assert lives_ms[1] == pytest.approx(2 * 3600e3, abs=60e3)
 
@@ -224,12 +226,26 @@ async def test_a_large_result_comes_from_disk_and_expires_with_its_file(log: Log
             await futures.wait(A, request_id(run.id, 0), 0.01)
 
 
+async def test_a_process_without_descriptors_does_not_take_a_result_for_expired(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await log.new_run()
+    step = await log.plan()
+    large = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
+    log.execution.commit(step, {(run.id, 0): large}, {}, {})
+    async with log.futures() as futures:
+        with monkeypatch.context() as short:
+            short.setattr("pathlib.Path.open", no_descriptor)
+            assert isinstance(await futures.wait(A, request_id(run.id, 0), 0.01), Pending)
+        assert await futures.wait(A, request_id(run.id, 0), 0.01) == large
+
+
 async def test_a_gap_is_named_once_it_is_more_than_a_client_still_sending(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     await log.submit(run, 4)
     async with log.futures() as futures:
         assert await futures.wait(A, request_id(run.id, 4), 0.01) == Pending()
-        log.redis.zadd(keys.gaps(POOL), {run.id: (time.time() - GAP_NOTICE_S - 1) * 1000})
+        log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - GAP_NOTICE_S - 1) * 1000})
         answer = await futures.wait(A, request_id(run.id, 4), 0.01)
         assert answer == Pending("paused_capacity", "waiting for seq_id 1, which never came")

@@ -10,8 +10,10 @@ import pytest
 
 from cotrain_scheduler.clock import Clock
 from cotrain_scheduler.settings import SchedulerSettings
-from cotrain_store import keys
-from cotrain_store.messages import OpKind, Result, request_id
+from cotrain_store.keys import run_keys
+from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import open_log
 from tests.support.stack import POOL
@@ -19,7 +21,7 @@ from tests.support.stack import POOL
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
     from tests.support.redis_server import EmbeddedRedis
 
@@ -61,7 +63,7 @@ async def test_a_gap_that_opens_after_a_plan_is_seen(log: Log, run: RunRecord) -
 
 
 async def test_a_gap_keeps_its_age_while_more_arrives_behind_it(log: Log, run: RunRecord) -> None:
-    log.redis.zadd(keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
+    log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
     await log.submit(run, 4)
     assert await gaps(log, older_than_s=90) == [run.id]
 
@@ -139,7 +141,7 @@ async def test_the_scheduler_gives_up_on_old_gaps_and_on_no_young_one(
         await log.run_all()
         for run in (old, young):
             await log.submit(run, 2)
-        log.redis.zadd(keys.gaps(POOL), {old.id: (time.time() - 61) * 1000})
+        log.redis.zadd(run_keys.gaps(POOL), {old.id: (time.time() - 61) * 1000})
         clock = Clock(log.dispatch, settings)
         ticking = asyncio.create_task(clock.run())
         async with log.futures() as futures, asyncio.timeout(30):

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import Fenced
-from cotrain_store.messages import Result, WorkerId
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.messages.results import Result, ResultKind
 from tests.support.checkpoints import checkpoint_of, run_from, submit_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
+from tests.support.sampling import ended, submit_sample, submit_save
 from tests.support.stack import POOL, Stack, worker
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 
@@ -28,16 +30,16 @@ DEAD, HEIR = WorkerId("w0"), WorkerId("w1")
 
 async def inherit(server: Stack, redis: Any) -> None:
     """Give what the dead worker had to the other one, without waiting until it is dead for long."""
-    redis.delete(keys.worker(POOL, DEAD))
+    redis.delete(fleet_keys.worker(POOL, DEAD))
     async with asyncio.timeout(60):
-        while not redis.exists(keys.worker(POOL, HEIR)):  # noqa: ASYNC110  # another thread's doing
+        while not redis.exists(fleet_keys.worker(POOL, HEIR)):  # noqa: ASYNC110  # another thread's doing
             await asyncio.sleep(0.01)
     (place,) = [place for place in await server.dispatch.places(POOL) if place.worker == DEAD]
     assert await server.dispatch.reassign(POOL, place, HEIR)
 
 
 async def owner(redis: Any, run: RunRecord) -> bytes:
-    found: bytes = redis.hget(keys.log(POOL, run.id), "worker")
+    found: bytes = redis.hget(run_keys.log(POOL, run.id), "worker")
     return found
 
 
@@ -48,7 +50,7 @@ async def owner(redis: Any, run: RunRecord) -> bytes:
         Failpoint("commit", 1),
         Failpoint("commit", 1, after=True),
         Failpoint("commit", 2),
-        Failpoint("stored", of_sampling=True),
+        Failpoint("stored", of_weights=True),
     ],
     ids=str,
 )
@@ -78,6 +80,33 @@ async def test_an_heir_goes_on_with_the_same_numbers_and_owes_the_same_saves(
         await results(server, twin, await submit(server, twin, STEP + 1, 2 * STEP, place=1))
     assert engine.state(run.id).digest() == digest
     assert engine.state(twin.id).weights.equal(engine.state(run.id).weights)
+
+
+async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its request may reach the heir first; the weights are made again for it."""
+    url = empty_redis.url
+    monkeypatch.setattr("cotrain_workers.weights_store.RECALL_S", 3600.0)
+    run = await server.create("a", "a", LORA)
+    await submit(server, run, 1, STEP)
+    save = await submit_save(server, run, STEP + 1)
+    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
+        await server.result(run, save)
+    sampler = await server.records.sampler(run.tenant, "a:sample:0")
+    request = await submit_sample(server, sampler, 1)
+    engine.drop(run.id)
+    with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
+        async with asyncio.timeout(60):
+            while not loop._weights._recall_at:  # noqa: ASYNC110  # another thread's doing
+                await asyncio.sleep(0.01)
+        await inherit(server, redis)
+        assert (await ended(server, sampler, request)).kind is ResultKind.SAMPLE
 
 
 async def test_who_was_given_up_can_write_nothing_any_more(

@@ -11,8 +11,9 @@ import jwt
 import pytest
 from tinker.lib._jwt_auth import JwtAuthProvider
 
+from cotrain_server.auth import FAILURES_PER_MINUTE
 from cotrain_server.signing import TOKEN_LIFE_S, Signer, Token
-from cotrain_store.messages import TenantId
+from cotrain_store.messages.ids import TenantId
 from tests.support.http_api import ALICE, BOB, running_api
 
 if TYPE_CHECKING:
@@ -203,3 +204,12 @@ async def test_a_key_of_the_servers_settings_cannot_be_revoked_by_its_holder(api
 async def delete_me(api: Api, key: str) -> int:
     answer = await api.http.delete("/api/v1/auth/apikey/me", headers={"X-API-Key": key})
     return answer.status_code
+
+
+async def test_a_poll_with_an_unknown_key_is_refused_and_counts_as_one_failure(api: Api) -> None:
+    statuses = [
+        (await api.post("retrieve_future", {"request_id": "x"}, "tml-nobody")).status_code
+        for _ in range(FAILURES_PER_MINUTE + 1)
+    ]
+    assert statuses == [401] * FAILURES_PER_MINUTE + [429]
+    assert (await api.post("retrieve_future", {"request_id": "x"}, ALICE)).status_code == 404

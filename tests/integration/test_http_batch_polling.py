@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
-from cotrain_store.messages import RequestId
+from cotrain_store.keys import result_keys
+from cotrain_store.messages.ids import RequestId
 from tests.support.http_api import BOB, SOON_S, running_api, sample_body
 from tests.support.stand_in import StandIn, stand_in
 
@@ -120,8 +120,8 @@ async def test_a_result_that_has_arrived_is_not_kept_for_a_day(
     worker.finish(RequestId(f"{sampler}:0"), [1])
     cursor = (await poll(api, sampler)).json()["cursor"]
     await poll(api, sampler, cursor, timeout=0.0, retrieved_request_ids=[f"{sampler}:0"])
-    left_ms = await api.services.connection.pttl(keys.result(RequestId(f"{sampler}:0")))
-    assert left_ms <= keys.READ_RESULT_TTL_MS
+    left_ms = await api.services.connection.pttl(result_keys.result(RequestId(f"{sampler}:0")))
+    assert left_ms <= result_keys.READ_RESULT_TTL_MS
 
 
 async def test_very_many_results_may_be_acknowledged_at_once(api: Api, sampler: str) -> None:
@@ -138,8 +138,8 @@ async def test_nobody_acknowledges_what_is_anothers(
     worker.claim()
     worker.finish(RequestId(f"{bobs}:0"), [1])
     await poll(api, sampler, timeout=0.0, retrieved_request_ids=[f"{bobs}:0", "x"])
-    left_ms = await api.services.connection.pttl(keys.result(RequestId(f"{bobs}:0")))
-    assert left_ms > keys.READ_RESULT_TTL_MS
+    left_ms = await api.services.connection.pttl(result_keys.result(RequestId(f"{bobs}:0")))
+    assert left_ms > result_keys.READ_RESULT_TTL_MS
 
 
 async def test_a_batch_poll_counts_as_a_poll_of_its_tenant(empty_redis: EmbeddedRedis) -> None:

@@ -13,7 +13,8 @@ import pyrage
 import pytest
 
 from cotrain_server.signing import LINK_LIFE_S, Link, Signer
-from cotrain_store.messages import WeightsRef, external_folder
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.weights import external_folder
 from tests.support.http_api import ALICE, BOB, running_api
 from tests.support.stand_in import FILES, StandIn, stand_in
 

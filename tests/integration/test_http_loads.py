@@ -21,7 +21,8 @@ from tests.support.stand_in import StandIn, stand_in
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from cotrain_store.messages import WeightsRecord, WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.weights import WeightsRecord
     from tests.support.http_api import Api
     from tests.support.redis_server import EmbeddedRedis
 
@@ -167,7 +168,7 @@ async def test_a_load_holds_on_to_weights_that_are_deleted_meanwhile(
     path = (await save(api, worker, run, 1))["path"]
     queued = await load(api, run, 2, path)
     await change(api, "DELETE", path)
-    assert worker.sampling.unused_weights() == []
+    assert worker.saved.unused_weights() == []
     assert (await result(api, worker, queued))["path"] == path
 
 
@@ -181,7 +182,7 @@ async def test_weights_that_go_between_the_look_and_the_load_fail_it_alone(
     async def look_and_lose(ref: WeightsRef) -> WeightsRecord:
         found = await look(ref)
         await change(api, "DELETE", path)
-        assert worker.sampling.forget_weights(ref)
+        assert worker.saved.forget_weights(ref)
         return found
 
     monkeypatch.setattr(api.services.records, "weights", look_and_lose)

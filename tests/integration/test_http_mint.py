@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
-from cotrain_store.messages import LoadRequest, OpKind, QueuedOp, RunId
+from cotrain_store.keys import run_keys, weights_keys
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.messages.saves import LoadRequest
 from cotrain_store.reverse_kl import decode_reverse_kl
 from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api
 from tests.support.kl_bodies import kl_body
@@ -51,12 +53,12 @@ async def mix(api: Api, paths: list[str], coefficients: list[float], **more: Any
 
 async def logged(api: Api, run: str) -> dict[int, QueuedOp]:
     """Read the ops that wait or were done in a run, by place."""
-    rows = await api.services.connection.hgetall(keys.ops(POOL.id, RunId(run)))
+    rows = await api.services.connection.hgetall(run_keys.ops(POOL.id, RunId(run)))
     return {int(seq): QueuedOp.parse(RunId(run), int(seq), op.decode()) for seq, op in rows.items()}
 
 
 async def body_of(api: Api, run: str, seq: int) -> bytes:
-    body: bytes = await api.services.connection.hget(keys.bodies(POOL.id, RunId(run)), str(seq))
+    body: bytes = await api.services.connection.hget(run_keys.bodies(POOL.id, RunId(run)), str(seq))
     return body
 
 
@@ -126,7 +128,7 @@ async def test_a_checkpoint_is_a_reference_that_stays(api: Api, worker: StandIn,
 
     reference = decode_reverse_kl(await body_of(api, run, 1)).reference
     assert reference == f"{teacher}:1"
-    users = await api.services.connection.smembers(keys.weights_users(reference))
+    users = await api.services.connection.smembers(weights_keys.weights_users(reference))
     assert any(f"{run}:1" in user.decode() for user in users)
 
 
@@ -279,6 +281,21 @@ async def test_over_the_quota_of_checkpoints_nothing_is_mixed(empty_redis: Embed
 
     assert answer.status_code == 400
     assert answer.json()["detail"].startswith("Checkpoint storage quota reached (1 checkpoints).")
+
+
+async def test_a_queue_with_room_for_half_of_an_interpolation_leaves_no_run(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, quota_ops=2) as api:
+        with stand_in(api.services) as worker:
+            path = await saved(api, worker, await api.new_run())
+            waiting = await api.new_run()
+            answer = await mix(api, [path], [1.0])
+            assert (answer.status_code, answer.json()["code"]) == (429, "queue_full")
+            listed = (await api.get("training_runs")).json()["training_runs"]
+            assert listed[0]["training_run_id"] == waiting
+            await worker.run_log()
+            assert (await mix(api, [path], [1.0])).status_code == 200
 
 
 async def test_a_large_request_is_read(api: Api) -> None:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import tinker
 import zstandard
 
 from cotrain.codec import PROTOBUF, decode_pass_output
 from cotrain_server.reading import read_json_pass
-from cotrain_store import keys
 from cotrain_store.bodies import encode_pass_output
-from cotrain_store.messages import RequestId, Result, ResultKind, RunId
+from cotrain_store.keys import result_keys, run_keys
+from cotrain_store.messages.ids import RequestId, RunId
+from cotrain_store.messages.results import Result, ResultKind
 from tests.support.http_api import POOL, SOON_S, Api, pass_body, running_api
 
 if TYPE_CHECKING:
@@ -32,12 +34,12 @@ async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
 async def finish(api: Api, request_id: str, result: Result) -> None:
     """Do what a worker's commit does to a future."""
     redis = api.services.connection
-    await redis.set(keys.result(RequestId(request_id)), result.pack())
-    await redis.publish(keys.notify_results(), request_id)
+    await redis.set(result_keys.result(RequestId(request_id)), result.pack())
+    await redis.publish(result_keys.notify_results(), request_id)
 
 
 async def kinds(api: Api, run: RunId) -> dict[int, str]:
-    raw = await api.services.connection.hgetall(keys.ops(POOL.id, run))
+    raw = await api.services.connection.hgetall(run_keys.ops(POOL.id, run))
     return {int(seq): op.decode() for seq, op in raw.items()}
 
 
@@ -88,7 +90,7 @@ async def test_a_wrong_request_takes_its_place_and_fails_through_its_future(api:
     run = await api.new_run()
     answer = await api.post("forward_backward", pass_body(run, 1, [1, 512]))
     assert answer.status_code == 200
-    body = await api.services.connection.hget(keys.bodies(POOL.id, run), "1")
+    body = await api.services.connection.hget(run_keys.bodies(POOL.id, run), "1")
     assert json.loads(body) == {
         "error": "Token id 512 at datum 0, position 1 is outside the vocabulary (0..511).",
         "category": "user",
@@ -306,6 +308,21 @@ async def test_get_info_names_the_tokenizer_and_the_rank(api: Api) -> None:
     info = (await api.post("get_info", {"model_id": run})).json()
     assert info["model_data"]["tokenizer_id"] == POOL.base_model
     assert info["lora_rank"] == 4
+
+
+async def test_a_rollback_is_told_wherever_a_run_is_and_the_sdk_reads_on(api: Api) -> None:
+    run = await api.new_run()
+    path = f"tinker://{run}/weights/x"
+    told = {"weights_epoch": 2, "rolled_back_to": path}
+    before = (await api.post("get_info", {"model_id": run})).json()
+    assert (before["weights_epoch"], before["rolled_back_to"]) == (0, None)
+    await api.services.connection.hset(run_keys.run(run), mapping=told)  # as `roll_back.lua` does
+    info = (await api.post("get_info", {"model_id": run})).json()
+    one = (await api.get(f"training_runs/{run}")).json()
+    [listed] = (await api.get("training_runs")).json()["training_runs"]
+    assert all(told.items() <= answer.items() for answer in (info, one, listed))
+    assert tinker.types.GetInfoResponse.model_validate(info).lora_rank == 4
+    assert tinker.types.TrainingRun.model_validate(one).lora_rank == 4
 
 
 async def test_telemetry_of_any_shape_is_taken(api: Api) -> None:

@@ -15,7 +15,9 @@ import pytest
 from cotrain_server import uploads
 from cotrain_store.dispatch import Dispatch
 from cotrain_store.imports import decode_import
-from cotrain_store.messages import OpKind, RunId, SaveRequest
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.saves import SaveRequest
 from tests.support.hostile_archives import BOMBS, HOSTILE
 from tests.support.http_api import ALICE, BOB, POOL, running_api
 from tests.support.stand_in import stand_in
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from cotrain_store.messages import QueuedOp
+    from cotrain_store.messages.ops import QueuedOp
     from tests.support.http_api import Api
     from tests.support.redis_server import EmbeddedRedis
 
@@ -288,3 +290,13 @@ async def test_a_full_quota_refuses_now(empty_redis: EmbeddedRedis) -> None:
         answer = await upload(api)
     assert answer.status_code == 400
     assert answer.json()["detail"].startswith("Checkpoint storage quota reached (1 checkpoints).")
+
+
+async def test_a_queue_with_room_for_half_of_an_upload_leaves_no_run(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, quota_ops=1) as api:
+        answer = await upload(api)
+        assert (answer.status_code, answer.json()["code"]) == (429, "queue_full")
+        assert (await api.get("training_runs")).json()["training_runs"] == []
+        assert await queued(api) == []

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.audit import AuditEvent
-from cotrain_store.messages import SampleUsage
+from cotrain_store.keys import tenant_keys
+from cotrain_store.messages.samples import SampleUsage
 from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api, sample_body
 from tests.support.stand_in import DEVICE_S, FILES, StandIn, stand_in
 
@@ -166,7 +166,7 @@ async def test_a_day_of_the_audit_log_ends_at_midnight(api: Api) -> None:
     ):
         row = {"event": name, "details": "{}"}
         await api.services.connection.xadd(
-            keys.audit(tenant), row, id=f"{int(at.timestamp() * 1000)}-7"
+            tenant_keys.audit(tenant), row, id=f"{int(at.timestamp() * 1000)}-7"
         )
     entries = (await got(api, "audit", day="2026-07-13"))["entries"]
     assert [entry["event"] for entry in entries] == ["on", "still"]

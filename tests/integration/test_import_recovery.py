@@ -9,18 +9,11 @@ import pytest
 import torch
 
 from cotrain_store.imports import PeftAdapter, PeftModule, encode_import
-from cotrain_store.messages import (
-    LoraSpec,
-    OpKind,
-    RunRecord,
-    RunState,
-    SaveRequest,
-    SessionId,
-    TenantId,
-    encode,
-    request_id,
-    run_id,
-)
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import SessionId, TenantId, request_id, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
+from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from cotrain_workers.peft_folder import folder_of, read_folder
 from cotrain_workers.peft_import import read_import
@@ -64,8 +57,8 @@ async def upload(server: Stack, body: bytes, model_seq: int = 0) -> RunRecord:
         Failpoint("bodies", 1),
         Failpoint("commit", 1),
         Failpoint("commit", 1, after=True),
-        Failpoint("stored", 1, of_sampling=True),
-        Failpoint("stored", 1, after=True, of_sampling=True),
+        Failpoint("stored", 1, of_weights=True),
+        Failpoint("stored", 1, after=True, of_weights=True),
     ],
     ids=str,
 )

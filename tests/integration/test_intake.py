@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import (
     DiskReserveReached,
     QueueFull,
@@ -22,7 +21,10 @@ from cotrain_store.errors import (
     StoreUnavailable,
 )
 from cotrain_store.intake import MAX_AHEAD, TenantLimits
-from cotrain_store.messages import LoraSpec, OpKind, Result
+from cotrain_store.keys import run_keys
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
@@ -31,7 +33,7 @@ from tests.support.stack import POOL
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
@@ -39,6 +41,10 @@ LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 
 async def seqs_ready(log: Log) -> list[int]:
     return [op.seq for queue in await log.dispatch.ready(POOL) for op in queue.ops]
+
+
+def written_bytes(log: Log) -> int:
+    return sum(file.stat().st_size for file in log.spool.folder.iterdir() if file.is_file())
 
 
 async def test_a_repeat_gets_the_same_request_and_is_one_op(log: Log) -> None:
@@ -181,6 +187,24 @@ async def test_a_full_queue_refuses_and_leaves_nothing_but_takes_repeats(
             assert await log.submit(run, 2, body=body)
 
 
+async def test_a_full_queue_refuses_a_large_request_before_it_is_written(
+    empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    async with open_log(empty_redis.url, tmp_path, TenantLimits(ops=2)) as log:
+        run = await log.new_run()
+        first = await log.submit(run, 1, body=LARGE)
+        before = written_bytes(log)
+        with pytest.raises(QueueFull):
+            await log.submit(run, 2, body=LARGE)
+        assert await log.submit(run, 1, body=LARGE) == first  # and still knows a repeat
+        with pytest.raises(SeqConflict):
+            await log.submit(run, 1, body=LARGE + b"x")
+        assert written_bytes(log) == before
+        await log.run_all()
+        assert await log.submit(run, 2, body=LARGE)
+        assert written_bytes(log) > before
+
+
 async def test_a_tenant_has_so_many_live_runs(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     async with open_log(empty_redis.url, tmp_path, TenantLimits(runs=1)) as log:
         first = await log.new_run("a", "s1")
@@ -194,6 +218,31 @@ async def test_a_tenant_has_so_many_live_runs(empty_redis: EmbeddedRedis, tmp_pa
         await log.new_run("a", "s2")
 
 
+async def test_a_run_and_its_save_are_accepted_together_or_not_at_all(
+    empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    async with open_log(empty_redis.url, tmp_path, TenantLimits(ops=2)) as log:
+        first = await log.new_run("a", "s1")
+        before = log.everything()
+        run = record_of("a", "s2")
+        with pytest.raises(QueueFull):
+            await log.intake.create_run(run, kind=OpKind.LOAD, body=b"load", save=b"save")
+        assert log.everything() == before
+
+        await log.run_all()
+        await log.intake.create_run(run, kind=OpKind.LOAD, body=b"load", save=b"save")
+        once = log.everything()
+        await log.intake.create_run(run, kind=OpKind.LOAD, body=b"load", save=b"save")
+        assert log.everything() == once
+        assert log.queued() == (2, 0, 8)
+        step = await log.plan()
+        assert [(op.seq, op.kind) for op in step.ops] == [(0, OpKind.LOAD), (1, OpKind.SAVE)]
+        assert log.execution.bodies(step.ops) == [b"load", b"save"]
+        log.commit(step)
+        assert log.queued() == (0, 0, 0)
+        assert log.result(first, 0)
+
+
 async def test_a_large_body_goes_to_disk_and_a_small_one_to_redis(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1, body=b"small")
@@ -201,7 +250,7 @@ async def test_a_large_body_goes_to_disk_and_a_small_one_to_redis(log: Log) -> N
     step = await log.plan()
     assert [op.ref == "inline" for op in step.ops] == [True, True, False]
     assert log.execution.bodies(step.ops)[1:] == [b"small", LARGE]
-    assert not log.redis.hexists(keys.bodies(POOL, run.id), 2)
+    assert not log.redis.hexists(run_keys.bodies(POOL, run.id), 2)
 
 
 @pytest.mark.parametrize("body", [b"small", LARGE])

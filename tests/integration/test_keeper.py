@@ -8,8 +8,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
-from cotrain_store.messages import OpKind
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES, ORPHAN_AGE_S
 from cotrain_workers.loop import MARGIN_S
 from cotrain_workers.snapshots import write_snapshot
@@ -117,9 +117,9 @@ async def test_a_long_log_is_cut_and_two_copies_are_kept(
         run = await server.create("a", "a", LORA)
         for seq in range(1, len(PROGRAM) + 1):
             await results(server, run, await submit(server, run, seq, seq))
-    cut, done = (int(each) for each in redis.hmget(keys.log(POOL, run.id), ["cut", "done"]))
+    cut, done = (int(each) for each in redis.hmget(run_keys.log(POOL, run.id), ["cut", "done"]))
     assert 0 < cut < done == len(PROGRAM)
-    assert redis.hlen(keys.ops(POOL, run.id)) == done - cut
+    assert redis.hlen(run_keys.ops(POOL, run.id)) == done - cut
     kept = snapshot_files(redis, run, tmp_path)
     assert len(kept) == 2
     assert sorted(kept[0].parent.iterdir()) == sorted(kept)
@@ -139,8 +139,8 @@ async def test_a_run_that_only_evaluates_does_not_keep_a_line_for_every_forward(
         for seq in range(1, 20):
             data = sequences(seq, 1, 5)
             await server.result(run, await server.forward_backward(run, seq, data, OpKind.FORWARD))
-            assert redis.hlen(keys.ops(POOL, run.id)) <= 3 * 4
-        await until(lambda: int(redis.hget(keys.log(POOL, run.id), "snap")) > 10)
+            assert redis.hlen(run_keys.ops(POOL, run.id)) <= 3 * 4
+        await until(lambda: int(redis.hget(run_keys.log(POOL, run.id), "snap")) > 10)
 
 
 async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
@@ -151,13 +151,13 @@ async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
         await results(server, run, await submit(server, run, 1, 4))
         large = sequences(0, 4, 1500)
         await server.result(run, await server.forward_backward(run, 5, large))
-        assert int(redis.hvals(keys.spool_segment_refs())[0]) == 1
+        assert int(redis.hvals(result_keys.spool_segment_refs())[0]) == 1
         await server.intake.close_run(run)
-        await until(lambda: not redis.exists(keys.ops(POOL, run.id)) and loop._keeper.runs == 0)
+        await until(lambda: not redis.exists(run_keys.ops(POOL, run.id)) and loop._keeper.runs == 0)
         await until(lambda: not list((tmp_path / "snapshots").rglob("*.safetensors")))
     assert not engine.has(run.id)
-    assert redis.hlen(keys.spool_segment_refs()) == 0
-    assert redis.smembers(keys.drops(POOL, loop._execution.worker)) == set()
+    assert redis.hlen(result_keys.spool_segment_refs()) == 0
+    assert redis.smembers(fleet_keys.drops(POOL, loop._execution.worker)) == set()
 
 
 async def test_an_old_segment_that_nothing_needs_is_removed(
@@ -195,7 +195,7 @@ async def test_a_copy_that_cannot_be_written_is_tried_again(
             run = await server.create("a", "a", LORA)
             await results(server, run, await submit(server, run, 1, 2))
         await results(server, run, await submit(server, run, 3, 3))
-        await until(lambda: redis.hget(keys.log(POOL, run.id), "snap") == b"3")
+        await until(lambda: redis.hget(run_keys.log(POOL, run.id), "snap") == b"3")
 
 
 async def test_a_drain_gives_up_at_its_deadline_and_the_rest_is_replayed(
@@ -218,7 +218,7 @@ async def test_a_drain_gives_up_at_its_deadline_and_the_rest_is_replayed(
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, stop_grace_s=MARGIN_S + 0.05):
         answers = await results(server, run, await submit(server, run, 1, 3))
-    assert redis.hget(keys.log(POOL, run.id), "snap") == b"-1"
+    assert redis.hget(run_keys.log(POOL, run.id), "snap") == b"-1"
     released.set()
     with worker(url, tmp_path, engine):
         answers += await results(server, run, await submit(server, run, 4, 4))

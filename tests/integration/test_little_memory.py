@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cotrain_store import keys
-from cotrain_store.messages import OpKind, ResultKind
+from cotrain_store.keys import run_keys
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import ResultKind
 from tests.support.bodies import sequences
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.stack import POOL, worker
@@ -60,7 +61,7 @@ async def test_a_run_that_was_cut_to_fit_goes_on_where_memory_is_larger(
         assert found.kind is ResultKind.PASS
         await server.result(run, await server.optim_step(run, 2))
         assert loop._beat().safe_tokens <= 128
-    assert redis.hget(keys.log(POOL, run.id), "numerics") == b"mixed"
+    assert redis.hget(run_keys.log(POOL, run.id), "numerics") == b"mixed"
     limit_rows(1 << 30)
     engine.drop(run.id)
     with worker(url, tmp_path, engine):

@@ -6,14 +6,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import RunClosed, SeqConflict, WeightsGone
-from cotrain_store.messages import LoadRequest, LoadSource, LoraSpec, OpKind, WeightsRef, encode
+from cotrain_store.keys import run_keys, sample_keys, tenant_keys, weights_keys
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.saves import LoadRequest, LoadSource
 from tests.support.log import record_of
 from tests.support.samples import sampler_record
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import CheckpointRecord, RequestId, RunRecord
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointRecord
     from tests.support.samples import Samples
 
 UNKNOWN = WeightsRef("nobody:train:0:1")
@@ -33,11 +39,13 @@ async def load(
 
 
 def delete(samples: Samples, checkpoint: CheckpointRecord) -> None:
-    samples.log.redis.delete(keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name))
+    samples.log.redis.delete(
+        weights_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name)
+    )
 
 
 def unused(samples: Samples) -> list[WeightsRef]:
-    return [weights.ref for weights in samples.sampling.unused_weights()]
+    return [weights.ref for weights in samples.saved.unused_weights()]
 
 
 async def test_a_load_keeps_its_weights_until_two_recovery_copies_cover_it(
@@ -50,7 +58,7 @@ async def test_a_load_keeps_its_weights_until_two_recovery_copies_cover_it(
     assert unused(samples) == []  # waiting
     await samples.log.run_all()
     assert unused(samples) == []  # done: a replay would need them
-    assert not samples.sampling.forget_weights(checkpoint.weights)
+    assert not samples.saved.forget_weights(checkpoint.weights)
     assert samples.log.execution.register_snapshot(other.id, 0, "file", "sha")
     assert unused(samples) == []
     assert samples.log.execution.register_snapshot(other.id, 1, "newer", "sha")
@@ -59,8 +67,8 @@ async def test_a_load_keeps_its_weights_until_two_recovery_copies_cover_it(
     await samples.log.run_all()
     assert samples.log.execution.register_snapshot(other.id, 2, "newest", "sha")
     assert unused(samples) == [checkpoint.weights]
-    samples.sampling.forget_weights(checkpoint.weights)
-    assert samples.sampling.weights(checkpoint.weights) is None
+    samples.saved.forget_weights(checkpoint.weights)
+    assert samples.saved.weights(checkpoint.weights) is None
 
 
 async def test_each_user_alone_keeps_weights(samples: Samples) -> None:
@@ -74,7 +82,7 @@ async def test_each_user_alone_keeps_weights(samples: Samples) -> None:
     assert unused(samples) == []
     await samples.log.cover(other, 1)
     assert unused(samples) == []
-    samples.log.redis.delete(keys.sampler(sampler.id))
+    samples.log.redis.delete(sample_keys.sampler(sampler.id))
     assert unused(samples) == [checkpoint.weights]
 
 
@@ -102,7 +110,7 @@ async def test_a_repeated_load_does_not_ask_for_its_weights_again(samples: Sampl
     await samples.log.run_all()
     await samples.log.cover(other, 1)
     delete(samples, checkpoint)
-    samples.sampling.forget_weights(checkpoint.weights)
+    samples.saved.forget_weights(checkpoint.weights)
     before = samples.log.everything()
     assert await load(samples, other, 1, checkpoint.weights) == once
     assert await samples.log.intake.repeated(other, 1, "d") == once
@@ -187,14 +195,14 @@ async def test_a_run_is_listed_from_its_first_request_and_says_when_its_last_was
 ) -> None:
     run = await samples.log.new_run()
     redis = samples.log.redis
-    listed = redis.zrange(keys.training_runs(run.tenant), 0, -1, withscores=True)
+    listed = redis.zrange(tenant_keys.training_runs(run.tenant), 0, -1, withscores=True)
     assert listed == [(run.id.encode(), run.created_at)]
-    redis.hset(keys.run(run.id), "last_request_at", "1.5")
+    redis.hset(run_keys.run(run.id), "last_request_at", "1.5")
     assert (await samples.records.run(run.tenant, run.id)).last_request_at == 1.5
     await samples.log.submit(run, 2)
     later = (await samples.records.run(run.tenant, run.id)).last_request_at
     assert later
     assert later > 1.5
-    redis.hset(keys.run(run.id), "last_request_at", "1.5")
+    redis.hset(run_keys.run(run.id), "last_request_at", "1.5")
     await samples.log.submit(run, 2)  # a repeat is no request
     assert (await samples.records.run(run.tenant, run.id)).last_request_at == 1.5

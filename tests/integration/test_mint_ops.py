@@ -9,22 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_store import keys
-from cotrain_store.messages import (
-    LoadRequest,
-    LoadSource,
-    LoraSpec,
-    OpKind,
-    ResultKind,
-    RunRecord,
-    RunState,
-    SaveRequest,
-    SessionId,
-    TenantId,
-    WeightsRef,
-    encode,
-    run_id,
-)
+from cotrain_store.keys import weights_keys
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.results import is_spooled
 from cotrain_store.reverse_kl import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_workers.mix import mix
@@ -38,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from cotrain_store.messages import CheckpointRecord, RequestId
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.weights import CheckpointRecord
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
@@ -152,7 +144,7 @@ async def test_what_a_step_pulls_to_stays_when_its_name_is_gone(
         teacher = await taught(server, "teacher")
     run = await server.create("a", "b", LORA)
     request = await pull(server, run, teacher.weights)
-    redis.delete(keys.checkpoint(teacher.run, teacher.kind, teacher.name))
+    redis.delete(weights_keys.checkpoint(teacher.run, teacher.kind, teacher.name))
     loop, spools = make_worker(url, tmp_path, engine)
     assert loop._weights.sweep() == []
     for spool in spools:

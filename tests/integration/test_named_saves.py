@@ -9,31 +9,24 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.errors import CheckpointNotFound, Fenced
 from cotrain_store.futures import Pending
-from cotrain_store.messages import (
-    OpKind,
-    RequestId,
-    Result,
-    RunState,
-    SessionId,
-    TenantId,
-    WeightsRef,
-    external_folder,
-    run_id,
-)
+from cotrain_store.keys import result_keys, run_keys, weights_keys
+from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WeightsRef, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.weights import external_folder
+from cotrain_store.saved_weights import SavedWeights
+from tests.support.log import WORKER
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import (
-        CheckpointKind,
-        CheckpointRecord,
-        RunId,
-        RunRecord,
-        SaveRecords,
-    )
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.saves import SaveRecords
+    from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
     from tests.support.samples import Samples
 
 A = TenantId("a")
@@ -55,8 +48,8 @@ async def found(
 def listed(samples: Samples, run: RunRecord) -> tuple[list[bytes], list[bytes]]:
     redis = samples.log.redis
     return (
-        redis.zrange(keys.run_checkpoints(run.id), 0, -1),
-        redis.zrange(keys.tenant_checkpoints(run.tenant), 0, -1),
+        redis.zrange(weights_keys.run_checkpoints(run.id), 0, -1),
+        redis.zrange(weights_keys.tenant_checkpoints(run.tenant), 0, -1),
     )
 
 
@@ -65,7 +58,7 @@ async def test_a_save_appears_with_its_result_when_it_is_stored(samples: Samples
     _, saves = await samples.save(run, 1, name="x", kind="weights")
     assert await found(samples, run) is None
     assert (listed(samples, run), samples.log.result(run, 1)) == (([], []), None)
-    position = samples.log.execution.position(run.id)
+    position = samples.log.execution.logs.position(run.id)
     assert position
     assert position.done == 1  # the run goes on meanwhile
     assert samples.log.queued()[0] == 0
@@ -79,7 +72,7 @@ async def test_a_save_appears_with_its_result_when_it_is_stored(samples: Samples
     assert listed(samples, run) == ([b"weights/x"], [member])
     assert samples.log.result(run, 1) == Result.of_json({"seq": 1})
     assert not samples.log.redis.keys("*pending*")
-    assert not samples.log.redis.exists(keys.owed_checkpoints(A))
+    assert not samples.log.redis.exists(weights_keys.owed_checkpoints(A))
 
 
 async def test_storing_twice_changes_nothing(samples: Samples) -> None:
@@ -98,14 +91,15 @@ async def test_a_replaced_worker_stores_and_loses_nothing(samples: Samples) -> N
     with pytest.raises(Fenced):
         samples.stored(run, 1)
     with pytest.raises(Fenced):
-        samples.sampling.lost(ref_of(run, 1), "gone")
+        samples.saved.lost(ref_of(run, 1), "gone")
     assert samples.log.everything() == before
 
 
 async def test_a_successor_stores_what_its_predecessor_owed(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x", kind="weights")
-    successor = samples.new_worker()
+    epoch = samples.log.new_worker().epoch
+    successor = SavedWeights(samples.log.redis, POOL, WORKER, epoch)
     assert [weights.ref for weights in successor.unstored()] == [ref_of(run, 1)]
     assert successor.stored(ref_of(run, 1), "digest", 5)
     assert await found(samples, run)
@@ -117,10 +111,10 @@ async def test_the_end_of_a_save_is_told(samples: Samples, is_lost: bool) -> Non
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x")
     with samples.log.redis.pubsub(ignore_subscribe_messages=True) as heard:
-        heard.subscribe(keys.notify_results())
+        heard.subscribe(result_keys.notify_results())
         assert heard.get_message(timeout=10) is None  # that it has subscribed
         if is_lost:
-            samples.sampling.lost(ref_of(run, 1), "gone")
+            samples.saved.lost(ref_of(run, 1), "gone")
         else:
             samples.stored(run, 1)
         message = heard.get_message(timeout=10)
@@ -150,7 +144,7 @@ async def test_a_save_owed_for_long_is_pending_and_one_read_long_ago_has_expired
     async with samples.log.futures() as futures:
         assert await futures.wait(A, request, 0.0) == Pending()
         samples.stored(run, 1)
-        samples.log.redis.delete(keys.result(request))
+        samples.log.redis.delete(result_keys.result(request))
         with pytest.raises(Exception, match="expired"):
             await futures.wait(A, request, 0.0)
 
@@ -168,7 +162,7 @@ async def test_a_name_in_use_is_not_given_again(samples: Samples, is_stored: boo
         "error": "Checkpoint name 'x' already exists in this run; pass overwrite=true to replace it.",
         "category": "user",
     }
-    assert samples.sampling.weights(ref_of(run, 2)) is None
+    assert samples.saved.weights(ref_of(run, 2)) is None
     assert not samples.stored(run, 2)
     samples.stored(run, 1)
     checkpoint = await found(samples, run)
@@ -191,7 +185,7 @@ async def test_of_two_saves_of_one_name_in_one_step_the_first_has_it(samples: Sa
     refused = samples.log.result(run, 2)
     assert refused
     assert refused.json()["category"] == "user"
-    assert [weights.ref for weights in samples.sampling.unstored()] == [ref_of(run, 1)]
+    assert [weights.ref for weights in samples.saved.unstored()] == [ref_of(run, 1)]
 
 
 @pytest.mark.parametrize(
@@ -209,9 +203,9 @@ async def test_an_overwritten_checkpoint_stays_until_its_successor_is_stored(
     new = await found(samples, run, kind=kind)
     assert new
     assert (new.weights, new.size, new.expires_at) == (ref_of(run, 2), 20, None)
-    assert samples.log.redis.pttl(keys.checkpoint(run.id, kind, "x")) == -1
-    assert not samples.log.redis.exists(keys.expiring_checkpoints(A))
-    assert [w.ref for w in samples.sampling.unused_weights()] == [ref_of(run, 1)]
+    assert samples.log.redis.pttl(weights_keys.checkpoint(run.id, kind, "x")) == -1
+    assert not samples.log.redis.exists(weights_keys.expiring_checkpoints(A))
+    assert [w.ref for w in samples.saved.unused_weights()] == [ref_of(run, 1)]
     assert listed(samples, run)[0] == [f"{kind}/x".encode()]
 
 
@@ -224,12 +218,12 @@ async def test_a_late_store_of_an_older_save_does_not_move_the_name_back(
         await samples.save(run, seq, name="x", kind="weights", overwrite=True)
     samples.stored(run, 2)
     if deleted:
-        samples.log.redis.delete(keys.checkpoint(run.id, "weights", "x"))
+        samples.log.redis.delete(weights_keys.checkpoint(run.id, "weights", "x"))
     samples.stored(run, 1)
     checkpoint = await found(samples, run)
     assert checkpoint is None if deleted else checkpoint and checkpoint.weights == ref_of(run, 2)
     assert samples.log.result(run, 1) == Result.of_json({"seq": 1})
-    assert ref_of(run, 1) in [w.ref for w in samples.sampling.unused_weights()]
+    assert ref_of(run, 1) in [w.ref for w in samples.saved.unused_weights()]
     assert not samples.log.redis.keys("*pending*")
 
 
@@ -245,15 +239,15 @@ async def test_a_name_is_free_again_once_its_checkpoint_expired(samples: Samples
 async def test_a_lost_save_fails_and_frees_its_name(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x", kind="weights", external=True)
-    assert samples.sampling.knows_external(external_folder(ref_of(run, 1)))
+    assert samples.saved.knows_external(external_folder(ref_of(run, 1)))
     for _ in range(2):
-        samples.sampling.lost(ref_of(run, 1), "The weights were lost.")
+        samples.saved.lost(ref_of(run, 1), "The weights were lost.")
     result = samples.log.result(run, 1)
     assert result
     assert result.json() == {"error": "The weights were lost.", "category": "server"}
-    assert samples.sampling.unstored() == []
-    assert samples.sampling.weights(ref_of(run, 1)) is None
-    assert not samples.sampling.knows_external(external_folder(ref_of(run, 1)))
+    assert samples.saved.unstored() == []
+    assert samples.saved.weights(ref_of(run, 1)) is None
+    assert not samples.saved.knows_external(external_folder(ref_of(run, 1)))
     assert samples.log.execution.register_snapshot(run.id, 1, "file", "sha")
     assert not samples.stored(run, 1)
     await samples.checkpoint(run, 2, "x", kind="weights")
@@ -265,7 +259,7 @@ async def test_only_owed_names_can_be_lost(samples: Samples) -> None:
     await samples.save(run, 2, sampler=0)
     before = samples.log.everything()
     for seq in (1, 2, 3):
-        samples.sampling.lost(ref_of(run, seq), "The weights were lost.")
+        samples.saved.lost(ref_of(run, seq), "The weights were lost.")
     assert samples.log.everything() == before
 
 
@@ -273,7 +267,7 @@ async def test_owed_weights_are_not_forgotten(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x")
     before = samples.log.everything()
-    assert not samples.sampling.forget_weights(ref_of(run, 1))
+    assert not samples.saved.forget_weights(ref_of(run, 1))
     assert samples.log.everything() == before
 
 
@@ -283,7 +277,7 @@ async def test_a_run_ends_with_its_last_save(samples: Samples, is_lost: bool) ->
     await samples.save(run, 1, name="x", last=True)
     await samples.log.submit(run, 2)
     if is_lost:
-        samples.sampling.lost(ref_of(run, 1), "gone")
+        samples.saved.lost(ref_of(run, 1), "gone")
     else:
         samples.stored(run, 1)
     assert (await samples.records.run(A, run.id)).state is RunState.CLOSED
@@ -316,10 +310,10 @@ async def test_external_files_tell_their_size_and_are_known_by_their_folder(
     samples.stored(run, 1, size=123)
     assert samples.log.result(run, 1) == Result.of_json({"seq": 1, "size_bytes": 123})
     folder = external_folder(ref_of(run, 1))
-    assert samples.sampling.knows_external(folder)
-    samples.log.redis.delete(keys.checkpoint(run.id, "external_weights", "x"))
-    samples.sampling.forget_weights(ref_of(run, 1))
-    assert not samples.sampling.knows_external(folder)
+    assert samples.saved.knows_external(folder)
+    samples.log.redis.delete(weights_keys.checkpoint(run.id, "external_weights", "x"))
+    samples.saved.forget_weights(ref_of(run, 1))
+    assert not samples.saved.knows_external(folder)
 
 
 async def test_an_optimizer_state_goes_with_the_last_weights_that_have_it(samples: Samples) -> None:
@@ -327,15 +321,15 @@ async def test_an_optimizer_state_goes_with_the_last_weights_that_have_it(sample
     for seq in (1, 2):
         await samples.save(run, seq, name=f"n{seq}", kind="weights")
         samples.stored(run, seq, optimizer="adam")
-    weights = samples.sampling.weights(ref_of(run, 1))
+    weights = samples.saved.weights(ref_of(run, 1))
     assert weights
     assert (weights.has_optimizer, weights.optimizer_digest) == (True, "adam")
     assert await samples.records.weights(ref_of(run, 1)) == weights
     for seq in (1, 2):
-        assert samples.sampling.knows_optimizer("adam")
-        samples.log.redis.delete(keys.checkpoint(run.id, "weights", f"n{seq}"))
-        samples.sampling.forget_weights(ref_of(run, seq))
-    assert not samples.sampling.knows_optimizer("adam")
+        assert samples.saved.knows_optimizer("adam")
+        samples.log.redis.delete(weights_keys.checkpoint(run.id, "weights", f"n{seq}"))
+        samples.saved.forget_weights(ref_of(run, seq))
+    assert not samples.saved.knows_optimizer("adam")
 
 
 async def test_a_large_answer_of_a_save_comes_from_the_spool(samples: Samples) -> None:
@@ -348,7 +342,7 @@ async def test_a_large_answer_of_a_save_comes_from_the_spool(samples: Samples) -
     samples.stored(run, 1)
     async with samples.log.futures() as futures:
         assert await futures.wait(A, RequestId(f"{run.id}:1"), 0.0) == large
-    assert samples.log.redis.strlen(keys.result(RequestId(f"{run.id}:1"))) < 1_000
+    assert samples.log.redis.strlen(result_keys.result(RequestId(f"{run.id}:1"))) < 1_000
 
 
 async def test_the_log_is_kept_while_a_named_save_is_owed(samples: Samples) -> None:
@@ -360,7 +354,7 @@ async def test_the_log_is_kept_while_a_named_save_is_owed(samples: Samples) -> N
     samples.stored(run, 1)
     assert await found(samples, run, kind="sampler_weights")
     assert samples.log.execution.forget(run.id)
-    assert not samples.log.redis.exists(keys.riders(POOL, run.id))
+    assert not samples.log.redis.exists(run_keys.riders(POOL, run.id))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.errors import SamplerQuotaReached, SessionQuotaReached, UnreadQuotaReached
 from cotrain_store.intake import Intake, TenantLimits
-from cotrain_store.messages import RequestId, Result, ResultKind, RunId, SessionId, TenantId
+from cotrain_store.keys import result_keys, tenant_keys
+from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.records import RecordLimits, Records
 from cotrain_store.sample_intake import SampleIntake, SampleLimits
 from cotrain_store.spool import INLINE_LIMIT_BYTES
@@ -20,7 +21,7 @@ from cotrain_store.unread import Unread
 from tests.support.samples import BODY, RESULT, sampler_record
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
     from tests.support.samples import Samples
 
@@ -29,7 +30,7 @@ LARGE = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
 
 
 def unread(log: Log, tenant: TenantId = A) -> int:
-    return int(log.redis.hget(keys.unread(tenant), "bytes") or 0)
+    return int(log.redis.hget(result_keys.unread(tenant), "bytes") or 0)
 
 
 def second_of(run: RunRecord) -> RunRecord:
@@ -62,7 +63,7 @@ async def test_a_tenant_that_fetches_nothing_is_refused_and_the_others_are_not(l
     with pytest.raises(UnreadQuotaReached, match="Unread results exceed the quota; fetch them"):
         await intake.create_run(second_of(run))
     assert log.everything() == before
-    log.redis.hset(keys.unread(other.tenant), "bytes", 0)
+    log.redis.hset(result_keys.unread(other.tenant), "bytes", 0)
     await intake.create_run(second_of(other))
     told = Unread(log.connection)
     told.note_sent(A, RequestId(f"{run.id}:0"))
@@ -74,9 +75,9 @@ async def test_a_result_that_expired_counts_no_more(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     intake = limited(log, unread(log))
-    until = keys.unread_until(A)
+    until = result_keys.unread_until(A)
     in_ms = log.redis.zscore(until, f"{run.id}:0") - log.redis.time()[0] * 1000
-    assert in_ms == pytest.approx(keys.SMALL_RESULT_TTL_MS, abs=60_000)
+    assert in_ms == pytest.approx(result_keys.SMALL_RESULT_TTL_MS, abs=60_000)
     log.redis.zadd(until, {f"{run.id}:0": 1})
     await intake.create_run(second_of(run))
     assert unread(log) == 0
@@ -128,10 +129,10 @@ async def test_living_sessions_are_counted_and_idle_or_finished_ones_are_not(log
     await records.create_session(TenantId("b"))
     await records.finish(A, first.id, "success")
     third = await records.create_session(A)
-    log.redis.zadd(keys.living_sessions(A), {second.id: 1, third.id: 1})  # no beat for long
+    log.redis.zadd(tenant_keys.living_sessions(A), {second.id: 1, third.id: 1})  # no beat for long
     await records.beat(A, second.id)
     fourth = await records.create_session(A)
-    living = log.redis.zrange(keys.living_sessions(A), 0, -1)
+    living = log.redis.zrange(tenant_keys.living_sessions(A), 0, -1)
     assert sorted(living) == sorted([second.id.encode(), fourth.id.encode()])
     with pytest.raises(SessionQuotaReached):
         await records.create_session(A)
@@ -144,11 +145,11 @@ async def test_samplers_are_counted_while_they_live(samples: Samples) -> None:
     with pytest.raises(SamplerQuotaReached):
         await records.create_sampler(sampler_record(number=2))
     assert (await records.create_sampler(sampler_record(number=1))).id == idle.id  # it is there
-    log.redis.zadd(keys.tenant_samplers(A), {used.id: 1, idle.id: 1})
+    log.redis.zadd(tenant_keys.tenant_samplers(A), {used.id: 1, idle.id: 1})
     await samples.submit(used, 0)  # in use: it lives on
     await records.create_sampler(sampler_record(number=3))
     with pytest.raises(SamplerQuotaReached):
         await records.create_sampler(sampler_record(number=4))
     run = await log.new_run()
     await samples.save(run, 1, sampler=7)
-    assert log.redis.zcard(keys.tenant_samplers(A)) == 3
+    assert log.redis.zcard(tenant_keys.tenant_samplers(A)) == 3

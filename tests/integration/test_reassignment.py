@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.dispatch import Dispatch, Place, WorkerBeat
 from cotrain_store.errors import Fenced
 from cotrain_store.execution import Execution
-from cotrain_store.messages import OpKind, Result, WorkerId
+from cotrain_store.keys import fleet_keys, run_keys, sample_keys
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
 from cotrain_store.sampling import Sampling
+from cotrain_store.saved_weights import SavedWeights
 from tests.support.log import WORKER
 from tests.support.samples import sampler_record
 from tests.support.stack import POOL, pool_record_for_tests
@@ -62,7 +65,9 @@ async def test_an_open_step_is_run_by_the_heir_as_it_was_planned(log: Log) -> No
     log.commit(moved)
     assert log.result(run, 1)
     assert log.queued() == (0, 0, 0)
-    assert not log.redis.exists(keys.open_steps(POOL, WORKER), keys.open_steps(POOL, HEIR))
+    assert not log.redis.exists(
+        fleet_keys.open_steps(POOL, WORKER), fleet_keys.open_steps(POOL, HEIR)
+    )
 
 
 async def test_the_heir_knows_how_many_died_over_a_step_and_over_its_parts(log: Log) -> None:
@@ -71,24 +76,24 @@ async def test_the_heir_knows_how_many_died_over_a_step_and_over_its_parts(log: 
     assert log.execution.starts(step) == 0
     successor = log.new_worker()
     assert successor.starts(successor.open_steps()[0]) == 1
-    successor.risk(f"{run.id}:0")
+    successor.deaths.risk(f"{run.id}:0")
     log.execution = enter(log, HEIR)
     await reassign(log)
     [moved] = log.execution.open_steps()
     assert log.execution.starts(moved) == 2
-    assert log.execution.deaths() == {f"{run.id}:0": 1}
+    assert log.execution.deaths.by_part() == {f"{run.id}:0": 1}
     log.commit(moved)
-    assert log.execution.deaths() == {}
-    assert not log.redis.exists(keys.starts(POOL))
+    assert log.execution.deaths.by_part() == {}
+    assert not log.redis.exists(fleet_keys.starts(POOL))
 
 
 async def test_a_commit_leaves_what_is_held_against_another_step(log: Log) -> None:
     first = await log.new_run("a")
     step = await log.plan()
-    log.execution.risk(f"{first.id}:0..{first.id}:7")
-    log.execution.risk("s:train:9:0")
+    log.execution.deaths.risk(f"{first.id}:0..{first.id}:7")
+    log.execution.deaths.risk("s:train:9:0")
     log.commit(step)
-    assert log.execution.deaths() == {"s:train:9:0": 1}
+    assert log.execution.deaths.by_part() == {"s:train:9:0": 1}
 
 
 async def test_runs_at_work_belong_to_the_heir_and_the_others_to_whoever_is_free(log: Log) -> None:
@@ -114,15 +119,15 @@ async def test_an_owed_save_goes_to_the_heir_with_its_run(samples: Samples) -> N
     await samples.save(run, 1, name="x")
     heir = enter(log, HEIR)
     await reassign(log)
-    sampling = sampling_of(log, heir)
-    [owed] = sampling.unstored()
-    assert samples.sampling.unstored() == []
-    assert log.redis.hget(keys.log(POOL, run.id), "worker") == HEIR.encode()
+    saved = SavedWeights(log.redis, POOL, heir.worker, heir.epoch)
+    [owed] = saved.unstored()
+    assert samples.saved.unstored() == []
+    assert log.redis.hget(run_keys.log(POOL, run.id), "worker") == HEIR.encode()
     with pytest.raises(Fenced):
         samples.stored(run, 1)
-    assert sampling.stored(owed.ref, "digest", 10)
+    assert saved.stored(owed.ref, "digest", 10)
     assert log.result(run, 1)
-    assert sampling.unstored() == []
+    assert saved.unstored() == []
 
 
 async def test_sample_requests_go_on_in_their_order(samples: Samples) -> None:
@@ -148,7 +153,7 @@ async def test_sample_requests_go_on_in_their_order(samples: Samples) -> None:
     assert result is not None
     assert result.json()["category"] == "user"  # cancelled
     later = (await samples.submit(fresh, 3))[0]
-    assert log.redis.hget(keys.sample(later), "lane") == HEIR.encode()
+    assert log.redis.hget(sample_keys.sample(later), "lane") == HEIR.encode()
 
 
 async def test_what_waits_for_weights_that_are_stored_may_run_anywhere(samples: Samples) -> None:
@@ -202,7 +207,7 @@ async def test_nothing_is_given_away_when_it_changed_meanwhile(log: Log, change:
     elif change == "was there in between":
         log.new_worker()
     else:
-        log.redis.delete(keys.worker(POOL, HEIR))
+        log.redis.delete(fleet_keys.worker(POOL, HEIR))
     before = log.everything()
     assert not await log.dispatch.reassign(POOL, place, HEIR)
     assert log.everything() == before
@@ -233,8 +238,8 @@ async def test_a_step_of_any_content_is_moved_whole(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1, OpKind.OPTIM_STEP, body=b"\xff\x00")
     step = await log.plan()
-    [text] = log.redis.hvals(keys.open_steps(POOL, WORKER))
+    [text] = log.redis.hvals(fleet_keys.open_steps(POOL, WORKER))
     enter(log, HEIR)
     await reassign(log)
-    assert log.redis.hvals(keys.open_steps(POOL, HEIR)) == [text]
+    assert log.redis.hvals(fleet_keys.open_steps(POOL, HEIR)) == [text]
     assert json.loads(text)["cycle"] == step.cycle

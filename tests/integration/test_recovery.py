@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
-from cotrain_store.messages import OpKind, Result, RunId, request_id
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.ids import RunId, request_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
 from tests.support.bodies import pass_body, sequences
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import (
@@ -26,7 +28,7 @@ from tests.support.stack import POOL, Stack, worker
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 
@@ -129,7 +131,7 @@ async def test_a_newest_copy_that_cannot_be_read_costs_a_longer_replay_and_nothi
         case "gone":
             newest.unlink()
         case "another run's":
-            name = redis.hget(keys.log(POOL, RunId("undisturbed:train:0")), "snapfile")
+            name = redis.hget(run_keys.log(POOL, RunId("undisturbed:train:0")), "snapfile")
             other = tmp_path / "snapshots" / name.decode()
             newest.write_bytes(other.read_bytes())
     with worker(url, tmp_path, engine):
@@ -164,15 +166,15 @@ async def test_a_log_that_other_numerics_wrote_is_replayed_within_a_tolerance_an
     """Another CPU or another torch moves the last bits; that is no reason to stop a run."""
     url = empty_redis.url
     run, _ = await killed_after(server, url, tmp_path, engine, last=4)
-    redis.hset(keys.log(POOL, run.id), "numerics", "another-machine")
-    name = keys.result(request_id(run.id, 4))
+    redis.hset(run_keys.log(POOL, run.id), "numerics", "another-machine")
+    name = result_keys.result(request_id(run.id, 4))
     stored = Result.unpack(redis.get(name)).json()
     stored["metrics"]["grad_norm"] *= 1 + 1e-6
     redis.set(name, Result.of_json(stored).pack())
     with worker(url, tmp_path, engine):
         answers = await results(server, run, await submit(server, run, 5, 5))
         assert isinstance(answers[0], bytes)
-    assert redis.hmget(keys.log(POOL, run.id), ["snap", "numerics"]) == [b"5", None]
+    assert redis.hmget(run_keys.log(POOL, run.id), ["snap", "numerics"]) == [b"5", None]
 
 
 async def test_a_replay_does_without_results_that_have_expired(
@@ -182,11 +184,11 @@ async def test_a_replay_does_without_results_that_have_expired(
     _, digest = await undisturbed(server, url, tmp_path, engine, last=4)
     run, _ = await killed_after(server, url, tmp_path, engine, last=3)
     for seq in range(4):
-        redis.delete(keys.result(request_id(run.id, seq)))
+        redis.delete(result_keys.result(request_id(run.id, seq)))
     with worker(url, tmp_path, engine):
         await results(server, run, await submit(server, run, 4, 4))
     assert engine.state(run.id).digest() == digest
-    assert float(redis.hget(keys.counters(POOL), "replayed_ops")) > 0
+    assert float(redis.hget(fleet_keys.counters(POOL), "replayed_ops")) > 0
 
 
 async def test_a_request_that_is_not_a_number_fails_again_in_a_replay_and_leaves_nothing(

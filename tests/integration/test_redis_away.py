@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cotrain_store import keys
+from cotrain_store.execution import Execution
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.sampling import Sampling
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
@@ -66,7 +68,8 @@ async def test_a_lost_connection_applies_nothing_twice(
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, snapshot_debt_ops=2) as loop:
         lossy = {"losses": 2, "then_does": then_does, "lost": lambda: None}
-        unreliable(loop._execution, method, **lossy)  # type: ignore[arg-type]
+        role = loop._execution if hasattr(Execution, method) else loop._execution.logs
+        unreliable(role, method, **lossy)  # type: ignore[arg-type]
         assert await results(server, run, await submit(server, run, 1, len(PROGRAM))) == expected
     assert engine.state(run.id).digest() == digest
     assert restored_digest(url, tmp_path, engine, run.id) == digest
@@ -153,9 +156,11 @@ async def test_a_replaced_worker_ends_and_leaves_the_step_to_its_successor(
         pass
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
-        before = redis.hgetall(keys.log(POOL, run.id))
-        assert old._execution.epoch < int(redis.get(keys.worker_epoch(POOL, old._execution.worker)))
-    assert redis.hget(keys.log(POOL, run.id), "done") == before[b"done"]
+        before = redis.hgetall(run_keys.log(POOL, run.id))
+        assert old._execution.epoch < int(
+            redis.get(fleet_keys.worker_epoch(POOL, old._execution.worker))
+        )
+    assert redis.hget(run_keys.log(POOL, run.id), "done") == before[b"done"]
     assert engine.state(run.id).digest() == digest
 
 
@@ -175,7 +180,8 @@ async def test_a_lost_connection_loses_no_sample_and_no_weights(
         expected = await sample(server, await saved_sampler(server, run, 5), 0, LONG)
     with worker(empty_redis.url, tmp_path, engine) as loop:
         lossy = {"losses": 2, "then_does": then_does, "lost": lambda: None}
-        unreliable(loop._sampler._sampling, method, **lossy)  # type: ignore[arg-type]
+        role = loop._sampler._sampling if hasattr(Sampling, method) else loop._weights._saved
+        unreliable(role, method, **lossy)  # type: ignore[arg-type]
         sampler = await saved_sampler(server, run, 6, number=1)
         requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(20)]
         for request in requests:

@@ -12,9 +12,9 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from cotrain_store import keys
 from cotrain_store.connection import DURABLE, check_store, open_connection
 from cotrain_store.embedded import find_redis_binary, redis_command
+from cotrain_store.keys import fleet_keys
 from tests.support.compose_files import ROOT
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ def test_the_store_accepts_it(url: str) -> None:
     async def check() -> bytes | None:
         connection = open_connection(url)
         await check_store(connection, accept_data_loss=False)
-        version: bytes | None = await connection.get(keys.schema())
+        version: bytes | None = await connection.get(fleet_keys.schema())
         await connection.aclose()
         return version
 
-    assert asyncio.run(check()) == keys.SCHEMA_VERSION.encode()
+    assert asyncio.run(check()) == fleet_keys.SCHEMA_VERSION.encode()
 
 
 def test_its_user_cannot_weaken_or_empty_it(url: str) -> None:

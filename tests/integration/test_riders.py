@@ -12,17 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotrain_store import keys
 from cotrain_store.errors import RunClosed, SeqConflict, SeqTooFar
 from cotrain_store.futures import Pending
 from cotrain_store.intake import MAX_AHEAD
-from cotrain_store.messages import OpKind, RequestId, TenantId
+from cotrain_store.keys import run_keys
+from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.rollback import DIGESTS_KEPT
 from tests.support.log import open_log
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
     from tests.support.redis_server import EmbeddedRedis
 
@@ -123,12 +124,12 @@ async def test_the_key_of_a_rider_goes_with_its_digest(
     await executed(log)
     log.execution.register_snapshot(run.id, 2, "older", "sha")
     log.execution.register_snapshot(run.id, 3, "newer", "sha")
-    fields = set(log.redis.hkeys(keys.digests(POOL, run.id)))
+    fields = set(log.redis.hkeys(run_keys.digests(POOL, run.id)))
     assert fields == {b"1", b"2", b"3", b"key:k", b"rider:1"}
     await send(log, run, 3)
     await executed(log)
     log.execution.register_snapshot(run.id, 4, "newest", "sha")
-    assert set(log.redis.hkeys(keys.digests(POOL, run.id))) == {b"2", b"3", b"4"}
+    assert set(log.redis.hkeys(run_keys.digests(POOL, run.id))) == {b"2", b"3", b"4"}
 
 
 async def test_a_rider_counts_against_how_far_ahead_a_client_may_be(log: Log) -> None:
@@ -152,7 +153,7 @@ async def test_a_closed_run_takes_no_riders(log: Log) -> None:
     assert "unloaded" in result.json()["error"]
     await executed(log)
     assert log.execution.forget(run.id)
-    assert not log.redis.exists(keys.riders(POOL, run.id), keys.digests(POOL, run.id))
+    assert not log.redis.exists(run_keys.riders(POOL, run.id), run_keys.digests(POOL, run.id))
 
 
 async def test_a_gap_behind_a_rider_is_named_as_the_client_counts(
@@ -163,7 +164,7 @@ async def test_a_gap_behind_a_rider_is_named_as_the_client_counts(
     waiting = await send(log, run, 2)
     assert waiting == 3
     await executed(log)
-    log.redis.zadd(keys.gaps(POOL), {run.id: (time.time() - 1_000) * 1_000})
+    log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 1_000) * 1_000})
     async with log.futures() as futures:
         pending = await futures.wait(A, RequestId(f"{run.id}:{waiting}"), 0.0)
     assert isinstance(pending, Pending)

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.messages import OpKind, RunState
+from cotrain_store.keys import fleet_keys
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import RunState
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import record_of
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import CheckpointRecord, RunRecord
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointRecord
     from tests.support.log import Log
     from tests.support.samples import Samples
 
@@ -63,7 +65,7 @@ async def test_what_was_planned_or_waiting_fails_and_later_ops_run(samples: Samp
     await log.submit(run, 7)
     await log.submit(run, 9)
     await log.run_all()
-    kinds = [op.kind for op in log.execution.logged_ops(run.id, 4, 9)]
+    kinds = [op.kind for op in log.execution.logs.logged_ops(run.id, 4, 9)]
     passed = OpKind.FORWARD_BACKWARD
     assert kinds == [*[OpKind.REJECTED] * 3, passed, OpKind.REJECTED, passed]
     for seq in (7, 9):
@@ -79,7 +81,7 @@ async def test_the_file_is_all_that_is_left_and_the_next_snapshot_has_it_as_pred
     run, checkpoint = await run_with_a_checkpoint(samples)
     log.execution.register_snapshot(run.id, 2, "f2", "sha 2")
     log.execution.roll_back(checkpoint, "f3", "sha 3")
-    position = log.execution.position(run.id)
+    position = log.execution.logs.position(run.id)
     assert position is not None
     assert (position.done, position.snap, position.cut, position.older_snap) == (3, 3, 3, 3)
     assert (position.snapshot_file, position.snapshot_sha256) == ("f3", "sha 3")
@@ -87,11 +89,11 @@ async def test_the_file_is_all_that_is_left_and_the_next_snapshot_has_it_as_pred
     assert (position.weights_epoch, position.rolled_back_to) == (1, checkpoint.path)
     assert position.state is RunState.LIVE
     with pytest.raises(SpoolCorrupt):
-        log.execution.logged_ops(run.id, 3, 3)
+        log.execution.logs.logged_ops(run.id, 3, 3)
     await log.submit(run, 4)
     await log.run_all()
     assert log.execution.register_snapshot(run.id, 4, "f4", "sha 4")
-    position = log.execution.position(run.id)
+    position = log.execution.logs.position(run.id)
     assert position is not None
     assert (position.cut, position.older_file, position.weights_epoch) == (3, "f3", 1)
 
@@ -104,13 +106,13 @@ async def test_a_rollback_is_told_where_runs_are_told_of_and_counted(samples: Sa
     told = await samples.records.run(run.tenant, run.id)
     assert (told.weights_epoch, told.rolled_back_to) == (2, checkpoint.path)
     assert told.state is RunState.LIVE
-    assert samples.log.redis.hget(keys.counters(POOL), "rollbacks") == b"2"
+    assert samples.log.redis.hget(fleet_keys.counters(POOL), "rollbacks") == b"2"
 
 
 async def test_a_repeat_after_a_lost_answer_changes_nothing(samples: Samples) -> None:
     log = samples.log
     run, checkpoint = await run_with_a_checkpoint(samples)
-    before = log.execution.position(run.id)
+    before = log.execution.logs.position(run.id)
     assert before is not None
     log.execution.roll_back(checkpoint, "f3", "sha")
     await log.submit(run, 4)
@@ -152,5 +154,5 @@ async def test_a_run_can_go_on_from_its_own_training_checkpoints_alone(samples: 
     second = await samples.checkpoint(run, 5, "y", kind="weights")
     await samples.save(run, 6, name="not-stored", kind="weights")
     copied = replace(record_of("a", "copy"), state=RunState.CLOSED)
-    assert log.execution.checkpoints(run.id) == [second, first]
-    assert log.execution.checkpoints(copied.id) == []
+    assert log.execution.logs.checkpoints(run.id) == [second, first]
+    assert log.execution.logs.checkpoints(copied.id) == []

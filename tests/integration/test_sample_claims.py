@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cotrain_store import keys
 from cotrain_store.errors import Fenced
-from cotrain_store.messages import RequestId, Result, ResultKind, WorkerId
+from cotrain_store.keys import fleet_keys, result_keys, sample_keys
+from cotrain_store.messages.ids import RequestId, WorkerId
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES
+from tests.support.full_table import no_descriptor
 from tests.support.log import WORKER
 from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
 from tests.support.stack import POOL
@@ -24,7 +26,7 @@ OTHER_WORKER = WorkerId("w1")
 
 
 def counted(samples: Samples) -> dict[str, float]:
-    rows = samples.log.redis.hgetall(keys.counters(POOL))
+    rows = samples.log.redis.hgetall(fleet_keys.counters(POOL))
     return {name.decode(): float(value) for name, value in rows.items()}
 
 
@@ -42,6 +44,22 @@ async def test_a_claim_gives_what_was_asked(samples: Samples) -> None:
     assert (first.tenant, first.sampler, first.weights) == (sampler.tenant, sampler.id, None)
     assert (first.starts, first.deaths) == (0, 0)
     assert samples.load()[:2] == (0, 2)
+    assert samples.claim() == []
+
+
+async def test_a_body_that_cannot_be_read_now_is_claimed_again(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = await samples.sampler()
+    requests = await samples.submit(sampler, 0)
+    requests.append(await samples.intake.submit(sampler, 1, LARGE_BODY))
+    with monkeypatch.context() as short:
+        short.setattr("pathlib.Path.open", no_descriptor)
+        with pytest.raises(OSError, match="Too many open files"):
+            samples.claim()
+    claimed = samples.sampling.claim(9)
+    assert [one.request for one in claimed] == requests
+    assert [one.body for one in claimed] == [BODY, LARGE_BODY]
     assert samples.claim() == []
 
 
@@ -131,7 +149,7 @@ async def test_weights_that_are_not_stored_are_sampled_by_the_worker_that_has_th
     assert [first.request, *(claimed.request for claimed in rest)] == [*of_fresh, again]
 
     assert fresh.weights
-    assert samples.sampling.stored(fresh.weights, "d" * 64, 10)
+    assert samples.saved.stored(fresh.weights, "d" * 64, 10)
     (stored,) = await samples.submit(fresh, 2)
     assert [claimed.request for claimed in other.claim(9)] == [stored]
 
@@ -160,10 +178,10 @@ async def test_what_waits_for_a_worker_that_is_gone_runs_elsewhere_once_it_can(
     other = samples.new_worker(OTHER_WORKER)
     assert other.claim(9) == []  # its weights are in the memory of w0, or in the log
     assert fresh.weights
-    samples.sampling.stored(fresh.weights, "d" * 64, 10)
+    samples.saved.stored(fresh.weights, "d" * 64, 10)
     samples.beat(WORKER)
     assert other.claim(9) == []  # w0 lives: it will come to it
-    samples.log.redis.delete(keys.worker(POOL, WORKER))
+    samples.log.redis.delete(fleet_keys.worker(POOL, WORKER))
     assert [claimed.request for claimed in other.claim(9)] == requests
 
 
@@ -175,9 +193,13 @@ async def test_a_result_frees_all_that_its_request_held(samples: Samples) -> Non
     left = set(samples.log.everything()) - before
     assert samples.result(request) == RESULT
     assert (samples.load(), samples.log.references()) == ((0, 0, 0), {})
-    record = samples.log.redis.hgetall(keys.sample(request))
+    record = samples.log.redis.hgetall(sample_keys.sample(request))
     assert set(record) == {b"state", b"tenant", b"digest", b"failed", b"size"}
-    named = f"cotrain:sampler:{sampler_record().id}", keys.result(request), keys.sample(request)
+    named = (
+        f"cotrain:sampler:{sampler_record().id}",
+        result_keys.result(request),
+        sample_keys.sample(request),
+    )
     assert left >= {name.encode() for name in named}
     assert not {name for name in left if b"waiting" in name or b"claimed" in name}
     assert counted(samples) == {"sample_requests": 1}
@@ -252,7 +274,7 @@ async def test_a_body_that_is_gone_or_broken_is_none(samples: Samples) -> None:
     small = await samples.intake.submit(sampler, 1, BODY)
     for path in samples.log.spool.folder.iterdir():
         path.write_bytes(b"")
-    samples.log.redis.hset(keys.sample(small), "body", "nonsense")
+    samples.log.redis.hset(sample_keys.sample(small), "body", "nonsense")
     bodies = {claimed.request: claimed.body for claimed in samples.sampling.claim(9)}
     assert bodies == {large: None, small: None}
 
@@ -266,7 +288,7 @@ async def test_a_large_result_goes_to_disk_and_lives_shorter(samples: Samples) -
     assert stored
     assert stored.kind is ResultKind.SPOOLED_SAMPLE
     assert samples.log.results.read(stored.payload.decode()) == large.payload
-    lives = [samples.log.redis.pttl(keys.result(request)) for request in requests]
+    lives = [samples.log.redis.pttl(result_keys.result(request)) for request in requests]
     assert lives[0] == pytest.approx(2 * 3600e3, abs=60e3)
     assert lives[1] == pytest.approx(24 * 3600e3, abs=60e3)
 

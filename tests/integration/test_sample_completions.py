@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.completions import Completion
-from cotrain_store.messages import Result, sample_id
+from cotrain_store.keys import result_keys, sample_keys
+from cotrain_store.messages.ids import sample_id
+from cotrain_store.messages.results import Result
 from cotrain_store.sample_ends import CLONE_SIZE, OWN_SEQS
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import RESULT, open_samples
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.completions import Completions
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
     from tests.support.samples import Samples
 
 #: Longer than any wait here lasts: running into it is a failure.
@@ -126,7 +127,7 @@ async def test_nobody_is_told_of_the_servers_own_requests(samples: Samples) -> N
     await samples.submit(sampler, OWN_SEQS - 1, OWN_SEQS, 2**63 - 1)
     samples.resolve(*samples.claim())
     told = samples.log.redis.keys("cotrain:completions:*")
-    assert told == [keys.completions(sampler.id, (OWN_SEQS - 1) // CLONE_SIZE).encode()]
+    assert told == [sample_keys.completions(sampler.id, (OWN_SEQS - 1) // CLONE_SIZE).encode()]
 
 
 async def test_a_poll_is_held_until_something_ends(samples: Samples) -> None:
@@ -180,7 +181,7 @@ async def test_the_sweep_finds_what_no_message_told(
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))
         await somebody_waits(completions)
-        samples.log.redis.zadd(keys.completions(sampler.id, 0), {"3": 1})
+        samples.log.redis.zadd(sample_keys.completions(sampler.id, 0), {"3": 1})
         assert await poll == ([Completion(sample_id(sampler.id, 3), failed=False, size=0)], 1)
 
 
@@ -194,7 +195,7 @@ async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
         await somebody_waits(completions)
         with samples.log.redis.pipeline(transaction=True) as at_once:
             at_once.execute_command("CLIENT KILL TYPE pubsub")
-            at_once.zadd(keys.completions(sampler.id, 0), {"3": 1})
+            at_once.zadd(sample_keys.completions(sampler.id, 0), {"3": 1})
             at_once.execute()
         assert names((await poll)[0]) == [sample_id(sampler.id, 3)]
 
@@ -230,9 +231,9 @@ async def test_an_end_is_told_for_a_day(samples: Samples, monkeypatch: pytest.Mo
     await samples.submit(sampler, 0, 1)
     samples.claim()
     samples.resolve(sample_id(sampler.id, 0))
-    name = keys.completions(sampler.id, 0)
+    name = sample_keys.completions(sampler.id, 0)
     assert samples.log.redis.pttl(name) == pytest.approx(24 * 3600e3, abs=60e3)
-    tomorrow = time.time() + keys.COMPLETION_TTL_MS / 1000 + 1
+    tomorrow = time.time() + sample_keys.COMPLETION_TTL_MS / 1000 + 1
     monkeypatch.setattr("cotrain_store.sampling.time.time", lambda: tomorrow)
     samples.resolve(sample_id(sampler.id, 1))
     assert samples.log.redis.zrange(name, 0, -1) == [b"1"]
@@ -248,10 +249,12 @@ async def test_what_is_acknowledged_need_not_be_kept(samples: Samples) -> None:
     async with samples.completions() as completions:
         await completions.acknowledge(sampler, [requests[0], requests[2], foreign, *hostile])
         await completions.acknowledge(sampler, [])
-    lives = [samples.log.redis.pttl(keys.result(r)) for r in (requests[0], requests[1], foreign)]
-    assert 0 < lives[0] <= keys.READ_RESULT_TTL_MS
-    assert min(lives[1:]) > keys.READ_RESULT_TTL_MS
-    assert samples.log.redis.pttl(keys.sample(requests[0])) > lives[0]
-    assert samples.log.redis.pttl(keys.sample(requests[2])) == -1  # still waiting
+    lives = [
+        samples.log.redis.pttl(result_keys.result(r)) for r in (requests[0], requests[1], foreign)
+    ]
+    assert 0 < lives[0] <= result_keys.READ_RESULT_TTL_MS
+    assert min(lives[1:]) > result_keys.READ_RESULT_TTL_MS
+    assert samples.log.redis.pttl(sample_keys.sample(requests[0])) > lives[0]
+    assert samples.log.redis.pttl(sample_keys.sample(requests[2])) == -1  # still waiting
     samples.resolve(requests[2])
     assert samples.result(requests[2]) == RESULT

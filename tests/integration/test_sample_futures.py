@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.deliveries import READ_AFTER_S, SampleDeliveries
 from cotrain_store.errors import RequestNotFound, SampleExpired
 from cotrain_store.futures import Pending
-from cotrain_store.messages import RequestId, Result, ResultKind, TenantId
+from cotrain_store.keys import result_keys, sample_keys, tenant_keys
+from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.sample_ends import parse_sample
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.samples import RESULT
@@ -56,7 +57,7 @@ async def test_a_large_result_comes_from_disk_and_expires_with_its_file(samples:
 async def test_the_result_outlives_its_sampler(samples: Samples) -> None:
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
-    samples.log.redis.delete(keys.sampler(sampler.id))
+    samples.log.redis.delete(sample_keys.sampler(sampler.id))
     async with samples.log.futures() as futures:
         assert await futures.wait(A, request, 0.01) == Pending()
         samples.resolve(*samples.claim())
@@ -67,14 +68,14 @@ async def test_an_expired_result_can_be_asked_for_again(samples: Samples) -> Non
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
     samples.resolve(*samples.claim())
-    samples.log.redis.delete(keys.result(request))
+    samples.log.redis.delete(result_keys.result(request))
     async with samples.log.futures() as futures:
         with pytest.raises(SampleExpired, match="expired"):
             await futures.wait(A, request, NEVER_S)  # nothing will come: it is told at once
-        samples.log.redis.delete(keys.sample(request))
+        samples.log.redis.delete(sample_keys.sample(request))
         with pytest.raises(SampleExpired):
             await futures.wait(A, request, 0.01)
-        samples.log.redis.delete(keys.sampler(sampler.id))
+        samples.log.redis.delete(sample_keys.sampler(sampler.id))
         with pytest.raises(RequestNotFound) as unknown:
             await futures.wait(A, request, 0.01)
         assert not isinstance(unknown.value, SampleExpired)
@@ -87,7 +88,7 @@ async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(
     (request,) = await samples.submit(await samples.sampler(), 0)
     samples.resolve(*samples.claim())
     if not is_known:
-        samples.log.redis.delete(keys.sample(request))
+        samples.log.redis.delete(sample_keys.sample(request))
     async with samples.log.futures() as futures:
         with pytest.raises(RequestNotFound) as foreign:
             await futures.wait(B, request, 0.01)
@@ -118,18 +119,20 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
     for request in requests:
         name = parse_sample(request)
         assert name
-        samples.log.redis.set(keys.result(request), RESULT.pack(), px=keys.SMALL_RESULT_TTL_MS)
-        samples.log.redis.hset(keys.sample(request), "state", "done")
-        samples.log.redis.zadd(keys.completions(name.sampler, 0), {"0": 1})
+        samples.log.redis.set(
+            result_keys.result(request), RESULT.pack(), px=result_keys.SMALL_RESULT_TTL_MS
+        )
+        samples.log.redis.hset(sample_keys.sample(request), "state", "done")
+        samples.log.redis.zadd(sample_keys.completions(name.sampler, 0), {"0": 1})
         deliveries.note(name, NOW)
 
     def lives_ms() -> list[int]:
-        return [samples.log.redis.pttl(keys.result(request)) for request in requests]
+        return [samples.log.redis.pttl(result_keys.result(request)) for request in requests]
 
     await deliveries.expire_read(NOW + READ_AFTER_S - 1)
-    assert min(lives_ms()) > keys.READ_RESULT_TTL_MS
+    assert min(lives_ms()) > result_keys.READ_RESULT_TTL_MS
     await deliveries.expire_read(LATER)
-    assert lives_ms()[0] <= keys.READ_RESULT_TTL_MS < lives_ms()[1]
+    assert lives_ms()[0] <= result_keys.READ_RESULT_TTL_MS < lives_ms()[1]
     told = [samples.log.redis.exists(f"cotrain:completions:{name}:0") for name in (first, second)]
     assert told == [0, 1]
 
@@ -142,8 +145,8 @@ async def test_waiting_for_a_result_notes_that_it_was_sent(
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
     samples.resolve(*samples.claim())
-    samples.log.redis.set(keys.session_beat(sampler.session), "now")
+    samples.log.redis.set(tenant_keys.session_beat(sampler.session), "now")
     async with samples.log.futures() as futures, asyncio.timeout(PATIENCE_S):
         await futures.wait(A, request, 10)
-        while samples.log.redis.pttl(keys.result(request)) > keys.READ_RESULT_TTL_MS:  # noqa: ASYNC110
+        while samples.log.redis.pttl(result_keys.result(request)) > result_keys.READ_RESULT_TTL_MS:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

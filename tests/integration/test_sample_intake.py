@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import (
     DiskReserveReached,
     SamplerNotFound,
@@ -18,7 +17,8 @@ from cotrain_store.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from cotrain_store.messages import RequestId, TenantId
+from cotrain_store.keys import fleet_keys, result_keys, sample_keys
+from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.sample_intake import SampleLimits
 from tests.support.log import WORKER
@@ -76,27 +76,29 @@ async def test_a_seq_used_with_other_content_is_a_conflict(samples: Samples, is_
 async def test_what_tells_a_repeat_lives_longer_than_the_result(samples: Samples) -> None:
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
-    assert samples.log.redis.pttl(keys.sample(request)) == -1
+    assert samples.log.redis.pttl(sample_keys.sample(request)) == -1
     samples.resolve(*samples.claim())
     lives = (
-        samples.log.redis.pttl(keys.sample(request)),
-        samples.log.redis.pttl(keys.result(request)),
+        samples.log.redis.pttl(sample_keys.sample(request)),
+        samples.log.redis.pttl(result_keys.result(request)),
     )
-    assert lives[0] - lives[1] == pytest.approx(keys.SAMPLE_RECORD_EXTRA_MS, abs=1e3)
+    assert lives[0] - lives[1] == pytest.approx(sample_keys.SAMPLE_RECORD_EXTRA_MS, abs=1e3)
 
 
 async def test_a_request_makes_its_sampler_live_on(samples: Samples) -> None:
     for ephemeral, idle_ms in ((True, 6 * 3600e3), (False, 30 * 24 * 3600e3)):
         record = replace(sampler_record(number=int(ephemeral)), ephemeral=ephemeral)
         sampler = await samples.records.create_sampler(record)
-        samples.log.redis.pexpire(keys.sampler(sampler.id), 5_000)
+        samples.log.redis.pexpire(sample_keys.sampler(sampler.id), 5_000)
         await samples.submit(sampler, 0)
-        assert samples.log.redis.pttl(keys.sampler(sampler.id)) == pytest.approx(idle_ms, abs=60e3)
+        assert samples.log.redis.pttl(sample_keys.sampler(sampler.id)) == pytest.approx(
+            idle_ms, abs=60e3
+        )
 
 
 async def test_a_sampler_that_expired_is_refused_with_what_to_do(samples: Samples) -> None:
     sampler = await samples.sampler()
-    samples.log.redis.delete(keys.sampler(sampler.id))
+    samples.log.redis.delete(sample_keys.sampler(sampler.id))
     before = samples.log.everything()
     with pytest.raises(SamplerNotFound, match=r"6 hours without use: save under a name"):
         await samples.submit(sampler, 0)
@@ -229,7 +231,7 @@ async def test_a_cancel_between_two_lives_of_a_worker_is_kept(samples: Samples) 
 
 async def test_a_request_and_its_cancel_wake_the_worker(samples: Samples) -> None:
     listener = samples.log.redis.pubsub(ignore_subscribe_messages=True)
-    listener.subscribe(keys.notify_worker(POOL, WORKER))
+    listener.subscribe(fleet_keys.notify_worker(POOL, WORKER))
     assert listener.get_message(timeout=5) is None  # the subscription itself
     (request,) = await samples.submit(await samples.sampler(), 0)
     assert listener.get_message(timeout=5)["data"] == b"sample"

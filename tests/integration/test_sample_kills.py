@@ -6,10 +6,10 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.errors import StoreUnavailable
-from cotrain_store.messages import Result, ResultKind
+from cotrain_store.keys import fleet_keys
+from cotrain_store.messages.results import Result, ResultKind
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import BODY, LARGE_BODY, open_samples
 from tests.support.stack import POOL
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.completions import Completions
-    from cotrain_store.messages import RequestId, SamplerRecord
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.samples import SamplerRecord
     from tests.support.samples import Samples
 
 REQUESTS = 120
@@ -100,6 +101,6 @@ async def test_every_request_ends_once_and_is_told_once_across_kills_of_redis(
             )
             assert (samples.load("a"), samples.load("b")) == ((0, 0, 0), (0, 0, 0))
             assert samples.log.references() == {}
-            assert float(samples.log.redis.hget(keys.counters(POOL), "sample_requests")) == len(
-                requests
-            )
+            assert float(
+                samples.log.redis.hget(fleet_keys.counters(POOL), "sample_requests")
+            ) == len(requests)

@@ -26,9 +26,10 @@ from hypothesis.stateful import (
 )
 from typing_extensions import override
 
-from cotrain_store import keys
 from cotrain_store.errors import Fenced, SamplingBusy, SeqConflict
-from cotrain_store.messages import RequestId, Result, ResultKind, TenantId, sample_id
+from cotrain_store.keys import sample_keys
+from cotrain_store.messages.ids import RequestId, TenantId, sample_id
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE
 from cotrain_store.sample_intake import SampleLimits
 from tests.support.log import WORKER
@@ -38,7 +39,7 @@ from tests.support.stack import POOL
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
-    from cotrain_store.messages import SamplerRecord
+    from cotrain_store.messages.samples import SamplerRecord
     from cotrain_store.samples import SampleBody
     from tests.support.redis_server import EmbeddedRedis
 
@@ -68,7 +69,9 @@ class Model:
 
     def lanes(self, tenant: str) -> list[list[RequestId]]:
         """Give a tenant's queues in the order in which w0 takes from them."""
-        return [self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, keys.ANY_LANE)]
+        return [
+            self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, sample_keys.ANY_LANE)
+        ]
 
     def held(self, tenant: str) -> int:
         mine = [request for request in self.running if tenant_of(request) == tenant]
@@ -262,9 +265,9 @@ class SampleMachine(RuleBasedStateMachine):
     @invariant()
     def the_store_equals_the_model(self) -> None:
         redis, model = self.samples.log.redis, self.model
-        ring = [tenant.decode() for tenant in redis.lrange(keys.sample_ring(POOL), 0, -1)]
+        ring = [tenant.decode() for tenant in redis.lrange(sample_keys.sample_ring(POOL), 0, -1)]
         assert ring == model.ring
-        running = redis.lrange(keys.claimed_samples(POOL, WORKER), 0, -1)
+        running = redis.lrange(sample_keys.claimed_samples(POOL, WORKER), 0, -1)
         assert [request.decode() for request in running] == model.running
         for tenant in TENANTS:
             waiting = sum(map(len, model.lanes(tenant)))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import (
     CheckpointNotFound,
     Fenced,
@@ -16,13 +15,19 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SeqConflict,
 )
-from cotrain_store.messages import OpKind, Result, RunState, TenantId, WeightsRef, encode
+from cotrain_store.keys import fleet_keys, sample_keys, tenant_keys, weights_keys
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import TenantId, WeightsRef
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import RunState
 from tests.support.log import WORKER
 from tests.support.samples import sampler_record, weights_record
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RunRecord, WeightsRecord
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import WeightsRecord
     from tests.support.samples import Samples
 
 A, B = TenantId("a"), TenantId("b")
@@ -38,7 +43,7 @@ def ref_of(run: RunRecord, seq: int) -> WeightsRef:
 
 
 def unused(samples: Samples) -> list[WeightsRef]:
-    return sorted(weights.ref for weights in samples.sampling.unused_weights())
+    return sorted(weights.ref for weights in samples.saved.unused_weights())
 
 
 async def test_a_save_for_a_sampler_appears_with_its_commit_and_only_then(samples: Samples) -> None:
@@ -55,7 +60,7 @@ async def test_a_save_for_a_sampler_appears_with_its_commit_and_only_then(sample
     assert sampler == saves[other.id, 1].user
     assert sampler.weights
     assert await samples.records.weights(sampler.weights) == saves[other.id, 1].weights
-    assert samples.sampling.unstored() == [saves[other.id, 1].weights]
+    assert samples.saved.unstored() == [saves[other.id, 1].weights]
 
 
 async def test_a_save_without_a_name_makes_a_sampler_at_once(samples: Samples) -> None:
@@ -64,22 +69,22 @@ async def test_a_save_without_a_name_makes_a_sampler_at_once(samples: Samples) -
     sampler = await samples.records.sampler(A, sampler_record(number=3).id)
     assert (sampler.weights, sampler.ephemeral) == (ref_of(run, 1), True)
     assert await samples.records.samplers_of(sampler.session) == (sampler,)
-    life_ms = samples.log.redis.pttl(keys.sampler(sampler.id))
+    life_ms = samples.log.redis.pttl(sample_keys.sampler(sampler.id))
     assert life_ms == pytest.approx(6 * 3600e3, abs=60e3)
 
 
 async def test_a_second_commit_of_a_save_changes_nothing(samples: Samples) -> None:
     run = await samples.log.new_run()
     step, saves = await samples.save(run, 1, name="x")
-    samples.sampling.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
     await samples.save(run, 2, name="x")
-    samples.sampling.stored(ref_of(run, 2), DIGEST, 10)
+    samples.saved.stored(ref_of(run, 2), DIGEST, 10)
     before = samples.log.everything()
     results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
     samples.log.execution.commit(step, results, {}, {}, saves=saves)
     assert samples.log.everything() == before
     # As a store that went back in time would have it.
-    samples.log.redis.hset(keys.open_steps(POOL, WORKER), step.cycle, encode(step))
+    samples.log.redis.hset(fleet_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
     samples.log.execution.commit(step, results, {}, {}, saves=saves)
     assert (await samples.records.weights(ref_of(run, 1))).digest == DIGEST
     assert (await samples.records.checkpoint(A, path_of(run))).weights == ref_of(run, 2)
@@ -88,12 +93,12 @@ async def test_a_second_commit_of_a_save_changes_nothing(samples: Samples) -> No
 async def test_the_first_digest_stays(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x")
-    assert samples.sampling.stored(ref_of(run, 1), DIGEST, 10)
-    assert samples.sampling.stored(ref_of(run, 1), OTHER_DIGEST, 11)
-    weights = samples.sampling.weights(ref_of(run, 1))
+    assert samples.saved.stored(ref_of(run, 1), DIGEST, 10)
+    assert samples.saved.stored(ref_of(run, 1), OTHER_DIGEST, 11)
+    weights = samples.saved.weights(ref_of(run, 1))
     assert weights == replace(await samples.records.weights(ref_of(run, 1)), digest=DIGEST, size=10)
-    assert samples.sampling.unstored() == []
-    assert (samples.sampling.knows(DIGEST), samples.sampling.knows(OTHER_DIGEST)) == (True, False)
+    assert samples.saved.unstored() == []
+    assert (samples.saved.knows(DIGEST), samples.saved.knows(OTHER_DIGEST)) == (True, False)
 
 
 async def test_a_name_given_again_moves_and_samplers_keep_what_they_have(samples: Samples) -> None:
@@ -103,14 +108,14 @@ async def test_a_name_given_again_moves_and_samplers_keep_what_they_have(samples
     await samples.records.create_sampler(old)
     await samples.save(run, 2, name="x")
     for seq in (1, 2):
-        samples.sampling.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
+        samples.saved.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
     assert (await samples.records.checkpoint(A, path_of(run))).weights == ref_of(run, 2)
     assert (await samples.records.sampler(A, old.id)).weights == ref_of(run, 1)
     assert unused(samples) == []
-    samples.log.redis.delete(keys.sampler(old.id))
+    samples.log.redis.delete(sample_keys.sampler(old.id))
     assert unused(samples) == [ref_of(run, 1)]
     assert await samples.records.samplers_of(old.session) == ()
-    assert not samples.log.redis.exists(keys.session_samplers(old.session))
+    assert not samples.log.redis.exists(tenant_keys.session_samplers(old.session))
 
 
 async def test_a_checkpoint_goes_when_its_tenant_said_so(samples: Samples) -> None:
@@ -118,9 +123,9 @@ async def test_a_checkpoint_goes_when_its_tenant_said_so(samples: Samples) -> No
     await samples.save(run, 1, name="soon", expires_at=time.time() + 3600)
     await samples.save(run, 2, name="past", expires_at=time.time() - 1)
     for seq in (1, 2):
-        samples.sampling.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
+        samples.saved.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
     soon = await samples.records.checkpoint(A, path_of(run, "soon"))
-    life_ms = samples.log.redis.pttl(keys.checkpoint(run.id, "sampler_weights", "soon"))
+    life_ms = samples.log.redis.pttl(weights_keys.checkpoint(run.id, "sampler_weights", "soon"))
     assert life_ms == pytest.approx(3600e3, abs=60e3)
     assert soon.expires_at
     with pytest.raises(CheckpointNotFound):
@@ -133,16 +138,16 @@ async def test_naming_again_without_a_time_lets_a_checkpoint_live(samples: Sampl
     await samples.save(run, 1, name="x", expires_at=time.time() + 3600)
     await samples.save(run, 2, name="x")
     for seq in (1, 2):
-        samples.sampling.stored(ref_of(run, seq), DIGEST, 10)
-    assert samples.log.redis.pttl(keys.checkpoint(run.id, "sampler_weights", "x")) == -1
+        samples.saved.stored(ref_of(run, seq), DIGEST, 10)
+    assert samples.log.redis.pttl(weights_keys.checkpoint(run.id, "sampler_weights", "x")) == -1
 
 
 async def test_weights_that_are_not_stored_yet_are_not_unused(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, sampler=0)
-    samples.log.redis.delete(keys.sampler(sampler_record().id))
+    samples.log.redis.delete(sample_keys.sampler(sampler_record().id))
     assert unused(samples) == []
-    samples.sampling.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
     assert unused(samples) == [ref_of(run, 1)]
 
 
@@ -150,17 +155,17 @@ async def test_a_folder_goes_with_the_last_weights_of_its_content(samples: Sampl
     run = await samples.log.new_run()
     for seq in (1, 2):
         await samples.save(run, seq, sampler=seq)
-        samples.sampling.stored(ref_of(run, seq), DIGEST, 10)
-    assert not samples.sampling.forget_weights(ref_of(run, 1))  # a sampler uses it
+        samples.saved.stored(ref_of(run, seq), DIGEST, 10)
+    assert not samples.saved.forget_weights(ref_of(run, 1))  # a sampler uses it
     for number in (1, 2):
-        samples.log.redis.delete(keys.sampler(sampler_record(number=number).id))
+        samples.log.redis.delete(sample_keys.sampler(sampler_record(number=number).id))
     assert unused(samples) == [ref_of(run, 1), ref_of(run, 2)]
-    assert not samples.sampling.forget_weights(ref_of(run, 1))
-    assert samples.sampling.knows(DIGEST)
-    assert samples.sampling.forget_weights(ref_of(run, 2))
-    assert not samples.sampling.knows(DIGEST)
-    assert not samples.sampling.forget_weights(ref_of(run, 2))
-    assert (unused(samples), samples.sampling.weights(ref_of(run, 2))) == ([], None)
+    assert not samples.saved.forget_weights(ref_of(run, 1))
+    assert samples.saved.knows(DIGEST)
+    assert samples.saved.forget_weights(ref_of(run, 2))
+    assert not samples.saved.knows(DIGEST)
+    assert not samples.saved.forget_weights(ref_of(run, 2))
+    assert (unused(samples), samples.saved.weights(ref_of(run, 2))) == ([], None)
     assert not [name for name in samples.log.everything() if b"weights" in name]
     with pytest.raises(CheckpointNotFound):
         await samples.records.weights(ref_of(run, 2))
@@ -169,22 +174,22 @@ async def test_a_folder_goes_with_the_last_weights_of_its_content(samples: Sampl
 async def test_all_weights_are_looked_at_however_many(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.sampling.WEIGHTS_AT_ONCE", 2)
+    monkeypatch.setattr("cotrain_store.saved_weights.WEIGHTS_AT_ONCE", 2)
     run = await samples.log.new_run()
     for seq in range(1, 6):
         await samples.save(run, seq, name="x")
-        samples.sampling.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
+        samples.saved.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
     assert unused(samples) == [ref_of(run, seq) for seq in range(1, 5)]
 
 
 async def test_forgotten_weights_are_neither_stored_nor_sampled(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, sampler=0)
-    samples.log.redis.delete(keys.sampler(sampler_record().id))
-    assert not samples.sampling.forget_weights(ref_of(run, 1))
-    assert samples.sampling.unstored() == []
+    samples.log.redis.delete(sample_keys.sampler(sampler_record().id))
+    assert not samples.saved.forget_weights(ref_of(run, 1))
+    assert samples.saved.unstored() == []
     before = samples.log.everything()
-    assert not samples.sampling.stored(ref_of(run, 1), DIGEST, 10)
+    assert not samples.saved.stored(ref_of(run, 1), DIGEST, 10)
     with pytest.raises(CheckpointNotFound):
         await samples.records.create_sampler(sampler_record(weights=ref_of(run, 1)))
     assert samples.log.everything() == before
@@ -196,9 +201,9 @@ async def test_a_replaced_worker_changes_no_weights(samples: Samples) -> None:
     samples.new_worker()
     before = samples.log.everything()
     with pytest.raises(Fenced):
-        samples.sampling.stored(ref_of(run, 1), DIGEST, 10)
+        samples.saved.stored(ref_of(run, 1), DIGEST, 10)
     with pytest.raises(Fenced):
-        samples.sampling.forget_weights(ref_of(run, 1))
+        samples.saved.forget_weights(ref_of(run, 1))
     assert samples.log.everything() == before
 
 
@@ -209,7 +214,7 @@ async def test_the_log_is_not_cut_past_a_save_that_is_not_stored(samples: Sample
     assert not samples.log.execution.register_snapshot(run.id, 1, "file", "sha")
     assert samples.log.everything() == before
     assert samples.log.execution.register_snapshot(run.id, 0, "file", "sha")
-    samples.sampling.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
     assert samples.log.execution.register_snapshot(run.id, 1, "file", "sha")
 
 
@@ -218,10 +223,10 @@ async def test_a_closed_run_is_kept_until_its_saves_are_stored(samples: Samples)
     await samples.save(run, 1, sampler=0)
     await samples.log.intake.close_run(run)
     assert not samples.log.execution.forget(run.id)
-    position = samples.log.execution.position(run.id)
+    position = samples.log.execution.logs.position(run.id)
     assert position
     assert position.state is RunState.CLOSED
-    samples.sampling.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
     assert samples.log.execution.forget(run.id)
     assert unused(samples) == []  # a sampler uses them still
     await samples.records.sampler(A, sampler_record().id)
@@ -231,7 +236,7 @@ async def test_a_save_that_failed_holds_back_nothing(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.log.submit(run, 1, OpKind.SAVE, body=b"{}")
     await samples.log.run_all()
-    assert samples.sampling.unstored() == []
+    assert samples.saved.unstored() == []
     assert samples.log.execution.register_snapshot(run.id, 1, "file", "sha")
 
 
@@ -259,7 +264,7 @@ async def test_a_save_never_takes_the_place_of_a_sampler(samples: Samples) -> No
     first = await samples.sampler(number=3)
     await samples.save(run, 1, sampler=3)
     assert await samples.records.sampler(A, first.id) == first
-    samples.sampling.stored(ref_of(run, 1), DIGEST, 10)
+    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
     assert unused(samples) == [ref_of(run, 1)]
 
 
@@ -323,7 +328,7 @@ async def test_what_a_replay_must_make_again_is_listed_by_age(samples: Samples) 
     for seq in (1, 2):
         _, saves = await samples.save(run, seq, name=f"n{seq}")
         made.append(saves[run.id, seq].weights)
-    assert samples.sampling.unstored() == made
+    assert samples.saved.unstored() == made
     assert weights_record(run, 1).ref == ref_of(run, 1)
-    samples.sampling.stored(ref_of(run, 1), DIGEST, 10)
-    assert samples.sampling.unstored() == made[1:]
+    samples.saved.stored(ref_of(run, 1), DIGEST, 10)
+    assert samples.saved.unstored() == made[1:]

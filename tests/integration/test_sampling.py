@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from cotrain.proto import wire_pb2
-from cotrain_store import keys
-from cotrain_store.messages import ResultKind, sample_id
+from cotrain_store.keys import fleet_keys
+from cotrain_store.messages.ids import sample_id
+from cotrain_store.messages.results import ResultKind
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.token_stream import TokenStream
 from tests.support.program import LORA, submit
@@ -154,7 +155,9 @@ async def test_what_sampling_did_is_counted(
     with worker(empty_redis.url, tmp_path, engine):
         for seq in range(2):
             await sample(server, sampler, seq, prompt=prompt)
-    counted = {name: float(value) for name, value in redis.hgetall(keys.counters(POOL)).items()}
+    counted = {
+        name: float(value) for name, value in redis.hgetall(fleet_keys.counters(POOL)).items()
+    }
     assert counted[b"sample_requests"] == 2
     assert counted[b"sampled_tokens"] == 2 * 2 * 12
     assert counted[b"prompt_tokens"] == 2 * len(prompt)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store import keys
-from cotrain_store.messages import request_id
+from cotrain_store.keys import run_keys, sample_keys
+from cotrain_store.messages.ids import request_id
 from cotrain_workers.decoder import EngineDecoder
 from cotrain_workers.sample_requests import seed_of
 from cotrain_workers.suspects import CRASHED, MAX_DEATHS, POISON
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
     from cotrain_workers.sample_ops import Progress
     from tests.support.redis_server import EmbeddedRedis
@@ -67,9 +67,9 @@ FAILPOINTS = [
     Failpoint("commit", 1),
     Failpoint("commit", 1, after=True),
     Failpoint("commit", 2, after=True),
-    Failpoint("stored", of_sampling=True),
-    Failpoint("stored", after=True, of_sampling=True),
-    Failpoint("stored", 2, of_sampling=True),
+    Failpoint("stored", of_weights=True),
+    Failpoint("stored", after=True, of_weights=True),
+    Failpoint("stored", 2, of_weights=True),
     Failpoint("register_snapshot", 1, after=True),
 ]
 
@@ -123,7 +123,7 @@ async def test_weights_whose_file_was_never_written_are_made_again(
         await server.result(run, request_id(run.id, 11))
         sampler = await server.records.sampler(run.tenant, "a:sample:0")
         before = await sample(server, sampler, 1)
-        position = loop._execution.position(run.id)
+        position = loop._execution.logs.position(run.id)
         assert position is not None
         assert position.snap < 5
         Failpoint("open_steps").arm(loop)
@@ -146,14 +146,14 @@ async def test_a_closed_run_is_not_forgotten_before_its_weights_are_on_disk(
     url = empty_redis.url
     run = await server.create("a", "a", LORA)
     await train_and_save(server, run)
-    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_sampling=True)):
+    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
         pass
     await server.intake.close_run(run)
     engine.drop(run.id)
     with worker(url, tmp_path, engine):
         sampler = await server.records.sampler(run.tenant, "a:sample:0")
         await sample(server, sampler, 1)
-        await until(lambda: not redis.exists(keys.ops(POOL, run.id)))
+        await until(lambda: not redis.exists(run_keys.ops(POOL, run.id)))
     with worker(url, tmp_path, engine):
         assert await sample(server, sampler, 2) == await sample(server, sampler, 3)
 
@@ -206,7 +206,7 @@ async def test_a_drained_worker_gives_back_what_it_has_not_finished(
     requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(3)]
     with worker(url, tmp_path, engine) as loop:
         await until(lambda: loop._sampler.running == 3)
-    assert redis.llen(keys.claimed_samples(POOL, loop._execution.worker)) == 0
+    assert redis.llen(sample_keys.claimed_samples(POOL, loop._execution.worker)) == 0
     with worker(url, tmp_path, engine):
         assert len({await sampled(server, sampler, request) for request in requests}) == 1
 

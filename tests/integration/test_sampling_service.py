@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_store import keys
-from cotrain_store.messages import TenantId
+from cotrain_store.keys import sample_keys
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.token_stream import TokenPublisher
 from cotrain_workers.checkpoint_files import CheckpointFiles, Saved
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from cotrain_store.messages import RequestId, Result
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.results import Result
     from cotrain_workers.ops import Failure
     from cotrain_workers.sample_ops import SampleRequest
     from tests.support.redis_server import EmbeddedRedis
@@ -97,7 +98,7 @@ async def bench(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Ben
     async with open_samples(empty_redis.url, tmp_path) as samples:
         decoder = ScriptedDecoder()
         files = CheckpointFiles.below(tmp_path, MODEL)
-        weights = WeightsStore(samples.sampling, files, layout_of, 10**6, 10**6)
+        weights = WeightsStore(samples.saved, files, layout_of, 10**6, 10**6)
         publisher = TokenPublisher(samples.log.redis)
         service = SamplingService(
             decoder, ScriptedDecoder, samples.sampling, weights, publisher, (2,)
@@ -194,7 +195,7 @@ async def test_what_has_ended_is_answered_before_the_rest_is_given_back(bench: B
     assert bench.ended(first) is not None
     assert bench.ended(second) is None
     assert bench.samples.load()[:2] == (1, 0)
-    assert bench.samples.log.redis.hget(keys.sample(second), "starts") in (None, b"0")
+    assert bench.samples.log.redis.hget(sample_keys.sample(second), "starts") in (None, b"0")
 
 
 async def test_a_full_disk_delays_answers_and_claims_and_loses_none(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store.messages import LoraSpec, ResultKind
+from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.decoder import EngineDecoder
 from cotrain_workers.engine import Engine
 from cotrain_workers.wave import Wave

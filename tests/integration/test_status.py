@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.dispatch import Place, WorkerBeat
-from cotrain_store.messages import TenantId
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.status import (
     QueueStatus,
     cycle_records,
@@ -38,8 +38,8 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
     await log.plan()
     await log.submit(first, 2, tokens=6, body=b"123456")
     await log.submit(second, 3)
-    log.redis.zadd(keys.ready(POOL), {first.id: (time.time() - 50) * 1000})
-    log.redis.zadd(keys.gaps(POOL), {second.id: (time.time() - 70) * 1000})
+    log.redis.zadd(run_keys.ready(POOL), {first.id: (time.time() - 50) * 1000})
+    log.redis.zadd(run_keys.gaps(POOL), {second.id: (time.time() - 70) * 1000})
     beat = WorkerBeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 2, 10, time.time())
     log.execution.beat(beat)
 
@@ -70,7 +70,7 @@ async def test_a_worker_that_says_nothing_any_more_is_known_and_not_alive(log: L
     log.execution.beat(WorkerBeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0))
     beats = [place.beat for place in await log.dispatch.places(POOL)]
     assert [beat.id for beat in beats if beat] == [WORKER]
-    assert 0 < log.redis.pttl(keys.worker(POOL, WORKER)) <= keys.WORKER_BEAT_TTL_MS
+    assert 0 < log.redis.pttl(fleet_keys.worker(POOL, WORKER)) <= fleet_keys.WORKER_BEAT_TTL_MS
     log.execution.leave()
     status = await pool_status(log.connection, POOL)
     assert (status.workers, status.workers_known) == ((), 1)
@@ -79,7 +79,7 @@ async def test_a_worker_that_says_nothing_any_more_is_known_and_not_alive(log: L
 
 async def test_a_beat_of_another_version_is_read(log: Log) -> None:
     log.redis.set(
-        keys.worker(POOL, WORKER),
+        fleet_keys.worker(POOL, WORKER),
         '{"id":"w0","epoch":1,"state":"serving","device":"cpu","tokens_per_s":1.0,"runs":0,'
         '"memory_bytes":0,"seen_at":0.0,"a_field_of_tomorrow":[]}',
     )

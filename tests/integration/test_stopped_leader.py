@@ -8,8 +8,8 @@ import signal
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
 from cotrain_store.dispatch import WorkerBeat
+from cotrain_store.keys import fleet_keys
 from cotrain_store.status import scheduler_epoch
 from tests.support.log import WORKER
 from tests.support.processes import PATIENCE_S, Process
@@ -18,7 +18,7 @@ from tests.support.stack import POOL
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
     from tests.support.redis_server import EmbeddedRedis
 
@@ -38,7 +38,7 @@ async def test_a_stopped_leader_is_replaced_and_plans_nothing_when_it_wakes(
     log: Log, empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     beat = WorkerBeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
-    log.redis.set(keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
+    log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
     await log.dispatch.resign()
     epoch = log.dispatch.epoch
     settings = {"COTRAIN_REDIS_URL": empty_redis.url, "COTRAIN_DATA_DIR": str(tmp_path)}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cotrain.proto import wire_pb2
-from cotrain_store import keys
-from cotrain_store.execution import RUN_STOPPED
-from cotrain_store.messages import Result, ResultKind, RunState, request_id
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunState
+from cotrain_store.results import RUN_STOPPED
 from cotrain_store.spool import Spool, SpoolRef, new_writer
 from tests.support.bodies import sequences
+from tests.support.full_table import no_descriptor
 from tests.support.program import (
     LORA,
     killed_after,
@@ -20,15 +24,17 @@ from tests.support.program import (
     snapshot_files,
     submit,
     undisturbed,
+    without_cycle,
 )
 from tests.support.stack import POOL, Stack, worker
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages import RunRecord
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
+
+#: Its body does not fit beside its request in Redis.
+LARGE = sequences(0, 12, 500)
 
 
 async def two_runs(server: Stack, url: str, folder: Path, engine: Engine, last: int) -> Any:
@@ -84,7 +90,7 @@ async def test_a_body_that_is_gone_stops_its_run_alone(
     url = empty_redis.url
     broken, neighbour = await two_runs(server, url, tmp_path, engine, last=2)
     await submit(server, broken, 3, 3)
-    redis.hdel(keys.bodies(POOL, broken.id), 3)
+    redis.hdel(run_keys.bodies(POOL, broken.id), 3)
     await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour)
 
 
@@ -116,10 +122,10 @@ async def test_a_replay_that_gives_other_results_stops_its_run_alone(
 ) -> None:
     url = empty_redis.url
     broken, neighbour = await killed_after(server, url, tmp_path, engine, last=4)
-    name = keys.result(request_id(broken.id, 4 if how == "a norm" else 1))
+    name = result_keys.result(request_id(broken.id, 4 if how == "a norm" else 1))
     redis.set(name, tampered(redis.get(name), how))
     await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour, first=5)
-    assert redis.hget(keys.counters(POOL), "diverged_runs") == b"1"
+    assert redis.hget(fleet_keys.counters(POOL), "diverged_runs") == b"1"
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -135,9 +141,9 @@ async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine) as loop:
         loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
-        large = await server.forward_backward(run, 1, sequences(0, 12, 500))
+        large = await server.forward_backward(run, 1, LARGE)
         whole = await server.result(run, large)
-    stored = Result.unpack(redis.get(keys.result(large)))
+    stored = Result.unpack(redis.get(result_keys.result(large)))
     assert stored.kind is ResultKind.SPOOLED_PASS
     spool = Spool(tmp_path / "spool", new_writer("forger"))
     payload = Result.unpack(tampered(whole.pack(), "a log-prob")).payload
@@ -145,8 +151,40 @@ async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
     spool.close()
     if is_gone:
         (tmp_path / "spool" / SpoolRef.parse(forged).segment).unlink()
-    redis.set(keys.result(large), Result(stored.kind, forged.encode()).pack())
+    redis.set(result_keys.result(large), Result(stored.kind, forged.encode()).pack())
     engine.drop(run.id)
     with worker(url, tmp_path, engine):
         step = await server.result(run, await server.optim_step(run, 2))
     assert (step == RUN_STOPPED) is not is_gone
+
+
+async def test_a_worker_without_descriptors_pauses_and_stops_nobody(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither what is to run nor what is to be replayed can be read for a while."""
+    url = empty_redis.url
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine) as loop:
+        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+        first = await server.result(run, await server.forward_backward(run, 1, LARGE))
+    engine.drop(run.id)
+    request = await server.forward_backward(run, 2, LARGE)
+    open_file, refused = Path.open, 0
+
+    def exhausted(path: Path, mode: str, **more: Any) -> Any:
+        nonlocal refused
+        if path.parent == tmp_path / "spool" and refused < 5:
+            refused += 1
+            no_descriptor()
+        return open_file(path, mode, **more)
+
+    monkeypatch.setattr(Path, "open", exhausted)
+    with worker(url, tmp_path, engine):
+        second = await server.result(run, request)
+        assert refused == 5
+        assert (await server.futures._records.run(run.tenant, run.id)).state is RunState.LIVE
+    assert without_cycle(first) == without_cycle(second)  # the same datums, the same weights

@@ -28,26 +28,17 @@ from hypothesis.stateful import (
 from typing_extensions import override
 
 from cotrain_scheduler.planner import runnable_prefix
-from cotrain_store import keys
 from cotrain_store.connection import open_connection, open_sync_connection
 from cotrain_store.dispatch import Dispatch, WorkerBeat
 from cotrain_store.errors import Fenced, PlanOutdated, RunClosed, SeqConflict, SeqTooFar
 from cotrain_store.execution import Execution
 from cotrain_store.intake import MAX_AHEAD, Intake, TenantLimits
-from cotrain_store.messages import (
-    CheckpointRecord,
-    LoraSpec,
-    OpKind,
-    Result,
-    RunRecord,
-    SessionId,
-    Step,
-    TenantId,
-    WeightsRef,
-    WorkerId,
-    request_id,
-    run_id,
-)
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, WorkerId, request_id, run_id
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.weights import CheckpointRecord
 from cotrain_store.spool import INLINE_LIMIT_BYTES, Spool, new_writer
 from cotrain_store.unread import Unread
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
@@ -119,7 +110,7 @@ class LogMachine(RuleBasedStateMachine):
         execution = Execution(self.redis, self.spool, self.spool, POOL, worker)
         epoch = execution.enter(pool_record_for_tests())
         beat = WorkerBeat(worker, epoch, "serving", "cpu", 1.0, 0, 0, 0.0)
-        self.redis.set(keys.worker(POOL, worker), json.dumps(asdict(beat)))
+        self.redis.set(fleet_keys.worker(POOL, worker), json.dumps(asdict(beat)))
         return execution
 
     def of(self, model: RunModel) -> Execution:
@@ -267,7 +258,7 @@ class LogMachine(RuleBasedStateMachine):
     def reassign(self, worker: WorkerId) -> None:
         zombie = self.workers.pop(worker)
         [heir] = self.workers
-        self.redis.delete(keys.worker(POOL, worker))
+        self.redis.delete(fleet_keys.worker(POOL, worker))
         [place] = [p for p in self.wait(self.dispatch.places(POOL)) if p.worker == worker]
         assert self.wait(self.dispatch.reassign(POOL, place, heir))
         event(f"reassigned with {len(self.open[worker])} open steps")
@@ -333,7 +324,7 @@ class LogMachine(RuleBasedStateMachine):
     def snapshot(self, number: int, back: int) -> None:
         model, record = self.models[number], self.records[number]
         seq = model.done - back
-        before = self.of(model).position(record.id)
+        before = self.of(model).logs.position(record.id)
         assert before is not None
         file = f"f{seq}"
         registered = self.of(model).register_snapshot(record.id, seq, file, "sha")
@@ -357,7 +348,7 @@ class LogMachine(RuleBasedStateMachine):
     def the_log_equals_the_model(self) -> None:
         queued: dict[str, list[int]] = {"t0": [0, 0], "t1": [0, 0]}
         for model, record in zip(self.models, self.records, strict=True):
-            row = self.redis.hgetall(keys.log(POOL, record.id))
+            row = self.redis.hgetall(run_keys.log(POOL, record.id))
             assert int(row[b"next"]) == model.next
             assert int(row[b"done"]) == model.done
             assert model.worker == (row.get(b"worker", b"").decode() or None) or (
@@ -365,16 +356,18 @@ class LogMachine(RuleBasedStateMachine):
             )
             assert model.snap <= model.done < model.next or model.next == model.done + 1
             live = {s for s in model.accepted if s > model.cut and s not in model.dead}
-            stored = {int(s) for s in self.redis.hkeys(keys.ops(POOL, record.id))}
+            stored = {int(s) for s in self.redis.hkeys(run_keys.ops(POOL, record.id))}
             assert stored == live
             for seq in model.accepted:
-                answered = self.redis.get(keys.result(request_id(record.id, seq))) is not None
+                answered = (
+                    self.redis.get(result_keys.result(request_id(record.id, seq))) is not None
+                )
                 assert answered == (seq <= model.done or seq in model.dead | model.rejected)
                 if seq > model.done and seq not in model.dead:
                     queued[record.tenant][0] += 1
                     queued[record.tenant][1] += (seq not in model.rejected) * model.accepted[seq][2]
         for tenant, (ops, tokens) in queued.items():
-            row = self.redis.hgetall(keys.queue(POOL, TenantId(tenant)))
+            row = self.redis.hgetall(run_keys.queue(POOL, TenantId(tenant)))
             assert int(row.get(b"ops", 0)) == ops
             assert int(row.get(b"tokens", 0)) == tokens
 
@@ -382,25 +375,25 @@ class LogMachine(RuleBasedStateMachine):
     def every_spooled_body_in_need_is_referenced_once(self) -> None:
         references = 0
         for record in self.records:
-            for seq, envelope in self.redis.hgetall(keys.ops(POOL, record.id)).items():
+            for seq, envelope in self.redis.hgetall(run_keys.ops(POOL, record.id)).items():
                 kind, *_, ref = envelope.decode().split("|")
                 done = self.models[self.number(record.id)].done
                 released = kind == "forward" and int(seq) <= done
                 references += ref.startswith("spool:") and not released
-        stored = self.redis.hvals(keys.spool_segment_refs())
+        stored = self.redis.hvals(result_keys.spool_segment_refs())
         assert sum(int(count) for count in stored) == references
 
     @invariant()
     def the_log_reaches_back_to_the_older_snapshot(self) -> None:
         for model, record in zip(self.models, self.records, strict=True):
             execution = self.of(model)
-            position = execution.position(record.id)
+            position = execution.logs.position(record.id)
             assert position is not None
             assert (position.snap, position.cut) == (model.snap, model.cut)
             assert position.older_snap == position.cut
             assert position.older_file == model.older_file
             assert position.weights_epoch == model.rollbacks
-            ops = execution.logged_ops(record.id, position.older_snap + 1, position.done)
+            ops = execution.logs.logged_ops(record.id, position.older_snap + 1, position.done)
             assert [op.seq for op in ops] == list(range(position.cut + 1, position.done + 1))
 
     @invariant()
@@ -413,11 +406,12 @@ class LogMachine(RuleBasedStateMachine):
                 if record.tenant == tenant
             }
             row = {
-                name: int(size) for name, size in self.redis.hgetall(keys.unread(tenant)).items()
+                name: int(size)
+                for name, size in self.redis.hgetall(result_keys.unread(tenant)).items()
             }
             assert row.pop(b"bytes", 0) == sum(unread.values())
             assert row == unread
-            assert set(self.redis.zrange(keys.unread_until(tenant), 0, -1)) == unread.keys()
+            assert set(self.redis.zrange(result_keys.unread_until(tenant), 0, -1)) == unread.keys()
 
     def number(self, run: str) -> int:
         return int(run[1])

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import (
     BaseModelNotServed,
     ExpiredKey,
@@ -18,7 +17,8 @@ from cotrain_store.errors import (
     SessionFinished,
     SessionNotFound,
 )
-from cotrain_store.messages import TenantId
+from cotrain_store.keys import tenant_keys
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.records import Records
 from cotrain_store.secrets import signing_keys
 from cotrain_store.tenants import CACHE_S, Tenants
@@ -165,7 +165,7 @@ async def test_a_session_belongs_to_its_tenant(log: Log) -> None:
     records = Records(log.connection)
     session = await records.create_session(A, tags=("x",), user_metadata={"k": [1]})
     assert await records.session(A, session.id) == session
-    listed = log.redis.zrange(keys.tenant_sessions(A), 0, -1, withscores=True)
+    listed = log.redis.zrange(tenant_keys.tenant_sessions(A), 0, -1, withscores=True)
     assert listed == [(session.id.encode(), session.created_at)]
     with pytest.raises(SessionNotFound) as foreign:
         await records.session(B, session.id)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from cotrain_store import keys
-from cotrain_store.messages import RequestId
+from cotrain_store.keys import sample_keys
+from cotrain_store.messages.ids import RequestId
 from cotrain_store.token_stream import StreamedTokens, TokenPublisher, TokenStream
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ PATIENCE_S = 30.0
 
 
 async def listened_to(samples: Samples) -> None:
-    channel = keys.notify_tokens()
+    channel = sample_keys.notify_tokens()
     async with asyncio.timeout(PATIENCE_S):
         while samples.log.redis.pubsub_numsub(channel) != [(channel.encode(), 1)]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

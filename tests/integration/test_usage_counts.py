@@ -6,15 +6,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store import keys
 from cotrain_store.errors import Fenced
-from cotrain_store.messages import Result, RunUsage, SampleUsage, TenantId, encode
+from cotrain_store.keys import fleet_keys, tenant_keys
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.ops import RunUsage
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.samples import SampleUsage
 from tests.support.log import WORKER
 from tests.support.samples import RESULT
 from tests.support.stack import MODEL, POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RunId, Step
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ops import Step
     from tests.support.samples import Samples
 
 HOUR_S = 3600 * 500_000
@@ -24,11 +29,12 @@ HOUR_S = 3600 * 500_000
 def fixed_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.usage_fields.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.sampling.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.saved_weights.usage_hour", lambda _: HOUR_S)
 
 
 def used(samples: Samples, tenant: str = "a") -> dict[str, float]:
     """Read a tenant's hour: amount by `what|run or sampler`."""
-    rows = samples.log.redis.hgetall(keys.usage(TenantId(tenant), HOUR_S))
+    rows = samples.log.redis.hgetall(tenant_keys.usage(TenantId(tenant), HOUR_S))
     found = {}
     for field, amount in rows.items():
         what, model, session, user = field.decode().split("|")
@@ -61,7 +67,7 @@ async def test_a_commit_counts_once_and_a_replaced_worker_counts_nothing(samples
         commit(samples, step, {run.id: RunUsage(100, 0.25)})
     assert used(samples)[f"training_tokens|{run.id}"] == 100
     samples.new_worker()
-    samples.log.redis.hset(keys.open_steps(POOL, WORKER), step.cycle, encode(step))
+    samples.log.redis.hset(fleet_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
     with pytest.raises(Fenced):
         commit(samples, step, {run.id: RunUsage(100, 0.25)})
     assert used(samples)[f"training_tokens|{run.id}"] == 100
@@ -105,5 +111,5 @@ async def test_a_checkpoint_counts_when_it_is_stored(samples: Samples) -> None:
 async def test_an_hour_is_kept_for_a_hundred_days(samples: Samples) -> None:
     run = await samples.log.new_run()
     commit(samples, await samples.log.plan(), {run.id: RunUsage(1, 0.1)})
-    life_s = samples.log.redis.ttl(keys.usage(TenantId("a"), HOUR_S))
+    life_s = samples.log.redis.ttl(tenant_keys.usage(TenantId("a"), HOUR_S))
     assert life_s == pytest.approx(100 * 24 * 3600, abs=60)

@@ -1,106 +1,45 @@
-"""Saved weights from memory to disk: used at once, written once, kept while anybody can ask for them."""
+"""Saved weights from memory to disk: used at once, written once, there for whoever asks for them."""
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import pyrage
 import pytest
-import torch
 
-from cotrain_store import keys
 from cotrain_store.errors import CheckpointNotFound
-from cotrain_store.messages import SamplerId, WeightsRef
+from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoint_files import (
-    ORPHAN_AGE_S,
     CheckpointFiles,
-    Saved,
-    base_model_of_adapter,
 )
-from cotrain_workers.ops import HostOptimizer
-from cotrain_workers.peft_folder import TENSORS, write_folder
-from cotrain_workers.sample_ops import HostWeights, WeightsGone
-from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
+from cotrain_workers.peft_folder import TENSORS
+from cotrain_workers.sample_ops import WeightsGone
 from cotrain_workers.weights_store import LOST, WeightsStore
-from tests.support.samples import Samples, open_samples
-from tests.support.stack import MODEL
+from tests.support.saved_files import (
+    KEY,
+    SIZE,
+    SPEC,
+    folders,
+    full,
+    saved,
+    state_of,
+    weights_of,
+    weights_store,
+    written,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_store.messages import RunRecord, WeightsRecord
-    from tests.support.redis_server import EmbeddedRedis
-
-SPEC = AdapterSpec(rank=2, seed=0)
-
-
-def layout_of(spec: AdapterSpec) -> Layout:
-    return plan_layout(spec, [Target("model.q_proj", "attn", 16, 16)])
-
-
-KEY = pyrage.x25519.Identity.generate()
-SIZE = 4 * layout_of(SPEC).size  # bytes
-
-
-def weights_of(value: float) -> Saved:
-    return Saved(HostWeights(SPEC, torch.full((layout_of(SPEC).size,), value)))
-
-
-def state_of(value: float) -> Saved:
-    """Make what a save to train on from copies."""
-    m, v = (torch.full((layout_of(SPEC).size,), value * factor) for factor in (2, 3))
-    return replace(weights_of(value), optimizer=HostOptimizer(SPEC, m, v, step=7))
-
-
-@pytest.fixture
-async def samples(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Samples]:
-    async with open_samples(empty_redis.url, tmp_path) as opened:
-        yield opened
+    from tests.support.samples import Samples
 
 
 @pytest.fixture
 def store_of(samples: Samples, tmp_path: Path) -> Callable[..., WeightsStore]:
-    def make(memory_bytes: int = 10 * SIZE, owed_bytes: int = 10 * SIZE) -> WeightsStore:
-        files = CheckpointFiles.below(tmp_path, MODEL)
-        return WeightsStore(samples.sampling, files, layout_of, memory_bytes, owed_bytes)
-
-    return make
-
-
-async def saved(samples: Samples, run: RunRecord, seq: int, **as_what: Any) -> WeightsRecord:
-    _, saves = await samples.save(run, seq, **as_what)
-    return saves[run.id, seq].weights
-
-
-def written(store: WeightsStore) -> None:
-    """Wait for the writer."""
-    for owed in list(store._owed.values()):
-        if owed.writing:
-            owed.writing.exception(60)
-    store._note_written()
-
-
-def make_old(tmp_path: Path) -> None:
-    long_ago = time.time() - 2 * ORPHAN_AGE_S
-    for path in tmp_path.glob("[weo]*/**/*"):
-        os.utime(path, (long_ago, long_ago))
-
-
-def files_in(tmp_path: Path) -> set[str]:
-    """List the files of all saves, and what is left of unfinished ones."""
-    found = [
-        path for path in tmp_path.glob("[weo]*/**/*") if path.is_file() or ".torn" in path.name
-    ]
-    return {str(path.relative_to(tmp_path)) for path in found}
-
-
-def folders(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "weights").glob("??/*"))
+    return partial(weights_store, samples, tmp_path)
 
 
 async def test_weights_are_there_before_their_file_and_the_same_after(
@@ -145,75 +84,6 @@ async def test_memory_holds_what_was_used_last_and_the_rest_comes_from_disk(
     assert len(store._recent) == 2
     for record in records:
         assert store.host(record.ref).flat[0] == float(record.ref[-1])
-
-
-async def test_only_weights_that_nobody_can_ask_for_are_swept(
-    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
-) -> None:
-    run = await samples.log.new_run()
-    store = store_of()
-    old_name = await saved(samples, run, 1, name="best")
-    new_name = await saved(samples, run, 2, name="best")
-    expired = await saved(samples, run, 3, sampler=3)
-    in_use = await saved(samples, run, 4, sampler=4)
-    for record in (old_name, new_name, expired, in_use):
-        store.put(record, weights_of(float(record.ref[-1])))
-    written(store)
-    assert set(store.sweep()) == {old_name.ref}
-    samples.log.redis.delete(keys.sampler(SamplerId(f"{run.session}:sample:3")))
-    assert set(store.sweep()) == {expired.ref}
-    assert store.sweep() == []
-    for gone in (old_name, expired):
-        with pytest.raises(WeightsGone):
-            store.host(gone.ref)
-    assert {store.host(kept.ref).flat[0].item() for kept in (new_name, in_use)} == {2.0, 4.0}
-
-
-async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
-    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
-) -> None:
-    runs = [await samples.log.new_run(tenant) for tenant in ("a", "b")]
-    store = store_of()
-    gone, shared, kept = [
-        await saved(samples, run, seq, sampler=seq)
-        for run, seq in ((runs[0], 1), (runs[0], 2), (runs[1], 1))
-    ]
-    for record, value in ((gone, 1.0), (shared, 2.0), (kept, 2.0)):
-        store.put(record, weights_of(value))
-    written(store)
-    for seq in (1, 2):
-        samples.log.redis.delete(keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
-    assert set(store.sweep()) == {gone.ref, shared.ref}
-    store._files.remove_orphans(samples.sampling)
-    assert len(folders(tmp_path)) == 2  # young: another worker may be about to refer to one
-    make_old(tmp_path)
-    store._files.remove_orphans(samples.sampling)
-    assert folders(tmp_path) == [store.path(kept.ref)]
-
-
-async def test_folders_of_other_base_models_are_their_own_workers_business(
-    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
-) -> None:
-    store = store_of()
-    for base_model in (MODEL, "another"):
-        write_folder(tmp_path / "weights", weights_of(1.0).weights, layout_of(SPEC), base_model)
-    make_old(tmp_path)
-    store._files.remove_orphans(samples.sampling)
-    (left,) = folders(tmp_path)
-    assert base_model_of_adapter(left) == "another"
-
-
-async def test_a_folder_that_is_found_there_is_young_again(
-    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
-) -> None:
-    run = await samples.log.new_run()
-    store = store_of()
-    for seq in (1, 2):
-        store.put(await saved(samples, run, seq, sampler=seq), weights_of(1.0))
-        written(store)
-        (folder,) = folders(tmp_path)
-        assert time.time() - folder.stat().st_mtime < ORPHAN_AGE_S
-        os.utime(folder, (0, 0))
 
 
 async def test_weights_lost_with_a_process_are_owed_until_a_replay_makes_them_again(
@@ -322,9 +192,6 @@ async def test_a_full_disk_keeps_a_named_save_waiting_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
     part: str,
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError("No space left on device")
-
     monkeypatch.setattr("cotrain_workers.weights_store.RETRY_S", 0.0)
     run = await samples.log.new_run()
     store, record = store_of(), await saved(samples, run, 1, name="x", kind="weights")
@@ -341,23 +208,22 @@ async def test_a_full_disk_keeps_a_named_save_waiting_and_loses_nothing(
     assert store_of().optimizer(record.ref) is not None
 
 
-async def test_saves_wait_for_a_slow_disk_and_not_for_a_full_one(
+async def test_there_is_no_room_for_another_save_while_the_disk_is_behind(
     samples: Samples, store_of: Callable[..., WeightsStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError("No space left on device")
-
+    monkeypatch.setattr("cotrain_workers.weights_store.RETRY_S", 0.0)
     run = await samples.log.new_run()
     store = store_of(owed_bytes=2 * SIZE)
-    assert store.make_room(0)
-    store.put(await saved(samples, run, 1, name="x", kind="weights"), state_of(1.0))
-    assert store.make_room(60)  # what is in the writer's hands takes three times SIZE
-    assert store._owed == {}
+    assert store.has_room
     with monkeypatch.context() as broken:
         broken.setattr("cotrain_workers.checkpoint_files.write_folder", full)
-        store.put(await saved(samples, run, 2, name="y", kind="weights"), state_of(2.0))
-        assert not store.make_room(60)
-    assert store.unstored(run.id) == 2
+        store.put(await saved(samples, run, 1, name="x", kind="weights"), state_of(1.0))
+        for _ in range(3):
+            written(store)
+            assert not store.has_room  # it takes three times SIZE, weights and two moments
+    while store._owed:
+        written(store)
+    assert store.has_room
 
 
 async def test_a_save_that_nothing_can_make_again_fails_and_frees_its_name(
@@ -390,30 +256,3 @@ async def test_a_save_whose_name_was_in_use_leaves_nothing_behind(
     assert store.host(first.ref).flat[0] == 1.0
     with pytest.raises(WeightsGone):
         store.host(second.ref)
-
-
-async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
-    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
-) -> None:
-    run = await samples.log.new_run()
-    store = store_of()
-    names = {}
-    for seq in (1, 2):
-        record = await saved(
-            samples, run, seq, name=f"n{seq}", kind="external_weights", external=True
-        )
-        store.put(record, replace(state_of(float(seq)), recipients=(str(KEY.to_public()),)))
-        written(store)
-        names[seq] = files_in(tmp_path)
-    kept = names[1]
-    assert len(kept) == 2 + 1 + 3
-    for torn in ("weights/ab/.torn", "optimizers/ab/.torn", "external/.torn"):
-        (tmp_path / torn).mkdir(parents=True)
-    samples.log.redis.delete(keys.checkpoint(run.id, "external_weights", "n2"))
-    assert store.sweep() == [f"{run.id}:2"]
-    everything = files_in(tmp_path)
-    store._files.remove_orphans(samples.sampling)
-    assert files_in(tmp_path) == everything  # young
-    make_old(tmp_path)
-    store._files.remove_orphans(samples.sampling)
-    assert files_in(tmp_path) == kept

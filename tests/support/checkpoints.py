@@ -5,23 +5,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.messages import (
-    LoadRequest,
-    LoadSource,
-    LoraSpec,
-    OpKind,
-    RunRecord,
-    SaveRequest,
-    SessionId,
-    TenantId,
-    encode,
-    run_id,
-)
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import SessionId, TenantId, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from tests.support.program import LORA
 from tests.support.stack import MODEL, POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import CheckpointRecord, RequestId
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.weights import CheckpointRecord
     from tests.support.stack import Stack
 
 

@@ -24,18 +24,24 @@ class Killed(BaseException):
 
 @dataclass(frozen=True)
 class Failpoint:
-    """Die at the n-th call of a method of the worker's Execution, before or after its effect."""
+    """Die at the n-th call of a method of the worker's Execution, before or after its effect.
+
+    `deaths.survived` is one of what it holds.
+    """
 
     method: str
     call: int = 1
     after: bool = False
-    of_sampling: bool = False
-    """It is a method of the worker's Sampling instead."""
+    of_weights: bool = False
+    """It is a method of the worker's SavedWeights instead."""
 
     def arm(self, loop: WorkerLoop) -> None:
         """Make that call deadly."""
-        role: Any = loop._sampler._sampling if self.of_sampling else loop._execution
-        original = getattr(role, self.method)
+        role: Any = loop._weights._saved if self.of_weights else loop._execution
+        *holders, name = self.method.split(".")
+        for holder in holders:
+            role = getattr(role, holder)
+        original = getattr(role, name)
         calls = 0
 
         def deadly(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +53,7 @@ class Failpoint:
                 original(*args, **kwargs)
             raise Killed
 
-        setattr(role, self.method, deadly)
+        setattr(role, name, deadly)
 
 
 def live(loop: WorkerLoop, spools: Sequence[Spool]) -> bool:

@@ -12,11 +12,14 @@ from cotrain_workers.sample_ops import NO_TOP_K, SampleOutput, SampleRequest
 from tests.support.training import MIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from cotrain_workers.decoder import EngineDecoder
     from cotrain_workers.engine import Engine
     from cotrain_workers.sample_ops import HostWeights, TopK
+
+VOCAB = 128
+RUNS = [tenant.run for tenant in MIX]
 
 
 def request(
@@ -53,6 +56,61 @@ def trained_weights(engine: Engine) -> dict[str, HostWeights]:
         assert isinstance(output, SaveOutput)
         weights[tenant.run] = output.weights
     return weights
+
+
+def text(tokens: Sequence[int]) -> str:
+    """Stand in for a byte-level tokenizer: token t is byte t + 97, so that 0 is "a"."""
+    return bytes((token + 97) % 256 for token in tokens).decode(errors="replace")
+
+
+def decoder_of(
+    engine: Engine, weights: Mapping[str, HostWeights], kv_tokens: int = 4096
+) -> EngineDecoder:
+    """Return a decoder with pages of 16 tokens, so that short prompts have several."""
+    return engine.decoder(
+        weights.__getitem__, kv_tokens=kv_tokens, text=text, page_tokens=16, step_tokens=64
+    )
+
+
+def neighbours(seed: int, count: int = 32) -> list[SampleRequest]:
+    """Return requests that differ in every way: adapters, lengths, parameters."""
+    rng = np.random.default_rng(seed)
+    return [
+        request(
+            f"neighbour-{at}",
+            rng.integers(0, VOCAB, rng.integers(1, 80)),
+            [None, *RUNS][at % (len(RUNS) + 1)],
+            num_samples=int(rng.integers(1, 4)),
+            max_tokens=int(rng.integers(1, 40)),
+            temperature=float(rng.choice([0.0, 0.5, 1.0, 1.7])),
+            top_k=int(rng.choice([-1, 3, 40])),
+            top_p=float(rng.choice([1.0, 0.4, 0.9])),
+            seed=at,
+            stop_tokens=frozenset({int(rng.integers(0, VOCAB))}),
+            topk_sample_logprobs=int(rng.integers(0, 4)),
+            topk_prompt_logprobs=int(rng.choice([0, 2])),
+        )
+        for at in range(count)
+    ]
+
+
+def whole(name: str, weights: str | None, length: int = 37) -> SampleRequest:
+    """Return a request that asks for everything."""
+    prompt = np.random.default_rng(length).integers(0, VOCAB, length)
+    targets = np.random.default_rng(1).integers(-1, VOCAB, (length - 1, 3))
+    return request(
+        name,
+        prompt,
+        weights,
+        num_samples=3,
+        max_tokens=30,
+        top_p=0.9,
+        top_k=50,
+        topk_sample_logprobs=2,
+        prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        target_prompt_logprobs=targets,
+    )
 
 
 def finish(

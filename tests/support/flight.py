@@ -9,20 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cotrain.proto import wire_pb2
-from cotrain_store.messages import (
-    LoadRequest,
-    LoadSource,
-    LoraSpec,
-    OpKind,
-    QueuedOp,
-    RunId,
-    SaveRequest,
-    Step,
-    TenantId,
-    WeightsRef,
-    WorkerId,
-    encode,
-)
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import RunId, TenantId, WeightsRef, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.reverse_kl import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_workers.ops import Failure, SaveOutput
 from cotrain_workers.recorder import SUFFIX, Recorder

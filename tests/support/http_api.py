@@ -14,10 +14,11 @@ import httpx
 
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
-from cotrain_store import keys
 from cotrain_store.connection import open_sync_connection
 from cotrain_store.execution import Execution
-from cotrain_store.messages import PoolId, PoolRecord, RunId, WorkerId
+from cotrain_store.keys import result_keys
+from cotrain_store.messages.ids import PoolId, RunId, WorkerId
+from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.spool import Spool, new_writer
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ async def running_api(
 
 async def listening(services: Services) -> None:
     """Wait until this process hears of results."""
-    channel = keys.notify_results()
+    channel = result_keys.notify_results()
     while True:
         if (await services.connection.pubsub_numsub(channel))[0][1]:
             return

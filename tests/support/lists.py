@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.messages import RunId
+from cotrain_store.messages.ids import RunId
 from tests.support.http_api import ALICE
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ async def save(
     api: Api, worker: StandIn, run: str, *names: str, call: str = "save_weights"
 ) -> None:
     """Save a run under these names, as its next requests."""
-    position = worker.execution.position(RunId(run))
+    position = worker.execution.logs.position(RunId(run))
     first = 1 if position is None else position.done + 1
     for seq, name in zip(count(max(first, 1)), names, strict=False):
         body = {"model_id": run, "seq_id": seq, "path": name}

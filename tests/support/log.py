@@ -8,24 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cotrain_scheduler.planner import runnable_prefix
-from cotrain_store import keys
 from cotrain_store.connection import open_connection, open_sync_connection
 from cotrain_store.dispatch import Dispatch
 from cotrain_store.execution import Execution
 from cotrain_store.futures import Futures
 from cotrain_store.intake import Intake, TenantLimits
-from cotrain_store.messages import (
-    LoraSpec,
-    OpKind,
-    RequestId,
-    Result,
-    RunRecord,
-    SessionId,
-    Step,
-    TenantId,
-    WorkerId,
-    run_id,
-)
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WorkerId, run_id
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.spool import RESULTS, Spool, new_writer
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
@@ -115,18 +107,18 @@ class Log:
 
     def result(self, run: RunRecord, seq: int) -> Result | None:
         """Read what a request resolved to."""
-        packed = self.redis.get(keys.result(RequestId(f"{run.id}:{seq}")))
+        packed = self.redis.get(result_keys.result(RequestId(f"{run.id}:{seq}")))
         return Result.unpack(packed) if packed else None
 
     def queued(self, tenant: str = "a") -> tuple[int, int, int]:
         """Read a tenant's (ops, tokens, bytes) in the queue."""
-        row = self.redis.hmget(keys.queue(POOL, TenantId(tenant)), ["ops", "tokens", "bytes"])
+        row = self.redis.hmget(run_keys.queue(POOL, TenantId(tenant)), ["ops", "tokens", "bytes"])
         ops, tokens, size = (int(value or 0) for value in row)
         return ops, tokens, size
 
     def references(self) -> dict[str, int]:
         """Read how many ops refer to each spool segment."""
-        rows = self.redis.hgetall(keys.spool_segment_refs())
+        rows = self.redis.hgetall(result_keys.spool_segment_refs())
         return {segment.decode(): int(count) for segment, count in rows.items()}
 
     def everything(self) -> dict[bytes, Any]:
@@ -141,7 +133,7 @@ class Log:
             b"zset": lambda key: self.redis.zrange(key, 0, -1, withscores=True),
             b"list": lambda key: self.redis.lrange(key, 0, -1),
         }
-        names = set(self.redis.scan_iter()) - {keys.scheduler_lease().encode()}
+        names = set(self.redis.scan_iter()) - {fleet_keys.scheduler_lease().encode()}
         return {name: read[self.redis.type(name)](name) for name in names}
 
 

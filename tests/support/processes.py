@@ -30,7 +30,7 @@ class Process:
 
     def __init__(self, module: str, settings: dict[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", module]
-        self._environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(SOURCES)}
+        self._environment = environment_of(settings)
         self._log = log
         self.start()
 
@@ -66,6 +66,23 @@ class Process:
         """SIGTERM: it drains."""
         self._process.send_signal(signal.SIGTERM)
         assert self._process.wait(PATIENCE_S) == 0, self._log.read_text()
+
+
+def ended(module: str, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run one that ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", module],
+        env=environment_of(settings),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+
+
+def environment_of(settings: dict[str, str]) -> dict[str, str]:
+    """Have our sources found by another process."""
+    return {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(SOURCES)}
 
 
 def settings_of(url: str, data_dir: Path, model: Path) -> dict[str, str]:

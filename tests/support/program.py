@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cotrain.proto import wire_pb2
-from cotrain_store import keys
-from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind, request_id
+from cotrain_store.keys import run_keys
+from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.requests import CYCLE_METRIC
 from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker
@@ -14,7 +17,8 @@ from tests.support.stack import POOL, Stack, make_worker, worker
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.messages import RequestId, RunId, RunRecord
+    from cotrain_store.messages.ids import RequestId, RunId
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
 
 LORA = LoraSpec(rank=4, seed=7)
@@ -74,7 +78,7 @@ async def undisturbed(
 
 def snapshot_files(redis: Any, run: RunRecord, folder: Path) -> list[Path]:
     """Name a run's registered recovery copies, newest first."""
-    files = redis.hmget(keys.log(POOL, run.id), ["snapfile", "oldfile"])
+    files = redis.hmget(run_keys.log(POOL, run.id), ["snapfile", "oldfile"])
     return [folder / "snapshots" / file.decode() for file in files if file]
 
 

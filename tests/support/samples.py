@@ -7,30 +7,28 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store import keys
 from cotrain_store.completions import Completions
 from cotrain_store.execution import Execution
-from cotrain_store.messages import (
-    CheckpointRecord,
-    LoraSpec,
-    OpKind,
+from cotrain_store.keys import fleet_keys, result_keys, sample_keys
+from cotrain_store.messages.ids import (
     RequestId,
-    Result,
-    ResultKind,
-    SamplerRecord,
-    SaveRecords,
     SessionId,
-    Step,
     TenantId,
-    WeightsRecord,
     WeightsRef,
     WorkerId,
     sampler_id,
 )
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.saves import SaveRecords
+from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 from cotrain_store.records import Records
 from cotrain_store.sample_intake import SampleIntake, SampleLimits
 from cotrain_store.samples import SampleBody
 from cotrain_store.sampling import Sampling
+from cotrain_store.saved_weights import SavedWeights
 from tests.support.log import WORKER, Log, open_log
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
@@ -38,7 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-    from cotrain_store.messages import CheckpointKind, RunId, RunRecord
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointKind
 
 BODY = SampleBody(
     prompt=(1, 2, 3),
@@ -93,6 +93,7 @@ class Samples:
     records: Records
     intake: SampleIntake
     sampling: Sampling
+    saved: SavedWeights
 
     async def sampler(self, tenant: str = "a", number: int = 0) -> SamplerRecord:
         """Make a sampler of the base model."""
@@ -119,7 +120,7 @@ class Samples:
 
     def beat(self, worker: WorkerId) -> None:
         """Say that a worker is alive."""
-        self.log.redis.set(keys.worker(POOL, worker), "{}")
+        self.log.redis.set(fleet_keys.worker(POOL, worker), "{}")
 
     async def save(
         self, run: RunRecord, seq: int, **how: Any
@@ -169,19 +170,19 @@ class Samples:
     def stored(self, run: RunRecord, seq: int, size: int = 10, optimizer: str = "") -> bool:
         """Say that the files of a save are durable; each has a content of its own."""
         ref = WeightsRef(f"{run.id}:{seq}")
-        return self.sampling.stored(ref, f"digest of {ref}", size, optimizer)
+        return self.saved.stored(ref, f"digest of {ref}", size, optimizer)
 
     def load(self, tenant: str = "a") -> tuple[int, int, int]:
         """Read a tenant's (waiting, running, bytes)."""
         row = self.log.redis.hmget(
-            keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"]
+            sample_keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"]
         )
         waiting, running, size = (int(value or 0) for value in row)
         return waiting, running, size
 
     def result(self, request: RequestId) -> Result | None:
         """Read what a request resolved to."""
-        packed = self.log.redis.get(keys.result(request))
+        packed = self.log.redis.get(result_keys.result(request))
         return Result.unpack(packed) if packed else None
 
     def completions(self) -> Completions:
@@ -199,4 +200,5 @@ async def open_samples(
             log.connection, log.spool, limits or SampleLimits(), disk_reserve_bytes
         )
         sampling = Sampling(log.redis, log.spool, log.results, POOL, WORKER, log.execution.epoch)
-        yield Samples(log, Records(log.connection), intake, sampling)
+        saved = SavedWeights(log.redis, POOL, WORKER, log.execution.epoch)
+        yield Samples(log, Records(log.connection), intake, sampling, saved)

@@ -7,22 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cotrain.proto import wire_pb2
-from cotrain_store.messages import (
-    OpKind,
-    Result,
-    ResultKind,
-    SamplerRecord,
-    SaveRequest,
-    SessionId,
-    TenantId,
-    encode,
-    sampler_id,
-)
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import SessionId, TenantId, sampler_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.saves import SaveRequest
 from tests.support.samples import BODY
 from tests.support.stack import MODEL, POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RequestId, RunRecord
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_store.samples import SampleBody
     from tests.support.stack import Stack
 

@@ -15,17 +15,10 @@ from cotrain_store.connection import open_connection, open_sync_connection
 from cotrain_store.dispatch import Dispatch
 from cotrain_store.futures import Futures, Pending
 from cotrain_store.intake import Intake, TenantLimits
-from cotrain_store.messages import (
-    LoraSpec,
-    OpKind,
-    PoolRecord,
-    RequestId,
-    Result,
-    RunRecord,
-    SessionId,
-    TenantId,
-    run_id,
-)
+from cotrain_store.messages.ids import RequestId, SessionId, TenantId, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.records import Records
 from cotrain_store.sample_intake import SampleIntake, SampleLimits
 from cotrain_store.spool import RESULTS, Spool, new_writer
@@ -37,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
     from pathlib import Path
 
+    from cotrain_store.messages.results import Result
     from cotrain_workers.engine import Engine
     from cotrain_workers.loop import WorkerLoop
 

@@ -14,27 +14,16 @@ from cotrain_scheduler.planner import runnable_prefix
 from cotrain_store.connection import open_sync_connection
 from cotrain_store.dispatch import Dispatch
 from cotrain_store.execution import Execution
-from cotrain_store.messages import (
-    CheckpointRecord,
-    LoadRequest,
-    LoraSpec,
-    OpKind,
-    Result,
-    ResultKind,
-    RunId,
-    RunUsage,
-    SamplerRecord,
-    SampleUsage,
-    SaveRecords,
-    SaveRequest,
-    SessionId,
-    Step,
-    WeightsRecord,
-    WeightsRef,
-    WorkerId,
-)
+from cotrain_store.messages.ids import RunId, SessionId, WeightsRef, WorkerId
+from cotrain_store.messages.ops import OpKind, RunUsage, Step
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.samples import SamplerRecord, SampleUsage
+from cotrain_store.messages.saves import LoadRequest, SaveRecords, SaveRequest
+from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 from cotrain_store.samples import encode_sample_output
 from cotrain_store.sampling import Sampling
+from cotrain_store.saved_weights import SavedWeights
 from cotrain_store.spool import RESULTS, Spool, new_writer
 from tests.support.http_api import POOL
 
@@ -42,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cotrain_server.services import Services
-    from cotrain_store.messages import QueuedOp, RequestId, TenantId
+    from cotrain_store.messages.ids import RequestId, TenantId
+    from cotrain_store.messages.ops import QueuedOp
     from cotrain_store.sampling import ClaimedSample
 
 WORKER = WorkerId("w0")
@@ -60,9 +50,12 @@ TYPE_BY_KIND = {
 class StandIn:
     """The worker of the API's pool, and its scheduler."""
 
-    def __init__(self, execution: Execution, sampling: Sampling, dispatch: Dispatch) -> None:
+    def __init__(
+        self, execution: Execution, sampling: Sampling, saved: SavedWeights, dispatch: Dispatch
+    ) -> None:
         self.execution = execution
         self.sampling = sampling
+        self.saved = saved
         self._dispatch = dispatch
 
     async def run_log(self, *, stores: bool = True) -> list[WeightsRecord]:
@@ -87,7 +80,7 @@ class StandIn:
     def store(self, owed: Sequence[WeightsRecord]) -> None:
         """Say that the files of saves are durable. Twice is harmless."""
         for weights in owed:
-            self.sampling.stored(weights.ref, *FILES, optimizer_of(weights))
+            self.saved.stored(weights.ref, *FILES, optimizer_of(weights))
 
     def claim(self) -> list[ClaimedSample]:
         """Take every waiting sample request."""
@@ -141,8 +134,9 @@ def stand_in(services: Services) -> Iterator[StandIn]:
     execution = Execution(redis, spool, results, POOL.id, WORKER)
     epoch = execution.enter(POOL)
     sampling = Sampling(redis, spool, results, POOL.id, WORKER, epoch)
+    saved = SavedWeights(redis, POOL.id, WORKER, epoch)
     try:
-        yield StandIn(execution, sampling, Dispatch(services.connection, "scheduler"))
+        yield StandIn(execution, sampling, saved, Dispatch(services.connection, "scheduler"))
     finally:
         spool.close()
         results.close()

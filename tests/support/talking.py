@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
 from cotrain_store.connection import open_sync_connection
-from cotrain_store.messages import Result, ResultKind
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.samples import encode_sample_output
 from cotrain_store.token_stream import StreamedTokens, TokenPublisher
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_server.services import Services
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
     from cotrain_store.samples import SampleBody
     from cotrain_store.sampling import ClaimedSample
 

@@ -18,7 +18,8 @@ from cotrain_store.connection import check_store_sync, open_sync_connection
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.execution import beat_at
 from cotrain_store.logs import configure_logs
-from cotrain_store.messages import PoolRecord, WorkerId
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.spool import RESULTS, Spool, new_writer
 from cotrain_workers.assembly import enter_pool
 from cotrain_workers.device import EXIT_CODE, DeviceLost

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_store.connection import CONNECTION_LOST
-from cotrain_store.messages import OpKind
+from cotrain_store.messages.ops import OpKind
 from cotrain_workers.requests import decode_op_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import QueuedOp, RunId, Step
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_workers.ops import Failure, Pass
 
 log = structlog.get_logger()
@@ -68,7 +69,7 @@ class Ahead:
     def _look(self, step: Step, is_over: threading.Event) -> None:
         try:
             while not is_over.wait(LOOK_S):
-                self._ready = self._execution.ready_runs(MOST_RUNS)
+                self._ready = self._execution.logs.ready_runs(MOST_RUNS)
                 self._decode(step, is_over)
         except CONNECTION_LOST as lost:
             log.info("ahead_stopped", reason=str(lost))
@@ -76,7 +77,7 @@ class Ahead:
             log.exception("ahead_failed")
 
     def _decode(self, step: Step, is_over: threading.Event) -> None:
-        queued = [op for op in self._execution.behind(step, MOST_OPS) if op.kind in PASSES]
+        queued = [op for op in self._execution.logs.behind(step, MOST_OPS) if op.kind in PASSES]
         # What was given up, or belongs to a run of an earlier step, is not waited for.
         self._decoded = {op: self._decoded[op] for op in queued if op in self._decoded}
         taken = sum(op.size for op in queued if op in self._decoded)

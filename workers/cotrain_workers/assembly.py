@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.execution import Execution
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import WeightsRef, WorkerId
+from cotrain_store.messages.ids import WeightsRef, WorkerId
 from cotrain_store.sampling import Sampling
+from cotrain_store.saved_weights import SavedWeights
 from cotrain_store.token_stream import TokenPublisher
 from cotrain_workers.checkpoint_files import CheckpointFiles
 from cotrain_workers.keeper import Keeper
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.connection import SyncConnection
-    from cotrain_store.messages import PoolRecord
+    from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.spool import Spool
     from cotrain_workers.decoder import EngineDecoder
     from cotrain_workers.engine import Engine
@@ -73,7 +74,7 @@ def enter_pool(
     sampling = Sampling(connection, *spools, record.id, worker, execution.epoch)
     sampling.requeue()
     weights = WeightsStore(
-        sampling,
+        SavedWeights(connection, record.id, worker, execution.epoch),
         CheckpointFiles.below(settings.data_dir, record.base_model),
         engine.layout_of,
         settings.weights_memory_bytes,

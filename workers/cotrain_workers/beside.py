@@ -54,11 +54,12 @@ class Beside:
     def between(self) -> None:
         """Decode while there is credit; to be called when the model is free.
 
-        A Redis that is away, or a successor, is met again by the commit of what is being trained.
+        A Redis that is away, or a successor, is met again by the commit of what is being trained; a
+        file that cannot be read now, by the next turn.
         """
         now = time.monotonic()
         self._share.trained(now - self._trained_until)
-        with contextlib.suppress(Fenced, *CONNECTION_LOST):
+        with contextlib.suppress(Fenced, OSError, *CONNECTION_LOST):
             while self._share.may_decode and not self._stopping.is_set():
                 worked = self._sampler.advance()
                 before, now = now, time.monotonic()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_store.files import make_folder
 from cotrain_workers.external_files import base_model_of_files, remove_external, write_external
 from cotrain_workers.optimizer_file import base_model_of_state, read_optimizer, write_optimizer
 from cotrain_workers.peft_folder import CONFIG, folder_of, read_folder, remove_folder, write_folder
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cotrain_store.messages import WeightsRef
-    from cotrain_store.sampling import Sampling
+    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.saved_weights import SavedWeights
     from cotrain_workers.ops import HostOptimizer
     from cotrain_workers.peft_folder import LayoutOf
     from cotrain_workers.sample_ops import HostWeights
@@ -72,7 +73,7 @@ class CheckpointFiles:
             data_dir / name for name in ("weights", "optimizers", "external")
         )
         for folder in (adapters, optimizers, external):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(folder)
         return cls(adapters, optimizers, external, base_model)
 
     def write(self, ref: WeightsRef, saved: Saved, layout: Layout) -> WrittenFiles:
@@ -94,29 +95,29 @@ class CheckpointFiles:
         return folder_of(self.adapters, digest)
 
     def read_adapter(self, digest: str, layout_of: LayoutOf) -> HostWeights:
-        """Read an adapter; raises FolderUnreadable."""
+        """Read an adapter; raises FolderUnreadable, OSError."""
         return read_folder(self.adapter(digest), layout_of)
 
     def read_optimizer(self, digest: str, layout_of: LayoutOf) -> HostOptimizer:
-        """Read an optimizer state; raises OptimizerUnreadable."""
+        """Read an optimizer state; raises OptimizerUnreadable, OSError."""
         return read_optimizer(self.optimizers, digest, layout_of)
 
-    def remove_orphans(self, sampling: Sampling) -> None:
+    def remove_orphans(self, saved: SavedWeights) -> None:
         """Delete the files of forgotten weights, and what dead processes left half done.
 
         Another worker may just be about to refer to a file that it found there, so only old ones go:
         whoever writes or finds one makes it young.
         """
-        for path in self._old(self.adapters, "??/*", base_model_of_adapter, sampling.knows):
+        for path in self._old(self.adapters, "??/*", base_model_of_adapter, saved.knows):
             remove_folder(self.adapters, path.name)
         for path in self._old(
             self.optimizers,
             "??/*",
             base_model_of_state,
-            lambda name: sampling.knows_optimizer(name),
+            lambda name: saved.knows_optimizer(name),
         ):
             path.unlink(missing_ok=True)
-        for path in self._old(self.external, "*", base_model_of_files, sampling.knows_external):
+        for path in self._old(self.external, "*", base_model_of_files, saved.knows_external):
             remove_external(path)
 
     def _old(

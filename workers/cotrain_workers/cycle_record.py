@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cotrain_store.messages import OpKind
+from cotrain_store.messages.ops import OpKind
 from cotrain_workers.fingerprints import fingerprint_of
 from cotrain_workers.ops import Failure, SaveOutput
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from cotrain_store.messages import QueuedOp, RunId, Step
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_workers.ops import CycleOutput, Output
 
 

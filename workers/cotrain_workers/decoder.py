@@ -7,17 +7,18 @@ log-probabilities, to the bit, alone and in any batch, with cached pages and aft
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from cotrain_workers.batch_plan import Schedule
 from cotrain_workers.choose import choose
+from cotrain_workers.decoder_sizes import MOST_SEQUENCES, STEP_TOKENS
 from cotrain_workers.kv_cache import PAGE_TOKENS, KvCache, affordable_tokens
 from cotrain_workers.ops import Failure
 from cotrain_workers.packed_step import PackedStep, slot_order
 from cotrain_workers.pages import Pages, PrefixIndex
+from cotrain_workers.pinned_weights import PinnedWeights
 from cotrain_workers.projection import picked_logprobs
 from cotrain_workers.sample_admission import refuse_sample
 from cotrain_workers.sample_ops import NewTokens, WeightsGone
@@ -25,13 +26,14 @@ from cotrain_workers.sample_results import StepLog, choice_of, output_of, sample
 from cotrain_workers.score import PromptScores, asks_about_prompt, top
 from cotrain_workers.sequence import Group
 from cotrain_workers.step_plan import Chunk, Row
-from cotrain_workers.stops import has_stop_string
+from cotrain_workers.stops import has_stopped
 from cotrain_workers.weight_slots import WeightSlots, WeightsNotFinite, WeightsUnfit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_workers.base_model import BaseModel
+    from cotrain_workers.decoder_sizes import DecoderSizes
     from cotrain_workers.packed_step import Forward
     from cotrain_workers.sample_ops import (
         HostWeights,
@@ -41,21 +43,6 @@ if TYPE_CHECKING:
         TextOf,
     )
     from cotrain_workers.sequence import Sequence
-    from cotrain_workers.weight_slots import Slot
-
-MOST_SEQUENCES = 256  # that run at once
-STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # of prompts, per step: the bound on activations
-
-
-@dataclass(frozen=True)
-class DecoderSizes:
-    """How much memory and work a decoder may use; None lets it choose for the device."""
-
-    kv_tokens: int | None
-    page_tokens: int | None
-    step_tokens: int | None
-    weights_bytes: int | None
-    head_chunk_rows: int
 
 
 class EngineDecoder:
@@ -90,7 +77,7 @@ class EngineDecoder:
         self._head_chunk_rows = sizes.head_chunk_rows
         self._step = PackedStep(base, self._cache, -(-self._max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
-        self._pinned: dict[str | None, Slot | None] = {None: None}  # of the sequences that run
+        self._pinned = PinnedWeights(self.slots)  # of the sequences that run
         self._empty: list[tuple[str, SampleOutput]] = []  # finished before they began
         self._arrivals = 0
         self.preemptions = 0  # since the decoder was made
@@ -161,9 +148,9 @@ class EngineDecoder:
         plan = self.schedule.plan()
         self.preemptions += len(plan.preempted)
         for sequence in plan.preempted:
-            self._unpin(sequence)
+            self._pinned.unpin(sequence.group.request.weights)
         self._cache.prepare(plan.copies, plan.blank)
-        forward = self._step.forward(plan, self._pinned)
+        forward = self._step.forward(plan, self._pinned.slots)
         if forward is not None:
             self._absorb(forward, log)
         self._generate(forward, log)
@@ -178,8 +165,10 @@ class EngineDecoder:
             if not self.schedule.has_room(sequence):
                 return
             try:
-                if not self._pin(sequence):
+                if not self._pinned.pin(group.request.weights):
                     return
+            except OSError:
+                return  # they are there and cannot be read now: it keeps its place
             except WeightsGone:
                 self._fail(group, "The weights are gone.", "user", log)
             except WeightsNotFinite:
@@ -212,7 +201,7 @@ class EngineDecoder:
         rows = group.scores.rows(start, start + len(hidden))
         for at in range(rows.start, rows.stop, self._head_chunk_rows):
             some = range(at, min(at + self._head_chunk_rows, rows.stop))
-            slots = [self._pinned[group.request.weights]] * len(some)
+            slots = [self._pinned.slots[group.request.weights]] * len(some)
             logits = self._step.logits(hidden[some.start - start : some.stop - start], slots)
             if not group.scores.fill(some, logits[: len(some)]):
                 return False
@@ -235,14 +224,14 @@ class EngineDecoder:
                 for item in forward.items
                 if isinstance(item.work, Row) and item.work.is_last
             ]
-        ready.sort(key=lambda each: slot_order(self._pinned[each[0].group.request.weights]))
+        ready.sort(key=lambda each: slot_order(self._pinned.slots[each[0].group.request.weights]))
         for at in range(0, len(ready), self._head_chunk_rows):
             self._choose(ready[at : at + self._head_chunk_rows], log)
 
     def _choose(self, ready: list[tuple[Sequence, torch.Tensor]], log: StepLog) -> None:
         sequences = [sequence for sequence, _ in ready]
         # A request that failed a moment ago has no slot any more; what its rows give is not used.
-        slots = [self._pinned.get(sequence.group.request.weights) for sequence in sequences]
+        slots = [self._pinned.slots.get(sequence.group.request.weights) for sequence in sequences]
         logits = self._step.logits(torch.stack([hidden for _, hidden in ready]), slots)
         tokens = choose(logits, [choice_of(sequence) for sequence in sequences])
         found, _ = picked_logprobs(logits[: len(ready)], tokens[:, None])
@@ -271,24 +260,15 @@ class EngineDecoder:
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         log.tokens.append(NewTokens(request.id, sequence.index, offset, (token,), (logprob,)))
-        reason = self._stop_reason(sequence)
-        if reason is None:
+        stopped = has_stopped(sequence.tokens, request, self._text)
+        is_full = sequence.length >= sequence.group.limit
+        if not (stopped or is_full):
             return
         self.schedule.remove(sequence)
-        self._unpin(sequence)
-        sequence.group.finished[sequence.index] = sampled(sequence, reason)
+        self._pinned.unpin(sequence.group.request.weights)
+        sequence.group.finished[sequence.index] = sampled(sequence, "stop" if stopped else "length")
         if len(sequence.group.finished) == request.num_samples:
             self._finish(sequence.group, log)
-
-    def _stop_reason(self, sequence: Sequence) -> Literal["stop", "length"] | None:
-        request = sequence.group.request
-        if sequence.tokens[-1] in request.stop_tokens:
-            return "stop"
-        if request.stop_strings:
-            assert self._text is not None
-            if has_stop_string(sequence.tokens, request.stop_strings, self._text):
-                return "stop"
-        return "length" if sequence.length >= sequence.group.limit else None
 
     def _finish(self, group: Group, log: StepLog) -> None:
         log.finished.append((group.request.id, output_of(group)))
@@ -310,23 +290,5 @@ class EngineDecoder:
             if sequence.index in group.finished:
                 continue
             if sequence in self.schedule.running:
-                self._unpin(sequence)
+                self._pinned.unpin(sequence.group.request.weights)
             self.schedule.remove(sequence)
-
-    def _pin(self, sequence: Sequence) -> bool:
-        """Keep a sequence's weights on the device; False while there is no room for them."""
-        key = sequence.group.request.weights
-        if key is not None:
-            slot = self.slots.pin(key)
-            if slot is None:
-                return False
-            self._pinned[key] = slot
-        return True
-
-    def _unpin(self, sequence: Sequence) -> None:
-        key = sequence.group.request.weights
-        if key is not None:
-            self.slots.unpin(key)
-            slot = self._pinned[key]
-            if slot is not None and not slot.users:
-                del self._pinned[key]  # else it would keep the memory of a pool that was given up

@@ -21,7 +21,8 @@ from cotrain_workers.admission import refuse_pass, refuse_reverse_kl
 from cotrain_workers.bank import AdapterBank, AdapterState
 from cotrain_workers.base_model import load_base_model
 from cotrain_workers.compiled import compiled
-from cotrain_workers.decoder import DecoderSizes, EngineDecoder
+from cotrain_workers.decoder import EngineDecoder
+from cotrain_workers.decoder_sizes import DecoderSizes
 from cotrain_workers.device import check_device
 from cotrain_workers.fusion import fuse
 from cotrain_workers.heap import keep_freed_memory

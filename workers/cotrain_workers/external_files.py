@@ -15,14 +15,14 @@ from uuid import uuid4
 import pyrage
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import external_folder
-from cotrain_store.spool import sync_folder
+from cotrain_store.files import sync_folder
+from cotrain_store.messages.weights import external_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from cotrain_store.messages import WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
 
 SUFFIX = ".age"
 #: Whose files these are: `{"base_model": …, "weights": …}`. Never served.

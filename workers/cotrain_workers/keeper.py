@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import OpKind, RunId
+from cotrain_store.files import make_folder
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.spool import ORPHAN_AGE_S, unreferenced_segments
 from cotrain_workers.debt import Debt, may_leave, needs_snapshot
 from cotrain_workers.recovery import has_other_numerics, restore
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import Step
+    from cotrain_store.messages.ops import Step
     from cotrain_workers.bank import StateCopy
     from cotrain_workers.engine import Engine
     from cotrain_workers.settings import WorkerSettings
@@ -61,7 +63,7 @@ class Keeper:
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._swept_at = self._orphans_at = 0.0
-        settings.snapshots_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(settings.snapshots_dir)
 
     @property
     def runs(self) -> int:
@@ -232,7 +234,7 @@ class Keeper:
                 log.info("snapshot_registered", run=run, seq=seq, size=snapshot.size)
 
     def _keep_two(self, run: RunId) -> None:
-        position = self._execution.position(run)
+        position = self._execution.logs.position(run)
         if position:
             keep = frozenset({position.snapshot_file, position.older_file})
             remove_snapshots(self._settings.snapshots_dir, run, keep)
@@ -243,7 +245,7 @@ class Keeper:
             path.unlink(missing_ok=True)
         if now - self._orphans_at > ORPHAN_AGE_S:
             self._orphans_at = now
-            for path in orphans(self._settings.snapshots_dir, self._execution.bases, now):
+            for path in orphans(self._settings.snapshots_dir, self._execution.logs.bases, now):
                 path.unlink(missing_ok=True)
                 log.info("snapshot_removed", file=path.name)
 

@@ -12,7 +12,7 @@ from cotrain_workers.sample_ops import WeightsGone
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cotrain_store.messages import QueuedOp
+    from cotrain_store.messages.ops import QueuedOp
     from cotrain_workers.loads import Checkpoints
     from cotrain_workers.ops import ReverseKlOutput
 

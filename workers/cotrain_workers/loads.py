@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from cotrain_store.messages import LoadRequest
+from cotrain_store.messages.saves import LoadRequest
 from cotrain_workers.mix import mix
 from cotrain_workers.ops import Failure, HostOptimizer, Load
 from cotrain_workers.sample_ops import HostWeights, WeightsGone
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import QueuedOp, WeightsRef
+    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.ops import QueuedOp
     from cotrain_workers.spec import AdapterSpec, Layout
 
 

@@ -20,6 +20,7 @@ from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
+from cotrain_store.messages.ops import OpKind
 from cotrain_workers.ahead import Ahead
 from cotrain_workers.beside import Beside
 from cotrain_workers.heart import Heart, resident_bytes
@@ -30,7 +31,8 @@ from cotrain_workers.step_runner import StepRunner
 
 if TYPE_CHECKING:
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import RunId, Step
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ops import Step
     from cotrain_workers.engine import Engine
     from cotrain_workers.keeper import Keeper
     from cotrain_workers.ops import CycleOutput, Failure
@@ -98,6 +100,7 @@ class WorkerLoop:
         self._stopping = threading.Event()
         self._beside = Beside(sampler, share, self._stopping)
         self._tended_at = time.monotonic()
+        self._waiting_cycle = 0
 
     def stop(self) -> None:
         """Finish the step in work, then leave."""
@@ -146,15 +149,27 @@ class WorkerLoop:
             self._runs.make_again(weights, self._beside.between)
             self._beside.training_ends()
         steps = self._execution.open_steps()
-        if steps:
+        if steps and self._has_room(steps[0]):
             # While its bodies are read, its adapters come to the device.
             self._prefetch([op.run for op in steps[0].ops])
             self.execute(steps[0])
         elif not self._beside.rest():
             self._tend()
-            self._execution.wait(SOON_S if self._sampler.running else IDLE_S)
+            self._execution.wait(SOON_S if steps or self._sampler.running else IDLE_S)
         if time.monotonic() - self._tended_at > TEND_S:
             self._tend()
+
+    def _has_room(self, step: Step) -> bool:
+        """Tell whether a step may run now: one with a save waits while the disk is too far behind.
+
+        All of it waits, as all does for a disk that is full: what was accepted is never refused.
+        """
+        has_save = any(op.kind is OpKind.SAVE for op in step.ops)
+        has_room = not has_save or self._weights.has_room
+        if not has_room and step.cycle != self._waiting_cycle:
+            self._waiting_cycle = step.cycle
+            log.warning("saves_wait", cycle=step.cycle)
+        return has_room
 
     def _tend(self) -> None:
         self._sampler.forget(self._weights.tend())

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from cotrain_store.failpoints import failpoint, write_past
-from cotrain_store.spool import sync_folder
+from cotrain_store.files import passes, sync_folder
 from cotrain_workers.ops import HostOptimizer
 from cotrain_workers.spec import AdapterSpec
 
@@ -78,6 +78,7 @@ def read_optimizer(root: Path, digest: str, layout_of: LayoutOf) -> HostOptimize
     Raises:
         OptimizerUnreadable: the file is missing or torn, or is not what its name and its spec on this
             base model stand for.
+        OSError: this process cannot read anything now.
     """
     optimizer = _read(file_of(root, digest))
     size = layout_of(optimizer.spec).size
@@ -106,6 +107,8 @@ def _read(path: Path) -> HostOptimizer:
         optimizer = HostOptimizer(spec, step=int(header["step"]), **load(content))
         digest, is_ours = _digest(optimizer, header["base_model"]), header["cotrain"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as broken:
+        if passes(broken):
+            raise
         raise OptimizerUnreadable(f"State {path.stem} cannot be read: {broken!r}.") from broken
     if digest != path.stem or not is_ours:
         raise OptimizerUnreadable(f"State {path.stem} is not what its name says.")

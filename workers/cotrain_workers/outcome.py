@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.messages import OpKind, RunUsage, SaveRequest
+from cotrain_store.messages.ops import OpKind, RunUsage
+from cotrain_store.messages.saves import SaveRequest
 from cotrain_workers.cycle_record import counted_cycle, cycle_record
 from cotrain_workers.ops import Failure
 from cotrain_workers.requests import result_of
@@ -14,7 +15,10 @@ from cotrain_workers.saves import saves_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cotrain_store.messages import PoolId, QueuedOp, Result, RunId, SaveRecords, Step
+    from cotrain_store.messages.ids import PoolId, RunId
+    from cotrain_store.messages.ops import QueuedOp, Step
+    from cotrain_store.messages.results import Result
+    from cotrain_store.messages.saves import SaveRecords
     from cotrain_workers.ops import CycleOutput, Output
     from cotrain_workers.saves import DoneSave
 

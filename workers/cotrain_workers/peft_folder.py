@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from cotrain_store.failpoints import failpoint
+from cotrain_store.files import passes
 from cotrain_workers.sample_ops import HostWeights
 from cotrain_workers.spec import AdapterSpec
 
@@ -96,6 +97,7 @@ def read_folder(path: Path, layout_of: LayoutOf) -> HostWeights:
     Raises:
         FolderUnreadable: a file is missing or torn, or its tensors are not those that the folder's
             name and its spec on this base model stand for.
+        OSError: this process cannot read anything now.
     """
     try:
         content = (path / TENSORS).read_bytes()
@@ -105,6 +107,8 @@ def read_folder(path: Path, layout_of: LayoutOf) -> HostWeights:
         layout = layout_of(spec)
         flat = _arena(load(content), layout)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as broken:
+        if passes(broken):
+            raise
         raise FolderUnreadable(f"Adapter {path.name} cannot be read: {broken!r}.") from broken
     if not digest(spec, base_model, flat) == header["sha256"] == path.name:
         raise FolderUnreadable(f"Adapter {path.name} holds other weights than its name says.")

@@ -6,13 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import LoadRequest, OpKind
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.saves import LoadRequest
 from cotrain_store.reverse_kl import decode_reverse_kl
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain_store.messages import QueuedOp, RunId, Step, WeightsRef
+    from cotrain_store.messages.ids import RunId, WeightsRef
+    from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_workers.bank import AdapterState
     from cotrain_workers.fingerprints import Fingerprint
     from cotrain_workers.numerics import Numerics

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from cotrain_store.messages import QueuedOp, RunId, Step
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_workers.bank import AdapterState
     from cotrain_workers.engine import Engine
     from cotrain_workers.loads import Checkpoints

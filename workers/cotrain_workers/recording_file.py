@@ -24,7 +24,9 @@ from safetensors import SafetensorError
 from safetensors import numpy as arrays
 from safetensors import torch as tensors
 
-from cotrain_store.messages import RunId, Step, encode
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import Step
 from cotrain_workers.fingerprints import ArenaPrint, Fingerprint
 from cotrain_workers.numerics import Numerics
 from cotrain_workers.ops import HostOptimizer

@@ -15,14 +15,11 @@ import structlog
 
 from cotrain.proto import wire_pb2
 from cotrain_store.errors import SpoolCorrupt, StoreError
-from cotrain_store.messages import (
-    OpKind,
-    ResultKind,
-    RunId,
-    RunState,
-    SaveRequest,
-    WeightsRef,
-)
+from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.saves import SaveRequest
 from cotrain_workers.ops import Failure, SaveOutput
 from cotrain_workers.requests import CYCLE_METRIC, engine_op, result_of
 from cotrain_workers.saves import saved_of
@@ -33,7 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import QueuedOp, Result
+    from cotrain_store.messages.ops import QueuedOp
+    from cotrain_store.messages.results import Result
     from cotrain_store.positions import LogPosition
     from cotrain_workers.engine import Engine
     from cotrain_workers.ops import Op, Output
@@ -75,7 +73,7 @@ def restore(
         ReplayDiverged: the run must not go on; its log says why.
         SpoolCorrupt: a part of its log is missing, or of what the log goes on from.
     """
-    position = execution.position(run)
+    position = execution.logs.position(run)
     if position is None or position.state is RunState.FAILED:
         raise SpoolCorrupt(f"Run {run} has no log to restore from.")
     lost = SpoolCorrupt(f"Run {run} has no copy that can be read.")
@@ -174,7 +172,7 @@ def _replay_from(
     """Run the log from a base to `done`; return how many ops were run."""
     ops = [
         op
-        for op in execution.logged_ops(run, base.seq + 1, done)
+        for op in execution.logs.logged_ops(run, base.seq + 1, done)
         if op.kind not in _STATELESS
         and (op.kind is not OpKind.SAVE or weights.is_lost(WeightsRef(op.request_id)))
     ]
@@ -247,7 +245,7 @@ def _replay(
     outputs = engine.run(runnable, between).outputs
     exact = exact and engine.cut_pieces == cuts
     for op in group:
-        stored = execution.stored_result(op)
+        stored = execution.logs.stored_result(op)
         output = outputs.get((op.run, op.seq))
         if stored is None or output is None or isinstance(output, SaveOutput):
             continue  # expired, or an op that never ran, or one whose result holds no numbers

@@ -17,7 +17,8 @@ from cotrain_workers.sample_ops import WeightsGone
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cotrain_store.messages import QueuedOp, RunId, WeightsRef
+    from cotrain_store.messages.ids import RunId, WeightsRef
+    from cotrain_store.messages.ops import QueuedOp
     from cotrain_workers.fingerprints import Fingerprint
     from cotrain_workers.numerics import Numerics
     from cotrain_workers.ops import HostOptimizer, Op, Output

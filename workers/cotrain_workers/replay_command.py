@@ -17,7 +17,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cotrain_store.messages import RunId
+    from cotrain_store.messages.ids import RunId
     from cotrain_workers.engine import Engine
     from cotrain_workers.recorded_cycle import CycleFacts, RecordedCycle
     from cotrain_workers.replay import Compared
@@ -108,7 +108,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a recorded cycle, or one run of it, to a file of its own."""
-    from cotrain_store.messages import RunId
+    from cotrain_store.messages.ids import RunId
     from cotrain_workers.recorded_cycle import only_run
     from cotrain_workers.recording_file import RecordingUnreadable, read_cycle, write_cycle
 

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.bodies import decode_pass, encode_pass_output, parse_pass
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import LoraSpec, OpKind, Result, ResultKind, SaveRequest, decode
+from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.saves import SaveRequest
 from cotrain_workers.external_files import refuse_recipients
 from cotrain_workers.kl_requests import answer_of, reverse_kl_op
 from cotrain_workers.loads import load_op
@@ -31,7 +35,7 @@ from cotrain_workers.ops import (
 from cotrain_workers.spec import AdapterSpec
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import QueuedOp
+    from cotrain_store.messages.ops import QueuedOp
     from cotrain_workers.loads import Checkpoints
 
 CYCLE_METRIC = "clock_cycle:unique"

@@ -12,7 +12,8 @@ import structlog
 import torch
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import RunState, seq_of
+from cotrain_store.messages.ids import seq_of
+from cotrain_store.messages.runs import RunState
 from cotrain_workers.bank import AdapterState
 from cotrain_workers.sample_ops import WeightsGone
 from cotrain_workers.snapshots import write_snapshot
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import CheckpointRecord, RunId
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.weights import CheckpointRecord
     from cotrain_workers.engine import Engine
     from cotrain_workers.weights_store import WeightsStore
 
@@ -39,10 +41,10 @@ def roll_back(
         OSError: the snapshot cannot be written now.
         Fenced: another worker took this one's place.
     """
-    position = execution.position(run)
+    position = execution.logs.position(run)
     if position is None or position.state is RunState.FAILED:
         return False
-    for checkpoint in execution.checkpoints(run):
+    for checkpoint in execution.logs.checkpoints(run):
         if seq_of(checkpoint.weights) > position.done:
             continue
         try:

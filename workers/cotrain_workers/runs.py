@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_store.errors import SpoolCorrupt
-from cotrain_store.execution import RUN_STOPPED
 from cotrain_store.failpoints import failpoint
+from cotrain_store.results import RUN_STOPPED
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import RunId, TenantId, WeightsRecord
+    from cotrain_store.messages.ids import RunId, TenantId
+    from cotrain_store.messages.weights import WeightsRecord
     from cotrain_workers.keeper import Keeper
     from cotrain_workers.weights_store import WeightsStore
 

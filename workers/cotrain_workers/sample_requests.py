@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cotrain_store.messages import Result, ResultKind
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.samples import encode_sample_output
 from cotrain_workers.ops import Failure
 from cotrain_workers.sample_ops import SampleRequest
@@ -15,7 +15,7 @@ from cotrain_workers.sample_ops import SampleRequest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
     from cotrain_store.samples import SampleBody
     from cotrain_store.sampling import ClaimedSample
     from cotrain_workers.sample_ops import SampleOutput

@@ -16,7 +16,8 @@ import structlog
 
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import RequestId, SampleUsage
+from cotrain_store.messages.ids import RequestId
+from cotrain_store.messages.samples import SampleUsage
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.token_stream import StreamedTokens
 from cotrain_workers.ops import Failure
@@ -27,7 +28,7 @@ from cotrain_workers.suspects import CRASHED, MAX_DEATHS, POISON
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from cotrain_store.messages import Result
+    from cotrain_store.messages.results import Result
     from cotrain_store.sampling import ClaimedSample, Sampling
     from cotrain_store.token_stream import TokenPublisher
     from cotrain_workers.sample_ops import Decoder, NewTokens, Progress, SampleRequest
@@ -137,8 +138,8 @@ class SamplingService:
         waiting: list[ClaimedSample] = []
         try:
             while self._arrived:
-                claimed = self._arrived[0]
-                if claimed.weights and self._weights.is_lost(claimed.weights):
+                claimed, ref = self._arrived[0], self._arrived[0].weights
+                if ref and self._weights.is_known(ref) and self._weights.is_lost(ref):
                     waiting.append(claimed)
                 else:
                     self._admit(claimed)

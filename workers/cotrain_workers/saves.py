@@ -6,24 +6,20 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.messages import (
-    CheckpointRecord,
-    LoraSpec,
-    Result,
-    SamplerRecord,
-    SaveRecords,
-    SaveRequest,
-    SessionId,
-    WeightsRecord,
-    WeightsRef,
-)
+from cotrain_store.messages.ids import SessionId, WeightsRef
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.saves import SaveRecords, SaveRequest
+from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 from cotrain_workers.checkpoint_files import Saved
 from cotrain_workers.ops import SaveOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cotrain_store.messages import PoolId, RunId, SamplerId, Step
+    from cotrain_store.messages.ids import PoolId, RunId, SamplerId
+    from cotrain_store.messages.ops import Step
     from cotrain_workers.ops import Output
 
 #: What the answer to a save is called on the wire.

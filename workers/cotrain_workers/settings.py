@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from cotrain_store.messages import PoolId
+from cotrain_store.messages.ids import PoolId
 from cotrain_store.settings import StoreSettings
 
 if TYPE_CHECKING:

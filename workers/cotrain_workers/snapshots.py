@@ -6,7 +6,6 @@ that was replaced never writes over a file of its successor, or of its heir.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load, save
 
 from cotrain_store.failpoints import failpoint, write_past
-from cotrain_store.messages import RunId
-from cotrain_store.spool import ORPHAN_AGE_S, sync_folder
+from cotrain_store.files import passes, sync_folder
+from cotrain_store.messages.ids import RunId
+from cotrain_store.spool import ORPHAN_AGE_S
 from cotrain_workers.bank import AdapterState
 from cotrain_workers.spec import AdapterSpec
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 FORMAT = "cotrain-snapshot-1"
 TEMPORARY = ".tmp"
-#: What says nothing about a file: no descriptor, no memory.
-PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 ARENAS = ("weights", "grads", "m", "v")
 
 
@@ -77,7 +75,7 @@ def read_snapshot(folder: Path, file: str, sha256: str, run: str, seq: int) -> A
     try:
         content = (folder / file).read_bytes()
     except OSError as missing:
-        if missing.errno in PASSING:
+        if passes(missing):
             raise
         raise SnapshotUnreadable(f"Snapshot {file} cannot be read: {missing}.") from missing
     if hashlib.sha256(content).hexdigest() != sha256:

@@ -14,7 +14,7 @@ import structlog
 
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import OpKind, RunId
+from cotrain_store.messages.ids import RunId
 from cotrain_workers.ops import Failure
 from cotrain_workers.recovery import ReplayDiverged
 from cotrain_workers.requests import engine_op
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import QueuedOp, Step
+    from cotrain_store.messages.ops import Step
     from cotrain_workers.ahead import Ahead
     from cotrain_workers.engine import Engine
     from cotrain_workers.ops import CycleOutput, Op, Output
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     Outputs = dict[Place, Output]
 
 log = structlog.get_logger()
-
-#: How long a save waits for the disk, when what it has not taken yet fills the memory for it.
-ROOM_WAIT_S = 10.0
-
-NO_ROOM = Failure("The server's disk is full or too slow for another save; save later.", "server")
 
 
 @dataclass
@@ -112,7 +107,10 @@ class StepRunner:
         outputs: Outputs = {}
         runnable: list[Op] = []
         for op in step.ops:
-            request = lost.get(op.run) or self._request(op, bodies[op.run, op.seq])
+            body = bodies[op.run, op.seq]
+            request = (
+                lost.get(op.run) or self._ahead.take(op, body) or engine_op(op, body, self._weights)
+            )
             if isinstance(request, Failure):
                 outputs[op.run, op.seq] = request
             else:
@@ -132,11 +130,6 @@ class StepRunner:
         for run in dict.fromkeys(op.run for op in runnable):
             outputs |= self._by_itself(runnable, step, None, run)
         return outputs, None
-
-    def _request(self, op: QueuedOp, body: bytes) -> Op | Failure:
-        if op.kind is OpKind.SAVE and not self._weights.make_room(ROOM_WAIT_S):
-            return NO_ROOM
-        return self._ahead.take(op, body) or engine_op(op, body, self._weights)
 
     def _in_parts(self, ops: Sequence[Op], step: Step) -> Outputs:
         risks = self.suspicion(step).risks

@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_workers.sample_ops import TextOf
+    from cotrain_workers.sample_ops import SampleRequest, TextOf
 
 # A window may begin inside a character, and some tokenizers drop a space before their first token.
 SLACK_TOKENS = 8
+
+
+def has_stopped(tokens: Sequence[int], request: SampleRequest, text_of: TextOf | None) -> bool:
+    """Return whether the newest of `tokens` ends what a request generates. Call it after every token."""
+    if tokens[-1] in request.stop_tokens:
+        return True
+    if not request.stop_strings:
+        return False
+    assert text_of is not None
+    return has_stop_string(tokens, request.stop_strings, text_of)
 
 
 def has_stop_string(tokens: Sequence[int], stops: Sequence[str], text_of: TextOf) -> bool:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages import RunId, request_id
+from cotrain_store.messages.ids import RunId, request_id
 from cotrain_workers.ops import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from cotrain_store.execution import Execution
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
     from cotrain_workers.engine import Engine
     from cotrain_workers.ops import Op, Output
 
@@ -43,7 +43,7 @@ class Risks:
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        self._deaths = dict(execution.deaths())
+        self._deaths = execution.deaths.by_part()
         self._noted: str | None = None
 
     @property
@@ -59,14 +59,14 @@ class Risks:
         """Count a death in advance: `survived` takes it back, if there is anybody left to call it."""
         self.survived()  # of what was noted before: it may have raised, or its answer was lost
         self._noted = name_of(part)
-        self._execution.risk(self._noted)
+        self._execution.deaths.risk(self._noted)
         failpoint("worker.before_risk", map(_request, part))
 
     def survived(self) -> None:
         """Take back what was noted. Also what a predecessor noted of it: it does not kill."""
         if self._noted is not None:
             failpoint("worker.after_risk", self._noted)
-            self._execution.survived(self._noted)
+            self._execution.deaths.survived(self._noted)
             self._noted = None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from cotrain_store.messages import RunId, WeightsRecord, WeightsRef
-    from cotrain_store.sampling import Sampling
+    from cotrain_store.messages.ids import RunId, WeightsRef
+    from cotrain_store.messages.weights import WeightsRecord
+    from cotrain_store.saved_weights import SavedWeights
     from cotrain_workers.checkpoint_files import CheckpointFiles, Saved, WrittenFiles
     from cotrain_workers.ops import HostOptimizer
     from cotrain_workers.peft_folder import LayoutOf
@@ -62,7 +63,7 @@ class WeightsStore:
 
     def __init__(
         self,
-        sampling: Sampling,
+        saved: SavedWeights,
         files: CheckpointFiles,
         layout_of: LayoutOf,
         memory_bytes: int,
@@ -70,9 +71,9 @@ class WeightsStore:
     ) -> None:
         """`memory_bytes` is for weights that are on disk too, `owed_bytes` for what is not.
 
-        What is owed stays, anyway; above its limit there is no room for more (`make_room`).
+        What is owed stays, anyway; above its limit there is no room for more (`has_room`).
         """
-        self._sampling = sampling
+        self._saved = saved
         self._files = files
         self._layout_of = layout_of
         self._memory_bytes = memory_bytes
@@ -87,24 +88,14 @@ class WeightsStore:
 
     def recall(self) -> None:
         """Learn which weights are owed: by a predecessor, or by a commit whose answer was lost."""
-        for record in self._sampling.unstored():
+        for record in self._saved.unstored():
             if record.ref not in self._given_up:
                 self._owed.setdefault(record.ref, _Owed(record, None))
 
-    def make_room(self, deadline_s: float) -> bool:
-        """Wait until there is room for another save; False if there is none in that time.
-
-        So a disk that is slower than training is waited for, and one that is full or stuck is not.
-        """
-        until = time.monotonic() + deadline_s
-        while sum(_size(owed.saved) for owed in self._owed.values()) > self._owed_bytes:
-            writing = [owed.writing for owed in self._owed.values() if owed.writing]
-            left_s = until - time.monotonic()
-            if not writing or left_s <= 0:
-                return False
-            wait(writing, left_s, return_when=FIRST_COMPLETED)
-            self._note_written()
-        return True
+    @property
+    def has_room(self) -> bool:
+        """Whether memory may take another save; not while the disk is too far behind."""
+        return sum(_size(owed.saved) for owed in self._owed.values()) <= self._owed_bytes
 
     def put(self, record: WeightsRecord, saved: Saved) -> None:
         """Take the weights of a save that was committed. Twice is harmless: they are the same."""
@@ -129,7 +120,7 @@ class WeightsStore:
     def give_up(self, ref: WeightsRef) -> None:
         """Stop owing weights that no replay can bring back: a named save fails."""
         log.error("weights_lost", weights=ref)
-        self._sampling.lost(ref, LOST)
+        self._saved.lost(ref, LOST)
         self._owed.pop(ref, None)
         self._given_up.add(ref)
 
@@ -142,9 +133,12 @@ class WeightsStore:
         """Tell whether these weights exist; from then on `host` does not need to ask the store."""
         if ref in self._owed or ref in self._digests:
             return True
-        record = self._sampling.weights(ref)
-        if record is None or not record.digest:
+        record = self._saved.weights(ref)
+        if record is None:
             return False
+        if not record.digest:  # a dead worker's, and this one may just have become its heir
+            self.recall()
+            return ref in self._owed
         self._digests[ref] = record.digest
         return True
 
@@ -173,7 +167,7 @@ class WeightsStore:
         owed = self._owed.get(ref)
         if owed and owed.saved:
             return owed.saved.optimizer
-        record = self._sampling.weights(ref)
+        record = self._saved.weights(ref)
         if record is None or not record.digest:
             raise WeightsGone(ref)
         if not record.has_optimizer:
@@ -218,7 +212,7 @@ class WeightsStore:
         now = time.monotonic()
         if now >= self._orphans_at:
             self._orphans_at = now + ORPHAN_AGE_S
-            self._files.remove_orphans(self._sampling)
+            self._files.remove_orphans(self._saved)
         if now >= self._recall_at:
             self._recall_at = now + RECALL_S
             self.recall()
@@ -246,9 +240,9 @@ class WeightsStore:
     def sweep(self) -> list[WeightsRef]:
         """Forget weights that nobody can ask for any more, and name them."""
         self.recall()
-        unused = [record.ref for record in self._sampling.unused_weights()]
+        unused = [record.ref for record in self._saved.unused_weights()]
         for ref in (*unused, *self._given_up):
-            self._sampling.forget_weights(ref)
+            self._saved.forget_weights(ref)
             self._recent.pop(ref, None)
             self._digests.pop(ref, None)
         if unused:
@@ -268,9 +262,7 @@ class WeightsStore:
             owed.writing, owed.retry_at = None, time.monotonic() + RETRY_S
             return
         failpoint("weights.before_stored", ref)
-        is_wanted = self._sampling.stored(
-            ref, written.digest, written.size, written.optimizer_digest
-        )
+        is_wanted = self._saved.stored(ref, written.digest, written.size, written.optimizer_digest)
         failpoint("weights.stored", ref)
         del self._owed[ref]  # only now: while Redis is away they stay written and owed
         if not is_wanted:

@@ -1,4 +1,4 @@
--- submit: accept one op of a run; seq 0 with a record also makes the run.
+-- submit: accept one op of a run; seq 0 with a record also makes the run, and may bring its seq 1 along.
 -- The commit point: an op is accepted when this script's effects are on disk. Twice is harmless.
 -- Answers what became of it, and its place. A client counts its own ops; a rider (no seq) has its
 -- place behind all that is accepted by now, and what the client sends later moves behind it.
@@ -13,7 +13,10 @@ local max_ops, max_tokens, max_bytes = tonumber(ARGV[11]), tonumber(ARGV[12]), t
 local max_ahead, max_runs, record = tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[16]
 local rider_key, pool_tag = ARGV[17], ARGV[18]
 local created_at, max_unread = ARGV[19], tonumber(ARGV[20])
-local FIRST = 21 -- then the weights that the op uses
+local next_digest, next_envelope, next_body, next_segment, next_size =
+  ARGV[21], ARGV[22], ARGV[23], ARGV[24], tonumber(ARGV[25] or 0)
+local FIRST = 26 -- then the weights that the op uses
+local ops_added = next_digest == '' and 1 or 2
 
 local state = redis.call('HGET', log, 'state')
 local place
@@ -48,9 +51,9 @@ if place > done + max_ahead then
   return { 'FAR' }
 end
 local queued = redis.call('HMGET', queue, 'ops', 'tokens', 'bytes')
-if tonumber(queued[1] or 0) >= max_ops
+if tonumber(queued[1] or 0) + ops_added > max_ops
   or tonumber(queued[2] or 0) + tokens > max_tokens
-  or tonumber(queued[3] or 0) + size > max_bytes then
+  or tonumber(queued[3] or 0) + size + next_size > max_bytes then
   return { 'BUSY' }
 end
 if unread_bytes(tenant) >= max_unread then
@@ -80,20 +83,28 @@ for i = FIRST, #ARGV do
   local user = 'l:' .. pool_tag .. run .. ':' .. place
   redis.call('SADD', 'cotrain:weights:' .. ARGV[i] .. ':users', user)
 end
-redis.call('HSET', ops, place, envelope)
-redis.call('HSET', digests, place, digest)
-if segment == '' then
-  redis.call('HSET', bodies, place, body)
-else
-  redis.call('HINCRBY', refs, segment, 1)
+
+local function keep(at, its_digest, its_envelope, its_body, its_segment)
+  redis.call('HSET', ops, at, its_envelope)
+  redis.call('HSET', digests, at, its_digest)
+  if its_segment == '' then
+    redis.call('HSET', bodies, at, its_body)
+  else
+    redis.call('HINCRBY', refs, its_segment, 1)
+  end
+  if at > tonumber(redis.call('HGET', log, 'last')) then
+    redis.call('HSET', log, 'last', at)
+  end
 end
-redis.call('HINCRBY', queue, 'ops', 1)
+
+keep(place, digest, envelope, body, segment)
+if ops_added == 2 then
+  keep(place + 1, next_digest, next_envelope, next_body, next_segment)
+end
+redis.call('HINCRBY', queue, 'ops', ops_added)
 redis.call('HINCRBY', queue, 'tokens', tokens)
-redis.call('HINCRBY', queue, 'bytes', size)
+redis.call('HINCRBY', queue, 'bytes', size + next_size)
 redis.call('SADD', queue_tenants, tenant)
-if place > tonumber(redis.call('HGET', log, 'last')) then
-  redis.call('HSET', log, 'last', place)
-end
 if place == next_seq then
   redis.call('ZREM', gaps, run)
   redis.call('ZADD', ready, 'NX', now_ms, run)

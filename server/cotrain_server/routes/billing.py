@@ -25,12 +25,12 @@ from cotrain_server.errors import Invalid
 from cotrain_server.gate import TenantRoute
 from cotrain_server.rest_answers import text_by_name
 from cotrain_server.usage_answers import events_of, last_day, sources_of, total_of, window
-from cotrain_store.messages import SessionId
+from cotrain_store.messages.ids import SessionId
 from cotrain_store.session_search import Stored
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
-    from cotrain_store.messages import Tenant
+    from cotrain_store.messages.sessions import Tenant
 
 router = APIRouter(
     prefix="/api/v1", tags=["usage"], route_class=TenantRoute, dependencies=[api_key]

@@ -25,12 +25,14 @@ from cotrain_server.routes.weights import quota_reached
 from cotrain_server.sources import find_source, reader_of
 from cotrain_store.audit import AuditEvent
 from cotrain_store.errors import RunNotFound, SessionFinished
-from cotrain_store.messages import RunRecord, RunState, SessionId, run_id
+from cotrain_store.messages.ids import SessionId, run_id
+from cotrain_store.messages.runs import RunRecord, RunState
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
     from cotrain_server.sources import Source
-    from cotrain_store.messages import CheckpointRecord, RunId, TenantId
+    from cotrain_store.messages.ids import RunId, TenantId
+    from cotrain_store.messages.weights import CheckpointRecord
 
 router = APIRouter(
     prefix="/api/v1", tags=["checkpoints"], route_class=TenantRoute, dependencies=[api_key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
@@ -18,18 +19,21 @@ from cotrain.types import (
 )
 from cotrain_server.bodies import away_from_the_loop
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.gate import PollRoute, try_again
-from cotrain_server.hangup import while_connected
+from cotrain_server.held import Held
 from cotrain_store.failpoints import failpoint
 from cotrain_store.futures import Pending
-from cotrain_store.messages import RequestId, ResultKind
+from cotrain_store.messages.ids import RequestId
+from cotrain_store.messages.results import ResultKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from cotrain_server.services import Services
     from cotrain_store.completions import Completion
-    from cotrain_store.messages import Result
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.results import Result
+    from cotrain_store.messages.samples import SamplerRecord
 
 router = APIRouter(
     prefix="/api/v1", tags=["futures"], route_class=PollRoute, dependencies=[api_key]
@@ -55,41 +59,25 @@ async def retrieve_future(
 ) -> Response:
     """Answer with the result, or after a while with 408. A result can be fetched more than once."""
     name, hold_s = RequestId(poll.request_id), services.settings.long_poll_s
-    with services.held_poll(tenant.id):
-        outcome = await while_connected(request, services.futures.wait(tenant.id, name, hold_s))
-    if outcome is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    if isinstance(outcome, Pending):
-        return try_again(poll.request_id, outcome.queue_state, outcome.reason)
-    failpoint("api.before_answer", poll.request_id)
-    return await _answer(outcome, accept=request.headers.get("accept", ""))
+    accept = request.headers.get("accept", "")
+    return Held(partial(_result, services, tenant.id, name, hold_s, accept))
 
 
 @router.post(
     "/retrieve_futures",
     response_model=RetrieveFuturesResponse,
-    response_model_exclude_none=True,
     responses={408: {"model": TryAgainResponse, "description": "Not now: ask again."}},
 )
 async def retrieve_futures(
-    poll: RetrieveFuturesRequest, request: Request, services: ServicesDep, tenant: TenantDep
-) -> RetrieveFuturesResponse | Response:
+    poll: RetrieveFuturesRequest, services: ServicesDep, tenant: TenantDep
+) -> Response:
     """Say which requests of a sampler have ended since `prev_cursor`: one poll waits for all."""
     target, longest_s = poll.target, services.settings.long_poll_s
     hold_s = longest_s if poll.timeout is None else min(poll.timeout, longest_s)
     sampler = await services.records.sampler(tenant.id, target.sampling_session_id)
     await services.completions.acknowledge(sampler, poll.retrieved_request_ids)
-    with services.held_poll(tenant.id):
-        ended = await while_connected(
-            request,
-            services.completions.wait(sampler, target.cloned_sampler_id, poll.prev_cursor, hold_s),
-        )
-    if ended is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    completions, cursor = ended
-    return RetrieveFuturesResponse(
-        completions=[_completion(completion) for completion in completions], cursor=cursor
-    )
+    clone, cursor = target.cloned_sampler_id, poll.prev_cursor
+    return Held(partial(_ended, services, sampler, clone, cursor, hold_s))
 
 
 @router.post("/cancel_future", status_code=204)
@@ -98,6 +86,28 @@ async def cancel_future(
 ) -> None:
     """End a sample request that nobody waits for any more; an unknown one is left alone."""
     await services.sample_intake.cancel(tenant.id, RequestId(cancellation.request_id))
+
+
+async def _result(
+    services: Services, tenant: TenantId, request: RequestId, hold_s: float, accept: str
+) -> Response:
+    with services.held_poll(tenant):
+        outcome = await services.futures.wait(tenant, request, hold_s)
+    if isinstance(outcome, Pending):
+        return try_again(request, outcome.queue_state, outcome.reason)
+    failpoint("api.before_answer", request)
+    return await _answer(outcome, accept)
+
+
+async def _ended(
+    services: Services, sampler: SamplerRecord, clone: int, after: int, hold_s: float
+) -> Response:
+    with services.held_poll(sampler.tenant):
+        completions, cursor = await services.completions.wait(sampler, clone, after, hold_s)
+    ended = RetrieveFuturesResponse(
+        completions=[_completion(completion) for completion in completions], cursor=cursor
+    )
+    return Response(ended.model_dump_json(exclude_none=True), media_type="application/json")
 
 
 def _completion(completion: Completion) -> FutureCompletion:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cotrain_server.services import Services
     from cotrain_server.sources import Source
-    from cotrain_store.messages import Tenant
+    from cotrain_store.messages.sessions import Tenant
 
 router = APIRouter(
     prefix="/api/v1", tags=["checkpoints"], route_class=TenantRoute, dependencies=[api_key]

@@ -22,12 +22,14 @@ from cotrain_server.sources import WRONG_PATH, find_loadable, reader_of
 from cotrain_server.validation import check_rank
 from cotrain_store import metrics
 from cotrain_store.errors import RunNotFound, SessionFinished
-from cotrain_store.messages import OpKind, RequestId, RunRecord, run_id
+from cotrain_store.messages.ids import RequestId, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import RunRecord
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
     from cotrain_server.sources import Source
-    from cotrain_store.messages import SessionRecord, Tenant
+    from cotrain_store.messages.sessions import SessionRecord, Tenant
 
 router = APIRouter(
     prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]

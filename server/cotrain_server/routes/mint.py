@@ -15,14 +15,15 @@ from cotrain_server.errors import Invalid
 from cotrain_server.gate import DataRoute
 from cotrain_server.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
 from cotrain_server.openapi import body_of
-from cotrain_server.reading import digest_of
 from cotrain_server.reverse_kl_reading import read_reverse_kl, refused_reverse_kl, reverse_kl_op
 from cotrain_server.routes.weights import quota_reached
 from cotrain_server.sources import WRONG_PATH, find_loadable
 from cotrain_server.validation import check_rank
 from cotrain_store import metrics
 from cotrain_store.errors import BaseModelNotServed
-from cotrain_store.messages import OpKind, RunRecord, run_id
+from cotrain_store.messages.ids import request_id, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import RunRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from cotrain_server.reading import Op
     from cotrain_server.reverse_kl_reading import AddressedKl
     from cotrain_server.services import Services
-    from cotrain_store.messages import PoolRecord, Tenant, TenantId, WeightsRecord, WeightsRef
+    from cotrain_store.messages.ids import TenantId, WeightsRef
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.messages.sessions import Tenant
+    from cotrain_store.messages.weights import WeightsRecord
 
 router = APIRouter(
     prefix="/api/v1/mint", tags=["mint"], route_class=DataRoute, dependencies=[api_key]
@@ -114,12 +118,11 @@ async def interpolate_checkpoints(
     body = mix_body(wanted, sources)
     run = await _open_run(services, tenant, sources)
     uses = tuple(dict.fromkeys(source.ref for source in sources))
-    await services.intake.create_run(run, kind=OpKind.LOAD, body=body, uses=uses)
     save = mix_save_body(wanted)
-    request_id = await services.intake.submit(run, 1, OpKind.SAVE, save, 0, digest_of(save))
+    await services.intake.create_run(run, kind=OpKind.LOAD, body=body, uses=uses, save=save)
     await services.records.finish(tenant.id, run.session, "success")
     metrics.REQUESTS_ACCEPTED.labels(OpKind.LOAD).inc()
-    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
+    return UntypedAPIFuture(request_id=request_id(run.id, 1), model_id=run.id)
 
 
 async def _open_run(

@@ -23,7 +23,9 @@ from cotrain_server.gate import TenantRoute
 from cotrain_server.validation import check_rank
 from cotrain_store import metrics
 from cotrain_store.errors import SessionFinished
-from cotrain_store.messages import LoraSpec, OpKind, RunId, RunRecord, run_id
+from cotrain_store.messages.ids import RunId, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=TenantRoute, dependencies=[api_key])
 
@@ -76,6 +78,8 @@ async def get_info(
         is_lora=True,
         lora_rank=run.lora.rank,
         model_name=run.base_model,
+        weights_epoch=run.weights_epoch,
+        rolled_back_to=run.rolled_back_to or None,
     )
 
 

@@ -18,11 +18,12 @@ from cotrain_server.errors import Invalid
 from cotrain_server.gate import TenantRoute
 from cotrain_server.sample_validation import check_sampleable
 from cotrain_store.errors import SessionFinished
-from cotrain_store.messages import SamplerRecord, sampler_id
+from cotrain_store.messages.ids import sampler_id
+from cotrain_store.messages.samples import SamplerRecord
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
-    from cotrain_store.messages import TenantId, WeightsRef
+    from cotrain_store.messages.ids import TenantId, WeightsRef
 
 router = APIRouter(
     prefix="/api/v1", tags=["sampling"], route_class=TenantRoute, dependencies=[api_key]

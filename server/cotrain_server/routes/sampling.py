@@ -17,7 +17,7 @@ from cotrain_store import metrics
 from cotrain_store.errors import BaseModelNotServed
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import RequestId
+    from cotrain_store.messages.ids import RequestId
 
 router = APIRouter(
     prefix="/api/v1", tags=["sampling"], route_class=DataRoute, dependencies=[api_key]

@@ -14,7 +14,7 @@ from cotrain_store.session_search import Stored
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
-    from cotrain_store.messages import TenantId
+    from cotrain_store.messages.ids import TenantId
     from cotrain_store.session_search import Place, SessionEntry
 
 router = APIRouter(

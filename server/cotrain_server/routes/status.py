@@ -19,12 +19,14 @@ from cotrain_server.deps import ServicesDep  # noqa: TC001  # FastAPI reads it a
 from cotrain_server.errors import OperatorsOnly
 from cotrain_server.readiness import reasons_not_ready
 from cotrain_store.status import cycle_records, pool_status, redis_status, scheduler_epoch
+from cotrain_store.unread import unread_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cotrain_server.services import Services
-    from cotrain_store.messages import PoolRecord, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.status import PoolStatus, QueueStatus
 
 router = APIRouter(tags=["status"])
@@ -53,7 +55,11 @@ async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
     if is_operator(request, services.settings):
         return await _everything(services)
     tenant = await authenticate(request, services)
-    return {"version": __version__, "pools": await _own_pools(services, tenant.id)}
+    return {
+        "version": __version__,
+        "unread_bytes": (await unread_bytes(services.connection, [tenant.id]))[tenant.id],
+        "pools": await _own_pools(services, tenant.id),
+    }
 
 
 @router.get("/metrics")
@@ -66,12 +72,15 @@ async def metrics(request: Request, services: ServicesDep) -> Response:
 
 async def _everything(services: Services) -> dict[str, Any]:
     connection, settings = services.connection, services.settings
+    pools = [await _whole_pool(services, pool) for pool in await services.records.pools()]
+    tenants = sorted({queue["tenant"] for pool in pools for queue in pool["tenants"]})
     return {
         "version": __version__,
         "uptime_s": round(time.time() - _STARTED_AT, 1),
         "ready": not await reasons_not_ready(services),
         "scheduler": {"epoch": await scheduler_epoch(connection)},
-        "pools": [await _whole_pool(services, pool) for pool in await services.records.pools()],
+        "pools": pools,
+        "unread_bytes": await unread_bytes(connection, tenants),
         "waiters": services.futures.waiters,
         "redis": asdict(await redis_status(connection)),
         "disk": {"free_bytes": shutil.disk_usage(settings.data_dir).free},

@@ -14,13 +14,13 @@ from cotrain_server.errors import BadLink
 from cotrain_server.gate import TenantRoute
 from cotrain_server.session_trace import trace_of
 from cotrain_server.signing import LINK_LIFE_S, Link
-from cotrain_store.keys import CYCLES_KEPT
-from cotrain_store.messages import SessionId, WeightsRef
+from cotrain_store.keys.fleet_keys import CYCLES_KEPT
+from cotrain_store.messages.ids import SessionId, WeightsRef
 from cotrain_store.session_cycles import session_cycles
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
-    from cotrain_store.messages import TenantId
+    from cotrain_store.messages.ids import TenantId
 
 router = APIRouter(prefix="/api/v1", tags=["lists"])
 exports = APIRouter(route_class=TenantRoute, dependencies=[api_key])

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from cotrain_server.reading import AddressedPass, Op
     from cotrain_server.services import Services
-    from cotrain_store.messages import RunRecord, Tenant
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.sessions import Tenant
 
 router = APIRouter(
     prefix="/api/v1", tags=["training"], route_class=DataRoute, dependencies=[api_key]

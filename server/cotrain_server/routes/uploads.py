@@ -31,14 +31,21 @@ from cotrain_store import metrics
 from cotrain_store.audit import AuditEvent
 from cotrain_store.errors import RunClosed, SeqConflict, SessionFinished
 from cotrain_store.imports import PeftAdapter, encode_import
-from cotrain_store.messages import OpKind, RunRecord, SaveRequest, encode, request_id, run_id
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import request_id, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import RunRecord
+from cotrain_store.messages.saves import SaveRequest
 
 if TYPE_CHECKING:
     from fastapi import Response
 
     from cotrain_server.gate import Handler
     from cotrain_server.services import Services
-    from cotrain_store.messages import LoraSpec, PoolRecord, SessionRecord, Tenant, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.messages.runs import LoraSpec
+    from cotrain_store.messages.sessions import SessionRecord, Tenant
 
 #: What an upload leaves out begins the same way in every run.
 SEED = 0
@@ -152,8 +159,9 @@ async def _import(request: Request, services: Services, wanted: _Wanted) -> RunR
         body, digest = await asyncio.to_thread(_encode, adapter, wanted)
         run = await _new_run(services, wanted, adapter.lora, digest)
         try:
-            await services.intake.create_run(run, kind=OpKind.IMPORT, body=body, digest=digest)
-            await services.intake.submit(run, 1, OpKind.SAVE, wanted.save, 0, digest)
+            await services.intake.create_run(
+                run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.save
+            )
         except (RunClosed, SeqConflict):
             known = await services.records.run(run.tenant, run.id)
             if known.user_metadata != run.user_metadata:

@@ -24,7 +24,9 @@ from cotrain_server.sources import find_source
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
-    from cotrain_store.messages import CheckpointKind, Tenant, TenantId
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.sessions import Tenant
+    from cotrain_store.messages.weights import CheckpointKind
 
 router = APIRouter(
     prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]
@@ -76,8 +78,11 @@ async def _save(
     save = read_fields(await json_body(request))
     run = await services.records.run(tenant.id, save.model_id)
     op = save_op(save, run, kind)
-    is_named = save.fields.get("sampling_session_seq_id") is None
-    full = await quota_reached(services, tenant.id) if is_named else ""
+    full = ""
+    if save.fields.get("sampling_session_seq_id") is None:
+        full = await quota_reached(services, tenant.id)
+    elif await services.intake.repeated(run, save.seq, op.digest) is None:
+        await services.records.check_sampler_room(tenant.id)
     return await submit(services, run, save.seq, op.refused(full) if full else op)
 
 

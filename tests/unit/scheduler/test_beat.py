@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from cotrain_scheduler.beat import LastCycle, beat_number, eager_start
-from cotrain_store.messages import RunId
+from cotrain_store.messages.ids import RunId
 
 A, B, C = RunId("a"), RunId("b"), RunId("c")
 

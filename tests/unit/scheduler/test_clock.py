@@ -15,16 +15,8 @@ from cotrain_scheduler.clock import RENEW_S, SWEEP_S, Clock
 from cotrain_scheduler.settings import ClockMode, SchedulerSettings
 from cotrain_store.dispatch import Place, WorkerBeat
 from cotrain_store.errors import Fenced, PlanOutdated
-from cotrain_store.messages import (
-    OpKind,
-    PoolId,
-    QueuedOp,
-    RunId,
-    RunQueue,
-    Step,
-    TenantId,
-    WorkerId,
-)
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotrain_scheduler.fleet import absences, inheritances
 from cotrain_store.dispatch import Place, WorkerBeat
-from cotrain_store.messages import WorkerId
+from cotrain_store.messages.ids import WorkerId
 
 NOW = 1_000.0
 

@@ -15,7 +15,8 @@ from cotrain_scheduler.planner import (
     select,
 )
 from cotrain_store.dispatch import WorkerBeat
-from cotrain_store.messages import OpKind, QueuedOp, RunId, RunQueue, TenantId, WorkerId
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
 
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 TAIL = {OpKind.SAVE, OpKind.LOAD}

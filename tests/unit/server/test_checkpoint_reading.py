@@ -13,24 +13,15 @@ from cotrain.checkpoint_types import LoadWeightsRequest
 from cotrain_server.checkpoint_reading import load_op, save_op
 from cotrain_server.errors import Invalid
 from cotrain_server.reading import Op, read_fields
-from cotrain_store.messages import (
-    LoadRequest,
-    LoadSource,
-    LoraSpec,
-    OpKind,
-    RunId,
-    RunRecord,
-    SaveRequest,
-    SessionId,
-    TenantId,
-    WeightsRecord,
-    WeightsRef,
-    WorkerId,
-)
+from cotrain_store.messages.ids import RunId, SessionId, TenantId, WeightsRef, WorkerId
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_store.messages.weights import WeightsRecord
 from tests.support.http_api import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import CheckpointKind
+    from cotrain_store.messages.weights import CheckpointKind
 
 RUN = "s:train:0"
 LORA = LoraSpec(4, 0)

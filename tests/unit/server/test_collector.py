@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cotrain_server.collector import OTHERS, TENANTS_SHOWN, top_tenants
-from cotrain_store.messages import TenantId
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.status import QueueStatus
 
 

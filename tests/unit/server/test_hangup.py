@@ -7,7 +7,6 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
-from starlette.requests import Request
 
 from cotrain_server.hangup import while_connected
 
@@ -20,9 +19,8 @@ class Client:
 
     def __init__(self) -> None:
         self.hangs_up = asyncio.Event()
-        self.request = Request({"type": "http"}, self._receive)
 
-    async def _receive(self) -> Message:
+    async def receive(self) -> Message:
         await self.hangs_up.wait()
         return {"type": "http.disconnect"}
 
@@ -31,7 +29,7 @@ async def test_the_answer_is_given_to_a_client_that_stays() -> None:
     async def answer() -> int:
         return 3
 
-    assert await while_connected(Client().request, answer()) == 3
+    assert await while_connected(Client().receive, answer()) == 3
 
 
 async def test_an_error_reaches_the_route() -> None:
@@ -39,7 +37,7 @@ async def test_an_error_reaches_the_route() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await while_connected(Client().request, fail())
+        await while_connected(Client().receive, fail())
 
 
 async def test_the_work_ends_with_its_client_even_if_it_overhears_that_once() -> None:
@@ -53,7 +51,7 @@ async def test_the_work_ends_with_its_client_even_if_it_overhears_that_once() ->
         await asyncio.Event().wait()
         return 3
 
-    assert await while_connected(client.request, deaf_once()) is None
+    assert await while_connected(client.receive, deaf_once()) is None
     assert cancellations == [1]
 
 
@@ -67,7 +65,7 @@ async def test_the_work_ends_with_its_route() -> None:
         finally:
             ended.set()
 
-    route = asyncio.create_task(while_connected(Client().request, work()))
+    route = asyncio.create_task(while_connected(Client().receive, work()))
     await started.wait()
     route.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -15,7 +15,7 @@ from cotrain_store.errors import (
     SpoolCorrupt,
     StoreUnavailable,
 )
-from cotrain_store.messages import Category, Result
+from cotrain_store.messages.results import Category, Result
 
 
 @pytest.mark.parametrize(

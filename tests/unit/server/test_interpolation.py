@@ -8,18 +8,10 @@ from pydantic import ValidationError
 from cotrain.mint_types import InterpolateRequest
 from cotrain_server.errors import Invalid
 from cotrain_server.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
-from cotrain_store.messages import (
-    LoadRequest,
-    LoadSource,
-    LoraSpec,
-    PoolId,
-    RunId,
-    SaveRequest,
-    TenantId,
-    WeightsRecord,
-    WeightsRef,
-    WorkerId,
-)
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WeightsRef, WorkerId
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_store.messages.weights import WeightsRecord
 
 PATHS = ["tinker://a:train:0/sampler_weights/one", "tinker://b:train:0/weights/two"]
 

@@ -20,7 +20,7 @@ from cotrain_server.reading import (
     read_json_pass,
     step_op,
 )
-from cotrain_store.messages import OpKind
+from cotrain_store.messages.ops import OpKind
 from tests.support.http_api import POOL, pass_body
 
 RUN = "s:train:0"

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cotrain_server.rest_answers import ANOTHER_TENANT, checkpoint_of, text_by_name, training_run_of
 from cotrain_store.catalog import RunEntry
-from cotrain_store.messages import (
-    CheckpointRecord,
-    LoraSpec,
-    PoolId,
-    RunId,
-    RunRecord,
-    RunState,
-    SessionId,
-    TenantId,
-    WeightsRef,
-)
+from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WeightsRef
+from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
+from cotrain_store.messages.weights import CheckpointRecord
 
 ALICE, BOB = TenantId("t-alice"), TenantId("t-bob")
 CHECKPOINT = CheckpointRecord(
@@ -80,3 +74,12 @@ def test_others_see_of_a_run_only_what_its_published_checkpoint_tells() -> None:
     )
     assert shown.last_request_time.timestamp() == CHECKPOINT.created_at
     assert ALICE not in shown.model_dump_json()
+
+
+def test_a_rollback_is_told_to_the_owner_alone() -> None:
+    before = training_run_of(ENTRY, ALICE)
+    assert (before.weights_epoch, before.rolled_back_to) == (0, None)
+    entry = replace(ENTRY, run=replace(RUN, weights_epoch=2, rolled_back_to=CHECKPOINT.path))
+    own, others = training_run_of(entry, ALICE), training_run_of(entry, BOB)
+    assert (own.weights_epoch, own.rolled_back_to) == (2, CHECKPOINT.path)
+    assert (others.weights_epoch, others.rolled_back_to) == (0, None)

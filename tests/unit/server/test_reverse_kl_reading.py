@@ -7,7 +7,8 @@ import pytest
 
 from cotrain_server.errors import Unreadable
 from cotrain_server.reverse_kl_reading import read_reverse_kl, reverse_kl_op
-from cotrain_store.messages import OpKind, WeightsRef
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.reverse_kl import decode_reverse_kl
 from tests.support.http_api import POOL
 from tests.support.kl_bodies import kl_body, kl_datum_body

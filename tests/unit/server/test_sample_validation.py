@@ -15,7 +15,7 @@ from cotrain_store.samples import SampleBody
 from tests.support.http_api import POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.messages import PoolRecord
+    from cotrain_store.messages.pools import PoolRecord
 
 LAST = POOL.vocab_size - 1
 

@@ -18,7 +18,8 @@ from cotrain_server.session_filter import (
     status_of,
     summary_of,
 )
-from cotrain_store.messages import RunId, SessionId, SessionRecord, TenantId
+from cotrain_store.messages.ids import RunId, SessionId, TenantId
+from cotrain_store.messages.sessions import SessionRecord
 from cotrain_store.session_search import Place, SessionEntry, Stored
 
 ALICE = TenantId("t-alice")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cotrain_server.errors import BadLink, InvalidToken
 from cotrain_server.signing import TOKEN_LIFE_S, Link, Signer, Token
-from cotrain_store.messages import TenantId, WeightsRef
+from cotrain_store.messages.ids import TenantId, WeightsRef
 
 OLD, NEW = b"o" * 32, b"n" * 32
 SIGNER = Signer((NEW, OLD))

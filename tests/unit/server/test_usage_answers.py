@@ -10,7 +10,8 @@ import pytest
 from cotrain.usage_types import CheckpointUsage, PrefillUsage, SampleUsage, TrainingUsage
 from cotrain_server.errors import Invalid
 from cotrain_server.usage_answers import events_of, last_day, sources_of, total_of, window
-from cotrain_store.messages import SessionId, SessionRecord, Tenant, TenantId
+from cotrain_store.messages.ids import SessionId, TenantId
+from cotrain_store.messages.sessions import SessionRecord, Tenant
 from cotrain_store.usage import UsageRow
 
 if TYPE_CHECKING:

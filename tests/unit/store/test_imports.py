@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cotrain_store.errors import MalformedBody
 from cotrain_store.imports import PeftAdapter, PeftModule, decode_import, encode_import
-from cotrain_store.messages import LoraSpec
+from cotrain_store.messages.runs import LoraSpec
 
 NAMES = st.text(max_size=20)
 ADAPTERS = st.builds(

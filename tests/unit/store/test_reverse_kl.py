@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages import WeightsRef
+from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.reverse_kl import (
     KlArrays,
     ReverseKlBody,

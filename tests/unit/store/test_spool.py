@@ -18,7 +18,6 @@ from cotrain_store.spool import (
     Spool,
     SpoolRef,
     new_writer,
-    sync_folder,
     unreferenced_segments,
 )
 
@@ -142,6 +141,33 @@ def test_a_segment_that_is_gone_is_a_corrupt_record(spool: Spool) -> None:
         spool.read(ref)
 
 
+@pytest.mark.parametrize("cause", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])
+def test_a_record_that_cannot_be_read_now_is_no_corrupt_one(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, cause: int
+) -> None:
+    ref = put(spool, b"x")
+
+    def refused(*_: object) -> None:
+        raise OSError(cause, os.strerror(cause))
+
+    with monkeypatch.context() as short:
+        short.setattr("pathlib.Path.open", refused)
+        with pytest.raises(OSError, match=os.strerror(cause)):
+            spool.read(ref)
+    assert spool.read(ref) == b"x"
+
+
+def test_a_bad_sector_is_a_corrupt_record(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = put(spool, b"x")
+
+    def bad_sector(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("pathlib.Path.open", bad_sector)
+    with pytest.raises(SpoolCorrupt, match="Input/output error"):
+        spool.read(ref)
+
+
 @pytest.mark.parametrize(
     "ref",
     [
@@ -252,9 +278,3 @@ def test_a_segment_that_another_worker_removes_meanwhile_is_nobodys_business(
 ) -> None:
     (tmp_path / "api-old").symlink_to(tmp_path / "removed")
     assert unreferenced_segments(tmp_path, [], time.time() + 10 * ORPHAN_AGE_S) == []
-
-
-def test_a_folder_can_be_made_durable(tmp_path: Path) -> None:
-    sync_folder(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        sync_folder(tmp_path / "missing")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from cotrain_store.messages import RequestId, SampleUsage
+from cotrain_store.messages.ids import RequestId
+from cotrain_store.messages.samples import SampleUsage
 from cotrain_store.usage_fields import sampling_amounts, usage_hour
 
 USED = SampleUsage(prompt_tokens=5, cached_tokens=0, sampled_tokens=2)

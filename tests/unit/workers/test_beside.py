@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from typing_extensions import override
 
 from cotrain_workers.beside import ROAD_S, Beside
 from cotrain_workers.share import Share
+from tests.support.full_table import no_descriptor
 
 if TYPE_CHECKING:
     from cotrain_workers.sampling_service import SamplingService
@@ -38,6 +40,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
+class WithoutDescriptors(Sampler):
+    """Cannot open any file."""
+
+    @override
+    def advance(self) -> bool:
+        super().advance()
+        no_descriptor()
+
+
 def train(beside: Beside, clock: SimpleNamespace, seconds: float) -> None:
     beside.training_begins()
     clock.now += seconds
@@ -45,8 +56,8 @@ def train(beside: Beside, clock: SimpleNamespace, seconds: float) -> None:
     beside.training_ends()
 
 
-def turns(clock: SimpleNamespace) -> tuple[Beside, Sampler]:
-    sampler = Sampler(clock)
+def turns(clock: SimpleNamespace, kind: type[Sampler] = Sampler) -> tuple[Beside, Sampler]:
+    sampler = kind(clock)
     service = cast("SamplingService", sampler)
     return Beside(service, Share(0.5), threading.Event()), sampler
 
@@ -71,3 +82,11 @@ def test_what_is_decoded_while_training_rests_is_free(clock: SimpleNamespace) ->
     before = sampler.steps
     train(beside, clock, 0.2)
     assert (sampler.steps - before) * STEP_S >= 0.2 - STEP_S
+
+
+def test_a_sampler_that_can_read_nothing_now_does_no_harm_to_training(
+    clock: SimpleNamespace,
+) -> None:
+    beside, sampler = turns(clock, WithoutDescriptors)
+    train(beside, clock, 0.2)
+    assert sampler.steps == 1

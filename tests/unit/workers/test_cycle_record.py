@@ -5,14 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from cotrain_store.messages import (
-    OpKind,
-    QueuedOp,
-    RunId,
-    Step,
-    TenantId,
-    WorkerId,
-)
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.metrics import POOL_COUNTERS
 from cotrain_workers.cycle_record import counted_cycle, cycle_record
 from cotrain_workers.ops import CycleOutput, Failure, Output, PassOutput, StepOutput

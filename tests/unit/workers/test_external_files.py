@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pyrage
 import pytest
 
-from cotrain_store.messages import WeightsRef, external_folder
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.weights import external_folder
 from cotrain_workers.external_files import (
     base_model_of_files,
     refuse_recipients,

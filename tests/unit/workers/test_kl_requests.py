@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_store.messages import OpKind, QueuedOp, RunId, WeightsRef
+from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.reverse_kl import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_workers.kl_requests import answer_of, reverse_kl_op
 from cotrain_workers.ops import Failure, HostOptimizer, ReverseKl, ReverseKlOutput

@@ -18,6 +18,7 @@ from cotrain_workers.optimizer_file import (
     write_optimizer,
 )
 from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
+from tests.support.full_table import no_descriptor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,6 +92,15 @@ def test_a_file_that_is_gone_or_of_another_base_model_is_unreadable(tmp_path: Pa
     wider = [Target("model.q_proj", "attn", 32, 32)]
     with pytest.raises(OptimizerUnreadable, match="values, not"):
         read_optimizer(tmp_path, written.digest, lambda spec: plan_layout(spec, wider))
+
+
+def test_a_process_without_descriptors_does_not_take_a_state_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = write_optimizer(tmp_path, a_state(), "m").digest
+    monkeypatch.setattr("pathlib.Path.read_bytes", no_descriptor)
+    with pytest.raises(OSError, match="Too many open files"):
+        read_optimizer(tmp_path, digest, layout_of)
 
 
 def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(

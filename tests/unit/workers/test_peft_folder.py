@@ -29,6 +29,7 @@ from cotrain_workers.peft_folder import (
 )
 from cotrain_workers.sample_ops import HostWeights
 from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
+from tests.support.full_table import no_descriptor
 from tests.support.training import MIX, Tenant, random_datum
 
 if TYPE_CHECKING:
@@ -237,6 +238,15 @@ def test_an_adapter_under_anothers_name_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_is_gone_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(FolderUnreadable, match="cannot be read"):
         read_folder(folder_of(tmp_path, "0" * 64), layout_of)
+
+
+def test_a_process_without_descriptors_does_not_take_an_adapter_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path).path
+    monkeypatch.setattr("pathlib.Path.read_bytes", no_descriptor)
+    with pytest.raises(OSError, match="Too many open files"):
+        read_folder(path, layout_of)
 
 
 def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(

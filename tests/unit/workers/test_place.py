@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cotrain_store.dispatch import WorkerBeat
-from cotrain_store.messages import WorkerId
+from cotrain_store.messages.ids import WorkerId
 from cotrain_workers.place import PlaceTaken, await_absence, take_place
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cotrain_store.messages import RunId
+from cotrain_store.messages.ids import RunId
 from cotrain_workers.recorded_cycle import only_run
 from cotrain_workers.recording_file import read_cycle
 from cotrain_workers.replay import (

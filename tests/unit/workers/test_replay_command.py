@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cotrain.cli import COMMANDS, command_line
-from cotrain_store.messages import RunId
+from cotrain_store.messages.ids import RunId
 from cotrain_workers.recording_file import read_cycle, write_cycle
 from tests.support.flight import A, B, Flight, a_pass, a_step, create
 

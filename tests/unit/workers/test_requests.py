@@ -8,19 +8,12 @@ import torch
 
 from cotrain.codec import decode_pass_output
 from cotrain.proto import wire_pb2
-from cotrain_store.messages import (
-    LoadRequest,
-    LoadSource,
-    LoraSpec,
-    OpKind,
-    QueuedOp,
-    Result,
-    ResultKind,
-    RunId,
-    SaveRequest,
-    WeightsRef,
-    encode,
-)
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_workers import requests
 from cotrain_workers.ops import (
     Create,

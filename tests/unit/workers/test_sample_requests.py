@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cotrain.proto import wire_pb2
-from cotrain_store.messages import RequestId, ResultKind, SamplerId, TenantId, WeightsRef
+from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
+from cotrain_store.messages.results import ResultKind
 from cotrain_store.sampling import ClaimedSample
 from cotrain_workers.ops import Failure
 from cotrain_workers.sample_ops import SampledSequence, SampleOutput

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from cotrain_store.messages import (
-    CheckpointRecord,
-    LoraSpec,
-    OpKind,
-    PoolId,
-    QueuedOp,
-    RunId,
-    SamplerId,
-    SamplerRecord,
-    SaveRequest,
-    Step,
-    TenantId,
-    WorkerId,
-    encode,
-)
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.saves import SaveRequest
+from cotrain_store.messages.weights import CheckpointRecord
 from cotrain_workers.checkpoint_files import Saved
 from cotrain_workers.ops import Failure, HostOptimizer, SaveOutput
 from cotrain_workers.sample_ops import HostWeights

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from cotrain_workers.snapshots import (
     write_snapshot,
 )
 from cotrain_workers.spec import AdapterSpec
+from tests.support.full_table import no_descriptor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,10 +146,6 @@ def test_a_process_without_descriptors_does_not_take_a_copy_for_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = written(tmp_path, a_state())
-
-    def exhausted(_: Path) -> bytes:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr("pathlib.Path.read_bytes", exhausted)
+    monkeypatch.setattr("pathlib.Path.read_bytes", no_descriptor)
     with pytest.raises(OSError, match="Too many"):
         read_snapshot(tmp_path, snapshot.file, snapshot.sha256, RUN, 7)

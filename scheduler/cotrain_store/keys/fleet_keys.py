@@ -1,0 +1,113 @@
+"""The keys of a pool, of its workers and of the scheduler, and where every key of a pool begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import PoolId, WorkerId
+
+#: Bumped when a key or a message changes; a process refuses a store of another version.
+SCHEMA_VERSION = "2"
+#: A worker that has not said it is alive for this long is not counted as ready.
+WORKER_BEAT_TTL_MS = 10_000
+#: The scheduler's lease: decides who tries, not who may (the epoch does that).
+LEASE_TTL_MS = 3_000
+#: Cycle records kept for the dashboard and for debugging.
+CYCLES_KEPT = 1_000
+
+
+def schema() -> str:
+    """Name the schema version key; lives for ever."""
+    return "cotrain:schema"
+
+
+def pools() -> str:
+    """Name the hash of pools (id → PoolRecord); a worker writes its own at start."""
+    return "cotrain:pools"
+
+
+def prefix(pool: PoolId) -> str:
+    """Start every key of a pool."""
+    return f"cotrain:{hash_tag(pool)}"
+
+
+def hash_tag(pool: PoolId) -> str:
+    """Name a pool within a member of a set; `cotrain:` before it starts its keys."""
+    return f"{{{pool}}}:"
+
+
+def scheduler_lease() -> str:
+    """Name the scheduler's lease; expires by itself."""
+    return "cotrain:scheduler:lease"
+
+
+def scheduler_epoch() -> str:
+    """Name the scheduler's fencing number; only grows."""
+    return "cotrain:scheduler:epoch"
+
+
+def notify_scheduler() -> str:
+    """Name the channel that tells the scheduler that something became ready or free."""
+    return "cotrain:notify:scheduler"
+
+
+def notify_worker(pool: PoolId, worker: WorkerId) -> str:
+    """Name the channel that tells a worker that a step or an order to drop a run is there."""
+    return f"{prefix(pool)}notify:{worker}"
+
+
+def workers(pool: PoolId) -> str:
+    """Name the set of worker ids that serve this pool; one that is gone for long is struck off.
+
+    A run whose worker is none of these has none.
+    """
+    return f"{prefix(pool)}workers"
+
+
+def worker(pool: PoolId, worker_id: WorkerId) -> str:
+    """Name a worker's beat (JSON); expires by itself."""
+    return f"{prefix(pool)}worker:{worker_id}"
+
+
+def worker_epoch(pool: PoolId, worker_id: WorkerId) -> str:
+    """Name a worker's fencing number; only grows."""
+    return f"{prefix(pool)}epoch:{worker_id}"
+
+
+def open_steps(pool: PoolId, worker: WorkerId) -> str:
+    """Name the hash cycle → Step of one worker: planned and not yet committed."""
+    return f"{prefix(pool)}open:{worker}"
+
+
+def drops(pool: PoolId, worker: WorkerId) -> str:
+    """Name the set of runs a worker shall drop from memory; emptied by the worker."""
+    return f"{prefix(pool)}drops:{worker}"
+
+
+def starts(pool: PoolId) -> str:
+    """Name the hash cycle → how many processes died over it; a field goes with its step."""
+    return f"{prefix(pool)}starts"
+
+
+def deaths(pool: PoolId) -> str:
+    """Name the hash part of a step → how many processes died over it; a field goes with its step.
+
+    A part is named by the request that it begins with, and anything behind.
+    """
+    return f"{prefix(pool)}deaths"
+
+
+def cycle_counter(pool: PoolId) -> str:
+    """Name the number of the last cycle; only grows."""
+    return f"{prefix(pool)}cycle"
+
+
+def cycles(pool: PoolId) -> str:
+    """Name the list of the last CYCLES_KEPT cycle records, newest first."""
+    return f"{prefix(pool)}cycles"
+
+
+def counters(pool: PoolId) -> str:
+    """Name the hash of a pool's totals (cycles, tokens, …), for /metrics; only grow."""
+    return f"{prefix(pool)}counters"

@@ -1,0 +1,40 @@
+"""The keys of results: what they are, who has not read them, and which files they hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import RequestId, TenantId
+
+#: A client may sleep over lunch or overnight and still learn its outcome.
+SMALL_RESULT_TTL_MS = 24 * 3600 * 1000
+#: Results above the inline limit sit on disk; two hours bound what an absent client can hold.
+LARGE_RESULT_TTL_MS = 2 * 3600 * 1000
+#: Once its client has certainly read it, a result is kept for no more than a curious second look.
+READ_RESULT_TTL_MS = 300_000
+
+
+def result(request: RequestId) -> str:
+    """Name a result; expires (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS, READ_RESULT_TTL_MS)."""
+    return f"cotrain:result:{request}"
+
+
+def unread(tenant: TenantId) -> str:
+    """Name the hash request → bytes of its result, of those never sent; `bytes` is their sum."""
+    return f"cotrain:tenant:{tenant}:unread"
+
+
+def unread_until(tenant: TenantId) -> str:
+    """Name the sorted set of the results in `unread` (score: when they expire, in ms)."""
+    return f"cotrain:tenant:{tenant}:unread_until"
+
+
+def spool_segment_refs() -> str:
+    """Name the hash spool segment → live references; a field goes when it reaches 0."""
+    return "cotrain:spool:refs"
+
+
+def notify_results() -> str:
+    """Name the channel that carries the request ids of a commit."""
+    return "cotrain:notify:results"

@@ -1,0 +1,66 @@
+"""The keys of runs: their records, their logs, and what waits in those."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain_store.keys.fleet_keys import prefix
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import PoolId, RunId, TenantId
+
+
+def run(run_id: RunId) -> str:
+    """Name a run's record (owner, pool, LoRA settings); kept until the tenant deletes it."""
+    return f"cotrain:run:{run_id}"
+
+
+def log(pool: PoolId, run_id: RunId) -> str:
+    """Name a run's place in its log (next, done, snap, worker, state); kept with the run."""
+    return f"{prefix(pool)}log:{run_id}"
+
+
+def ops(pool: PoolId, run_id: RunId) -> str:
+    """Name the hash seq → envelope; a field goes when a snapshot covers it."""
+    return f"{prefix(pool)}ops:{run_id}"
+
+
+def bodies(pool: PoolId, run_id: RunId) -> str:
+    """Name the hash seq → inline body; a field goes with its op."""
+    return f"{prefix(pool)}bodies:{run_id}"
+
+
+def digests(pool: PoolId, run_id: RunId) -> str:
+    """Name the hash seq → digest of what was accepted; the last 1,024 outlive their ops.
+
+    Riders: also `key:<idempotency key>` → seq, and `rider:<seq>` → idempotency key.
+    """
+    return f"{prefix(pool)}digests:{run_id}"
+
+
+def riders(pool: PoolId, run_id: RunId) -> str:
+    """Name the sorted set of a run's riders (score: the first seq of the client behind it).
+
+    A seq of the client has its place behind all riders with a score up to it. Goes with the log.
+    """
+    return f"{prefix(pool)}riders:{run_id}"
+
+
+def ready(pool: PoolId) -> str:
+    """Name the sorted set of runs whose next op is there (score: when it became so)."""
+    return f"{prefix(pool)}ready"
+
+
+def gaps(pool: PoolId) -> str:
+    """Name the sorted set of runs that hold ops behind a missing seq (score: since when)."""
+    return f"{prefix(pool)}gaps"
+
+
+def queue(pool: PoolId, tenant: TenantId) -> str:
+    """Name a tenant's queue counters (ops, tokens, bytes); all 0 at rest."""
+    return f"{prefix(pool)}queue:{tenant}"
+
+
+def queue_tenants(pool: PoolId) -> str:
+    """Name the set of tenants that ever queued here; for the status page."""
+    return f"{prefix(pool)}tenants"

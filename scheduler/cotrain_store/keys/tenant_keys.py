@@ -1,0 +1,88 @@
+"""The keys of tenants: their API keys, their sessions, and lists of what they have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import SessionId, TenantId
+
+#: A session that sent no heartbeat for this long is shown as gone; the SDK beats every 10 s and
+#: itself warns after 120 s.
+SESSION_BEAT_TTL_MS = 180_000
+#: What a tenant used is told for this long after its hour.
+USAGE_TTL_S = 100 * 24 * 3600
+
+
+def api_key(key_id: str) -> str:
+    """Name an API key's hash (digest, tenant, not_after); removed when revoked."""
+    return f"cotrain:key:{key_id}"
+
+
+def api_keys() -> str:
+    """Name the set of all API key ids; lives for ever."""
+    return "cotrain:keys"
+
+
+def signing_secret() -> str:
+    """Name the hash of the secrets that links and tokens are signed with (current, previous)."""
+    return "cotrain:secret:signing"
+
+
+def session(session_id: SessionId) -> str:
+    """Name a session's record; kept with its runs."""
+    return f"cotrain:session:{session_id}"
+
+
+def session_beat(session_id: SessionId) -> str:
+    """Name a session's sign of life; expires by itself."""
+    return f"cotrain:session:{session_id}:beat"
+
+
+def session_runs(session_id: SessionId) -> str:
+    """Name the set of a session's runs; kept with the session."""
+    return f"cotrain:session:{session_id}:runs"
+
+
+def session_samplers(session_id: SessionId) -> str:
+    """Name the set of a session's samplers; one that expired goes when somebody looks."""
+    return f"cotrain:session:{session_id}:samplers"
+
+
+def tenant_runs(tenant: TenantId) -> str:
+    """Name the set of a tenant's live runs: the quota counts it."""
+    return f"cotrain:tenant:{tenant}:runs"
+
+
+def training_runs(tenant: TenantId) -> str:
+    """Name the sorted set of all runs of a tenant (score: created_at, in s)."""
+    return f"cotrain:tenant:{tenant}:training_runs"
+
+
+def tenant_sessions(tenant: TenantId) -> str:
+    """Name the sorted set of a tenant's sessions (score: created_at, in s)."""
+    return f"cotrain:tenant:{tenant}:sessions"
+
+
+def living_sessions(tenant: TenantId) -> str:
+    """Name the sorted set of a tenant's sessions that are alive (score: until when, in ms)."""
+    return f"cotrain:tenant:{tenant}:living_sessions"
+
+
+def tenant_samplers(tenant: TenantId) -> str:
+    """Name the sorted set of a tenant's samplers (score: when they expire without use, in ms)."""
+    return f"cotrain:tenant:{tenant}:samplers"
+
+
+def usage(tenant: TenantId, hour: int) -> str:
+    """Name the hash `<what>|<base model>|<session>|<run or sampler>` → amount of one hour.
+
+    `hour` is its start, in s since the epoch. What: training_tokens, device_s, prefill_tokens (all
+    of the prompt), cached_tokens (of them), sampled_tokens, checkpoints. USAGE_TTL_S.
+    """
+    return f"cotrain:usage:{tenant}:{hour}"
+
+
+def audit(tenant: TenantId) -> str:
+    """Name the stream of what a tenant did with its records; its last 10,000 or so are kept."""
+    return f"cotrain:audit:{tenant}"

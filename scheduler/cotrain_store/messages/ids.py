@@ -1,0 +1,45 @@
+"""What everything is called. Ids are strings that a client sees; some say what they belong to."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+TenantId = NewType("TenantId", str)
+SessionId = NewType("SessionId", str)
+RunId = NewType("RunId", str)
+RequestId = NewType("RequestId", str)
+PoolId = NewType("PoolId", str)
+WorkerId = NewType("WorkerId", str)
+SamplerId = NewType("SamplerId", str)
+#: Weights are named by the save that made them: `<run>:<seq>`, its request id.
+WeightsRef = NewType("WeightsRef", str)
+
+
+def request_id(run: RunId, seq: int) -> RequestId:
+    """Name the request with this place in its run's order."""
+    return RequestId(f"{run}:{seq}")
+
+
+def run_of(request: RequestId) -> RunId:
+    """Name the run a request id belongs to; the inverse of `request_id`."""
+    return RunId(request.rpartition(":")[0])
+
+
+def seq_of(request: RequestId | WeightsRef) -> int:
+    """Name the place in its run's order that a request id, or weights made by one, belong to."""
+    return int(request.rpartition(":")[2])
+
+
+def run_id(session: SessionId, model_seq_id: int) -> RunId:
+    """Name a run the way SDK 0.38 hard-codes it for runs made by loading a checkpoint."""
+    return RunId(f"{session}:train:{model_seq_id}")
+
+
+def sampler_id(session: SessionId, sampling_seq_id: int) -> SamplerId:
+    """Name the sampler that a client made as its n-th."""
+    return SamplerId(f"{session}:sample:{sampling_seq_id}")
+
+
+def sample_id(sampler: SamplerId, seq: int) -> RequestId:
+    """Name a sample request by its sampler and the number its client gave it (64 bits)."""
+    return RequestId(f"{sampler}:{seq}")

@@ -1,0 +1,105 @@
+"""What a run is asked to do, in its order, and the step in which a worker does it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.ids import request_id
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import RequestId, RunId, TenantId, WorkerId
+
+
+class OpKind(StrEnum):
+    """One op asked for by a tenant; the value is what the log stores."""
+
+    #: Make the run's adapter. Always seq 0.
+    CREATE = "create"
+    #: Make the run's adapter of an uploaded one. Always seq 0.
+    IMPORT = "import"
+    #: Log-probs and losses, no gradient.
+    FORWARD = "forward"
+    #: Log-probs, losses, and the gradient added to what the run has accumulated.
+    FORWARD_BACKWARD = "forward_backward"
+    #: The like, of the KL divergence from a student to a reference.
+    REVERSE_KL = "reverse_kl"
+    #: AdamW on the accumulated gradient, then zero it. A barrier for its own run.
+    OPTIM_STEP = "optim_step"
+    #: Copy the adapter out, as the ops before it left it.
+    SAVE = "save"
+    #: Replace the adapter, and the optimizer state, by a checkpoint's. As seq 0 it makes the run.
+    LOAD = "load"
+    #: A request that failed validation: it only takes its place in the order and fails.
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True)
+class QueuedOp:
+    """The envelope of one accepted op: all the scheduler reads. The body stays closed to it."""
+
+    run: RunId
+    seq: int
+    kind: OpKind
+    tokens: int
+    ref: str
+    """Where the body is: `inline` (beside the op, in Redis) or a spool reference."""
+    size: int
+    """Bytes of the body."""
+    accepted_at: float
+
+    def envelope(self) -> str:
+        """Write what the log stores under this seq; the scripts read its first and last field."""
+        return f"{self.kind}|{self.tokens}|{self.size}|{self.accepted_at!r}|{self.ref}"
+
+    @classmethod
+    def parse(cls, run: RunId, seq: int, envelope: str) -> QueuedOp:
+        """Read `envelope` back."""
+        kind, tokens, size, accepted_at, ref = envelope.split("|", 4)
+        return cls(run, seq, OpKind(kind), int(tokens), ref, int(size), float(accepted_at))
+
+    @property
+    def request_id(self) -> RequestId:
+        """The id its future is polled under; derived, so that a repeated POST gets the same one."""
+        return request_id(self.run, self.seq)
+
+
+@dataclass(frozen=True)
+class RunQueue:
+    """The ops of one run that may run next: contiguous in seq, starting at the first unplanned."""
+
+    run: RunId
+    tenant: TenantId
+    worker: WorkerId | None
+    ops: tuple[QueuedOp, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The part of a cycle that one worker runs at once. A replay re-runs it as it stands."""
+
+    cycle: int
+    worker: WorkerId
+    ops: tuple[QueuedOp, ...]
+    planned_at: float
+    tenant_by_run: dict[RunId, TenantId]
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Step:
+        """Read what `encode` wrote."""
+        raw = json.loads(text)
+        raw["ops"] = tuple(
+            decode(QueuedOp, {**op, "kind": OpKind(op["kind"])}) for op in raw["ops"]
+        )
+        return decode(cls, raw)
+
+
+@dataclass(frozen=True)
+class RunUsage:
+    """What the ops of one run took in one step."""
+
+    tokens: int
+    device_s: float

@@ -1,0 +1,62 @@
+"""What a future resolves to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+Category = Literal["user", "server", "unknown"]
+
+
+class ResultKind(StrEnum):
+    """How a result's payload is encoded."""
+
+    #: A JSON object, answered as it is.
+    JSON = "j"
+    #: A serialized ForwardBackwardOutput message.
+    PASS = "p"  # noqa: S105  # a forward pass
+    #: A large JSON object; the payload is its spool reference.
+    SPOOLED_JSON = "k"
+    #: `{"error": …, "category": …}`: the op failed.
+    FAILURE = "e"
+    #: A large ForwardBackwardOutput message; the payload is its spool reference.
+    SPOOLED_PASS = "r"  # noqa: S105
+    #: A serialized SampleResponse message.
+    SAMPLE = "s"
+    #: A large SampleResponse message; the payload is its spool reference.
+    SPOOLED_SAMPLE = "t"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a future resolves to."""
+
+    kind: ResultKind
+    payload: bytes
+
+    @classmethod
+    def of_json(cls, value: dict[str, Any]) -> Result:
+        """Encode a JSON object."""
+        return cls(ResultKind.JSON, json.dumps(value, separators=(",", ":")).encode())
+
+    @classmethod
+    def failed(cls, message: str, category: Category) -> Result:
+        """Encode a failure: a category and a sentence the tenant can act on."""
+        payload = json.dumps({"error": message, "category": category}, separators=(",", ":"))
+        return cls(ResultKind.FAILURE, payload.encode())
+
+    def pack(self) -> bytes:
+        """Write as one Redis value."""
+        return self.kind.encode() + self.payload
+
+    @classmethod
+    def unpack(cls, value: bytes) -> Result:
+        """Read `pack` back."""
+        return cls(ResultKind(value[:1].decode()), value[1:])
+
+    def json(self) -> dict[str, Any]:
+        """Decode a JSON or failure payload."""
+        decoded: dict[str, Any] = json.loads(self.payload)
+        return decoded

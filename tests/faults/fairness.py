@@ -1,0 +1,130 @@
+"""Invariant I9: tenants with work get equal turns, by tokens (deficit round robin), whatever dies.
+
+Seen from outside: clients note when what was accepted, cycle records say who was served. Whoever was
+passed over in a number of cycles in a row, with a request waiting that could have run in each, was served
+at most one quantum and one request less than anybody else in these cycles. A scheduler that starts
+again begins a new round. Here every run is a tenant of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store.keys import fleet_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from cotrain_store.connection import SyncConnection
+    from cotrain_store.messages.ids import PoolId
+
+#: What runs last in a cycle; behind it only saves and loads do.
+SAVES_AND_LOADS = (
+    "save_weights", "save_weights_external", "save_weights_for_sampler", "load_weights",
+)  # fmt: skip
+LAST = ("optim_step", *SAVES_AND_LOADS)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A request that a client knows to be accepted, at its place in its run."""
+
+    at_s: float
+    route: str
+    tokens: int
+
+    @property
+    def cost(self) -> int:
+        """Count what it takes of a turn: its tokens, at least 1."""
+        return max(1, self.tokens)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """When a cycle was planned, and how many requests of each run it held."""
+
+    planned_at: float
+    served: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What was unfair, and how often somebody was passed over at all."""
+
+    violations: Sequence[str]
+    passed_over: int
+
+
+def cycles_of(store: SyncConnection, pool: PoolId) -> list[Cycle]:
+    """Read the cycle records of a pool with one worker, the oldest first."""
+    records: list[dict[str, Any]] = [
+        json.loads(record) for record in store.lrange(fleet_keys.cycles(pool), 0, -1)
+    ]
+    return [
+        Cycle(
+            record["planned_at"], {row["run"]: sum(row["ops"].values()) for row in record["runs"]}
+        )
+        for record in sorted(records, key=lambda record: int(record["cycle"]))
+    ]
+
+
+def turns(
+    cycles: Iterable[Cycle],
+    accepted: Mapping[str, Mapping[int, Accepted]],
+    quantum_tokens: int,
+    restarted_s: Sequence[float] = (),
+) -> Turns:
+    """Look at who waited while whom was served; `accepted` is by run and place in it."""
+    violations: list[str] = []
+    passed_over = 0
+    begun: Counter[str] = Counter()  # by run: its requests that were served
+    windows: dict[str, _Window] = {}
+    for cycle in cycles:
+        served = {
+            run: [accepted[run][begun[run] + n] for n in range(count)]
+            for run, count in cycle.served.items()
+        }
+        begun.update(cycle.served)
+        for run, asked in accepted.items():
+            head = asked.get(begun[run])
+            if not head or not _could_have_run(head, served.get(run, []), cycle.planned_at):
+                windows.pop(run, None)
+                continue
+            passed_over += 1
+            window = windows.setdefault(run, _Window(cycle.planned_at))
+            window.note(served)
+            rounds = 1 + sum(window.since_s <= at_s <= cycle.planned_at for at_s in restarted_s)
+            violations += window.unfair(run, head, rounds, quantum_tokens)
+    return Turns(violations, passed_over)
+
+
+def _could_have_run(head: Accepted, before: Sequence[Accepted], planned_at: float) -> bool:
+    """Tell whether a request could have joined those of its run before it in a cycle."""
+    is_held_back = before and before[-1].route in LAST and head.route not in SAVES_AND_LOADS
+    return head.at_s < planned_at and not is_held_back
+
+
+class _Window:
+    """Cycles in a row in which one run waited, and what each run was served in them."""
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
+        self._tokens: Counter[str] = Counter()
+        self._largest: defaultdict[str, int] = defaultdict(int)
+
+    def note(self, served: Mapping[str, Sequence[Accepted]]) -> None:
+        """Add a cycle."""
+        for run, requests in served.items():
+            costs = [request.cost for request in requests]
+            self._tokens[run] += sum(costs)
+            self._largest[run] = max(self._largest[run], *costs)
+
+    def unfair(self, waiting: str, head: Accepted, rounds: int, quantum: int) -> Iterable[str]:
+        """Name whoever got too much while a run waited."""
+        for run, tokens in self._tokens.items():
+            most = self._tokens[waiting] + rounds * (quantum + self._largest[run] + head.cost)
+            if run != waiting and tokens > most:
+                yield f"I9 {run} was served {tokens} tokens, and at most {most} were its turn beside {waiting}"

@@ -1,0 +1,76 @@
+"""Files that nobody refers to (I5): what is written, and who refers to it, looked at from outside.
+
+Files that nobody refers to are kept for hours, since somebody may be about to. Here they are made old, so
+that a worker clears them away at once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from cotrain_store.keys import result_keys, run_keys, weights_keys
+from cotrain_store.messages.ids import RunId
+from cotrain_store.spool import RESULTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from cotrain_store.connection import SyncConnection
+    from cotrain_store.messages.ids import PoolId
+
+#: More than any file is kept for without a reference, by its age alone.
+OLD_S = 24 * 3600.0
+#: Where what lies: how deep below the data folder files, or folders that are one thing, are.
+PLACES = {
+    "spool": "*",
+    "snapshots": "*/*",
+    "weights": "??/*",
+    "optimizers": "??/*",
+    "external": "*",
+}
+
+
+def make_old(folder: Path) -> None:
+    """Date everything back, but large results: those go by their age alone."""
+    then = time.time() - OLD_S
+    for path in _written(folder):
+        os.utime(path, (then, then))
+
+
+def leftovers(folder: Path, store: SyncConnection, pool: PoolId) -> list[str]:
+    """List what nobody refers to, as paths below the data folder."""
+    wanted = set(_wanted(store, pool))
+    found = ((path.relative_to(folder), path.stem) for path in _written(folder))
+    return sorted(
+        str(path)
+        for path, stem in found
+        if {(path.parts[0], name) for name in (stem, path.name, "/".join(path.parts[1:]))}.isdisjoint(wanted)
+    )  # fmt: skip
+
+
+def _written(folder: Path) -> list[Path]:
+    return [
+        path
+        for place, pattern in PLACES.items()
+        for path in (folder / place).glob(pattern)
+        if not (place == "spool" and path.name.startswith(RESULTS))
+    ]
+
+
+def _wanted(store: SyncConnection, pool: PoolId) -> Iterable[tuple[str, str]]:
+    """Name what is referred to, as the place and the name there."""
+    for log in store.scan_iter(f"{run_keys.log(pool, RunId(''))}*"):
+        files = store.hmget(log, ["snapfile", "oldfile"])
+        yield from (("snapshots", file.decode()) for file in files if file)
+    for segment in store.hkeys(result_keys.spool_segment_refs()):
+        yield "spool", segment.decode()
+    for weights in store.smembers(weights_keys.pool_weights(pool)):
+        row = store.hmget(f"cotrain:weights:{weights.decode()}", ["digest", "optimizer"])
+        for place, digest in zip(("weights", "optimizers"), row, strict=True):
+            if digest:
+                yield place, digest.decode()
+    for external in store.smembers(weights_keys.external_folders(pool)):
+        yield "external", external.decode()

@@ -1,0 +1,108 @@
+"""Orders to the process that forks (`tests.faults.nursery`), and what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from typing_extensions import override
+
+from tests.support.processes import ROOT, SOURCES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+
+@dataclass
+class Tally:
+    """What the trials of one nursery came to."""
+
+    trials: int = 0
+    deaths: Counter[str] = field(default_factory=Counter)
+    violations: int = 0
+
+    def add(self, deaths: Counter[str], violations: Sequence[str]) -> None:
+        """Count one trial."""
+        self.trials += 1
+        self.deaths += deaths
+        self.violations += len(violations)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.trials + other.trials, self.deaths + other.deaths,
+            self.violations + other.violations,
+        )  # fmt: skip
+
+    @override
+    def __str__(self) -> str:
+        by_name = ", ".join(f"{name} {count}" for name, count in sorted(self.deaths.items()))
+        return (
+            f"{self.trials} trials, {self.deaths.total()} deaths of processes ({by_name or 'none'}), "
+            f"{self.violations} violations"
+        )
+
+
+class Nursery:
+    """The parent of all processes of a server, from here."""
+
+    def __init__(self, model: Path, sources: Sequence[str] = SOURCES) -> None:
+        self._model = model
+        self._sources = sources
+        self._answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._ended: dict[int, asyncio.Future[int]] = {}
+        self._order = asyncio.Lock()
+        self.tally = Tally()
+
+    async def __aenter__(self) -> Self:
+        paths = os.pathsep.join([*self._sources, str(ROOT)])
+        environment = {
+            **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.faults.nursery", str(self._model),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
+        )  # fmt: skip
+        self._reading = asyncio.create_task(self._read())
+        assert await self._answers.get() == "ready"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        await self._process.wait()
+        await self._reading
+
+    async def ask(self, do: str, **order: Any) -> Any:
+        """Give an order that is answered. Whoever is cancelled here leaves no answer to the next one."""
+        return await asyncio.shield(asyncio.create_task(self._ask(do, order)))
+
+    def tell(self, do: str, **order: Any) -> None:
+        """Give an order that is not."""
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
+
+    def ended(self, pid: int) -> asyncio.Future[int]:
+        """Give what will be the exit status of a child."""
+        return self._ended.setdefault(pid, asyncio.get_running_loop().create_future())
+
+    async def _ask(self, do: str, order: Mapping[str, Any]) -> Any:
+        async with self._order:
+            self.tell(do, **order)
+            return await self._answers.get()
+
+    async def _read(self) -> None:
+        assert self._process.stdout
+        while line := await self._process.stdout.readline():
+            told = json.loads(line)
+            if "ended" in told:
+                self.ended(told["ended"]).set_result(told["status"])
+            else:
+                self._answers.put_nowait(told["answer"])
+        self._answers.put_nowait("gone")

@@ -1,0 +1,142 @@
+"""Which files of saved weights go, and when: once they are old and nobody can ask for them."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store.keys import sample_keys, weights_keys
+from cotrain_store.messages.ids import SamplerId
+from cotrain_workers.checkpoint_files import (
+    ORPHAN_AGE_S,
+    base_model_of_adapter,
+)
+from cotrain_workers.peft_folder import write_folder
+from cotrain_workers.sample_ops import WeightsGone
+from tests.support.saved_files import (
+    KEY,
+    SPEC,
+    files_in,
+    folders,
+    layout_of,
+    make_old,
+    saved,
+    state_of,
+    weights_of,
+    weights_store,
+    written,
+)
+from tests.support.stack import MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain_workers.weights_store import WeightsStore
+    from tests.support.samples import Samples
+
+
+@pytest.fixture
+def store_of(samples: Samples, tmp_path: Path) -> Callable[..., WeightsStore]:
+    return partial(weights_store, samples, tmp_path)
+
+
+async def test_only_weights_that_nobody_can_ask_for_are_swept(
+    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+) -> None:
+    run = await samples.log.new_run()
+    store = store_of()
+    old_name = await saved(samples, run, 1, name="best")
+    new_name = await saved(samples, run, 2, name="best")
+    expired = await saved(samples, run, 3, sampler=3)
+    in_use = await saved(samples, run, 4, sampler=4)
+    for record in (old_name, new_name, expired, in_use):
+        store.put(record, weights_of(float(record.ref[-1])))
+    written(store)
+    assert set(store.sweep()) == {old_name.ref}
+    samples.log.redis.delete(sample_keys.sampler(SamplerId(f"{run.session}:sample:3")))
+    assert set(store.sweep()) == {expired.ref}
+    assert store.sweep() == []
+    for gone in (old_name, expired):
+        with pytest.raises(WeightsGone):
+            store.host(gone.ref)
+    assert {store.host(kept.ref).flat[0].item() for kept in (new_name, in_use)} == {2.0, 4.0}
+
+
+async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
+    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+) -> None:
+    runs = [await samples.log.new_run(tenant) for tenant in ("a", "b")]
+    store = store_of()
+    gone, shared, kept = [
+        await saved(samples, run, seq, sampler=seq)
+        for run, seq in ((runs[0], 1), (runs[0], 2), (runs[1], 1))
+    ]
+    for record, value in ((gone, 1.0), (shared, 2.0), (kept, 2.0)):
+        store.put(record, weights_of(value))
+    written(store)
+    for seq in (1, 2):
+        samples.log.redis.delete(sample_keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
+    assert set(store.sweep()) == {gone.ref, shared.ref}
+    store._files.remove_orphans(samples.saved)
+    assert len(folders(tmp_path)) == 2  # young: another worker may be about to refer to one
+    make_old(tmp_path)
+    store._files.remove_orphans(samples.saved)
+    assert folders(tmp_path) == [store.path(kept.ref)]
+
+
+async def test_folders_of_other_base_models_are_their_own_workers_business(
+    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+) -> None:
+    store = store_of()
+    for base_model in (MODEL, "another"):
+        write_folder(tmp_path / "weights", weights_of(1.0).weights, layout_of(SPEC), base_model)
+    make_old(tmp_path)
+    store._files.remove_orphans(samples.saved)
+    (left,) = folders(tmp_path)
+    assert base_model_of_adapter(left) == "another"
+
+
+async def test_a_folder_that_is_found_there_is_young_again(
+    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+) -> None:
+    run = await samples.log.new_run()
+    store = store_of()
+    for seq in (1, 2):
+        store.put(await saved(samples, run, seq, sampler=seq), weights_of(1.0))
+        written(store)
+        (folder,) = folders(tmp_path)
+        assert time.time() - folder.stat().st_mtime < ORPHAN_AGE_S
+        os.utime(folder, (0, 0))
+
+
+async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
+    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+) -> None:
+    run = await samples.log.new_run()
+    store = store_of()
+    names = {}
+    for seq in (1, 2):
+        record = await saved(
+            samples, run, seq, name=f"n{seq}", kind="external_weights", external=True
+        )
+        store.put(record, replace(state_of(float(seq)), recipients=(str(KEY.to_public()),)))
+        written(store)
+        names[seq] = files_in(tmp_path)
+    kept = names[1]
+    assert len(kept) == 2 + 1 + 3
+    for torn in ("weights/ab/.torn", "optimizers/ab/.torn", "external/.torn"):
+        (tmp_path / torn).mkdir(parents=True)
+    samples.log.redis.delete(weights_keys.checkpoint(run.id, "external_weights", "n2"))
+    assert store.sweep() == [f"{run.id}:2"]
+    everything = files_in(tmp_path)
+    store._files.remove_orphans(samples.saved)
+    assert files_in(tmp_path) == everything  # young
+    make_old(tmp_path)
+    store._files.remove_orphans(samples.saved)
+    assert files_in(tmp_path) == kept

@@ -1,0 +1,93 @@
+"""Small weights to save, the store that writes them, and a look at the files they leave."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pyrage
+import torch
+
+from cotrain_workers.checkpoint_files import (
+    ORPHAN_AGE_S,
+    CheckpointFiles,
+    Saved,
+)
+from cotrain_workers.ops import HostOptimizer
+from cotrain_workers.sample_ops import HostWeights
+from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
+from cotrain_workers.weights_store import WeightsStore
+from tests.support.stack import MODEL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import WeightsRecord
+    from tests.support.samples import Samples
+
+
+SPEC = AdapterSpec(rank=2, seed=0)
+
+
+def layout_of(spec: AdapterSpec) -> Layout:
+    return plan_layout(spec, [Target("model.q_proj", "attn", 16, 16)])
+
+
+KEY = pyrage.x25519.Identity.generate()
+SIZE = 4 * layout_of(SPEC).size  # bytes
+
+
+def weights_store(
+    samples: Samples, tmp_path: Path, memory_bytes: int = 10 * SIZE, owed_bytes: int = 10 * SIZE
+) -> WeightsStore:
+    """Make a worker's store of saved weights, with its files below `tmp_path`."""
+    files = CheckpointFiles.below(tmp_path, MODEL)
+    return WeightsStore(samples.saved, files, layout_of, memory_bytes, owed_bytes)
+
+
+def weights_of(value: float) -> Saved:
+    return Saved(HostWeights(SPEC, torch.full((layout_of(SPEC).size,), value)))
+
+
+def state_of(value: float) -> Saved:
+    """Make what a save to train on from copies."""
+    m, v = (torch.full((layout_of(SPEC).size,), value * factor) for factor in (2, 3))
+    return replace(weights_of(value), optimizer=HostOptimizer(SPEC, m, v, step=7))
+
+
+def full(*_: object) -> None:
+    raise OSError("No space left on device")
+
+
+async def saved(samples: Samples, run: RunRecord, seq: int, **as_what: Any) -> WeightsRecord:
+    _, saves = await samples.save(run, seq, **as_what)
+    return saves[run.id, seq].weights
+
+
+def written(store: WeightsStore) -> None:
+    """Wait for the writer."""
+    for owed in list(store._owed.values()):
+        if owed.writing:
+            owed.writing.exception(60)
+    store._note_written()
+
+
+def make_old(tmp_path: Path) -> None:
+    long_ago = time.time() - 2 * ORPHAN_AGE_S
+    for path in tmp_path.glob("[weo]*/**/*"):
+        os.utime(path, (long_ago, long_ago))
+
+
+def files_in(tmp_path: Path) -> set[str]:
+    """List the files of all saves, and what is left of unfinished ones."""
+    found = [
+        path for path in tmp_path.glob("[weo]*/**/*") if path.is_file() or ".torn" in path.name
+    ]
+    return {str(path.relative_to(tmp_path)) for path in found}
+
+
+def folders(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "weights").glob("??/*"))

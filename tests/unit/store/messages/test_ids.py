@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_store.messages.ids import (
+    RequestId,
+    SessionId,
+    request_id,
+    run_id,
+    run_of,
+)
+
+names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
+
+
+@given(names, st.integers(0, 2**31), st.integers(0, 100))
+def test_a_request_names_its_run_and_its_place(session: str, seq: int, model_seq: int) -> None:
+    run = run_id(SessionId(session), model_seq)
+    assert run_of(request_id(run, seq)) == run
+    assert request_id(run, seq) == f"{session}:train:{model_seq}:{seq}"
+
+
+def test_what_is_not_a_request_names_no_run() -> None:
+    assert run_of(RequestId("nonsense")) == ""

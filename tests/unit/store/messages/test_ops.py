@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import (
+    RunId,
+    TenantId,
+    WorkerId,
+)
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+
+names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
+refs = st.one_of(
+    st.just("inline"), st.from_regex(r"spool:[a-z0-9.-]+:\d+:\d+:[0-9a-f]{32}", fullmatch=True)
+)
+ops = st.builds(
+    QueuedOp,
+    run=names.map(RunId),
+    seq=st.integers(0, 2**31),
+    kind=st.sampled_from(OpKind),
+    tokens=st.integers(0, 2**40),
+    ref=refs,
+    size=st.integers(0, 2**40),
+    accepted_at=st.floats(0, 1e12),
+)
+steps = st.builds(
+    Step,
+    cycle=st.integers(1, 2**53),
+    worker=names.map(WorkerId),
+    ops=st.lists(ops, max_size=4).map(tuple),
+    planned_at=st.floats(0, 1e12),
+    tenant_by_run=st.dictionaries(names.map(RunId), names.map(TenantId)),
+)
+
+
+@given(ops)
+def test_an_op_is_read_back_from_its_envelope(op: QueuedOp) -> None:
+    assert QueuedOp.parse(op.run, op.seq, op.envelope()) == op
+
+
+@given(steps)
+def test_a_step_is_read_back_to_the_last_bit(step: Step) -> None:
+    assert Step.parse(encode(step)) == step
+    assert Step.parse(encode(step).encode()) == step
+
+
+@given(steps)
+def test_fields_of_another_version_are_ignored(step: Step) -> None:
+    raw = json.loads(encode(step))
+    raw["a_field_of_tomorrow"] = {}
+    for op in raw["ops"]:
+        op["another"] = [1]
+    assert Step.parse(json.dumps(raw)) == step

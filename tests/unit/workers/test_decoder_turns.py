@@ -1,0 +1,117 @@
+"""Who runs in the decoder and who waits: preemption, cancelling, room for few."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cotrain_workers.sample_ops import SampleOutput
+from tests.support.decoding import (
+    RUNS,
+    VOCAB,
+    assert_nothing_is_held,
+    assert_same,
+    decoder_of,
+    finish,
+    neighbours,
+    request,
+    trained_weights,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain_workers.engine import Engine
+
+    NewEngine = Callable[..., Engine]
+    ModelFolder = Callable[..., Path]
+
+
+def test_preemption_changes_no_bit(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    requests = [
+        request(
+            f"r{at}", np.arange(at, at + 30), RUNS[at % 3], max_tokens=60, seed=at, num_samples=2
+        )
+        for at in range(6)
+    ]
+    roomy = finish(decoder_of(engine, weights), requests)
+    tight = decoder_of(engine, weights, kv_tokens=16 * 16)
+
+    found = finish(tight, requests)
+
+    assert tight.preemptions > 5
+    for name, expected in roomy.items():
+        ours = found[name]
+        assert isinstance(ours, SampleOutput)
+        assert isinstance(expected, SampleOutput)
+        assert_same(ours, expected)
+
+
+def test_two_hundred_requests_over_eight_adapters_finish_in_room_for_sixteen(
+    new_engine: NewEngine,
+) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    keys = [None, *RUNS]
+    decoder = decoder_of(engine, weights, kv_tokens=16 * 16 * 3)  # 16 sequences of three pages
+    rng = np.random.default_rng(0)
+    requests = [
+        request(f"r{at}", rng.integers(0, VOCAB, 20), keys[at % 8], max_tokens=20, seed=at)
+        for at in range(200)
+    ]
+
+    found = finish(decoder, requests)
+
+    assert len(found) == 200
+    for result in found.values():
+        assert isinstance(result, SampleOutput)
+        assert len(result.sequences[0].tokens) == 20
+
+
+def test_the_oldest_request_is_never_preempted(new_engine: NewEngine) -> None:
+    decoder = decoder_of(new_engine(), {}, kv_tokens=16 * 10)
+    decoder.add(request("old", np.arange(40), max_tokens=100))
+    for at in range(8):
+        decoder.add(request(f"young-{at}", np.arange(at, at + 20), max_tokens=60))
+
+    steps = 0
+    while "old" not in [name for name, _ in decoder.step().finished]:
+        steps += 1
+
+    assert steps == 99
+    assert decoder.preemptions > 0
+
+
+def test_cancelling_frees_everything_at_any_moment(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    decoder = decoder_of(engine, weights, kv_tokens=16 * 14)
+    for steps in range(12):
+        requests = neighbours(seed=steps, count=10)
+        for each in requests:
+            decoder.add(each)
+        for _ in range(steps):
+            decoder.step()
+
+        for each in requests:
+            decoder.cancel(each.id)
+
+        assert not decoder.busy
+        assert decoder.waiting == 0
+        assert_nothing_is_held(decoder)
+    decoder.cancel("unknown")
+
+
+def test_waiting_counts_requests_that_have_not_begun(new_engine: NewEngine) -> None:
+    decoder = decoder_of(new_engine(), {}, kv_tokens=16 * 4)
+    for at in range(3):
+        decoder.add(request(f"r{at}", np.arange(at, at + 40)))
+    assert decoder.waiting == 3
+
+    decoder.step()
+
+    assert decoder.waiting == 2

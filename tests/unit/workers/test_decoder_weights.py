@@ -1,0 +1,159 @@
+"""Weights in the decoder: many, too many, damaged, gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from cotrain_workers.ops import Failure
+from cotrain_workers.sample_ops import SampleOutput, WeightsGone
+from tests.support.decoding import (
+    RUNS,
+    assert_same,
+    decoder_of,
+    finish,
+    output,
+    request,
+    trained_weights,
+    whole,
+)
+from tests.support.full_table import no_descriptor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain_workers.engine import Engine
+    from cotrain_workers.sample_ops import HostWeights
+
+    NewEngine = Callable[..., Engine]
+    ModelFolder = Callable[..., Path]
+
+
+def test_a_neighbour_whose_weights_are_not_finite_fails_alone(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    bad = replace(
+        weights["all-8"],
+        flat=weights["all-8"].flat.clone().index_fill_(0, torch.tensor([5]), float("nan")),
+    )
+    mine = whole("mine", "all-5")
+    alone = output(decoder_of(engine, weights), mine)
+    victim = request("victim", np.arange(20), "bad", num_samples=3)
+
+    found = finish(decoder_of(engine, {**weights, "bad": bad}), [victim, mine])
+
+    assert found["victim"] == Failure("The weights hold values that are not finite.", "user")
+    assert isinstance(found["mine"], SampleOutput)
+    assert_same(found["mine"], alone)
+
+
+def test_a_neighbour_whose_numbers_overflow_fails_alone(new_engine: NewEngine) -> None:
+    """Its keys and values are NaN in pages that others use next."""
+    engine = new_engine()
+    weights = trained_weights(engine)
+    huge = replace(weights["all-8"], flat=weights["all-8"].flat * 1e30)
+    mine = whole("mine", "all-5")
+    alone = output(decoder_of(engine, weights), mine)
+    decoder = decoder_of(engine, {**weights, "huge": huge}, kv_tokens=16 * 12)
+    loud = [
+        request(f"loud-{at}", np.arange(20 + at), "huge", num_samples=2, prompt_logprobs=at > 1)
+        for at in range(4)
+    ]
+
+    found = finish(decoder, [*loud, mine])
+    after = output(decoder, replace(mine, id="after"))
+
+    for each in loud:
+        assert found[each.id] == Failure("The model's log-probabilities are not finite.", "user")
+    assert isinstance(found["mine"], SampleOutput)
+    assert_same(found["mine"], alone)
+    assert_same(after, alone)
+
+
+def test_weights_that_cannot_be_read_now_are_waited_for(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    stored, reads = trained_weights(engine), iter([no_descriptor, no_descriptor])
+
+    def weights(key: str) -> HostWeights:
+        next(reads, lambda: None)()
+        return stored[key]
+
+    decoder = engine.decoder(weights, kv_tokens=1024, text=None)
+    found = finish(decoder, [request("late", [1, 2], RUNS[0])])
+    assert isinstance(found["late"], SampleOutput)
+    assert next(reads, None) is None
+
+
+def test_weights_that_are_gone_fail_their_request_alone(new_engine: NewEngine) -> None:
+    engine = new_engine()
+
+    def weights(key: str) -> HostWeights:
+        raise WeightsGone(key)
+
+    decoder = engine.decoder(weights, kv_tokens=1024, text=None)
+    found = finish(decoder, [request("gone", [1, 2], "gone"), request("base", [1, 2])])
+
+    assert found["gone"] == Failure("The weights are gone.", "user")
+    assert isinstance(found["base"], SampleOutput)
+
+
+def test_weights_of_another_model_fail_their_request_alone(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    other = replace(weights["all-8"], flat=torch.zeros(5))
+
+    decoder = decoder_of(engine, {"other": other})
+    found = finish(decoder, [request("other", [1, 2], "other"), request("base", [1, 2])])
+
+    assert found["other"] == Failure("The weights do not fit this base model.", "server")
+    assert isinstance(found["base"], SampleOutput)
+
+
+def test_more_adapters_than_fit_take_turns(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    requests = [request(f"r-{run}", np.arange(30), run) for run in RUNS for _ in (0,)]
+    roomy = finish(decoder_of(engine, weights), requests)
+
+    tight = engine.decoder(
+        weights.__getitem__, kv_tokens=4096, text=None, page_tokens=16, weights_bytes=1
+    )
+    found = finish(tight, requests)
+
+    assert len(tight.slots.held()) == 1
+    for name, expected in roomy.items():
+        ours = found[name]
+        assert isinstance(ours, SampleOutput)
+        assert isinstance(expected, SampleOutput)
+        assert_same(ours, expected)
+
+
+def test_dropped_weights_leave_no_cached_prompt(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    decoder = decoder_of(engine, weights)
+    output(decoder, request("first", np.arange(40), "all-8"))
+    assert set(decoder._pinned.slots) == {None}  # nothing keeps what the slots let go
+
+    decoder.drop_weights("all-8")
+
+    assert decoder.pages.free == decoder.pages.count
+    assert not decoder.slots.held()
+    assert output(decoder, request("second", np.arange(40), "all-8")).cached_prompt_tokens == 0
+
+
+def test_dropping_weights_in_use_disturbs_nobody(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    mine = request("mine", np.arange(90), "all-8", num_samples=2)
+    alone = output(decoder_of(engine, weights), mine)
+    decoder = decoder_of(engine, weights)
+
+    found = finish(decoder, [mine], lambda: decoder.drop_weights("all-8"))
+
+    assert isinstance(found["mine"], SampleOutput)
+    assert_same(found["mine"], alone)
