@@ -34,6 +34,7 @@ WORKER = STORE | {
     "HOST_BYTES",
     "ADAPTER_BYTES",
     "RECOMPUTE",
+    "LORA_BACKEND",
     "FUSION",
     "MAX_RANK",
     "OFFLINE",
