@@ -1,6 +1,11 @@
-"""Whether the device can still compute: some CUDA errors leave a process in which every call fails."""
+"""A CUDA device: made to compute the same bits again, and asked whether it still computes at all.
+
+Some CUDA errors leave a process in which every call fails.
+"""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -23,3 +28,13 @@ def check_device(device: torch.device) -> None:
         return  # full, and alive
     except RuntimeError as lost:
         raise DeviceLost(str(lost)) from lost
+
+
+def make_cuda_deterministic() -> None:
+    """Rule out atomics, TF32 and 16-bit reductions, for the whole process."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when cuBLAS starts
+    torch.use_deterministic_algorithms(mode=True)
+    # Otherwise every new tensor is filled with NaN first.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -6,16 +6,12 @@ then one wave of optimizer steps. A run's results depend on its own ops alone (o
 
 from __future__ import annotations
 
-import math
-import os
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from cotrain_workers.adam import Due, adamw_steps, discard_gradients, gradient_norms, refuse_step
 from cotrain_workers.adapter_ops import begin, begins_run, load, save, unknown_run
 from cotrain_workers.admission import refuse_pass, refuse_reverse_kl
 from cotrain_workers.bank import AdapterBank, AdapterState
@@ -23,10 +19,11 @@ from cotrain_workers.base_model import load_base_model
 from cotrain_workers.compiled import compiled
 from cotrain_workers.decoder import EngineDecoder
 from cotrain_workers.decoder_sizes import DecoderSizes
-from cotrain_workers.device import check_device
+from cotrain_workers.device import check_device, make_cuda_deterministic
 from cotrain_workers.fusion import fuse
 from cotrain_workers.heap import keep_freed_memory
 from cotrain_workers.lora_backend import find_backend
+from cotrain_workers.model_facts import model_facts
 from cotrain_workers.numerics import numerics_of
 from cotrain_workers.open_pass import OpenPass
 from cotrain_workers.ops import (
@@ -38,43 +35,23 @@ from cotrain_workers.ops import (
     Pass,
     ReverseKl,
     Save,
-    StepOutput,
 )
+from cotrain_workers.optimizer_steps import take_steps
 from cotrain_workers.probe import size_micro_batches
 from cotrain_workers.residency import adapter_budget
 from cotrain_workers.wave import Wave
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from cotrain_workers.bank import StateCopy
     from cotrain_workers.base_model import BaseModel
     from cotrain_workers.lora_backend import Choice
-    from cotrain_workers.numerics import Numerics
+    from cotrain_workers.model_facts import ModelFacts
     from cotrain_workers.ops import Op
     from cotrain_workers.recompute import Choice as Recomputing
     from cotrain_workers.sample_ops import HostWeights, TextOf
-    from cotrain_workers.spec import AdapterSpec, Family, Layout, Target
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the other processes may know about the base model and this engine."""
-
-    model: str  # as given to `Engine.load`
-    architecture: str
-    vocab_size: int  # rows of the embedding, padded ones included
-    context_length: int
-    num_parameters: int
-    max_rank: int
-    eos_token_ids: tuple[int, ...]  # what ends a generation, ascending; may be empty
-    modules_by_family: Mapping[Family, int]  # how many modules each train_* flag covers
-    numerics: Numerics
-
-    @property
-    def numerics_id(self) -> str:
-        """Equal ids: the same plan gives the same bits."""
-        return self.numerics.id
+    from cotrain_workers.spec import AdapterSpec, Layout, Target
 
 
 class Engine:
@@ -274,7 +251,7 @@ class Engine:
             assert done.output is not None
             outputs[done.op.run, done.op.seq] = done.output
         middle = time.perf_counter()
-        self._take_steps([op for op in ops if isinstance(op, OptimStep)], outputs)
+        take_steps(self._bank, [op for op in ops if isinstance(op, OptimStep)], outputs)
         for op in ops:
             if isinstance(op, Save):
                 outputs[op.run, op.seq] = save(self._bank, op)
@@ -315,63 +292,8 @@ class Engine:
             return refuse_reverse_kl(op, *limits, layout_of=self.layout_of)
         return refuse_pass(op, *limits)
 
-    def _take_steps(self, ops: Sequence[OptimStep], outputs: dict[tuple[str, int], Output]) -> None:
-        """Take the optimizer steps of a cycle, at most one of each run."""
-        asked = []
-        for op in ops:
-            reason = refuse_step(op)
-            if op.run not in self._bank:
-                outputs[op.run, op.seq] = unknown_run()
-            elif reason:
-                outputs[op.run, op.seq] = Failure(reason, "user")
-            else:
-                asked.append(op)
-        norms = gradient_norms([self._bank[op.run] for op in asked])
-        due = [Due(self._bank[op.run], op, norm) for op, norm in zip(asked, norms, strict=True)]
-        finite = [step for step in due if math.isfinite(step.norm)]
-        adamw_steps(finite)
-        discard_gradients([step.adapter for step in due if not math.isfinite(step.norm)])
-        for step in due:
-            op = step.op
-            outputs[op.run, op.seq] = (
-                StepOutput(step.norm) if math.isfinite(step.norm) else not_finite(op)
-            )
-
-
-def not_finite(op: OptimStep) -> Failure:
-    """Return the answer to a step whose gradient is not finite."""
-    return Failure(f"Gradient is not finite (seq {op.seq}); it was discarded.", "user")
-
-
-def model_facts(model: str, base: BaseModel, numerics: Numerics) -> ModelFacts:
-    """Collect what the other processes may know."""
-    modules: dict[Family, int] = {}
-    for target in base.targets:
-        modules[target.family] = modules.get(target.family, 0) + 1
-    return ModelFacts(
-        model=model,
-        architecture=base.architecture,
-        vocab_size=base.vocab_size,
-        context_length=base.context_length,
-        num_parameters=base.num_parameters,
-        max_rank=base.hidden_size,  # beyond it LoRA is of no lower rank than the weights
-        eos_token_ids=base.eos_token_ids,
-        modules_by_family=modules,
-        numerics=numerics,
-    )
-
 
 def cuda_adapter_bytes(device: torch.device) -> int:
     """Return what adapters may take of a GPU that holds nothing but the base model."""
     total: int = torch.cuda.get_device_properties(device).total_memory
     return adapter_budget(total, torch.cuda.memory_allocated(device))
-
-
-def make_cuda_deterministic() -> None:
-    """Rule out atomics, TF32 and 16-bit reductions, for the whole process."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when cuBLAS starts
-    torch.use_deterministic_algorithms(mode=True)
-    # Otherwise every new tensor is filled with NaN first.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
