@@ -65,5 +65,13 @@ COPY --from=wheel /dist /dist
 RUN pip install --no-deps --no-index /dist/*.whl
 
 FROM runtime AS worker
+# A GPU needs a C compiler here: torch compiles what launches its small fused kernels.
+ARG WORKER_PACKAGES=""
+USER root
+RUN if [ -n "$WORKER_PACKAGES" ]; then \
+      apt-get update && apt-get install --yes --no-install-recommends $WORKER_PACKAGES \
+      && rm -rf /var/lib/apt/lists/*; \
+    fi
+USER 10001:10001
 COPY --from=worker-installed /opt/cotrain /opt/cotrain
 CMD ["python", "-m", "cotrain_workers"]
