@@ -13,7 +13,7 @@ with ServiceClient() as service:
     run = service.create_training_client_from_state_with_optimizer(path)
 """
 
-from cotrain import types
+from cotrain import exceptions, types
 from cotrain.errors import (
     APIConnectionError,
     APIError,
@@ -80,5 +80,6 @@ __all__ = [
     "UnprocessableEntityError",
     "UnsupportedInput",
     "__version__",
+    "exceptions",
     "types",
 ]
