@@ -30,7 +30,7 @@ from cotrain.errors import (
 from cotrain.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
 
     from google.protobuf.message import Message
@@ -95,9 +95,21 @@ class Transport:
             transport=network,
         )
 
-    async def post(self, path: str, message: BaseModel | Message) -> httpx.Response:
+    async def post(
+        self, path: str, message: BaseModel | Message, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response:
         """POST until there is an answer. Raises APIError for a refusal or when it gives up."""
-        return await self._until_answered(lambda: self.post_once(path, message))
+        return await self._until_answered(lambda: self.post_once(path, message, headers=headers))
+
+    async def put(self, path: str, message: BaseModel) -> httpx.Response:
+        """PUT until there is an answer; a field that is None is sent as null, which says "none".
+
+        Raises APIError for a refusal or when it gives up.
+        """
+        body, headers = message.model_dump_json().encode(), {"Content-Type": JSON}
+        return await self._until_answered(
+            lambda: self._send(self._http.build_request("PUT", path, content=body, headers=headers))
+        )
 
     async def get(self, path: str) -> httpx.Response:
         """GET until there is an answer. Raises APIError for a refusal or when it gives up."""
@@ -156,11 +168,16 @@ class Transport:
             await asyncio.to_thread(unfinished.unlink, missing_ok=True)
 
     async def post_once(
-        self, path: str, message: BaseModel | Message, *, accept: str = JSON
+        self,
+        path: str,
+        message: BaseModel | Message,
+        *,
+        accept: str = JSON,
+        headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
         """POST a single time. Raises APIError for anything but success."""
         body, media_type = _encode(message)
-        headers = {"Content-Type": media_type, "Accept": accept}
+        headers = {**(headers or {}), "Content-Type": media_type, "Accept": accept}
         return await self._send(
             self._http.build_request("POST", path, content=body, headers=headers)
         )
