@@ -64,6 +64,7 @@ class TrainingRun(WireModel):
     corrupted: bool = False
     """The server stopped it: its recovery did not reproduce the stored results."""
     lora_rank: int | None = None
+    lora_alpha: float | None = None
     last_request_time: datetime
     last_checkpoint: Checkpoint | None = None
     """The newest of kind `weights`."""

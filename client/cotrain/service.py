@@ -6,9 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from cotrain.checkpoints import Checkpoints
+from cotrain.checkpoints import Adapter, Checkpoints
 from cotrain.connection import Connection
-from cotrain.runs import Runs
+from cotrain.rest import RestClient
+from cotrain.runs import Runs, Start
 from cotrain.samplers import Samplers
 from cotrain.session import Session
 from cotrain.settings import client_settings
@@ -56,6 +57,8 @@ class ServiceClient:
         rank: int = 32,
         seed: int | None = None,
         *,
+        alpha: float = 32.0,
+        dropout: float = 0.0,
         train_mlp: bool = True,
         train_attn: bool = True,
         train_unembed: bool = True,
@@ -63,10 +66,13 @@ class ServiceClient:
     ) -> TrainingClient:
         """Start a run: a fresh adapter on a base model, 0 where it ends, so that it changes nothing yet.
 
-        Blocks until the server has made it. Raises RequestFailed or APIError.
+        What it adds to a weight is scaled by `alpha / rank`; the only dropout is 0. Blocks until the
+        server has made it. Raises RequestFailed, APIError, or ValidationError for another dropout.
         """
         lora = LoraConfig(
             rank=rank,
+            alpha=alpha,
+            dropout=dropout,
             seed=seed,
             train_mlp=train_mlp,
             train_attn=train_attn,
@@ -80,6 +86,8 @@ class ServiceClient:
         rank: int = 32,
         seed: int | None = None,
         *,
+        alpha: float = 32.0,
+        dropout: float = 0.0,
         train_mlp: bool = True,
         train_attn: bool = True,
         train_unembed: bool = True,
@@ -88,6 +96,8 @@ class ServiceClient:
         """Start a run; see `create_lora_training_client`."""
         lora = LoraConfig(
             rank=rank,
+            alpha=alpha,
+            dropout=dropout,
             seed=seed,
             train_mlp=train_mlp,
             train_attn=train_attn,
@@ -96,32 +106,53 @@ class ServiceClient:
         return await self._loop.run_async(self._runs.create(base_model, lora, user_metadata))
 
     def create_training_client_from_state(
-        self, path: str, user_metadata: dict[str, Any] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, Any] | None = None,
+        weights_access_token: str | None = None,
     ) -> TrainingClient:
         """Start a run with the weights of a checkpoint and a new optimizer.
 
-        Blocks until the server has made it. Raises RequestFailed, or NotFoundError where there is no
-        such checkpoint.
+        `base_model`, if given, must be the checkpoint's. `weights_access_token` is a key of the tenant
+        that owns the checkpoint, where that is another one. Blocks until the server has made the run.
+        Raises RequestFailed, or NotFoundError where there is no such checkpoint.
         """
-        return self._loop.run(self._runs.load(path, user_metadata, optimizer=False))
+        start = Start(path, base_model, user_metadata, weights_access_token)
+        return self._loop.run(self._runs.load(start, optimizer=False))
 
     async def create_training_client_from_state_async(
-        self, path: str, user_metadata: dict[str, Any] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, Any] | None = None,
+        weights_access_token: str | None = None,
     ) -> TrainingClient:
         """Start a run; see `create_training_client_from_state`."""
-        return await self._loop.run_async(self._runs.load(path, user_metadata, optimizer=False))
+        start = Start(path, base_model, user_metadata, weights_access_token)
+        return await self._loop.run_async(self._runs.load(start, optimizer=False))
 
     def create_training_client_from_state_with_optimizer(
-        self, path: str, user_metadata: dict[str, Any] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, Any] | None = None,
+        weights_access_token: str | None = None,
     ) -> TrainingClient:
         """Start a run that goes on where a checkpoint was saved, with its optimizer's state."""
-        return self._loop.run(self._runs.load(path, user_metadata, optimizer=True))
+        start = Start(path, base_model, user_metadata, weights_access_token)
+        return self._loop.run(self._runs.load(start, optimizer=True))
 
     async def create_training_client_from_state_with_optimizer_async(
-        self, path: str, user_metadata: dict[str, Any] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, Any] | None = None,
+        weights_access_token: str | None = None,
     ) -> TrainingClient:
         """Start a run; see `create_training_client_from_state_with_optimizer`."""
-        return await self._loop.run_async(self._runs.load(path, user_metadata, optimizer=True))
+        start = Start(path, base_model, user_metadata, weights_access_token)
+        return await self._loop.run_async(self._runs.load(start, optimizer=True))
 
     def upload_checkpoint(
         self,
@@ -140,29 +171,54 @@ class ServiceClient:
         BadRequestError where its files cannot be taken, RequestFailed where they do not fit the base
         model; both say what to change. `progress` hears of bytes sent, and of how many there are.
         """
-        upload = self._checkpoints.upload(
-            Path(source),
-            base_model,
-            name,
-            ttl_seconds=ttl_seconds,
-            user_metadata=user_metadata,
-            progress=progress,
-        )
-        return self._loop.run(upload)
+        adapter = Adapter(Path(source), base_model, name, ttl_seconds, user_metadata)
+        return self._loop.run(self._checkpoints.upload(adapter, progress))
+
+    async def upload_checkpoint_async(
+        self,
+        source: str | Path,
+        base_model: str,
+        name: str,
+        *,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+    ) -> str:
+        """Bring an adapter; see `upload_checkpoint`. `progress` is called on the client's thread."""
+        adapter = Adapter(Path(source), base_model, name, ttl_seconds, user_metadata)
+        return await self._loop.run_async(self._checkpoints.upload(adapter, progress))
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """List your checkpoints, newest first."""
         return self._loop.run(self._checkpoints.list())
 
+    async def list_checkpoints_async(self) -> list[Checkpoint]:
+        """List your checkpoints, newest first."""
+        return await self._loop.run_async(self._checkpoints.list())
+
     def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint. What was loaded from it stays."""
         self._loop.run(self._checkpoints.delete(path))
+
+    async def delete_checkpoint_async(self, path: str) -> None:
+        """Delete a checkpoint. What was loaded from it stays."""
+        await self._loop.run_async(self._checkpoints.delete(path))
 
     def download_checkpoint(
         self, path: str, folder: str | Path, progress: Progress | None = None
     ) -> None:
         """Write a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read."""
         self._loop.run(self._checkpoints.download(path, Path(folder), progress))
+
+    async def download_checkpoint_async(
+        self, path: str, folder: str | Path, progress: Progress | None = None
+    ) -> None:
+        """Write a checkpoint's adapter to a folder; see `download_checkpoint`."""
+        await self._loop.run_async(self._checkpoints.download(path, Path(folder), progress))
+
+    def create_rest_client(self) -> RestClient:
+        """Make a client for lists, checkpoints and usage; it opens no session, and asks nobody now."""
+        return RestClient(self._connection)
 
     def create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None

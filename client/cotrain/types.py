@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cotrain.data import (
     Datum,
@@ -124,14 +124,36 @@ __all__ = [
 # ---- Run -----------------------------------------------------------------------------------------
 
 
+MAX_ALPHA = 655_360.0
+"""Ten times the largest rank that any LoRA has: a larger alpha is a mistake."""
+
+
 class LoraConfig(WireModel):
-    """The adapter to train. Its scale is alpha / rank with alpha = 32 for every rank."""
+    """The adapter to train: it adds `alpha / rank * B @ A` to every weight that it is attached to.
+
+    A is `[rank, inputs]` and begins random, B is `[outputs, rank]` and begins as zeros. Raises
+    ValidationError (a ValueError) for an alpha outside (0, 655360], and for any dropout but 0: a
+    forward has to give the same numbers as the backward that follows it.
+    """
 
     rank: Annotated[int, Field(strict=True)] = 32
+    """Rows of A and columns of B; the server bounds it by the base model's hidden size."""
+    alpha: Annotated[float, Field(gt=0, le=MAX_ALPHA)] = 32.0
+    """The same for every rank where nothing is said, as the hosted services have it."""
+    dropout: float = 0.0
+    """Only 0 is implemented."""
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    """Of the random A; None: made of the run's id."""
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+    @field_validator("dropout")
+    @classmethod
+    def _refuse_dropout(cls, dropout: float) -> float:
+        if dropout != 0:
+            raise ValueError("dropout is not implemented; use 0")
+        return dropout
 
 
 class OptimizerConfig(WireModel):
@@ -181,6 +203,7 @@ class GetInfoResponse(WireModel):
     model_id: str
     is_lora: bool | None = None
     lora_rank: int | None = None
+    lora_alpha: float | None = None
     model_name: str | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     weights_epoch: int = 0

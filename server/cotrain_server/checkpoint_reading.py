@@ -113,7 +113,7 @@ def load_op(
     request: AddressedFields, wanted: LoadWeightsRequest, weights: WeightsRecord, run: RunRecord
 ) -> Op:
     """Make the op of a load into a run. Raises Invalid where the weights do not fit."""
-    check_fits(weights, run)
+    check_fits(weights, run, optimizer=wanted.optimizer)
     check_optimizer(weights, optimizer=wanted.optimizer)
     body = load_body(wanted.path, weights, optimizer=wanted.optimizer)
     return Op(OpKind.LOAD, body, 0, digest_of(canonical_json(request.fields)), (weights.ref,))

@@ -75,14 +75,23 @@ def check_optimizer(weights: WeightsRecord, *, optimizer: bool) -> None:
         raise Invalid("This checkpoint has no optimizer state; load it without.")
 
 
-def check_fits(weights: WeightsRecord, run: RunRecord) -> None:
-    """Check that a run can take over what a checkpoint holds. Raises Invalid naming both."""
+def check_fits(weights: WeightsRecord, run: RunRecord, *, optimizer: bool) -> None:
+    """Check that a run can take over what a checkpoint holds. Raises Invalid naming both.
+
+    Weights of another alpha are scaled to the run's; an optimizer state cannot be: a step has the
+    same size whatever the scale, so that its next steps would not be those it was saved before.
+    """
     if weights.base_model != run.base_model:
         raise Invalid(
             f"The checkpoint is of base model {weights.base_model}, the run of {run.base_model}."
         )
     if _shape(weights.lora) != _shape(run.lora):
         raise Invalid(f"The checkpoint has {_words(weights.lora)}; the run has {_words(run.lora)}.")
+    if optimizer and weights.lora.alpha != run.lora.alpha:
+        raise Invalid(
+            f"The checkpoint has alpha {weights.lora.alpha:g}, the run {run.lora.alpha:g}: load it "
+            "without its optimizer state, or start a run from the checkpoint, which takes its alpha."
+        )
 
 
 def _shape(lora: LoraSpec) -> tuple[int, bool, bool, bool]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cotrain_server.checkpoint_validation import check_name
 from cotrain_server.errors import Invalid
 from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.runs import DEFAULT_ALPHA, LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 
 if TYPE_CHECKING:
@@ -39,14 +39,19 @@ def check_mix(wanted: InterpolateRequest) -> None:
 
 
 def mixed_lora(sources: Sequence[WeightsRecord]) -> LoraSpec:
-    """Say what a combination of adapters is: of all their ranks together, for all that any trains."""
+    """Say what a combination of adapters is: of all their ranks together, for all that any trains.
+
+    It keeps an alpha that all have; of several it gets the default.
+    """
     loras = [source.lora for source in sources]
+    alphas = {lora.alpha for lora in loras}
     return LoraSpec(
         rank=sum(lora.rank for lora in loras),
         seed=loras[0].seed,
         train_attn=any(lora.train_attn for lora in loras),
         train_mlp=any(lora.train_mlp for lora in loras),
         train_unembed=any(lora.train_unembed for lora in loras),
+        alpha=alphas.pop() if len(alphas) == 1 else DEFAULT_ALPHA,
     )
 
 

@@ -51,6 +51,7 @@ def training_run_of(entry: RunEntry, tenant: TenantId) -> TrainingRun:
         model_owner=tenant if is_own else ANOTHER_TENANT,
         corrupted=is_own and run.state is RunState.FAILED,
         lora_rank=run.lora.rank,
+        lora_alpha=run.lora.alpha,
         last_request_time=utc(
             last_request_at
             if is_own

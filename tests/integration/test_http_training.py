@@ -240,6 +240,37 @@ async def test_a_run_that_cannot_be_made_is_refused_in_words(
     assert (answer.status_code, answer.json()["detail"]) == (400, message)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dropout": 0.1}, ["lora_config.dropout", "dropout is not implemented; use 0"]),
+        ({"alpha": 0}, ["lora_config.alpha", "greater than 0"]),
+        ({"alpha": 700_000}, ["lora_config.alpha", "655360"]),
+    ],
+)
+async def test_a_setting_of_lora_that_is_not_there_is_refused_by_name(
+    api: Api, change: dict[str, object], words: list[str]
+) -> None:
+    session = (await api.post("create_session", {})).json()["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model}
+    answer = await api.post("create_model", {**body, "lora_config": {"rank": 2, **change}})
+    assert answer.status_code == 422
+    assert all(word in answer.json()["detail"] for word in words)
+
+
+async def test_a_run_says_which_alpha_it_has(api: Api) -> None:
+    session = (await api.post("create_session", {})).json()["session_id"]
+    body = {"session_id": session, "base_model": POOL.base_model}
+    alphas = []
+    for number, config in enumerate(({"rank": 2}, {"rank": 2, "alpha": 7.5, "dropout": 0})):
+        made = await api.post(
+            "create_model", {**body, "model_seq_id": number, "lora_config": config}
+        )
+        info = await api.post("get_info", {"model_id": made.json()["model_id"]})
+        alphas.append(info.json()["lora_alpha"])
+    assert alphas == [32.0, 7.5]
+
+
 async def test_a_finished_session_closes_its_runs_and_stops_its_heartbeat(api: Api) -> None:
     run = await api.new_run()
     session = run.partition(":")[0]

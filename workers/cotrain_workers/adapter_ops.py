@@ -24,7 +24,7 @@ from cotrain_workers.sample_ops import HostWeights
 if TYPE_CHECKING:
     from cotrain_workers.bank import AdapterBank
     from cotrain_workers.ops import Op, Save
-    from cotrain_workers.spec import AdapterSpec
+    from cotrain_workers.spec import AdapterSpec, Layout
 
     Beginning = Create | Import | Load
 
@@ -63,14 +63,24 @@ def save(bank: AdapterBank, op: Save) -> SaveOutput | Failure:
 
 
 def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
-    """Write a checkpoint over a run's adapter, which keeps its spec and its place in memory."""
+    """Write a checkpoint over a run's adapter, which keeps its spec and its place in memory.
+
+    Where alpha differs, B takes the ratio, so that the adapter adds what the checkpoint added.
+    """
     if op.run not in bank:
         return unknown_run()
     adapter = bank[op.run]
     if shape_of(op.weights.spec) != shape_of(adapter.spec):
         theirs, ours = describe(op.weights.spec), describe(adapter.spec)
         return Failure(f"Checkpoint {op.path} has {theirs}; this run has {ours}.", "user")
-    adapter.weights.copy_(op.weights.flat)
+    flat = op.weights.flat
+    if op.weights.spec.alpha != adapter.spec.alpha:
+        if op.optimizer:
+            return Failure(f"Checkpoint {op.path} has an optimizer state of another alpha.", "user")
+        flat = _scaled(flat, adapter.layout, op.weights.spec.alpha / adapter.spec.alpha)
+        if not torch.isfinite(flat).all():
+            return Failure(f"Checkpoint {op.path} has too large an alpha for this run.", "user")
+    adapter.weights.copy_(flat)
     adapter.weights_changed()
     discard_gradients([adapter])
     if op.optimizer:
@@ -94,12 +104,12 @@ def refuse_spec(spec: AdapterSpec, max_rank: int) -> str | None:
 
 
 def shape_of(spec: AdapterSpec) -> tuple[object, ...]:
-    """Return what two adapters share if each can take the other's place: all but the seed."""
-    return spec.rank, spec.alpha, spec.train_attn, spec.train_mlp, spec.train_unembed
+    """Return what two adapters share if their matrices have the same places and shapes."""
+    return spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed
 
 
 def describe(spec: AdapterSpec) -> str:
-    """Name what `shape_of` compares; `alpha` is the same for every run."""
+    """Name what `shape_of` compares."""
     return (
         f"rank {spec.rank}, train_attn={spec.train_attn}, train_mlp={spec.train_mlp}, "
         f"train_unembed={spec.train_unembed}"
@@ -109,6 +119,14 @@ def describe(spec: AdapterSpec) -> str:
 def unknown_run() -> Failure:
     """Return the answer to an op of a run that has no adapter: the op that makes it has failed."""
     return Failure("This run has no adapter: its creation failed. Create another run.", "user")
+
+
+def _scaled(flat: torch.Tensor, layout: Layout, ratio: float) -> torch.Tensor:
+    """Return a copy of an arena `[size]` with every B multiplied by `ratio`."""
+    copy = flat.clone()
+    for pair in layout.views(copy).values():
+        pair.b.copy_(pair.b.double() * ratio)
+    return copy
 
 
 def _import(bank: AdapterBank, op: Import, max_rank: int) -> CreateOutput | Failure:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cotrain_store.messages.runs import DEFAULT_ALPHA
 from cotrain_workers.sample_ops import HostWeights
 from cotrain_workers.spec import AdapterSpec
 
@@ -43,11 +44,16 @@ def mix(
 
 
 def mixed_spec(specs: Sequence[AdapterSpec]) -> AdapterSpec:
-    """Return what a combination of adapters is; its seed, never used again, is that of the first."""
+    """Return what a combination of adapters is; its seed, never used again, is that of the first.
+
+    It keeps an alpha that all have; of several it gets the default.
+    """
+    alphas = {spec.alpha for spec in specs}
     return AdapterSpec(
         rank=sum(spec.rank for spec in specs),
         seed=specs[0].seed,
         train_attn=any(spec.train_attn for spec in specs),
         train_mlp=any(spec.train_mlp for spec in specs),
         train_unembed=any(spec.train_unembed for spec in specs),
+        alpha=alphas.pop() if len(alphas) == 1 else DEFAULT_ALPHA,
     )

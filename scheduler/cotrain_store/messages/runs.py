@@ -21,16 +21,20 @@ class RunState(StrEnum):
     FAILED = "failed"
 
 
+#: Of every adapter whose run did not choose another, whatever its rank: that of the hosted services.
+DEFAULT_ALPHA = 32.0
+
+
 @dataclass(frozen=True)
 class LoraSpec:
-    """The adapter a run trains; `alpha` is 32 for every rank, as the hosted services have it."""
+    """The adapter a run trains. What it adds to a weight is scaled by `alpha / rank`."""
 
     rank: int
     seed: int
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
-    alpha: float = 32.0
+    alpha: float = DEFAULT_ALPHA
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ async def get_info(
         model_id=run.id,
         is_lora=True,
         lora_rank=run.lora.rank,
+        lora_alpha=run.lora.alpha,
         model_name=run.base_model,
         weights_epoch=run.weights_epoch,
         rolled_back_to=run.rolled_back_to or None,
@@ -104,6 +105,7 @@ def _lora_spec(run: RunId, config: LoraConfig) -> LoraSpec:
         train_attn=config.train_attn,
         train_mlp=config.train_mlp,
         train_unembed=config.train_unembed,
+        alpha=config.alpha,
     )
 
 

@@ -108,6 +108,7 @@ async def weights_info(
     return WeightsInfoResponse(
         base_model=weights.base_model,
         lora_rank=weights.lora.rank,
+        lora_alpha=weights.lora.alpha,
         train_unembed=weights.lora.train_unembed,
         train_mlp=weights.lora.train_mlp,
         train_attn=weights.lora.train_attn,

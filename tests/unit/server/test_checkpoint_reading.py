@@ -211,6 +211,13 @@ def test_runs_of_other_seeds_take_each_others_checkpoints() -> None:
     assert load(run=replace(RECORD, lora=LoraSpec(4, 1))).kind is OpKind.LOAD
 
 
+def test_an_optimizer_state_of_another_alpha_is_not_loaded() -> None:
+    run = replace(RECORD, lora=replace(RECORD.lora, alpha=64.0))
+    with pytest.raises(Invalid, match="has alpha 32, the run 64: load it without its optimizer"):
+        load(run=run)
+    assert load(run=run, optimizer=False).kind is OpKind.LOAD
+
+
 def test_an_optimizer_state_that_was_not_saved_is_not_loaded() -> None:
     bare = replace(WEIGHTS, has_optimizer=False)
     with pytest.raises(Invalid, match="no optimizer state"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -274,3 +275,56 @@ def test_log_probabilities_of_the_new_run_are_those_of_the_old(
     expected = logprobs_of(engine)
     engine.run([load_of(saved(engine), run="new", seq=0, optimizer=False, creates=True)])
     assert logprobs_of(engine, replace(TENANT, run="new")) == expected
+
+
+def without_optimizer(save: SaveOutput, alpha: float) -> SaveOutput:
+    return SaveOutput(HostWeights(replace(save.weights.spec, alpha=alpha), save.weights.flat))
+
+
+def test_weights_of_another_alpha_add_what_they_added_before(
+    new_engine: Callable[..., Engine],
+) -> None:
+    """The run's B takes the ratio; to fp32's rounding, since 7.5 / 32 is no power of two."""
+    engine, other = new_engine(), new_engine()
+    engine.run(TENANT.ops(0))
+    theirs = replace(TENANT.spec, alpha=7.5)
+    other.run([Create(TENANT.run, 0, theirs)])
+    other.run([load_of(without_optimizer(saved(engine), 7.5), optimizer=False)])
+    engine.run([load_of(without_optimizer(saved(engine), 7.5), optimizer=False)])
+
+    for each, factor in ((other, 1.0), (engine, 7.5 / 32)):
+        expected = saved(other).weights.flat.clone()
+        for pair in each.layout(TENANT.run).views(expected).values():
+            pair.b.mul_(factor)
+        torch.testing.assert_close(each.state(TENANT.run).weights, expected, rtol=1e-6, atol=0)
+    ours, scaled = (np.frombuffer(b"".join(logprobs_of(e)), np.float32) for e in (other, engine))
+    np.testing.assert_allclose(ours, scaled, atol=1e-5)
+
+
+def test_an_optimizer_state_of_another_alpha_is_refused_and_changes_nothing(
+    new_engine: Callable[..., Engine],
+) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    before, save = engine.state(TENANT.run), saved(engine)
+    weights = without_optimizer(save, 7.5).weights
+
+    load = replace(load_of(save, optimizer=True), weights=weights)
+    failure = engine.run([load]).outputs[TENANT.run, 98]
+
+    assert isinstance(failure, Failure)
+    assert "another alpha" in failure.message
+    assert same_bits(engine.state(TENANT.run), before)
+
+
+def test_an_alpha_that_would_overflow_is_refused(new_engine: Callable[..., Engine]) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    before = engine.state(TENANT.run)
+
+    load = load_of(without_optimizer(saved(engine), 1e300), optimizer=False)
+    failure = engine.run([load]).outputs[TENANT.run, 98]
+
+    assert isinstance(failure, Failure)
+    assert "too large an alpha" in failure.message
+    assert same_bits(engine.state(TENANT.run), before)

@@ -54,7 +54,7 @@ def test_the_change_of_a_mix_is_the_sum_of_the_changes() -> None:
     sources = [
         (0.75, adapter(AdapterSpec(4, 1))),
         (-2.0, adapter(AdapterSpec(3, 2, train_mlp=False))),
-        (0.5, adapter(AdapterSpec(1, 3, train_attn=False, train_unembed=False))),
+        (0.5, adapter(AdapterSpec(1, 3, train_attn=False, train_unembed=False, alpha=7.5))),
     ]
 
     mixed = mix(sources, layout_of)
@@ -67,7 +67,7 @@ def test_the_change_of_a_mix_is_the_sum_of_the_changes() -> None:
 
 
 def test_one_source_with_coefficient_one_is_itself_to_the_bit() -> None:
-    source = adapter(AdapterSpec(5, 7, train_mlp=False))
+    source = adapter(AdapterSpec(5, 7, train_mlp=False, alpha=12.0))
 
     mixed = mix([(1.0, source)], layout_of)
 
