@@ -33,7 +33,7 @@ from cotrain.errors import (
     UnprocessableEntityError,
     UnsupportedInput,
 )
-from cotrain.futures import Future
+from cotrain.futures import Future, Submitted
 from cotrain.sampling import SamplingClient
 from cotrain.service import ServiceClient
 from cotrain.training import TrainingClient
@@ -74,6 +74,7 @@ __all__ = [
     "SamplingParams",
     "ServiceClient",
     "SettingsMissing",
+    "Submitted",
     "TensorData",
     "TokenizerMissing",
     "TrainingClient",

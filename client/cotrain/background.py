@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cotrain.errors import ClientClosed
@@ -37,8 +38,14 @@ class BackgroundLoop:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work on the loop and block this thread for its result."""
-        return self.start(work).result()
+        """Run work on the loop and block this thread for its result. Raises ClientClosed."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("this call, from the client's own thread, would wait for itself")
+        try:
+            return self.start(work).result()
+        except CancelledError:
+            raise ClientClosed("the client was closed before this ended") from None
 
     async def run_async(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work on this loop and await its result on the caller's; cancelling reaches it."""

@@ -13,17 +13,21 @@ from cotrain.errors import APIError, APIStatusError
 from cotrain.futures import Future
 from cotrain.polling import wait_for_json, wait_for_pass
 from cotrain.transport import is_transient, read
-from cotrain.types import UntypedAPIFuture
+from cotrain.types import SequencedRequest, UntypedAPIFuture
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from google.protobuf.message import Message
     from pydantic import BaseModel
 
     from cotrain.connection import Connection
-    from cotrain.types import Datum, ForwardBackwardOutput, SequencedRequest
+    from cotrain.transport import Transport
+    from cotrain.types import Datum, ForwardBackwardOutput
+
+POLLS_AT_ONCE = 16
+"""Of a run's thousand futures so many hold a connection each; the others have nothing to hear yet."""
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound="BaseModel")
@@ -38,6 +42,7 @@ class RunTraffic:
         self._model_id = model_id
         self._ordering = threading.Lock()
         self._next_seq_id = 1
+        self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
 
     def ask(
         self, path: str, request: type[SequencedRequest], answer: type[Result], /, **what: Any
@@ -46,11 +51,13 @@ class RunTraffic:
 
         Raises ValidationError for what cannot be sent.
         """
+
+        async def wait(request_ids: list[str]) -> Result:
+            (request_id,) = request_ids
+            return answer.model_validate(await self._heard(wait_for_json, request_id))
+
         # Read before a place in the order is taken, so that what cannot be sent leaves no gap.
-        read_request = request(model_id=self._model_id, seq_id=1, **what)
-        numbered = read_request.model_copy(update={"seq_id": self._reserve(1)[0]})
-        accepted = self._loop.start(self._submit(path, [numbered]))
-        return Future(accepted, self._loop.start(self._json_result(accepted, answer)))
+        return self._send(path, [request(model_id=self._model_id, seq_id=1, **what)], wait)
 
     def pass_over(
         self,
@@ -66,22 +73,28 @@ class RunTraffic:
         """
         # Encoded here, so that what the caller changes afterwards changes nothing, and before a
         # place in the order is taken, so that a datum that cannot be encoded leaves no gap.
-        chunks = cut(encode_datums(data))
         requests = [
             wrap_datums(
-                self._model_id, seq_id, chunk, loss_fn, loss_fn_config, forward_only=forward_only
+                self._model_id, 1, chunk, loss_fn, loss_fn_config, forward_only=forward_only
             )
-            for seq_id, chunk in zip(self._reserve(len(chunks)), chunks, strict=True)
+            for chunk in cut(encode_datums(data))
         ]
-        accepted = self._loop.start(self._submit("forward_backward", requests))
-        return Future(accepted, self._loop.start(self._pass_result(accepted)))
+        return self._send("forward_backward", requests, self._pass_result)
 
-    def _reserve(self, count: int) -> range:
-        """Take the next places in the run's order."""
+    def _send(
+        self,
+        path: str,
+        requests: Sequence[SequencedRequest | Message],
+        wait: Callable[[list[str]], Coroutine[Any, Any, T]],
+    ) -> Future[T]:
+        """Take the next places in the run's order and start to send, in that order."""
         with self._ordering:
             first = self._next_seq_id
-            self._next_seq_id += count
-        return range(first, first + count)
+            self._next_seq_id += len(requests)
+            placed = [_at(first + i, request) for i, request in enumerate(requests)]
+            accepted = self._loop.start(self._submit(path, placed))
+        outcome = self._loop.start(self._outcome(accepted, wait))
+        return Future(accepted, outcome, what=f"{path} {first} of run {self._model_id}")
 
     async def _submit(self, path: str, requests: Sequence[BaseModel | Message]) -> list[str]:
         """POST every request at once (the server orders them); returns their request ids."""
@@ -111,22 +124,30 @@ class RunTraffic:
         with suppress(APIError):
             await self._transport.post("forward_backward", nothing)
 
-    async def _pass_result(
-        self, accepted: concurrent.futures.Future[list[str]]
-    ) -> ForwardBackwardOutput:
-        request_ids = await _undisturbed(accepted)
+    async def _outcome(
+        self,
+        accepted: concurrent.futures.Future[list[str]],
+        wait: Callable[[list[str]], Coroutine[Any, Any, T]],
+    ) -> T:
+        # Acceptance is shielded, so that whoever gives up the result leaves no gap in the order.
+        return await wait(await asyncio.shield(asyncio.wrap_future(accepted)))
+
+    async def _pass_result(self, request_ids: list[str]) -> ForwardBackwardOutput:
         outputs = await asyncio.gather(
-            *(wait_for_pass(self._transport, request_id) for request_id in request_ids)
+            *(self._heard(wait_for_pass, request_id) for request_id in request_ids)
         )
         return combine(outputs)
 
-    async def _json_result(
-        self, accepted: concurrent.futures.Future[list[str]], model: type[Result]
-    ) -> Result:
-        (request_id,) = await _undisturbed(accepted)
-        return model.model_validate(await wait_for_json(self._transport, request_id))
+    async def _heard(
+        self, poll: Callable[[Transport, str], Coroutine[Any, Any, T]], request_id: str
+    ) -> T:
+        async with self._polls:  # which lets in who came first, and results come in that order too
+            return await poll(self._transport, request_id)
 
 
-async def _undisturbed(accepted: concurrent.futures.Future[T]) -> T:
-    """Await acceptance so that whoever gives up the result does not leave a gap in the order."""
-    return await asyncio.shield(asyncio.wrap_future(accepted))
+def _at(seq_id: int, request: SequencedRequest | Message) -> SequencedRequest | Message:
+    """Put a request in its place in the order."""
+    if isinstance(request, SequencedRequest):
+        return request.model_copy(update={"seq_id": seq_id})
+    request.seq_id = seq_id  # type: ignore[attr-defined]  # of the message of a pass
+    return request

@@ -13,7 +13,7 @@ from typing_extensions import override
 from cotrain.completions import Completions
 from cotrain.connection import shared_connection
 from cotrain.errors import APIStatusError, MalformedMessage
-from cotrain.futures import Future
+from cotrain.futures import Future, Submitted
 from cotrain.sample_traffic import SampleTraffic
 from cotrain.sampling_types import CLONE_SEQ_IDS
 from cotrain.tokenizer import load_tokenizer
@@ -70,8 +70,8 @@ class SamplingClient:
     def sample(
         self,
         prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
         topk_sample_logprobs: int = 0,
@@ -81,7 +81,8 @@ class SamplingClient:
     ) -> Future[SampleResponse]:
         """Continue a prompt `num_samples` times.
 
-        A busy server is waited for, as long as it takes. `target_prompt_logprobs` (int64
+        A busy server is waited for, as long as it takes. A task that is cancelled while it awaits
+        the future, alone, cancels the sample on the server. `target_prompt_logprobs` (int64
         `[len(prompt) - 1, K]`) scores other tokens at prompt positions, -1 none.
         """
         request = SampleRequest(
@@ -90,7 +91,7 @@ class SamplingClient:
             num_samples=num_samples,
             # Copied, so that what the caller changes afterwards changes nothing.
             prompt=prompt.model_copy(deep=True),
-            sampling_params=sampling_params,
+            sampling_params=sampling_params or SamplingParams(),
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
@@ -99,11 +100,31 @@ class SamplingClient:
         )
         return self._start(request, lambda response: response)
 
-    async def sample_async(
-        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams, **options: Any
-    ) -> SampleResponse:
-        """Continue a prompt; takes what `sample` takes. To cancel this is to cancel the sample."""
-        return await _or_cancel(self.sample(prompt, num_samples, sampling_params, **options))
+    def sample_async(
+        self,
+        prompt: ModelInput,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        *,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> Submitted[SampleResponse]:
+        """Send a `sample`; await it for the future, once the server has it."""
+        return Submitted(
+            self.sample(
+                prompt,
+                num_samples,
+                sampling_params,
+                include_prompt_logprobs,
+                topk_prompt_logprobs,
+                topk_sample_logprobs,
+                target_prompt_logprobs,
+                prompt_logprobs_last_n=prompt_logprobs_last_n,
+            )
+        )
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
@@ -122,11 +143,11 @@ class SamplingClient:
         )
         return self._start(request, _prompt_logprobs)
 
-    async def compute_logprobs_async(
+    def compute_logprobs_async(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> list[float | None]:
-        """Compute the log-probs of a prompt; see `compute_logprobs`."""
-        return await _or_cancel(self.compute_logprobs(prompt, prompt_logprobs_last_n))
+    ) -> Submitted[list[float | None]]:
+        """Send a `compute_logprobs`; await it for the future, once the server has it."""
+        return Submitted(self.compute_logprobs(prompt, prompt_logprobs_last_n))
 
     def get_base_model(self) -> str:
         """Name the base model; asks nobody."""
@@ -150,7 +171,12 @@ class SamplingClient:
     ) -> Future[T]:
         loop = self._connection.loop
         accepted = loop.start(self._traffic.accept(request))
-        return Future(accepted, loop.start(self._result(request, accepted, read_result)))
+        return Future(
+            accepted,
+            loop.start(self._result(request, accepted, read_result)),
+            what=f"sample {request.seq_id} of sampler {self._sampler_id}",
+            ends_with_its_waits=True,
+        )
 
     async def _result(
         self,
@@ -219,11 +245,3 @@ def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
     if response.prompt_logprobs is None:
         raise MalformedMessage("the server left out the log-probs of the prompt")
     return response.prompt_logprobs
-
-
-async def _or_cancel(future: Future[T]) -> T:
-    try:
-        return await future
-    except asyncio.CancelledError:
-        future.cancel()
-        raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from cotrain.checkpoint_types import (
     LoadWeightsRequest,
@@ -10,6 +10,7 @@ from cotrain.checkpoint_types import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from cotrain.futures import Submitted
 from cotrain.polling import wait_for_json
 from cotrain.run_traffic import RunTraffic
 from cotrain.tokenizer import load_tokenizer
@@ -28,7 +29,7 @@ from cotrain.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from cotrain.connection import Connection
     from cotrain.futures import Future
@@ -37,15 +38,12 @@ if TYPE_CHECKING:
     from cotrain.types import Datum
 
 
-T = TypeVar("T")
-
-
 class TrainingClient:
     """Trains one adapter. Every call takes its place in the run's order before it returns.
 
     So `forward_backward` and `optim_step` may be sent together and waited for afterwards; sent
-    together, they share a clock cycle. An `_async` method returns, when awaited, the same future
-    once the server has the request; await that for the result.
+    together, they share a clock cycle. An `_async` method sends at once too, awaited or not; await
+    what it gives for the same future once the server has the request, and that for the result.
     """
 
     def __init__(
@@ -72,14 +70,14 @@ class TrainingClient:
         """Compute log-probs and the loss; leaves gradients as they are."""
         return self._traffic.pass_over(data, loss_fn, loss_fn_config, forward_only=True)
 
-    async def forward_async(
+    def forward_async(
         self,
         data: Sequence[Datum],
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> Future[ForwardBackwardOutput]:
-        """Send a `forward`; returns once the server has it."""
-        return await _accepted(self.forward(data, loss_fn, loss_fn_config))
+    ) -> Submitted[ForwardBackwardOutput]:
+        """Send a `forward`; await it for the future, once the server has it."""
+        return Submitted(self.forward(data, loss_fn, loss_fn_config))
 
     def forward_backward(
         self,
@@ -94,14 +92,14 @@ class TrainingClient:
         """
         return self._traffic.pass_over(data, loss_fn, loss_fn_config, forward_only=False)
 
-    async def forward_backward_async(
+    def forward_backward_async(
         self,
         data: Sequence[Datum],
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> Future[ForwardBackwardOutput]:
-        """Send a `forward_backward`; returns once the server has it."""
-        return await _accepted(self.forward_backward(data, loss_fn, loss_fn_config))
+    ) -> Submitted[ForwardBackwardOutput]:
+        """Send a `forward_backward`; await it for the future, once the server has it."""
+        return Submitted(self.forward_backward(data, loss_fn, loss_fn_config))
 
     def optim_step(self, adam_params: AdamParams | None = None) -> Future[OptimStepResponse]:
         """Take one AdamW step with the accumulated gradient, then zero the gradient."""
@@ -110,11 +108,11 @@ class TrainingClient:
             "optim_step", OptimStepRequest, OptimStepResponse, adam_params=params
         )
 
-    async def optim_step_async(
+    def optim_step_async(
         self, adam_params: AdamParams | None = None
-    ) -> Future[OptimStepResponse]:
-        """Send an `optim_step`; returns once the server has it."""
-        return await _accepted(self.optim_step(adam_params))
+    ) -> Submitted[OptimStepResponse]:
+        """Send an `optim_step`; await it for the future, once the server has it."""
+        return Submitted(self.optim_step(adam_params))
 
     def save_state(
         self,
@@ -139,16 +137,16 @@ class TrainingClient:
             user_metadata=user_metadata,
         )
 
-    async def save_state_async(
+    def save_state_async(
         self,
         name: str | None = None,
         ttl_seconds: int | None = None,
         *,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
-    ) -> Future[SaveWeightsResponse]:
-        """Send a `save_state`; returns once the server has it."""
-        return await _accepted(
+    ) -> Submitted[SaveWeightsResponse]:
+        """Send a `save_state`; await it for the future, once the server has it."""
+        return Submitted(
             self.save_state(name, ttl_seconds, overwrite=overwrite, user_metadata=user_metadata)
         )
 
@@ -159,17 +157,17 @@ class TrainingClient:
         """
         return self._load(path, optimizer=False)
 
-    async def load_state_async(self, path: str) -> Future[LoadWeightsResponse]:
-        """Send a `load_state`; returns once the server has it."""
-        return await _accepted(self.load_state(path))
+    def load_state_async(self, path: str) -> Submitted[LoadWeightsResponse]:
+        """Send a `load_state`; await it for the future, once the server has it."""
+        return Submitted(self.load_state(path))
 
     def load_state_with_optimizer(self, path: str) -> Future[LoadWeightsResponse]:
         """Go on from a checkpoint as if nothing had come between: weights, moments and step count."""
         return self._load(path, optimizer=True)
 
-    async def load_state_with_optimizer_async(self, path: str) -> Future[LoadWeightsResponse]:
-        """Send a `load_state_with_optimizer`; returns once the server has it."""
-        return await _accepted(self.load_state_with_optimizer(path))
+    def load_state_with_optimizer_async(self, path: str) -> Submitted[LoadWeightsResponse]:
+        """Send a `load_state_with_optimizer`; await it for the future, once the server has it."""
+        return Submitted(self.load_state_with_optimizer(path))
 
     def save_weights_for_sampler(
         self,
@@ -185,14 +183,14 @@ class TrainingClient:
             path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
         )
 
-    async def save_weights_for_sampler_async(
+    def save_weights_for_sampler_async(
         self,
         name: str,
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
-    ) -> Future[SaveWeightsForSamplerResponse]:
-        """Send a `save_weights_for_sampler`; returns once the server has it."""
-        return await _accepted(self.save_weights_for_sampler(name, ttl_seconds, user_metadata))
+    ) -> Submitted[SaveWeightsForSamplerResponse]:
+        """Send a `save_weights_for_sampler`; await it for the future, once the server has it."""
+        return Submitted(self.save_weights_for_sampler(name, ttl_seconds, user_metadata))
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
         """Keep the weights as they are at this place in the order, and sample from them.
@@ -202,11 +200,11 @@ class TrainingClient:
         """
         return self._loop.run(self._sampler_of(self._save_for(name)))
 
-    async def save_weights_and_get_sampling_client_async(
+    def save_weights_and_get_sampling_client_async(
         self, name: str | None = None
-    ) -> SamplingClient:
-        """Sample from the weights of now; see `save_weights_and_get_sampling_client`."""
-        return await self._loop.run_async(self._sampler_of(self._save_for(name)))
+    ) -> Coroutine[Any, Any, SamplingClient]:
+        """Sample from the weights of this call; see `save_weights_and_get_sampling_client`."""
+        return self._loop.run_async(self._sampler_of(self._save_for(name)))
 
     def create_sampling_client(self, model_path: str) -> SamplingClient:
         """Sample from weights that were saved, of whichever run."""
@@ -235,6 +233,8 @@ class TrainingClient:
     async def unload_async(self) -> None:
         """End the run and free its place on the server; requests still waiting fail."""
         await self._loop.run_async(self._unload())
+
+    # ---- losses of one's own, and a step in one call ----------------------------------------------
 
     def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
         if name is not None:
@@ -268,8 +268,3 @@ class TrainingClient:
         request = UnloadModelRequest(model_id=self._model_id)
         future = read(await self._transport.post("unload_model", request), UntypedAPIFuture)
         await wait_for_json(self._transport, future.request_id)
-
-
-async def _accepted(future: Future[T]) -> Future[T]:
-    await future.accepted_async()
-    return future

@@ -81,7 +81,7 @@ def test_requests_of_one_sampler_are_numbered_from_nought(
 
 def test_logprobs_of_a_prompt_begin_with_none(api: FakeSampling, sampler: SamplingClient) -> None:
     assert sampler.compute_logprobs(PROMPT).result() == [None, -1.0, -1.0]
-    assert asyncio.run(sampler.compute_logprobs_async(PROMPT, 1)) == [None, -1.0, -1.0]
+    assert sampler.compute_logprobs_async(PROMPT, 1).result() == [None, -1.0, -1.0]
     sent = api.bodies("asample")
     assert [body["sampling_params"]["max_tokens"] for body in sent] == [1, 1]
     assert [body.get("prompt_logprobs_last_n") for body in sent] == [None, 1]
@@ -156,13 +156,20 @@ def test_giving_up_a_future_cancels_the_sample(api: FakeSampling, sampler: Sampl
     assert sampler.sample(PROMPT, 1, THREE).result().sequences
 
 
-def test_cancelling_a_coroutine_cancels_its_sample(
+def test_cancelling_the_last_task_that_awaits_a_sample_cancels_it(
     api: FakeSampling, sampler: SamplingClient
 ) -> None:
     api.hold["s1:sample:0:0"] = threading.Event()
 
     async def give_up() -> None:
-        task = asyncio.create_task(sampler.sample_async(PROMPT, 1, THREE))
+        future = await sampler.sample_async(PROMPT, 1, THREE)
+        other = asyncio.ensure_future(future)
+        task = asyncio.ensure_future(future)
+        await asyncio.sleep(0)
+        other.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await other
+        assert not task.done()
         await until(lambda: "s1:sample:0:0" in api.samples)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -170,6 +177,26 @@ def test_cancelling_a_coroutine_cancels_its_sample(
         await until(lambda: api.cancelled == ["s1:sample:0:0"])
 
     asyncio.run(give_up())
+
+
+def test_a_sample_that_nobody_waits_for_in_time_goes_on(
+    api: FakeSampling, sampler: SamplingClient
+) -> None:
+    held = api.hold["s1:sample:0:0"] = threading.Event()
+    future = sampler.sample_async(PROMPT, 1, THREE)
+    with pytest.raises(TimeoutError):
+        asyncio.run(future.result_async(timeout=0.01))
+    held.set()
+    assert future.result().sequences
+    assert not api.cancelled
+
+
+def test_one_prompt_is_all_that_a_sample_needs(api: FakeSampling, sampler: SamplingClient) -> None:
+    assert len(sampler.sample(PROMPT).result().sequences) == 1
+    assert asyncio.run(sampler.sample_async(prompt=PROMPT)).result().sequences
+    assert api.bodies("asample")[0]["sampling_params"] == SamplingParams().model_dump(
+        exclude_none=True
+    )
 
 
 def test_a_result_that_is_there_cannot_be_given_up(

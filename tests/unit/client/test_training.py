@@ -108,15 +108,14 @@ def test_a_refused_request_leaves_no_gap_in_the_order(api: FakeApi, run: Trainin
     )
 
 
-def test_a_refused_request_does_not_raise_before_its_result_is_asked_for(
+def test_the_first_await_raises_what_a_request_is_refused_with(
     api: FakeApi, run: TrainingClient
 ) -> None:
     api.answers["optim_step"] = [refusal(400)]
 
     async def train() -> None:
-        future = await run.optim_step_async()
         with pytest.raises(BadRequestError):
-            await future
+            await run.optim_step_async()
 
     asyncio.run(train())
 
