@@ -34,6 +34,7 @@ from cotrain.errors import (
     UnsupportedInput,
 )
 from cotrain.futures import Future, Submitted
+from cotrain.rest import RestClient
 from cotrain.sampling import SamplingClient
 from cotrain.service import ServiceClient
 from cotrain.training import TrainingClient
@@ -68,6 +69,7 @@ __all__ = [
     "PermissionDeniedError",
     "RateLimitError",
     "RequestFailed",
+    "RestClient",
     "SampleResponse",
     "SampledSequence",
     "SamplingClient",

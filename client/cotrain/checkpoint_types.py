@@ -6,7 +6,7 @@ The limits here are those of the shapes; names, lifetimes and whose a path is, t
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -17,6 +17,40 @@ Path = Annotated[str, Field(min_length=1, max_length=1024)]
 Seconds = Annotated[int, Field(strict=True, ge=1, lt=2**40)]
 Credential = Annotated[str, Field(min_length=1, max_length=4096)]
 UserMetadata = dict[str, str]
+
+SCHEME = "tinker://"
+TYPE_BY_KIND: dict[str, Literal["training", "sampler", "external"]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+
+
+# ---- Path ----------------------------------------------------------------------------------------
+
+
+class ParsedCheckpointTinkerPath(WireModel):
+    """What a checkpoint's path says."""
+
+    tinker_path: str
+    training_run_id: str
+    checkpoint_type: Literal["training", "sampler", "external"]
+    checkpoint_id: str
+    """`<kind>/<name>`."""
+
+    @classmethod
+    def from_tinker_path(cls, tinker_path: str) -> Self:
+        """Read `tinker://<run>/<kind>/<name>`. Raises ValueError where it is none."""
+        run, kind, name = (tinker_path.removeprefix(SCHEME).split("/") + [""] * 3)[:3]
+        whole = f"{SCHEME}{run}/{kind}/{name}" == tinker_path and run and name
+        if not whole or kind not in TYPE_BY_KIND:
+            raise ValueError(f"{tinker_path!r} is not {SCHEME}<run>/<kind>/<name>")
+        return cls(
+            tinker_path=tinker_path,
+            training_run_id=run,
+            checkpoint_type=TYPE_BY_KIND[kind],
+            checkpoint_id=f"{kind}/{name}",
+        )
 
 
 # ---- Save ----------------------------------------------------------------------------------------
@@ -116,6 +150,7 @@ class WeightsInfoResponse(WireModel):
     optimizer_config: OptimizerChoice = OptimizerChoice()
     is_lora: bool = True
     lora_rank: int | None = None
+    lora_alpha: float | None = None
     train_unembed: bool | None = None
     train_mlp: bool | None = None
     train_attn: bool | None = None
@@ -160,6 +195,13 @@ class ExternalWeightsUrlsResponse(WireModel):
     expires: datetime
 
 
+class CheckpointArchiveUrlResponse(WireModel):
+    """GET …/archive: where all files of a checkpoint can be fetched as one tar, without a key."""
+
+    url: str
+    expires: datetime
+
+
 # ---- Key -----------------------------------------------------------------------------------------
 
 
@@ -180,6 +222,16 @@ class KeyDetails(WireModel):
 
     org_details: OrganizationDetails
     user_details: UserDetails
+
+
+class WhoamiResponse(WireModel):
+    """Whose a key is, as the token that stands for it says."""
+
+    user_urn: str
+    """Here, the tenant."""
+    org_urn: str
+    email: str | None = None
+    """None: this server knows tenants, not their people."""
 
 
 class ApiKeyResponse(WireModel):

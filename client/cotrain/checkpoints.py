@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from cotrain.checkpoint_types import ExternalWeightsUrlsResponse
 from cotrain.errors import MalformedMessage
 from cotrain.packing import pack
 from cotrain.polling import wait_for_json
+from cotrain.rest_calls import checkpoint_url
 from cotrain.rest_types import CheckpointsListResponse
 from cotrain.transport import read
 from cotrain.upload_types import UploadQuery, UploadResponse
@@ -26,8 +27,19 @@ if TYPE_CHECKING:
     # How many bytes went over the wire, and how many there are.
     Progress = Callable[[int, int], None]
 
-SCHEME = "tinker://"
 PAGE = 100
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was made elsewhere, and what it is to become here."""
+
+    source: Path
+    """A PEFT folder, or an archive of one."""
+    base_model: str
+    name: str
+    ttl_seconds: int | None
+    user_metadata: Mapping[str, str] | None
 
 
 class Checkpoints:
@@ -37,29 +49,21 @@ class Checkpoints:
         self._transport = transport
         self._runs = runs
 
-    async def upload(
-        self,
-        source: Path,
-        base_model: str,
-        name: str,
-        *,
-        ttl_seconds: int | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        progress: Progress | None = None,
-    ) -> str:
-        """Send a PEFT folder or an archive of one; returns the checkpoint's path once it is stored.
+    async def upload(self, adapter: Adapter, progress: Progress | None = None) -> str:
+        """Send an adapter; returns the checkpoint's path once it is stored.
 
         Raises OSError, APIError, or RequestFailed where the adapter does not fit its base model.
         """
-        packed = pack(source)
+        packed = pack(adapter.source)
         session_id, seq_id = await self._runs.reserve()
+        metadata = adapter.user_metadata
         query = UploadQuery(
-            base_model=base_model,
-            name=name,
+            base_model=adapter.base_model,
+            name=adapter.name,
             session_id=session_id,
             model_seq_id=seq_id,
-            ttl_seconds=ttl_seconds,
-            user_metadata=json.dumps(dict(user_metadata)) if user_metadata else None,
+            ttl_seconds=adapter.ttl_seconds,
+            user_metadata=json.dumps(dict(metadata)) if metadata else None,
         )
         sent = await self._transport.post_stream(
             "training_runs/upload", query, packed.size, lambda: packed.pieces(progress)
@@ -83,26 +87,17 @@ class Checkpoints:
 
     async def delete(self, path: str) -> None:
         """Delete a checkpoint. Raises APIError."""
-        await self._transport.delete(url_of(path))
+        await self._transport.delete(checkpoint_url(path))
 
     async def download(self, path: str, folder: Path, progress: Progress | None = None) -> None:
         """Fetch a checkpoint's files into a folder, each of them whole or not at all.
 
         Raises OSError or APIError.
         """
-        answer = await self._transport.get(f"{url_of(path)}/external_weights_urls")
+        answer = await self._transport.get(f"{checkpoint_url(path)}/external_weights_urls")
         urls = read(answer, ExternalWeightsUrlsResponse).urls
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
         for name in sorted(urls):  # the small configuration first: links do not live long
             if name in ("", ".", "..") or "/" in name or "\\" in name:
                 raise MalformedMessage(f"{name!r} is no name of a file")
             await self._transport.fetch(urls[name], folder / name, progress)
-
-
-def url_of(path: str) -> str:
-    """Write a checkpoint's path as the URL it has; raises ValueError where it is none."""
-    parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3:
-        raise ValueError(f"{path!r} is not {SCHEME}<run>/<kind>/<name>")
-    run, kind, name = (quote(part, safe="") for part in parts)
-    return f"training_runs/{run}/checkpoints/{kind}/{name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cotrain.checkpoint_types import CreateFromWeightsRequest
@@ -19,6 +20,19 @@ if TYPE_CHECKING:
     from cotrain.samplers import Samplers
     from cotrain.session import Session
     from cotrain.types import LoraConfig
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run starts from."""
+
+    path: str
+    base_model: str | None
+    """The checkpoint's, or nothing."""
+    user_metadata: dict[str, Any] | None
+    """Of the run."""
+    weights_access_token: str | None = field(repr=False)
+    """A key of the tenant that owns the checkpoint, where that is another one."""
 
 
 class Runs:
@@ -49,17 +63,17 @@ class Runs:
         )
         return self._client(await self._made("create_model", request), base_model)
 
-    async def load(
-        self, path: str, user_metadata: dict[str, Any] | None, *, optimizer: bool
-    ) -> TrainingClient:
+    async def load(self, start: Start, *, optimizer: bool) -> TrainingClient:
         """Start a run with what a checkpoint holds. Raises RequestFailed or APIError."""
         session_id, seq_id = await self.reserve()
         request = CreateFromWeightsRequest(
             session_id=session_id,
             model_seq_id=seq_id,
-            path=path,
+            path=start.path,
             optimizer=optimizer,
-            user_metadata=user_metadata,
+            base_model=start.base_model,
+            user_metadata=start.user_metadata,
+            weights_access_token=start.weights_access_token,
         )
         model_id = await self._made("load_weights", request)
         asked = await self._transport.post("get_info", GetInfoRequest(model_id=model_id))

@@ -182,7 +182,7 @@ def test_a_server_cannot_choose_where_a_download_is_written(
 
 
 def test_a_run_goes_on_from_a_checkpoint(api: FakeCheckpoints, service: ServiceClient) -> None:
-    run = service.create_training_client_from_state(PATH, {"a": "b"})
+    run = service.create_training_client_from_state(PATH, user_metadata={"a": "b"})
     also = service.create_training_client_from_state_with_optimizer(PATH)
     assert (run.model_id, also.model_id) == ("s1:train:0", "s1:train:0")
     first, second = api.bodies("load_weights")
