@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain import BadRequestError, Datum, Future, ModelInput, RequestFailed, ServiceClient
+from cotrain.futures import Submitted
+from tests.support.fake_api import FakeApi, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cotrain import TrainingClient
+    from cotrain.types import ForwardBackwardOutput
+
+DATUM = Datum(model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6]})
+
+
+@pytest.fixture
+def api() -> FakeApi:
+    return FakeApi()
+
+
+@pytest.fixture
+def run(api: FakeApi) -> Iterator[TrainingClient]:
+    with ServiceClient("http://server", "tml-key", network=api.network) as service:
+        yield service.create_lora_training_client("m")
+
+
+def send(run: TrainingClient, datums: int = 1) -> Submitted[ForwardBackwardOutput]:
+    return run.forward_backward_async([DATUM] * datums, "cross_entropy")
+
+
+def place(output: ForwardBackwardOutput) -> float:
+    return output.metrics["clock_cycle:unique"]
+
+
+def test_two_awaits_give_the_future_and_then_the_result(run: TrainingClient) -> None:
+    async def train() -> float:
+        return place(await (await send(run)))
+
+    assert asyncio.run(train()) == 1
+
+
+def test_it_gives_its_result_to_threads_and_loops_directly(run: TrainingClient) -> None:
+    submitted = send(run)
+    assert place(submitted.result(timeout=60)) == 1
+    assert place(asyncio.run(submitted.result_async(timeout=60))) == 1
+    assert submitted.done()
+
+
+def test_it_is_sent_in_the_order_of_the_calls_whatever_is_awaited(run: TrainingClient) -> None:
+    async def train() -> list[float]:
+        first, second, third = send(run), send(run), send(run)
+        return [place(await third.result_async()), place(await (await first)), place(second.result())]
+
+    assert asyncio.run(train()) == [3, 1, 2]
+
+
+def test_it_is_sent_when_nobody_ever_awaits_it(
+    api: FakeApi, run: TrainingClient, recwarn: pytest.WarningsRecorder
+) -> None:
+    send(run)
+    run.optim_step_async()
+    gc.collect()
+    assert place(run.forward([DATUM], "cross_entropy").result()) == 3
+    assert [message.seq_id for message in api.passes.values()] == [1, 3]
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("over", ["the futures", "the results"])
+def test_gather_takes_either(run: TrainingClient, over: str) -> None:
+    async def train() -> list[ForwardBackwardOutput]:
+        sent = [send(run) for _ in range(5)]
+        if over == "the results":
+            return list(await asyncio.gather(*(each.result_async() for each in sent)))
+        return list(await asyncio.gather(*await asyncio.gather(*sent)))
+
+    assert [place(output) for output in asyncio.run(train())] == [1, 2, 3, 4, 5]
+
+
+def test_who_wants_a_coroutine_may_take_it_for_one(run: TrainingClient) -> None:
+    async def train() -> list[float]:
+        task = asyncio.create_task(send(run))
+        async with asyncio.TaskGroup() as group:
+            grouped = group.create_task(send(run))
+        limited = await asyncio.wait_for(send(run), timeout=60)
+        return [place(await future) for future in (await task, grouped.result(), limited)]
+
+    assert asyncio.run(train()) == [1, 2, 3]
+    assert place(asyncio.run(send(run)).result()) == 4
+
+
+def test_any_number_of_tasks_may_await_one(api: FakeApi, run: TrainingClient) -> None:
+    async def train() -> list[Future[ForwardBackwardOutput]]:
+        submitted = send(run)
+        tasks = [asyncio.create_task(submitted) for _ in range(3)]
+        tasks[0].cancel()
+        return [*await asyncio.gather(*tasks[1:]), await submitted, await asyncio.gather(submitted)]
+
+    first, second, third, (fourth,) = asyncio.run(train())
+    assert first is second is third is fourth
+    assert len(api.passes) == 1
+
+
+def test_a_cancelled_wait_cancels_no_training(api: FakeApi, run: TrainingClient) -> None:
+    api.hold["pass:1"] = threading.Event()
+    submitted = send(run)
+
+    async def give_up() -> None:
+        for awaitable in (submitted.result_async(), await submitted):
+            task = asyncio.ensure_future(awaitable)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(give_up())
+    api.hold["pass:1"].set()
+    assert place(submitted.result()) == 1
+
+
+def test_the_first_error_of_many_surfaces(api: FakeApi, run: TrainingClient) -> None:
+    api.answers["optim_step"] = [refusal(400, "too odd")]
+
+    async def train() -> None:
+        await asyncio.gather(run.optim_step_async(), send(run), run.optim_step_async())
+
+    with pytest.raises(BadRequestError, match="too odd"):
+        asyncio.run(train())
+
+
+def test_a_loop_may_block_on_a_result_without_a_deadlock(run: TrainingClient) -> None:
+    async def notebook() -> list[float]:
+        blocking = run.forward_backward([DATUM], "cross_entropy").result(timeout=60)
+        return [place(blocking), place(send(run).result(timeout=60)), run.get_info() is not None]
+
+    assert asyncio.run(notebook()) == [1, 2, True]
+
+
+def test_two_loops_and_a_thread_await_the_same_one(api: FakeApi, run: TrainingClient) -> None:
+    held = api.hold["pass:1"] = threading.Event()
+    submitted = send(run)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        waits = [
+            pool.submit(asyncio.run, submitted.result_async()),
+            pool.submit(lambda: asyncio.run(submitted).result()),
+            pool.submit(submitted.result),
+        ]
+        held.set()
+        assert [place(wait.result(timeout=60)) for wait in waits] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("what", ["Submitted", "Future"])
+def test_to_take_it_for_the_result_is_an_error_that_says_what_to_do(
+    run: TrainingClient, what: str
+) -> None:
+    taken = {"Submitted": send(run), "Future": send(run)._future}[what]
+    with pytest.raises(AttributeError, match=r"await it.* call \.result\(\), before \.metrics"):
+        taken.metrics  # type: ignore[attr-defined, union-attr]  # noqa: B018
+
+
+def test_a_failure_that_nobody_met_is_logged_once(
+    api: FakeApi, run: TrainingClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.answers["forward_backward"] = [refusal(400, "too odd")]
+    send(run)  # collected before it fails
+    run.optim_step().result()
+    assert [record.message for record in caplog.records] == [
+        "forward_backward 1 of run s1:train:0 failed, and nobody asked for its result: 400: too odd"
+    ]
+
+
+def test_a_failure_that_somebody_met_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
+    outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
+    met, unmet = Future(accepted, outcome), Future(accepted, outcome, what="b")
+    with pytest.raises(TimeoutError):
+        unmet.result(timeout=0)
+    accepted.set_result(None)
+    outcome.set_exception(RequestFailed("no", "r", "user"))
+    with pytest.raises(RequestFailed):
+        met.result()
+    del met
+    assert not caplog.records
+    del unmet  # it was waited for, and left, before it failed
+    assert [record.message for record in caplog.records] == [
+        "b failed, and nobody asked for its result: no"
+    ]
+
+
+def test_what_was_given_up_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
+    future = Future(concurrent.futures.Future(), outcome)
+    assert future.cancel()
+    del future
+    assert not caplog.records
