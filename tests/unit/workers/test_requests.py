@@ -64,9 +64,10 @@ def engine_op(queued: QueuedOp, body: bytes, kept: Kept | None = None) -> Op | F
 
 
 def test_a_create_carries_every_choice_of_its_tenant() -> None:
-    chosen = {"rank": 3, "seed": 9, "train_attn": False, "train_unembed": False, "alpha": 7.5}
-    made = engine_op(op(OpKind.CREATE, 0), encode(LoraSpec(**chosen)).encode())
-    assert made == Create("r", 0, AdapterSpec(**chosen))
+    lora = LoraSpec(3, 9, train_attn=False, train_mlp=True, train_unembed=False, alpha=7.5)
+    made = engine_op(op(OpKind.CREATE, 0), encode(lora).encode())
+    spec = AdapterSpec(3, 9, train_attn=False, train_mlp=True, train_unembed=False, alpha=7.5)
+    assert made == Create("r", 0, spec)
 
 
 def test_a_create_that_was_logged_without_an_alpha_has_32() -> None:
