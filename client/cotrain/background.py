@@ -29,6 +29,10 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
 
+    def is_here(self) -> bool:
+        """Say whether this is the loop's own thread, which must wait for nothing that runs on it."""
+        return threading.current_thread() is self._thread
+
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start work on the loop, from any thread. Raises ClientClosed."""
         with self._closing:
@@ -39,7 +43,7 @@ class BackgroundLoop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work on the loop and block this thread for its result. Raises ClientClosed."""
-        if threading.current_thread() is self._thread:
+        if self.is_here():
             work.close()
             raise RuntimeError("this call, from the client's own thread, would wait for itself")
         try:

@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from cotrain.background import BackgroundLoop
+from cotrain.flow import Dispatch, Lane, Room
 from cotrain.transport import Transport, read
 from cotrain.types import ClientConfigRequest, ClientConfigResponse
 from cotrain.version import __version__
@@ -27,8 +28,14 @@ class Connection:
         self.settings = settings
         self.transport = Transport(settings.base_url, settings.api_key, network=network)
         self.loop = BackgroundLoop("cotrain-client")
+        self.room = Room(self.loop.is_here)
+        self._dispatch = Dispatch()
         self._asking = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
+
+    def lane(self) -> Lane:
+        """Make the lane of one run."""
+        return Lane(self._dispatch, self.transport.pause)
 
     async def config(self) -> ClientConfigResponse:
         """Ask, once, how the server wants to be talked to."""

@@ -7,6 +7,8 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import BaseModel
+
 from cotrain.chunks import combine, cut
 from cotrain.codec import encode_datums, wrap_datums
 from cotrain.errors import APIError, APIStatusError
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from google.protobuf.message import Message
-    from pydantic import BaseModel
 
     from cotrain.connection import Connection
     from cotrain.transport import Transport
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 POLLS_AT_ONCE = 16
 """Of a run's thousand futures so many hold a connection each; the others have nothing to hear yet."""
+
+SMALL_BYTES = 1_000
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound="BaseModel")
@@ -39,6 +42,8 @@ class RunTraffic:
     def __init__(self, connection: Connection, model_id: str) -> None:
         self._loop = connection.loop
         self._transport = connection.transport
+        self._room = connection.room
+        self._lane = connection.lane()
         self._model_id = model_id
         self._ordering = threading.Lock()
         self._next_seq_id = 1
@@ -87,28 +92,43 @@ class RunTraffic:
         requests: Sequence[SequencedRequest | Message],
         wait: Callable[[list[str]], Coroutine[Any, Any, T]],
     ) -> Future[T]:
-        """Take the next places in the run's order and start to send, in that order."""
+        """Take the next places in the run's order and start to send, in that order.
+
+        Blocks where more waits to be sent already than memory is meant for (`flow.py`).
+        """
+        size_bytes = sum(map(_size, requests))
+        self._room.take(size_bytes, len(requests))
         with self._ordering:
             first = self._next_seq_id
             self._next_seq_id += len(requests)
             placed = [_at(first + i, request) for i, request in enumerate(requests)]
-            accepted = self._loop.start(self._submit(path, placed))
+            accepted = self._loop.start(self._submit(path, placed, size_bytes))
         outcome = self._loop.start(self._outcome(accepted, wait))
         return Future(accepted, outcome, what=f"{path} {first} of run {self._model_id}")
 
-    async def _submit(self, path: str, requests: Sequence[BaseModel | Message]) -> list[str]:
-        """POST every request at once (the server orders them); returns their request ids."""
-        answers = await asyncio.gather(
-            *(self._submit_one(path, request) for request in requests), return_exceptions=True
-        )
+    async def _submit(
+        self, path: str, requests: Sequence[BaseModel | Message], size_bytes: int
+    ) -> list[str]:
+        """POST every request in its turn (the server orders them); returns their request ids."""
+        try:
+            answers = await asyncio.gather(
+                *(self._submit_one(path, request) for request in requests), return_exceptions=True
+            )
+        finally:
+            self._room.give_back(size_bytes, len(requests))
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         return [answer for answer in answers if isinstance(answer, str)]
 
     async def _submit_one(self, path: str, request: Any) -> str:
+        return await self._lane.send(
+            request.seq_id, _size(request), lambda: self._post(path, request)
+        )
+
+    async def _post(self, path: str, request: Any) -> str:
         try:
-            response = await self._transport.post(path, request)
+            response = await self._transport.post(path, request, raises_busy=True)
         except APIStatusError as error:
             if not is_transient(error):
                 await self._fill_gap(request.seq_id)
@@ -143,6 +163,11 @@ class RunTraffic:
     ) -> T:
         async with self._polls:  # which lets in who came first, and results come in that order too
             return await poll(self._transport, request_id)
+
+
+def _size(request: BaseModel | Message) -> int:
+    """Bytes of a request as it is sent, before compression; about as many where it is small."""
+    return SMALL_BYTES if isinstance(request, BaseModel) else request.ByteSize()
 
 
 def _at(seq_id: int, request: SequencedRequest | Message) -> SequencedRequest | Message:

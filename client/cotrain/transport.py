@@ -25,6 +25,7 @@ from cotrain.errors import (
     APIStatusError,
     APITimeoutError,
     MalformedMessage,
+    RateLimitError,
     status_error,
 )
 from cotrain.version import __version__
@@ -96,10 +97,20 @@ class Transport:
         )
 
     async def post(
-        self, path: str, message: BaseModel | Message, headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        message: BaseModel | Message,
+        headers: Mapping[str, str] | None = None,
+        *,
+        raises_busy: bool = False,
     ) -> httpx.Response:
-        """POST until there is an answer. Raises APIError for a refusal or when it gives up."""
-        return await self._until_answered(lambda: self.post_once(path, message, headers=headers))
+        """POST until there is an answer. Raises APIError for a refusal or when it gives up.
+
+        With `raises_busy`, RateLimitError is a refusal too: the caller knows better when to ask again.
+        """
+        return await self._until_answered(
+            lambda: self.post_once(path, message, headers=headers), raises_busy=raises_busy
+        )
 
     async def put(self, path: str, message: BaseModel) -> httpx.Response:
         """PUT until there is an answer; a field that is None is sent as null, which says "none".
@@ -191,7 +202,7 @@ class Transport:
         await self._http.aclose()
 
     async def _until_answered(
-        self, call: Callable[[], Awaitable[httpx.Response]]
+        self, call: Callable[[], Awaitable[httpx.Response]], *, raises_busy: bool = False
     ) -> httpx.Response:
         failures, deadline = 0, time.monotonic() + self.policy.give_up_after_s
         while True:
@@ -199,7 +210,8 @@ class Transport:
                 return await call()
             except APIError as error:
                 failures += 1
-                if not is_transient(error) or time.monotonic() > deadline:
+                is_final = raises_busy and isinstance(error, RateLimitError)
+                if is_final or not is_transient(error) or time.monotonic() > deadline:
                     raise
                 await self.pause(failures, error)
 
