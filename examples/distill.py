@@ -1,0 +1,104 @@
+"""On-policy distillation: a student writes, and its teacher tells it how likely each token was.
+
+The student's samples are scored by the teacher; a token's advantage is how much likelier the teacher found
+it. That is the gradient of the reverse KL divergence from student to teacher, seen where the student
+goes. The teacher here is a larger adapter on the same base model, and learned from answers (see sft.py).
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import sft
+from opening import opened, options_of, show
+from unicode_names import batch, tokens_of
+
+from cotrain import AdamParams, Datum, ModelInput, SamplingParams
+
+if TYPE_CHECKING:
+    from cotrain import SamplingClient, TrainingClient
+
+STEPS = 20
+TEACHER_STEPS, TEACHER_RANK, STUDENT_RANK = 40, 16, 4
+QUESTIONS, ANSWERS = 16, 4
+ADAM = AdamParams(learning_rate=2e-3, eps=1e-8)
+EDGE = 3
+"""The first and the last so many steps are compared."""
+
+
+def main() -> None:
+    """Teach a teacher, let it teach a student, and show how far apart they are."""
+    options = options_of(__doc__, STEPS)
+    with opened(options) as (service, base_model):
+        teaching = service.create_lora_training_client(base_model, TEACHER_RANK, seed=1)
+        tokenizer = teaching.get_tokenizer()
+        list(sft.train(teaching, tokenizer, TEACHER_STEPS))
+        teacher = teaching.save_weights_and_get_sampling_client()
+        run = service.create_lora_training_client(base_model, STUDENT_RANK, seed=2)
+        divergences = [distill(run, teacher, tokenizer, step) for step in range(options.steps)]
+    rows = [(f"step {step}", each) for step, each in enumerate(divergences, 1)]
+    rows += [
+        (f"mean of the first {EDGE}", fmean(divergences[:EDGE])),
+        (f"mean of the last {EDGE}", fmean(divergences[-EDGE:])),
+    ]
+    show("Reverse KL from student to teacher, nats per token", ("when", "KL"), rows, options)
+
+
+def distill(run: TrainingClient, teacher: SamplingClient, tokenizer: Any, step: int) -> float:
+    """Take one step; gives the divergence before it, as the samples show it."""
+    student = run.save_weights_and_get_sampling_client()
+    written = write(student, tokenizer, step)
+    scored = [  # all at once, and then the results: the teacher reads them in one batch
+        teacher.compute_logprobs(ModelInput.from_ints(prompt + tokens))
+        for prompt, tokens, _ in written
+    ]
+    data, gaps = [], []
+    for (prompt, tokens, logprobs), score in zip(written, scored, strict=True):
+        taught = score.result()[len(prompt) :]
+        advantages = [theirs - own for theirs, own in zip(taught, logprobs, strict=True)]
+        data.append(datum(prompt, tokens, logprobs, advantages))
+        gaps += advantages
+    passed, stepped = run.forward_backward(data, "importance_sampling"), run.optim_step(ADAM)
+    passed.result()
+    stepped.result()
+    return -fmean(gaps)
+
+
+def write(
+    student: SamplingClient, tokenizer: Any, step: int
+) -> list[tuple[list[int], list[int], list[float]]]:
+    """Let the student answer; gives question, answer and the answer's log-probs, each by token."""
+    prompts = [tokens_of(tokenizer, pair.question) for pair in batch(step, QUESTIONS)]
+    futures = [
+        student.sample(
+            ModelInput.from_ints(prompt),
+            ANSWERS,
+            SamplingParams(max_tokens=24, stop="\n", seed=QUESTIONS * step + place),
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+    return [
+        (prompt, sequence.tokens, sequence.logprobs)
+        for prompt, future in zip(prompts, futures, strict=True)
+        for sequence in future.result().sequences
+    ]
+
+
+def datum(
+    prompt: list[int], tokens: list[int], logprobs: list[float], advantages: list[float]
+) -> Datum:
+    """Make a datum of an answer; the question has no advantage, so it is not trained on."""
+    before = [0.0] * (len(prompt) - 1)
+    return Datum(
+        model_input=ModelInput.from_ints((prompt + tokens)[:-1]),
+        loss_fn_inputs={
+            "target_tokens": (prompt + tokens)[1:],
+            "logprobs": before + logprobs,
+            "advantages": before + advantages,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

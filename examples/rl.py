@@ -1,0 +1,110 @@
+"""Reinforcement with a verifiable reward: the policy is told only how good its answers were.
+
+A question is `int('7') == `, and Python itself checks the answer. Each step samples a group of answers to
+every digit and trains on how much better than its group each was; the next step samples from the result.
+"""
+
+from __future__ import annotations
+
+import ast
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any
+
+from opening import opened, options_of, show
+from unicode_names import tokens_of
+
+from cotrain import AdamParams, Datum, ModelInput, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cotrain import SampledSequence, SamplingClient, TrainingClient
+
+STEPS = 30
+RANK, ANSWERS = 16, 16
+ADAM = AdamParams(learning_rate=2e-3, eps=1e-8)
+PASSES = 2
+"""Optimizer steps per step of sampling; `ppo` clips what the later ones may do."""
+EDGE = 3
+"""The first and the last so many steps are compared."""
+
+
+def main() -> None:
+    """Train a policy and show its mean reward."""
+    options = options_of(__doc__, STEPS)
+    with opened(options) as (service, base_model):
+        run = service.create_lora_training_client(base_model, RANK, seed=1)
+        tokenizer = run.get_tokenizer()
+        rewards = []
+        sampler = run.save_weights_and_get_sampling_client()
+        for step in range(options.steps):
+            answered = list(answers(sampler, tokenizer, step))
+            rewards.append(fmean(reward for *_, group in answered for reward in group))
+            sampler = learn(run, [datum for each in answered for datum in datums(*each)])
+    first, last = fmean(rewards[:EDGE]), fmean(rewards[-EDGE:])
+    rows = [(f"step {step}", reward) for step, reward in enumerate(rewards, 1)]
+    rows = rows if options.json else rows[:: max(1, len(rows) // 10)]
+    rows += [(f"mean of the first {EDGE}", first), (f"mean of the last {EDGE}", last)]
+    show("Mean reward, of 1", ("when", "reward"), rows, options)
+
+
+def answers(
+    sampler: SamplingClient, tokenizer: Any, step: int
+) -> Iterator[tuple[list[int], list[SampledSequence], list[float]]]:
+    """Sample a group of answers to every digit; yields question, answers and their rewards."""
+    prompts = [tokens_of(tokenizer, f"int('{digit}') == ") for digit in range(10)]
+    futures = [  # all are asked for before the first is waited for: the server batches them
+        sampler.sample(
+            ModelInput.from_ints(prompt),
+            ANSWERS,
+            SamplingParams(max_tokens=4, stop="\n", seed=10 * step + digit),
+        )
+        for digit, prompt in enumerate(prompts)
+    ]
+    for digit, (prompt, future) in enumerate(zip(prompts, futures, strict=True)):
+        group = future.result().sequences
+        yield prompt, group, [reward(tokenizer.decode(each.tokens), digit) for each in group]
+
+
+def reward(text: str, digit: int) -> float:
+    """Give 1 for a line that Python reads as the digit, and half of it for a right start."""
+    try:
+        if text.endswith("\n") and ast.literal_eval(text.strip()) == digit:
+            return 1.0
+    except (ValueError, SyntaxError):
+        pass  # not an answer, then
+    return 0.5 if text.startswith(str(digit)) else 0.0
+
+
+def datums(prompt: list[int], group: list[SampledSequence], rewards: list[float]) -> list[Datum]:
+    """Weigh every answer by how many deviations of its group it was better than the mean."""
+    mean, deviation = fmean(rewards), pstdev(rewards)
+    if not deviation:
+        return []  # nothing to tell them apart by
+    before = [0.0] * (len(prompt) - 1)
+    return [
+        Datum(
+            model_input=ModelInput.from_ints((prompt + each.tokens)[:-1]),
+            loss_fn_inputs={
+                "target_tokens": (prompt + each.tokens)[1:],
+                "logprobs": before + each.logprobs,
+                "advantages": before + [(reward - mean) / deviation] * len(each.tokens),
+            },
+        )
+        for each, reward in zip(group, rewards, strict=True)
+    ]
+
+
+def learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
+    """Train on answers, and sample from what comes of it; all is sent at once, and keeps its order."""
+    sent = []
+    for _ in range(PASSES if data else 0):
+        sent += [run.forward_backward(data, "ppo"), run.optim_step(ADAM)]
+    sampler = run.save_weights_and_get_sampling_client()
+    for each in sent:
+        each.result()
+    return sampler
+
+
+if __name__ == "__main__":
+    main()

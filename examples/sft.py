@@ -1,0 +1,80 @@
+"""Supervised fine-tuning: teach a base model to answer, and see how it does on what it never saw.
+
+Only the answers are weighed; the questions are read. A step's two requests are sent together, and the
+next step's before this one's results are waited for: so the server never waits for this script.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from opening import opened, options_of, show
+from unicode_names import batch, datums, held_out, tokens_of
+
+from cotrain import AdamParams, ModelInput, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cotrain import SamplingClient, TrainingClient
+
+STEPS = 80
+RANK = 16
+ADAM = AdamParams(learning_rate=3e-3, eps=1e-8)
+SHOWN_EVERY = 10
+
+
+def main() -> None:
+    """Train an adapter; show its loss on the way, and what it answers before and after."""
+    options = options_of(__doc__, STEPS)
+    with opened(options) as (service, base_model):
+        run = service.create_lora_training_client(base_model, RANK, seed=1)
+        tokenizer = run.get_tokenizer()
+        told = [answers(service.create_sampling_client(base_model=base_model), tokenizer)]
+        unseen = datums(tokenizer, held_out())
+        before = run.forward(unseen, "cross_entropy")
+        losses = list(train(run, tokenizer, options.steps))
+        after = run.forward(unseen, "cross_entropy")
+        rows = [
+            ("held out, before", before.result().loss),
+            *((f"step {step}", loss) for step, loss in enumerate(losses, 1)),
+            ("held out, after", after.result().loss),
+        ]
+        told.append(answers(run.save_weights_and_get_sampling_client(), tokenizer))
+    if not options.json:
+        rows = [row for at, row in enumerate(rows) if at % SHOWN_EVERY == 0 or row is rows[-1]]
+        show("What it answers", ("before", "after"), list(zip(*told, strict=True)), options)
+    show("Nats per token of an answer", ("when", "loss"), rows, options)
+
+
+def train(run: TrainingClient, tokenizer: Any, steps: int) -> Iterator[float]:
+    """Take `steps` steps, one ahead of the results; yields the loss of each."""
+    ahead = send_step(run, tokenizer, 0)
+    for step in range(1, steps + 1):
+        passed, stepped = ahead
+        if step < steps:
+            ahead = send_step(run, tokenizer, step)
+        yield passed.result().loss
+        stepped.result()  # nothing to read, but a failure would show here
+
+
+def send_step(run: TrainingClient, tokenizer: Any, step: int) -> tuple[Any, Any]:
+    """Send both requests of a step, which so share a clock cycle; gives their futures."""
+    data = datums(tokenizer, batch(step))
+    return run.forward_backward(data, "cross_entropy"), run.optim_step(ADAM)
+
+
+def answers(sampler: SamplingClient, tokenizer: Any) -> list[str]:
+    """Ask about a few characters that were held out."""
+    params = SamplingParams(max_tokens=32, stop="\n", temperature=0.0)
+    asked = [pair.question for pair in held_out()[:4]]
+    prompts = [ModelInput.from_ints(tokens_of(tokenizer, question)) for question in asked]
+    sampled = [sampler.sample(prompt, 1, params) for prompt in prompts]
+    return [
+        question + tokenizer.decode(future.result().sequences[0].tokens).strip()
+        for question, future in zip(asked, sampled, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""A sweep of learning rates, all at once: every rate has an adapter, all adapters share each pass.
+
+The runs' requests meet in the same clock cycles, so the server reads the base model's weights once for
+all of them. The table's last lines say what that saves: one run alone, and all of them together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from opening import opened, options_of, show
+from unicode_names import batch, datums, held_out
+
+from cotrain import AdamParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain import Datum, ServiceClient
+
+STEPS = 16
+RANK, ROWS = 8, 4
+RATES = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one learning rate did, in nats per token."""
+
+    rate: float
+    first: float
+    """Loss of the first step."""
+    held_out: float
+    """Loss on what was not trained on, in the end."""
+
+
+def main() -> None:
+    """Train one adapter per learning rate, and show which rate is best and what the sweep took."""
+    options = options_of(__doc__, STEPS)
+    with opened(options) as (service, base_model):
+        _, alone_s = asyncio.run(sweep(service, base_model, RATES[:1], options.steps))
+        outcomes, together_s = asyncio.run(sweep(service, base_model, RATES, options.steps))
+    best = min(outcomes, key=lambda outcome: outcome.held_out)
+    rows = [
+        (f"{each.rate:g}", each.first, each.held_out, "best" if each is best else "")
+        for each in outcomes
+    ]
+    show(
+        "Nats per token by learning rate",
+        ("rate", "first step", "held out, after", ""),
+        rows,
+        options,
+    )
+    if not options.json:
+        print(f"{len(RATES)} runs at once: {together_s:.1f} s; one alone: {alone_s:.1f} s.")
+
+
+async def sweep(
+    service: ServiceClient, base_model: str, rates: Sequence[float], steps: int
+) -> tuple[list[Outcome], float]:
+    """Train at all rates at once; gives what came of each and the seconds from first to last step."""
+    runs = await asyncio.gather(
+        *[service.create_lora_training_client_async(base_model, RANK, seed=1) for _ in rates]
+    )
+    tokenizer = await asyncio.to_thread(runs[0].get_tokenizer)
+    batches = [datums(tokenizer, batch(step, ROWS)) for step in range(steps)]
+    unseen = datums(tokenizer, held_out())
+    started_at = time.monotonic()
+    outcomes = await asyncio.gather(
+        *[
+            train(run, AdamParams(learning_rate=rate, eps=1e-8), batches, unseen)
+            for run, rate in zip(runs, rates, strict=True)
+        ]
+    )
+    return outcomes, time.monotonic() - started_at
+
+
+async def train(
+    run: Any, adam: AdamParams, batches: list[list[Datum]], unseen: list[Datum]
+) -> Outcome:
+    """Send the whole training of one run, then wait for it: its order is kept, whatever comes when."""
+    sent = []
+    for data in batches:
+        sent.append(await run.forward_backward_async(data, "cross_entropy"))
+        sent.append(await run.optim_step_async(adam))
+    sent.append(await run.forward_async(unseen, "cross_entropy"))
+    results = await asyncio.gather(*sent)
+    return Outcome(adam.learning_rate, results[0].loss, results[-1].loss)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The examples' data: every character has an official name, and Python knows them all.
+
+A question is `é = `, its answer `LATIN SMALL LETTER E WITH ACUTE` and the end of the line. Who has seen
+enough of them can guess at characters never seen, for neighbours have similar names.
+"""
+
+from __future__ import annotations
+
+import random
+import unicodedata
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from cotrain import Datum, ModelInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+FIRST, LAST = 0x00C0, 0x0600  # Latin, Greek, Cyrillic, Armenian, Hebrew
+HELD_OUT = 64
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A question and its answer."""
+
+    question: str
+    answer: str
+
+
+@cache
+def pairs() -> tuple[Pair, ...]:
+    """Give all pairs, in no order but always the same; the first `HELD_OUT` are not to train on."""
+    named = [chr(code) for code in range(FIRST, LAST) if unicodedata.name(chr(code), "")]
+    random.Random(0).shuffle(named)
+    return tuple(Pair(f"{char} = ", f"{unicodedata.name(char)}\n") for char in named)
+
+
+def held_out() -> Sequence[Pair]:
+    """Give what nobody trains on."""
+    return pairs()[:HELD_OUT]
+
+
+def batch(step: int, rows: int = 32) -> Sequence[Pair]:
+    """Give what to train on at a step: the same whenever it is asked for."""
+    return random.Random(step).sample(pairs()[HELD_OUT:], rows)
+
+
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """Turn text into tokens and nothing more."""
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def datums(tokenizer: Any, some: Iterable[Pair]) -> list[Datum]:
+    """Make a datum of each pair: every token predicts the next, and only the answer counts."""
+    return [_datum(tokenizer, pair) for pair in some]
+
+
+def _datum(tokenizer: Any, pair: Pair) -> Datum:
+    question = tokens_of(tokenizer, pair.question)
+    answer = tokens_of(tokenizer, pair.answer)
+    tokens = question + answer
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tokens[1:],
+            "weights": [0.0] * (len(question) - 1) + [1.0] * len(answer),
+        },
+    )
