@@ -118,7 +118,6 @@ class TrainingClient:
         self,
         name: str | None = None,
         ttl_seconds: int | None = None,
-        *,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> Future[SaveWeightsResponse]:
@@ -141,7 +140,6 @@ class TrainingClient:
         self,
         name: str | None = None,
         ttl_seconds: int | None = None,
-        *,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> Submitted[SaveWeightsResponse]:

@@ -156,9 +156,7 @@ def test_everything_that_can_be_scored_is(sampler: SamplingClient) -> None:
 def test_coroutines_sample_the_same(service: ServiceClient, server: Server) -> None:
     async def sample() -> Any:
         sampler = await service.create_sampling_client_async(base_model=server.base_model)
-        futures = await asyncio.gather(
-            *(sampler.sample_async(PROMPT, 1, EIGHT) for _ in range(3))
-        )
+        futures = await asyncio.gather(*(sampler.sample_async(PROMPT, 1, EIGHT) for _ in range(3)))
         return [(await future).sequences[0].tokens for future in futures]
 
     tokens = told(service.create_sampling_client(base_model=server.base_model), 1)[0][0]

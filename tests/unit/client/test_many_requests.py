@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain import Datum, ModelInput, ServiceClient
+from cotrain.proto import wire_pb2 as wire
+from cotrain.run_traffic import POLLS_AT_ONCE
+from tests.support.fake_api import FakeApi
+from tests.support.fake_sampling import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cotrain import TrainingClient
+    from cotrain.types import ForwardBackwardOutput
+
+MANY = 1_000
+THREADS = 8
+OF_EACH = 40
+BYTES_PER_FUTURE = 20_000
+"""Twice what two tasks, their frames and their futures take; generous."""
+
+
+@pytest.fixture
+def api() -> FakeApi:
+    return FakeApi()
+
+
+@pytest.fixture
+def run(api: FakeApi) -> Iterator[TrainingClient]:
+    with ServiceClient("http://server", "tml-key", network=api.network) as service:
+        yield service.create_lora_training_client("m")
+
+
+def datum(tokens: list[int]) -> Datum:
+    return Datum(model_input=ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": tokens})
+
+
+def place(output: ForwardBackwardOutput) -> float:
+    return output.metrics["clock_cycle:unique"]
+
+
+def test_of_a_thousand_futures_a_few_hold_a_connection(api: FakeApi, run: TrainingClient) -> None:
+    held = threading.Event()
+    api.hold = {f"pass:{n + 1}": held for n in range(MANY)}
+    futures = [run.forward_backward([datum([5])], "cross_entropy") for _ in range(MANY)]
+    asyncio.run(until(lambda: len(api.passes) == MANY))
+    asked = {each["request_id"] for each in api.bodies("retrieve_future")} - {"create"}
+    assert asked == {f"pass:{n + 1}" for n in range(POLLS_AT_ONCE)}
+    held.set()
+    assert [place(future.result(timeout=60)) for future in futures] == list(range(1, MANY + 1))
+
+
+def test_requests_are_sent_in_their_order(api: FakeApi, run: TrainingClient) -> None:
+    futures = [run.forward_backward([datum([5])], "cross_entropy") for _ in range(200)]
+    for future in futures:
+        future.result(timeout=60)
+    assert [message.seq_id for message in api.passes.values()] == list(range(1, 201))
+
+
+def test_a_request_that_is_accepted_keeps_nothing_of_what_was_sent(
+    api: FakeApi, run: TrainingClient
+) -> None:
+    held, data = threading.Event(), [datum(list(range(2_000)))]
+    api.hold = {f"pass:{n + 1}": held for n in range(MANY)}
+    tracemalloc.start()
+    try:
+        futures = [run.forward_backward(data, "cross_entropy") for _ in range(MANY)]
+        asyncio.run(until(lambda: len(api.passes) == MANY))
+        api.passes.clear()
+        api.calls.clear()
+        asyncio.run(until(lambda: not messages()))
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes / len(futures) < BYTES_PER_FUTURE
+
+
+def messages() -> list[object]:
+    """List the requests that somebody still holds; their bytes are not Python's to count."""
+    return [each for each in gc.get_objects() if type(each) is wire.ForwardBackwardRequest]
+
+
+def test_threads_and_a_loop_that_share_a_run_keep_each_its_order(run: TrainingClient) -> None:
+    data = [datum([5])]
+
+    def in_a_thread(_: int) -> list[float]:
+        futures = [run.forward_backward(data, "cross_entropy") for _ in range(OF_EACH)]
+        return [place(future.result(timeout=60)) for future in futures]
+
+    async def in_a_loop() -> list[float]:
+        sent = [run.forward_async(data, "cross_entropy") for _ in range(OF_EACH)]
+        return [place(output) for output in await asyncio.gather(*(s.result_async() for s in sent))]
+
+    with ThreadPoolExecutor(THREADS + 1) as pool:
+        of_loop = pool.submit(asyncio.run, in_a_loop())
+        places = [*pool.map(in_a_thread, range(THREADS)), of_loop.result(timeout=60)]
+    assert all(one == sorted(one) for one in places)
+    assert sorted(chain(*places)) == list(range(1, (THREADS + 1) * OF_EACH + 1))
