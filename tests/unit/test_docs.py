@@ -1,0 +1,75 @@
+"""The documentation holds together: its links lead somewhere, its Python can be read.
+
+`tests/conformance/test_guide.py` runs that Python on a real server.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.markdown import anchors, blocks, links
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+GUIDE = [page for page in PAGES if page.parent.name == "guide"]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    dead = [target for target in links(page) if not _leads_somewhere(page, target)]
+    assert not dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_python_block_compiles(page: Path) -> None:
+    for block in blocks(page):
+        block.compile()
+
+
+def test_the_index_names_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    named = {(index.parent / target.partition("#")[0]).resolve() for target in links(index)}
+    unnamed = [page for page in PAGES if page.parent.name != "adr" and page not in named]
+    assert [page for page in unnamed if page not in (index, ROOT / "README.md")] == []
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+def test_a_page_of_the_guide_is_short_and_begins_with_code(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 200
+    assert any(line == "```python" for line in lines[:30])
+
+
+def test_a_link_to_a_part_that_is_not_there_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Only\n[there](#only) [gone](#gone) [no file](other.md) `[no](link)`\n")
+    dead = [target for target in links(page) if not _leads_somewhere(page, target)]
+    assert dead == ["#gone", "other.md"]
+
+
+def test_headings_of_one_name_get_anchors_of_their_own(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# What's `new`?\n## Again\n```\n# no heading\n```\n## Again\n")
+    assert anchors(page) == {"whats-new", "again", "again-1"}
+
+
+def test_blocks_know_their_lines_and_why_they_are_not_run(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\na = 1\n```\n\n<!-- check\nassert a\n-->\n\n"
+        "<!-- not run: needs a GPU -->\n```python\nb = 2\n```\n```sh\nls\n```\n"
+    )
+    assert [(each.line, each.source, each.reason_not_run) for each in blocks(page)] == [
+        (2, "a = 1\n", None),
+        (6, "assert a\n", None),
+        (11, "b = 2\n", "needs a GPU"),
+    ]
+
+
+def _leads_somewhere(page: Path, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    return file.exists() and (not anchor or anchor in anchors(file))
