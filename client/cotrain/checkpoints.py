@@ -73,7 +73,7 @@ class Checkpoints:
             await wait_for_json(self._transport, request_id)
         return answer.path
 
-    async def list(self) -> list[Checkpoint]:
+    async def list_all(self) -> list[Checkpoint]:
         """List every checkpoint of the account, newest first. Raises APIError."""
         checkpoints: list[Checkpoint] = []
         while True:
@@ -89,8 +89,10 @@ class Checkpoints:
         """Delete a checkpoint. Raises APIError."""
         await self._transport.delete(checkpoint_url(path))
 
-    async def download(self, path: str, folder: Path, progress: Progress | None = None) -> None:
-        """Fetch a checkpoint's files into a folder, each of them whole or not at all.
+    async def download(
+        self, path: str, folder: Path, progress: Progress | None = None
+    ) -> list[str]:
+        """Fetch a checkpoint's files into a folder, each of them whole or not at all; their names.
 
         Raises OSError or APIError.
         """
@@ -101,3 +103,4 @@ class Checkpoints:
             if name in ("", ".", "..") or "/" in name or "\\" in name:
                 raise MalformedMessage(f"{name!r} is no name of a file")
             await self._transport.fetch(urls[name], folder / name, progress)
+        return sorted(urls)

@@ -17,16 +17,23 @@ if TYPE_CHECKING:
     import httpx
 
     from cotrain.settings import ClientSettings
+    from cotrain.transport import RetryPolicy
 
 
 class Connection:
     """What every client made from one `ServiceClient` shares."""
 
     def __init__(
-        self, settings: ClientSettings, *, network: httpx.AsyncBaseTransport | None = None
+        self,
+        settings: ClientSettings,
+        *,
+        network: httpx.AsyncBaseTransport | None = None,
+        policy: RetryPolicy | None = None,
     ) -> None:
         self.settings = settings
-        self.transport = Transport(settings.base_url, settings.api_key, network=network)
+        self.transport = Transport(
+            settings.base_url, settings.api_key, network=network, policy=policy
+        )
         self.loop = BackgroundLoop("cotrain-client")
         self.room = Room(self.loop.is_here)
         self._dispatch = Dispatch()

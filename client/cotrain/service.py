@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from cotrain.sampling import SamplingClient
     from cotrain.session import Outcome
     from cotrain.training import TrainingClient
+    from cotrain.transport import RetryPolicy
 
 
 class ServiceClient:
     """Creates training and sampling clients. Use it from any thread or event loop, and close it when done.
 
-    Without `base_url` and `api_key` it takes `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. `network`
-    replaces the network, for tests.
+    Without `base_url` and `api_key` it takes `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. `policy`
+    says for how long a server that is away is tried again. `network` replaces the network, for tests.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class ServiceClient:
         *,
         user_metadata: dict[str, Any] | None = None,
         network: httpx.AsyncBaseTransport | None = None,
+        policy: RetryPolicy | None = None,
     ) -> None:
-        self._connection = Connection(client_settings(base_url, api_key), network=network)
+        settings = client_settings(base_url, api_key)
+        self._connection = Connection(settings, network=network, policy=policy)
         self._transport = self._connection.transport
         self._loop = self._connection.loop
         self._session = Session(self._transport, user_metadata)
@@ -190,11 +193,11 @@ class ServiceClient:
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """List your checkpoints, newest first."""
-        return self._loop.run(self._checkpoints.list())
+        return self._loop.run(self._checkpoints.list_all())
 
     async def list_checkpoints_async(self) -> list[Checkpoint]:
         """List your checkpoints, newest first."""
-        return await self._loop.run_async(self._checkpoints.list())
+        return await self._loop.run_async(self._checkpoints.list_all())
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint. What was loaded from it stays."""
@@ -206,15 +209,19 @@ class ServiceClient:
 
     def download_checkpoint(
         self, path: str, folder: str | Path, progress: Progress | None = None
-    ) -> None:
-        """Write a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read."""
-        self._loop.run(self._checkpoints.download(path, Path(folder), progress))
+    ) -> list[str]:
+        """Write a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
+
+        Returns the names of its files. `progress` hears of each file's bytes, and of how many there
+        are.
+        """
+        return self._loop.run(self._checkpoints.download(path, Path(folder), progress))
 
     async def download_checkpoint_async(
         self, path: str, folder: str | Path, progress: Progress | None = None
-    ) -> None:
+    ) -> list[str]:
         """Write a checkpoint's adapter to a folder; see `download_checkpoint`."""
-        await self._loop.run_async(self._checkpoints.download(path, Path(folder), progress))
+        return await self._loop.run_async(self._checkpoints.download(path, Path(folder), progress))
 
     def create_rest_client(self) -> RestClient:
         """Make a client for lists, checkpoints and usage; it opens no session, and asks nobody now."""
