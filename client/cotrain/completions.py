@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from cotrain.errors import APIError, MalformedMessage
-from cotrain.transport import is_transient, read
+from cotrain.transport import read
 from cotrain.types import RetrieveFuturesRequest, RetrieveFuturesResponse
 
 if TYPE_CHECKING:
@@ -65,25 +64,16 @@ class Completions:
             self.task = asyncio.create_task(self._poll())
 
     async def _poll(self) -> None:
-        failures, last_contact = 0, time.monotonic()
+        patience = self._transport.patience()
         try:
             while self._waiting or self._retrieved:
                 try:
                     await self._poll_once()
-                    failures, last_contact = 0, time.monotonic()
-                except MalformedMessage as error:
-                    self._fail(error)
-                    return
+                    patience.renew()
                 except APIError as error:
-                    failures += 1
-                    silence_s = time.monotonic() - last_contact
-                    if (
-                        not is_transient(error)
-                        or silence_s > self._transport.policy.give_up_after_s
-                    ):
-                        self._fail(error)
-                        return
-                    await self._transport.pause(failures, error)
+                    await patience.wait_out(error)
+        except (APIError, MalformedMessage) as error:
+            self._fail(error)
         finally:
             self.task = None
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -12,7 +10,7 @@ from pydantic import ValidationError
 from cotrain.codec import PROTOBUF, decode_pass_output
 from cotrain.errors import APIError, APIStatusError, MalformedMessage, RequestFailed
 from cotrain.sample_codec import decode_sample_response
-from cotrain.transport import JSON, Transport, is_transient
+from cotrain.transport import JSON, Transport
 from cotrain.types import (
     ForwardBackwardOutput,
     FutureRetrieveRequest,
@@ -22,8 +20,6 @@ from cotrain.types import (
 
 if TYPE_CHECKING:
     import httpx
-
-log = logging.getLogger("cotrain")
 
 PENDING = 408
 # The server holds a poll for long. Should one answer at once, this keeps the loop from spinning.
@@ -53,7 +49,7 @@ async def wait_for_json(transport: Transport, request_id: str) -> dict[str, Any]
 
 async def _wait(transport: Transport, request_id: str) -> httpx.Response:
     request = FutureRetrieveRequest(request_id=request_id)
-    failures, last_contact = 0, time.monotonic()
+    patience = transport.patience()
     while True:
         try:
             response = await transport.post_once(
@@ -61,14 +57,10 @@ async def _wait(transport: Transport, request_id: str) -> httpx.Response:
             )
         except APIError as error:
             if _is_pending(error):
-                failures, last_contact = 0, time.monotonic()
+                patience.renew()
                 await transport.sleep(GAP_S)
-                continue
-            failures += 1
-            given_up = time.monotonic() - last_contact > transport.policy.give_up_after_s
-            if not is_transient(error) or given_up:
-                raise
-            await transport.pause(failures, error)
+            else:
+                await patience.wait_out(error)
         else:
             _raise_failure(response, request_id)
             return response

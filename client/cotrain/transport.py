@@ -1,33 +1,25 @@
-"""One HTTP call: the key, the time limits, what is tried again and what is not.
+"""One HTTP call: the key, the time limits, the encoding of what is sent.
 
 Everything a client POSTs may be sent twice: the server knows a repeated request by its place in
-its run's order, and a session opened twice is one that nobody keeps alive. So a lost answer, a busy
-server (429), a restarting one (5xx) and a slow one (408) are tried again; every other refusal is the
-caller's to read.
+its run's order, and a session opened twice is one that nobody keeps alive. What is tried again, and
+how long, is for `patience.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
+from cotrain.answers import read, refusal
 from cotrain.codec import PROTOBUF
-from cotrain.errors import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    APITimeoutError,
-    MalformedMessage,
-    RateLimitError,
-    status_error,
-)
+from cotrain.compress import SMALLEST_BYTES, ZSTD, compress
+from cotrain.download import Download
+from cotrain.errors import APIConnectionError, APIError, APITimeoutError, RateLimitError
+from cotrain.patience import Contact, Patience, RetryPolicy, is_transient
 from cotrain.version import __version__
 
 if TYPE_CHECKING:
@@ -36,42 +28,17 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-Model = TypeVar("Model", bound=BaseModel)
+__all__ = ["JSON", "RetryPolicy", "Transport", "is_transient", "read"]
 
 JSON = "application/json"
 BINARY = "application/octet-stream"
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 # Before it answers, a server unpacks what it was sent, maybe after what others have sent.
 STREAM_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None, read=600.0)
-PIECE_BYTES = 1024**2
 # Every future that is waited for holds one connection.
 LIMITS = httpx.Limits(max_connections=1000, max_keepalive_connections=100)
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How long, and how fast, a call is tried again."""
-
-    give_up_after_s: float = 300.0
-    first_delay_s: float = 0.5
-    longest_delay_s: float = 10.0
-
-    def delay_s(self, failures: int, error: APIError, jitter: float) -> float:
-        """Seconds to wait after `failures` in a row; the server's `Retry-After` wins.
-
-        `jitter` in 0…1 shortens the wait by up to a quarter, so that many clients spread out.
-        """
-        if isinstance(error, APIStatusError) and error.retry_after_s is not None:
-            return error.retry_after_s
-        doubled = self.first_delay_s * 2.0 ** min(failures - 1, 30)
-        return min(doubled, self.longest_delay_s) * (1.0 - 0.25 * jitter)
-
-
-def is_transient(error: APIError) -> bool:
-    """Whether the same request may well succeed in a while."""
-    if isinstance(error, APIStatusError):
-        return error.status_code in (408, 429) or error.status_code >= 500
-    return isinstance(error, APIConnectionError)
+ENCODE_ELSEWHERE_BYTES = 256_000
+"""Larger messages are written in a thread, for milliseconds in which others' answers would wait."""
 
 
 class Transport:
@@ -88,6 +55,9 @@ class Transport:
     ) -> None:
         self.policy = policy or RetryPolicy()
         self.sleep = sleep
+        self.compresses = False
+        """Whether passes are compressed, which the server says and this machine must be able to."""
+        self._contact = Contact(base_url)
         self._http = httpx.AsyncClient(
             base_url=f"{base_url.rstrip('/')}/api/v1/",
             headers={"X-API-Key": api_key, "User-Agent": f"cotrain/{__version__}"},
@@ -108,8 +78,10 @@ class Transport:
 
         With `raises_busy`, RateLimitError is a refusal too: the caller knows better when to ask again.
         """
+        body, described = await self._encoded(message)
         return await self._until_answered(
-            lambda: self.post_once(path, message, headers=headers), raises_busy=raises_busy
+            lambda: self._post(path, body, {**(headers or {}), **described, "Accept": JSON}),
+            raises_busy=raises_busy,
         )
 
     async def put(self, path: str, message: BaseModel) -> httpx.Response:
@@ -161,22 +133,20 @@ class Transport:
     ) -> None:
         """Download a link of the server's to a file, which is whole or not there.
 
-        The link is all it needs: the key stays here. Raises OSError or APIError.
+        Goes on where an earlier attempt broke off, in this process or before. The link is all it
+        needs: the key stays here. Raises OSError or APIError.
         """
-        request = self._http.build_request("GET", url, timeout=STREAM_TIMEOUT)
-        del request.headers["X-API-Key"]
-        unfinished = target.with_name(f".{target.name}.part")
-        try:
-            async with aclosing(await self._http.send(request, stream=True)) as response:
-                if response.is_error:
-                    await response.aread()
-                    raise _refusal(response)
-                await _save(response, unfinished, progress)
-            await asyncio.to_thread(unfinished.replace, target)
-        except httpx.TransportError as error:
-            raise APIConnectionError(f"{target.name} could not be downloaded: {error}") from error
-        finally:
-            await asyncio.to_thread(unfinished.unlink, missing_ok=True)
+        download = Download(self._http, url, target, progress)
+        patience = self.patience()
+        while True:
+            try:
+                await download.go_on()
+            except APIError as error:
+                if download.has_advanced():
+                    patience.renew()
+                await patience.wait_out(error)
+            else:
+                return
 
     async def post_once(
         self,
@@ -187,11 +157,12 @@ class Transport:
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
         """POST a single time. Raises APIError for anything but success."""
-        body, media_type = _encode(message)
-        headers = {**(headers or {}), "Content-Type": media_type, "Accept": accept}
-        return await self._send(
-            self._http.build_request("POST", path, content=body, headers=headers)
-        )
+        body, described = await self._encoded(message)
+        return await self._post(path, body, {**(headers or {}), **described, "Accept": accept})
+
+    def patience(self) -> Patience:
+        """Give what one call has of it."""
+        return Patience(self.policy, self._contact, self.sleep)
 
     async def pause(self, failures: int, error: APIError) -> None:
         """Wait as long as the policy says after `failures` in a row."""
@@ -204,16 +175,30 @@ class Transport:
     async def _until_answered(
         self, call: Callable[[], Awaitable[httpx.Response]], *, raises_busy: bool = False
     ) -> httpx.Response:
-        failures, deadline = 0, time.monotonic() + self.policy.give_up_after_s
+        patience = self.patience()
         while True:
             try:
                 return await call()
             except APIError as error:
-                failures += 1
-                is_final = raises_busy and isinstance(error, RateLimitError)
-                if is_final or not is_transient(error) or time.monotonic() > deadline:
+                if raises_busy and isinstance(error, RateLimitError):
                     raise
-                await self.pause(failures, error)
+                await patience.wait_out(error)
+
+    async def _encoded(self, message: BaseModel | Message) -> tuple[bytes, dict[str, str]]:
+        """Write a message; returns it with the headers that describe it."""
+        if isinstance(message, BaseModel):
+            return message.model_dump_json(exclude_none=True).encode(), {"Content-Type": JSON}
+        size = message.ByteSize()
+        zips = self.compresses and size >= SMALLEST_BYTES
+        headers = {"Content-Type": PROTOBUF, **({"Content-Encoding": ZSTD} if zips else {})}
+        if size < ENCODE_ELSEWHERE_BYTES:
+            return _written(message, zips=zips), headers
+        return await asyncio.to_thread(_written, message, zips=zips), headers
+
+    async def _post(self, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        return await self._send(
+            self._http.build_request("POST", path, content=body, headers=headers)
+        )
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         try:
@@ -222,58 +207,12 @@ class Transport:
             raise APITimeoutError(f"{request.url} did not answer in time") from error
         except httpx.TransportError as error:
             raise APIConnectionError(f"cannot reach {request.url}: {error}") from error
+        self._contact.heard()
         if response.is_error:
-            raise _refusal(response)
+            raise refusal(response)
         return response
 
 
-async def _save(
-    response: httpx.Response, file: Path, progress: Callable[[int, int], None] | None
-) -> None:
-    total, received = int(response.headers.get("Content-Length", 0)), 0
-    with await asyncio.to_thread(file.open, "wb") as opened:
-        async for piece in response.aiter_bytes(PIECE_BYTES):
-            await asyncio.to_thread(opened.write, piece)
-            received += len(piece)
-            if progress:
-                progress(received, total)
-
-
-def read(response: httpx.Response, model: type[Model]) -> Model:
-    """Read a JSON answer. Raises MalformedMessage where it is not of this shape."""
-    try:
-        return model.model_validate_json(response.content)
-    except ValidationError as error:
-        raise MalformedMessage(f"{response.url} did not answer a {model.__name__}") from error
-
-
-def _encode(message: BaseModel | Message) -> tuple[bytes, str]:
-    if isinstance(message, BaseModel):
-        return message.model_dump_json(exclude_none=True).encode(), JSON
-    return message.SerializeToString(deterministic=True), PROTOBUF
-
-
-def _refusal(response: httpx.Response) -> APIStatusError:
-    body = _json_or_text(response)
-    detail = body.get("detail", body) if isinstance(body, dict) else body
-    return status_error(
-        response.status_code,
-        str(detail or response.reason_phrase),
-        body,
-        _seconds(response.headers.get("Retry-After")),
-    )
-
-
-def _json_or_text(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError:
-        return response.text
-
-
-def _seconds(header: str | None) -> float | None:
-    try:
-        seconds = float(header or "")
-    except ValueError:
-        return None  # absent, or an HTTP date, which this server does not send
-    return seconds if 0 < seconds <= 60 else None
+def _written(message: Message, *, zips: bool) -> bytes:
+    body = message.SerializeToString(deterministic=True)
+    return compress(body) if zips else body

@@ -163,6 +163,7 @@ def test_a_download_that_breaks_leaves_nothing(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
 ) -> None:
     api.files = {"a": b"t"}
+    service._transport.policy = RetryPolicy(give_up_after_s=-1.0)
     api.answers["/a"] = [refusal(404), httpx.ReadError("broken")]
     with pytest.raises(NotFoundError):
         service.download_checkpoint(PATH, tmp_path)

@@ -1,0 +1,69 @@
+"""What an HTTP answer says: a message of the wire, a refusal, or that nobody of ours gave it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from cotrain.errors import APIStatusError, MalformedMessage, status_error
+
+if TYPE_CHECKING:
+    import httpx
+
+Model = TypeVar("Model", bound=BaseModel)
+
+LONGEST_DETAIL = 1_000
+
+
+def read(response: httpx.Response, model: type[Model]) -> Model:
+    """Read a JSON answer. Raises MalformedMessage where it is not of this shape."""
+    try:
+        return model.model_validate_json(response.content)
+    except ValidationError as error:
+        said = f"{response.url} did not answer a {model.__name__}"
+        raise MalformedMessage(said + _whose(response)) from error
+
+
+def refusal(response: httpx.Response) -> APIStatusError:
+    """Make an error of an answer that says no."""
+    body = _json_or_text(response)
+    detail = body.get("detail", body) if isinstance(body, dict) else body
+    if _is_page(response):  # of a proxy, or of somebody else's server: nobody wants to read it
+        detail = ""
+    message = str(detail or response.reason_phrase)[:LONGEST_DETAIL]
+    return status_error(
+        response.status_code,
+        message + ("" if response.is_server_error else _whose(response)),
+        body,
+        _seconds(response.headers.get("Retry-After")),
+    )
+
+
+def _whose(response: httpx.Response) -> str:
+    """Say what to look at where the answer cannot be of a server of this protocol."""
+    if target := response.headers.get("Location"):
+        return f"; it redirects to {target}: is that the base URL?"
+    if _is_page(response):
+        host = f"{response.url.scheme}://{response.url.netloc.decode()}"
+        return f"; a web page came back, so {host} is no cotrain server: is the base URL right?"
+    return ""
+
+
+def _is_page(response: httpx.Response) -> bool:
+    return "text/html" in response.headers.get("Content-Type", "")
+
+
+def _json_or_text(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        return response.text
+
+
+def _seconds(header: str | None) -> float | None:
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        return None  # absent, or an HTTP date, which this server does not send
+    return seconds if 0 < seconds <= 60 else None
