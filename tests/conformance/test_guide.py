@@ -61,4 +61,4 @@ def _run(
 def _close_clients(names: dict[str, Any]) -> None:
     for value in list(names.values()):
         if hasattr(value, "create_lora_training_client") and not isinstance(value, type):
-            value.close()
+            value.close("success")
