@@ -13,7 +13,7 @@ with ServiceClient() as service:
     run = service.create_training_client_from_state_with_optimizer(path)
 """
 
-from cotrain import exceptions, types
+from cotrain import exceptions, mint, types
 from cotrain.errors import (
     APIConnectionError,
     APIError,
@@ -30,6 +30,7 @@ from cotrain.errors import (
     RequestFailed,
     SettingsMissing,
     TokenizerMissing,
+    TorchMissing,
     UnprocessableEntityError,
     UnsupportedInput,
 )
@@ -37,6 +38,7 @@ from cotrain.futures import Future, Submitted
 from cotrain.rest import RestClient
 from cotrain.sampling import SamplingClient
 from cotrain.service import ServiceClient
+from cotrain.train_call import TrainOutput
 from cotrain.training import TrainingClient
 from cotrain.types import (
     AdamParams,
@@ -79,10 +81,13 @@ __all__ = [
     "Submitted",
     "TensorData",
     "TokenizerMissing",
+    "TorchMissing",
+    "TrainOutput",
     "TrainingClient",
     "UnprocessableEntityError",
     "UnsupportedInput",
     "__version__",
     "exceptions",
+    "mint",
     "types",
 ]

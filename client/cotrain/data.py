@@ -97,10 +97,11 @@ class Datum(BaseModel):
     def _convert_arrays(cls, inputs: Any) -> Any:
         if not isinstance(inputs, dict):
             return inputs
-        return {name: _as_tensor(name, value) for name, value in inputs.items()}
+        return {name: as_tensor(name, value) for name, value in inputs.items()}
 
 
-def _as_tensor(name: str, value: Any) -> Any:
+def as_tensor(name: str, value: Any) -> Any:
+    """Make TensorData of what a caller may give for a loss input; anything else stays as it is."""
     if isinstance(value, list | tuple):
         return TensorData.of(value, DTYPE_BY_INPUT.get(name))
     if hasattr(value, "tolist") and not isinstance(value, TensorData):

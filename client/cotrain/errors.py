@@ -5,6 +5,7 @@ CotrainError
 ├── ClientClosed
 ├── UnsupportedInput                (a datum this server cannot train on; also a ValueError)
 ├── TokenizerMissing                (no transformers here, or no such tokenizer)
+├── TorchMissing                    (a custom loss without torch; also an ImportError)
 ├── MalformedMessage                (bytes that are not the message they should be)
 ├── RequestFailed                   (accepted, then failed: category user, server or unknown)
 └── APIError
@@ -46,6 +47,10 @@ class UnsupportedInput(CotrainError, ValueError):
 
 class TokenizerMissing(CotrainError):
     """The tokenizer of a base model cannot be loaded here."""
+
+
+class TorchMissing(CotrainError, ImportError):
+    """A loss of the caller's own needs torch, which is not installed here."""
 
 
 class MalformedMessage(CotrainError):

@@ -22,6 +22,7 @@ from cotrain.errors import (
     RequestFailed,
     SettingsMissing,
     TokenizerMissing,
+    TorchMissing,
     UnprocessableEntityError,
     UnsupportedInput,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "SettingsMissing",
     "TinkerError",
     "TokenizerMissing",
+    "TorchMissing",
     "UnprocessableEntityError",
     "UnsupportedInput",
 ]

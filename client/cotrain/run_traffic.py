@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from cotrain.connection import Connection
+    from cotrain.proto import wire_pb2 as wire
     from cotrain.transport import Transport
     from cotrain.types import Datum, ForwardBackwardOutput
 
@@ -34,6 +36,16 @@ SMALL_BYTES = 1_000
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound="BaseModel")
+
+
+class Between(Protocol):
+    """What happens on this machine between the two passes of a custom loss."""
+
+    def datums(self, forward: ForwardBackwardOutput) -> Sequence[Datum]:
+        """Give the backward's datums, one for each of the forward; called on a thread of its own."""
+
+    def finish(self, backward: ForwardBackwardOutput) -> ForwardBackwardOutput:
+        """Make the caller's result of the backward's."""
 
 
 class RunTraffic:
@@ -84,7 +96,30 @@ class RunTraffic:
             )
             for chunk in cut(encode_datums(data))
         ]
-        return self._send("forward_backward", requests, self._pass_result)
+        total_weight = _total_weight(data) if loss_fn == "cross_entropy" else 0.0
+
+        async def wait(request_ids: list[str]) -> ForwardBackwardOutput:
+            return (await self._pass_result(request_ids)).with_total_weight(total_weight)
+
+        return self._send("forward_backward", requests, wait)
+
+    def pass_twice(self, data: Sequence[Datum], between: Between) -> Future[ForwardBackwardOutput]:
+        """POST a forward, and once `between` has seen its result a backward of as many datums.
+
+        Both have their places before this returns, so whatever is sent meanwhile comes after them.
+        Raises UnsupportedInput for a datum that is not text.
+        """
+        chunks = cut(encode_datums(data))
+        accepted, places = self._start(
+            "forward_backward", [self._cross_entropy(1, c, forward_only=True) for c in chunks], 2
+        )
+        work = self._loop.start(
+            self._second_pass(accepted, between, places[len(chunks) :], [len(c) for c in chunks])
+        )
+        # Shielded: who gives up the result must leave no gap where the backward has its place.
+        outcome = self._loop.start(_shielded(work))
+        what = f"custom pass {places.start} of run {self._model_id}"
+        return Future(accepted, outcome, what=what)
 
     def _send(
         self,
@@ -92,19 +127,26 @@ class RunTraffic:
         requests: Sequence[SequencedRequest | Message],
         wait: Callable[[list[str]], Coroutine[Any, Any, T]],
     ) -> Future[T]:
+        accepted, places = self._start(path, requests)
+        outcome = self._loop.start(self._outcome(accepted, wait))
+        return Future(accepted, outcome, what=f"{path} {places.start} of run {self._model_id}")
+
+    def _start(
+        self, path: str, requests: Sequence[SequencedRequest | Message], places_each: int = 1
+    ) -> tuple[concurrent.futures.Future[list[str]], range]:
         """Take the next places in the run's order and start to send, in that order.
 
-        Blocks where more waits to be sent already than memory is meant for (`flow.py`).
+        Of more places than requests the first are used. Blocks where more waits to be sent already
+        than memory is meant for (`flow.py`).
         """
         size_bytes = sum(map(_size, requests))
         self._room.take(size_bytes, len(requests))
         with self._ordering:
             first = self._next_seq_id
-            self._next_seq_id += len(requests)
+            self._next_seq_id += len(requests) * places_each
             placed = [_at(first + i, request) for i, request in enumerate(requests)]
             accepted = self._loop.start(self._submit(path, placed, size_bytes))
-        outcome = self._loop.start(self._outcome(accepted, wait))
-        return Future(accepted, outcome, what=f"{path} {first} of run {self._model_id}")
+        return accepted, range(first, first + len(requests) * places_each)
 
     async def _submit(
         self, path: str, requests: Sequence[BaseModel | Message], size_bytes: int
@@ -152,6 +194,42 @@ class RunTraffic:
         # Acceptance is shielded, so that whoever gives up the result leaves no gap in the order.
         return await wait(await asyncio.shield(asyncio.wrap_future(accepted)))
 
+    async def _second_pass(
+        self,
+        accepted: concurrent.futures.Future[list[str]],
+        between: Between,
+        places: range,
+        chunk_lengths: Sequence[int],
+    ) -> ForwardBackwardOutput:
+        try:
+            request_ids = await asyncio.wrap_future(accepted)
+            # Not in turn with the run's other polls: these may all be of requests that wait for the
+            # backward, which waits for this one.
+            outputs = await asyncio.gather(
+                *(wait_for_pass(self._transport, request_id) for request_id in request_ids)
+            )
+            datums = encode_datums(await asyncio.to_thread(between.datums, combine(outputs)))
+        except Exception:  # also whatever the caller's loss raises
+            await asyncio.gather(*map(self._fill_gap, places))
+            raise
+        # Cut where the forward was, whatever the sizes are now: so many places were taken.
+        ends = list(accumulate(chunk_lengths))
+        requests = [
+            self._cross_entropy(seq_id, datums[end - length : end], forward_only=False)
+            for seq_id, end, length in zip(places, ends, chunk_lengths, strict=True)
+        ]
+        size_bytes = sum(map(_size, requests))
+        self._room.take(size_bytes, len(requests))
+        backward_ids = await self._submit("forward_backward", requests, size_bytes)
+        return between.finish(await self._pass_result(backward_ids))
+
+    def _cross_entropy(
+        self, seq_id: int, chunk: Sequence[wire.Datum], *, forward_only: bool
+    ) -> wire.ForwardBackwardRequest:
+        return wrap_datums(
+            self._model_id, seq_id, chunk, "cross_entropy", None, forward_only=forward_only
+        )
+
     async def _pass_result(self, request_ids: list[str]) -> ForwardBackwardOutput:
         outputs = await asyncio.gather(
             *(self._heard(wait_for_pass, request_id) for request_id in request_ids)
@@ -163,6 +241,21 @@ class RunTraffic:
     ) -> T:
         async with self._polls:  # which lets in who came first, and results come in that order too
             return await poll(self._transport, request_id)
+
+
+def _total_weight(data: Sequence[Datum]) -> float:
+    """Add up the weights of datums; 0 where one has none."""
+    total = 0.0
+    for datum in data:
+        weights = datum.loss_fn_inputs.get("weights")
+        if weights is None:
+            return 0.0
+        total += sum(weights.data)
+    return total
+
+
+async def _shielded(work: concurrent.futures.Future[T]) -> T:
+    return await asyncio.shield(asyncio.wrap_future(work))
 
 
 def _size(request: BaseModel | Message) -> int:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cotrain.checkpoints import Adapter, Checkpoints
 from cotrain.connection import Connection
+from cotrain.futures import Submitted
+from cotrain.interpolation import interpolate
+from cotrain.mint_types import InterpolateRequest
 from cotrain.rest import RestClient
 from cotrain.runs import Runs, Start
 from cotrain.samplers import Samplers
@@ -17,11 +20,13 @@ from cotrain.transport import read
 from cotrain.types import GetServerCapabilitiesResponse, LoraConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import httpx
 
     from cotrain.checkpoints import Progress
+    from cotrain.futures import Future
+    from cotrain.mint_types import InterpolateResponse
     from cotrain.rest_types import Checkpoint
     from cotrain.sampling import SamplingClient
     from cotrain.session import Outcome
@@ -243,6 +248,33 @@ class ServiceClient:
         return await self._loop.run_async(
             self._samplers.create(model_path=model_path, base_model=base_model)
         )
+
+    def interpolate_checkpoints(
+        self,
+        source_paths: Sequence[str],
+        coefficients: Sequence[float],
+        output_path: str | None = None,
+    ) -> Future[InterpolateResponse]:
+        """Make sampler weights whose change of the base model is `sum coefficient * change`, exactly.
+
+        `output_path` is the plain name of the new weights; the result says their path. See
+        docs/mint.md.
+        """
+        wanted = InterpolateRequest(
+            source_paths=list(source_paths),
+            coefficients=list(coefficients),
+            output_path=output_path,
+        )
+        return interpolate(self._loop, self._transport, wanted)
+
+    def interpolate_checkpoints_async(
+        self,
+        source_paths: Sequence[str],
+        coefficients: Sequence[float],
+        output_path: str | None = None,
+    ) -> Submitted[InterpolateResponse]:
+        """Send an `interpolate_checkpoints`; await it for the future, once the server has it."""
+        return Submitted(self.interpolate_checkpoints(source_paths, coefficients, output_path))
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         """Ask which base models the server holds."""

@@ -10,10 +10,13 @@ from cotrain.checkpoint_types import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from cotrain.custom_loss import CustomLoss
 from cotrain.futures import Submitted
+from cotrain.mint_types import PlacedReverseKlRequest, ReverseKlResponse
 from cotrain.polling import wait_for_json
 from cotrain.run_traffic import RunTraffic
 from cotrain.tokenizer import load_tokenizer
+from cotrain.train_call import joined
 from cotrain.transport import read
 from cotrain.types import (
     AdamParams,
@@ -32,9 +35,12 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
     from cotrain.connection import Connection
+    from cotrain.custom_loss import LossFn
     from cotrain.futures import Future
+    from cotrain.mint_types import ReverseKlDatum
     from cotrain.samplers import Samplers
     from cotrain.sampling import SamplingClient
+    from cotrain.train_call import TrainOutput
     from cotrain.types import Datum
 
 
@@ -233,6 +239,81 @@ class TrainingClient:
         await self._loop.run_async(self._unload())
 
     # ---- losses of one's own, and a step in one call ----------------------------------------------
+
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss_fn: LossFn
+    ) -> Future[ForwardBackwardOutput]:
+        """Compute a loss of your own and add its gradient to what the run has accumulated.
+
+        `loss_fn(data, logprobs)` gets the datums and one float32 torch tensor of log-probs for each,
+        shaped as its `target_tokens`; it returns the loss and numbers for the metrics. It runs on
+        a thread of this client once a forward is back; the backward behind it has its place already.
+        Raises TorchMissing, or UnsupportedInput for a datum without targets.
+        """
+        loss = CustomLoss(data, loss_fn)
+        return self._traffic.pass_twice(loss.forward_data(), loss)
+
+    def forward_backward_custom_async(
+        self, data: Sequence[Datum], loss_fn: LossFn
+    ) -> Submitted[ForwardBackwardOutput]:
+        """Send a `forward_backward_custom`; await it for the future, once the server has the forward."""
+        return Submitted(self.forward_backward_custom(data, loss_fn))
+
+    def train(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        learning_rate: float | None = None,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+    ) -> Future[TrainOutput]:
+        """Take one step on a batch: `forward_backward` and `optim_step`, sent together.
+
+        `learning_rate` replaces that of `adam_params`. Should the pass fail, the step is taken all
+        the same, with the gradient that was there before, as it is when both are sent by hand.
+        """
+        params = adam_params or AdamParams()
+        if learning_rate is not None:
+            params = AdamParams(**{**dict(params), "learning_rate": learning_rate})
+        passed = self.forward_backward(data, loss_fn, loss_fn_config)
+        return joined(self._loop, passed, self.optim_step(params))
+
+    def train_async(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        learning_rate: float | None = None,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+    ) -> Submitted[TrainOutput]:
+        """Send a `train`; await it for the future, once the server has both requests."""
+        return Submitted(
+            self.train(data, loss_fn, learning_rate, loss_fn_config, adam_params=adam_params)
+        )
+
+    def forward_backward_reverse_kl(
+        self, reference_model_path: str, data: Sequence[ReverseKlDatum], temperature: float = 1.0
+    ) -> Future[ReverseKlResponse]:
+        """Add the gradient of `sum weight * KL(run || reference)` over the whole vocabulary.
+
+        The reference is a checkpoint or the base model; it stays as it is. See docs/mint.md.
+        """
+        return self._traffic.ask(
+            "mint/forward_backward_reverse_kl",
+            PlacedReverseKlRequest,
+            ReverseKlResponse,
+            reference_model_path=reference_model_path,
+            data=list(data),
+            temperature=temperature,
+        )
+
+    def forward_backward_reverse_kl_async(
+        self, reference_model_path: str, data: Sequence[ReverseKlDatum], temperature: float = 1.0
+    ) -> Submitted[ReverseKlResponse]:
+        """Send a `forward_backward_reverse_kl`; await it for the future, once the server has it."""
+        return Submitted(self.forward_backward_reverse_kl(reference_model_path, data, temperature))
 
     def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
         if name is not None:

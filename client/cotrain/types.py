@@ -8,9 +8,9 @@ their training are described here. Shapes that carry tokens stand in `data` and 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from cotrain.data import (
     Datum,
@@ -251,14 +251,31 @@ class ForwardRequest(SequencedRequest):
 
 
 class ForwardBackwardOutput(WireModel):
-    """Result of a pass: named arrays per datum in the order they were sent, and metrics.
-
-    A metric's name ends in `:` and how parts of a request combine: `loss:sum`, `x:mean`.
-    """
+    """Result of a pass: named arrays per datum in the order they were sent, and metrics."""
 
     loss_fn_output_type: str
     loss_fn_outputs: list[dict[str, TensorData]]
+    """`logprobs`: float32, in the shape of the datum's `target_tokens`."""
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] = Field(default={})
+    """A name ends in `:` and how parts of a request combine: `loss:sum`, `x:mean`."""
+
+    _total_weight: float = PrivateAttr(default=0.0)
+
+    @property
+    def loss(self) -> float:
+        """`metrics["loss:sum"]`; of a cross_entropy whose datums all had weights, per weighted token.
+
+        That is `loss:sum / sum of all weights`, in nats, where that sum is above 0. The gradient is
+        that of `loss:sum` always.
+        """
+        total = self.metrics["loss:sum"]
+        return total / self._total_weight if self._total_weight > 0 else total
+
+    def with_total_weight(self, total_weight: float) -> Self:
+        """Give the same result, whose `loss` is per weight. For the client that sent the weights."""
+        weighted = self.model_copy()
+        weighted._total_weight = total_weight
+        return weighted
 
 
 class AdamParams(WireModel):

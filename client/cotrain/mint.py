@@ -1,0 +1,88 @@
+"""The two extensions of the `mint` SDK under its own names: `from cotrain import mint as mintx`.
+
+Both are methods of our clients as well, which give futures. Here they are called as there: with the
+client as the first argument, and the plain call waits for its answer. What they compute stands in
+`docs/mint.md`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain.mint_types import (
+    InterpolateResponse,
+    ReverseKlDatum,
+    ReverseKlItem,
+    ReverseKlResponse,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain.futures import Submitted
+    from cotrain.service import ServiceClient
+    from cotrain.training import TrainingClient
+
+# The SDK's own names.
+ReverseKLDatum = ReverseKlDatum
+ReverseKLItemOutput = ReverseKlItem
+ForwardBackwardReverseKLResponse = ReverseKlResponse
+InterpolateCheckpointsResponse = InterpolateResponse
+
+__all__ = [
+    "ForwardBackwardReverseKLResponse",
+    "InterpolateCheckpointsResponse",
+    "ReverseKLDatum",
+    "ReverseKLItemOutput",
+    "forward_backward_reverse_kl",
+    "forward_backward_reverse_kl_async",
+    "interpolate_checkpoints",
+    "interpolate_checkpoints_async",
+]
+
+
+def forward_backward_reverse_kl(
+    training_client: TrainingClient,
+    *,
+    reference_model_path: str,
+    data: Sequence[ReverseKlDatum],
+    temperature: float = 1.0,
+) -> ReverseKlResponse:
+    """Pull a run towards a reference, and wait; see `TrainingClient.forward_backward_reverse_kl`."""
+    sent = training_client.forward_backward_reverse_kl(reference_model_path, data, temperature)
+    return sent.result()
+
+
+def forward_backward_reverse_kl_async(
+    training_client: TrainingClient,
+    *,
+    reference_model_path: str,
+    data: Sequence[ReverseKlDatum],
+    temperature: float = 1.0,
+) -> Submitted[ReverseKlResponse]:
+    """Send it; await that for the future, once the server has it."""
+    return training_client.forward_backward_reverse_kl_async(
+        reference_model_path, data, temperature
+    )
+
+
+def interpolate_checkpoints(
+    service_client: ServiceClient,
+    *,
+    source_paths: Sequence[str],
+    coefficients: Sequence[float],
+    output_path: str | None = None,
+) -> InterpolateResponse:
+    """Make weights of others', and wait; see `ServiceClient.interpolate_checkpoints`."""
+    return service_client.interpolate_checkpoints(source_paths, coefficients, output_path).result()
+
+
+def interpolate_checkpoints_async(
+    service_client: ServiceClient,
+    *,
+    source_paths: Sequence[str],
+    coefficients: Sequence[float],
+    output_path: str | None = None,
+) -> Submitted[InterpolateResponse]:
+    """Send it; await that for the future, once the server has it."""
+    return service_client.interpolate_checkpoints_async(source_paths, coefficients, output_path)
