@@ -1,7 +1,7 @@
-"""The `cotrain` command. Its subcommands live beside the services they start.
+"""The `cotrain` command: what a client can do, and what the services beside it offer.
 
-A distribution offers them as entry points of the group `cotrain.commands`: a function for one
-command, a `typer.Typer` for several. The client imports none of them by name.
+A distribution offers commands as entry points of the group `cotrain.commands`: a function for one
+command, a `typer.Typer` for several. The client imports none of those by name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from cotrain.commands import checkpoints, runs
+from cotrain.commands.models import models
+from cotrain.commands.sample import sample_text
+from cotrain.commands.terminal import AsJson, examples, print_json
+from cotrain.commands.top import EXAMPLES as TOP_EXAMPLES
+from cotrain.commands.top import top
+from cotrain.commands.transfer import download, upload
 from cotrain.version import __version__
 
 if TYPE_CHECKING:
@@ -18,6 +25,7 @@ if TYPE_CHECKING:
 
 COMMANDS = "cotrain.commands"
 TAKES_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+PATH = "tinker://1f2e3d4c:train:0/weights/final"
 
 
 def main() -> None:
@@ -26,23 +34,52 @@ def main() -> None:
 
 
 def command_line(commands: Iterable[EntryPoint]) -> typer.Typer:
-    """Build the command line of these commands and `version`."""
+    """Build the command line of the client's own commands and of these."""
     app = typer.Typer(
         name="cotrain",
-        help="Train many people's LoRA adapters at once on one frozen base model.",
+        help="Train many people's LoRA adapters at once on one frozen base model. "
+        "Server and key: COTRAIN_BASE_URL and COTRAIN_API_KEY.",
+        epilog=examples(
+            "cotrain models",
+            "cotrain runs list --json",
+            f"cotrain download {PATH} --output adapter/",
+            "cotrain sample --model-path tinker://… 'Once upon a time'",
+        ),
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_show_locals=False,
     )
-    app.command()(version)
+    _add_own(app)
     for command in sorted(commands, key=lambda command: command.name):
         _add(app, command)
     return app
 
 
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the version."""
-    typer.echo(f"cotrain {__version__}")
+    if as_json:
+        print_json({"version": __version__})
+    else:
+        typer.echo(f"cotrain {__version__}")
+
+
+def _add_own(app: typer.Typer) -> None:
+    app.command(epilog=examples("cotrain models --json"))(models)
+    app.add_typer(runs.app, name="runs")
+    app.add_typer(checkpoints.app, name="checkpoints")
+    app.command(epilog=examples(f"cotrain download {PATH} --output adapter/"))(download)
+    app.command(
+        epilog=examples("cotrain upload my-adapter/ --base-model Qwen/Qwen3-0.6B --name mine")
+    )(upload)
+    app.command(
+        "sample",
+        epilog=examples(
+            "cotrain sample 'Once upon a time' --max-tokens 40 --seed 1",
+            "cotrain sample --model-path tinker://1f2e3d4c:train:0/sampler_weights/final",
+            "cotrain sample --chat 'What is a LoRA?' --temperature 0",
+        ),
+    )(sample_text)
+    app.command(epilog=TOP_EXAMPLES)(top)
+    app.command()(version)
 
 
 def _add(app: typer.Typer, command: EntryPoint) -> None:

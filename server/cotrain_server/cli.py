@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cotrain.commands.terminal import AsJson, print_json
 from cotrain_server.folder import DataFolder, FolderInUse, UnsafeFolder
 from cotrain_server.programs import Plan
 from cotrain_server.supervisor import Announcement, Supervisor
@@ -123,23 +124,34 @@ def create(
     ] = "tml",
     data_dir: DataDir = DEFAULT_DATA_DIR,
     redis_url: RedisUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make an API key and print it; it is shown only now."""
     not_after = None if days is None else (datetime.now(UTC) + timedelta(days=days)).timestamp()
 
     async def issue(tenants: Tenants) -> None:
         owner = None if tenant is None else TenantId(tenant)
-        typer.echo(await tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix))
+        key = await tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix)
+        if as_json:
+            print_json({"name": name, "key": key})
+        else:
+            typer.echo(key)
 
     _with_tenants(issue, data_dir, redis_url)
 
 
 @keys.command("list")
-def list_keys(data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: RedisUrl = None) -> None:
+def list_keys(
+    data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: RedisUrl = None, as_json: AsJson = False
+) -> None:
     """List the API keys, without their secrets."""
 
     async def show(tenants: Tenants) -> None:
-        console.print(_table(await tenants.list_keys()))
+        found = await tenants.list_keys()
+        if as_json:
+            print_json([_as_json(key) for key in found])
+        else:
+            console.print(_table(found))
 
     _with_tenants(show, data_dir, redis_url)
 
@@ -149,12 +161,15 @@ def revoke(
     key_id: Annotated[str, typer.Argument(help="As `cotrain keys list` shows it.")],
     data_dir: DataDir = DEFAULT_DATA_DIR,
     redis_url: RedisUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Stop accepting an API key; within five seconds everywhere."""
 
     async def remove(tenants: Tenants) -> None:
         if not await tenants.revoke(key_id):
-            _give_up(f"There is no key {key_id}.")
+            _fail(f"There is no key {key_id}.")
+        if as_json:
+            print_json({"id": key_id, "revoked": True})
 
     _with_tenants(remove, data_dir, redis_url)
 
@@ -220,9 +235,29 @@ def _with_tenants(
     try:
         asyncio.run(run())
     except CONNECTION_LOST:
-        _give_up("The server's Redis does not answer. Is `cotrain serve` running on this folder?")
+        _fail("The server's Redis does not answer. Is `cotrain serve` running on this folder?")
+
+
+def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
+    """Write a key as every version of `cotrain keys list --json` does; times are seconds since 1970."""
+    return {
+        "id": record.id,
+        "tenant": record.tenant,
+        "name": record.name,
+        "created_at": record.created_at,
+        "not_after": record.not_after,
+    }
+
+
+def _fail(message: str) -> None:
+    _say_why(message)
+    sys.exit(1)
 
 
 def _give_up(message: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(escape(message))
+    _say_why(message)
     sys.exit(os.EX_USAGE)
+
+
+def _say_why(message: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(escape(message))

@@ -1,0 +1,1 @@
+"""The subcommands of `cotrain` that speak to a server as its tenant or its operator."""

@@ -1,0 +1,155 @@
+"""`cotrain checkpoints …`: list, share, keep and delete checkpoints."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.filesize import decimal
+from rich.table import Table
+
+from cotrain.checkpoint_types import ParsedCheckpointTinkerPath
+from cotrain.commands.terminal import (
+    AsJson,
+    PathOf,
+    examples,
+    minute,
+    opened,
+    print_json,
+    print_rich,
+)
+from cotrain.errors import CotrainError
+
+if TYPE_CHECKING:
+    from cotrain.rest import RestClient
+    from cotrain.rest_types import Checkpoint
+
+PATH = "tinker://1f2e3d4c:train:0/weights/final"
+SECONDS_BY_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+app = typer.Typer(
+    help="List, show, publish, keep and delete checkpoints; see also download and upload.",
+    no_args_is_help=True,
+)
+
+
+def _seconds(text: str) -> int | None:
+    """Read `3600`, `90m`, `12h`, `7d` or `never`."""
+    if text == "never":
+        return None
+    match = re.fullmatch(r"([1-9][0-9]{0,11})([smhd]?)", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is none of 3600, 90m, 12h, 7d, never")
+    return int(match[1]) * SECONDS_BY_UNIT[match[2]]
+
+
+@app.command("list", epilog=examples("cotrain checkpoints list --run 1f2e3d4c:train:0"))
+def list_checkpoints(
+    run: Annotated[str | None, typer.Option(help="Only those of this run.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List checkpoints, newest first."""
+    with opened() as service:
+        if run is None:
+            checkpoints = service.list_checkpoints()
+        else:
+            checkpoints = service.create_rest_client().list_checkpoints(run).result().checkpoints
+    if as_json:
+        print_json(checkpoints)
+    else:
+        print_rich(_table(checkpoints))
+
+
+@app.command(epilog=examples(f"cotrain checkpoints show {PATH}"))
+def show(path: PathOf, as_json: AsJson = False) -> None:
+    """Show one checkpoint, and what a run must be like to load it."""
+    with opened() as service:
+        rest = service.create_rest_client()
+        asked = rest.get_weights_info_by_tinker_path(path)
+        checkpoint = _find(rest, path)
+        info = asked.result()
+    if as_json:
+        print_json({**checkpoint.model_dump(), **info.model_dump()})
+        return
+    print_rich(_table([checkpoint]))
+    print_rich(f"base model {info.base_model}, rank {info.lora_rank}")
+
+
+@app.command(epilog=examples(f"cotrain checkpoints publish {PATH}"))
+def publish(path: PathOf, as_json: AsJson = False) -> None:
+    """Let every tenant of the server read a checkpoint."""
+    with opened() as service:
+        service.create_rest_client().publish_checkpoint_from_tinker_path(path).result()
+    _done({"tinker_path": path, "public": True}, f"published {path}", as_json)
+
+
+@app.command(epilog=examples(f"cotrain checkpoints unpublish {PATH}"))
+def unpublish(path: PathOf, as_json: AsJson = False) -> None:
+    """Keep a checkpoint to yourself again."""
+    with opened() as service:
+        service.create_rest_client().unpublish_checkpoint_from_tinker_path(path).result()
+    _done({"tinker_path": path, "public": False}, f"unpublished {path}", as_json)
+
+
+@app.command(
+    epilog=examples(f"cotrain checkpoints ttl {PATH} 7d", f"cotrain checkpoints ttl {PATH} never")
+)
+def ttl(
+    path: PathOf,
+    after: Annotated[
+        str, typer.Argument(metavar="TIME", help="Seconds, or 90m, 12h, 7d; or never.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Let a checkpoint expire so long from now, or never."""
+    seconds = _seconds(after)
+    with opened() as service:
+        service.create_rest_client().set_checkpoint_ttl_from_tinker_path(path, seconds).result()
+    said = f"{path} is kept" if seconds is None else f"{path} expires in {after}"
+    _done({"tinker_path": path, "ttl_seconds": seconds}, said, as_json)
+
+
+@app.command(epilog=examples(f"cotrain checkpoints delete {PATH}"))
+def delete(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="tinker://<run>/<kind>/<name>")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Delete checkpoints. What was loaded from them stays."""
+    with opened() as service:
+        for path in paths:
+            service.delete_checkpoint(path)
+            if not as_json:
+                typer.echo(f"deleted {path}")
+    if as_json:
+        print_json([{"tinker_path": path, "deleted": True} for path in paths])
+
+
+def _find(rest: RestClient, path: str) -> Checkpoint:
+    run = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+    for checkpoint in rest.list_checkpoints(run).result().checkpoints:
+        if checkpoint.tinker_path == path:
+            return checkpoint
+    raise CotrainError(f"there is no checkpoint {path}")
+
+
+def _done(fields: dict[str, object], said: str, as_json: bool) -> None:
+    if as_json:
+        print_json(fields)
+    else:
+        typer.echo(said)
+
+
+def _table(checkpoints: list[Checkpoint]) -> Table:
+    table = Table("path", "size", "saved", "expires", "public", box=None)
+    for each in checkpoints:
+        table.add_row(
+            each.tinker_path,
+            "" if each.size_bytes is None else decimal(each.size_bytes),
+            minute(each.time),
+            minute(each.expires_at, "never"),
+            "yes" if each.public else "",
+        )
+    return table

@@ -1,0 +1,57 @@
+"""Calls of what is no part of the training protocol: the server's status, and its endpoints for text.
+
+They need no session, no thread and no retries, and the status may be asked for without a key.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from cotrain.errors import APIConnectionError, APIStatusError, APITimeoutError, status_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cotrain.settings import ClientSettings
+
+# A sample waits for its turn, which may take minutes on a busy server.
+TIMEOUT = httpx.Timeout(10.0, read=600.0)
+
+
+@contextmanager
+def plain_http(settings: ClientSettings) -> Iterator[httpx.Client]:
+    """Open a client; without a key it shows none. Raises APIConnectionError from within the block."""
+    headers = {"X-API-Key": settings.api_key} if settings.api_key else {}
+    try:
+        with httpx.Client(base_url=settings.base_url, headers=headers, timeout=TIMEOUT) as client:
+            yield client
+    except httpx.TimeoutException as error:
+        raise APITimeoutError(f"{settings.base_url} did not answer in time") from error
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise APIConnectionError(f"cannot reach {settings.base_url}: {error}") from error
+
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """Give an answer back that is one. Raises APIStatusError for a refusal."""
+    if response.is_success:
+        return response
+    response.read()
+    raise refusal(response.status_code, _json_or_text(response), response.reason_phrase)
+
+
+def refusal(status: int, body: Any, otherwise: str) -> APIStatusError:
+    """Make an error of what the server, in either of its dialects, says."""
+    said = body
+    while isinstance(said, dict):
+        said = next((said[name] for name in ("error", "message", "detail") if name in said), None)
+    return status_error(status, str(said or otherwise), body)
+
+
+def _json_or_text(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        return response.text

@@ -1,0 +1,94 @@
+"""`cotrain runs …`: the runs of an account."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from cotrain.commands.terminal import (
+    AsJson,
+    examples,
+    minute,
+    opened,
+    print_json,
+    print_rich,
+)
+from cotrain.rest_types import MAX_PAGE
+
+if TYPE_CHECKING:
+    from cotrain.rest_types import TrainingRun
+
+app = typer.Typer(help="List your runs and look at one.", no_args_is_help=True)
+
+
+@app.command(
+    "list", epilog=examples("cotrain runs list --limit 100", "cotrain runs list --json | jq length")
+)
+def list_runs(
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="How many at most.")] = 20,
+    offset: Annotated[int, typer.Option(min=0, help="How many to skip.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """List runs, newest first."""
+    with opened() as service:
+        page = service.create_rest_client().list_training_runs(limit, offset).result()
+    if as_json:
+        print_json(page.training_runs)
+        return
+    print_rich(_table(page.training_runs))
+    left = page.cursor.total_count - offset - len(page.training_runs)
+    if left > 0:
+        typer.echo(f"{left} more: --limit, --offset", err=True)
+
+
+@app.command(epilog=examples("cotrain runs show 1f2e3d4c:train:0"))
+def show(
+    run: Annotated[str, typer.Argument(help="Its id, or the path of a checkpoint of it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one run and its checkpoints."""
+    with opened() as service:
+        rest = service.create_rest_client()
+        is_path = run.startswith("tinker://")
+        ask = rest.get_training_run_by_tinker_path if is_path else rest.get_training_run
+        found = ask(run).result()
+        checkpoints = rest.list_checkpoints(found.training_run_id).result().checkpoints
+    if as_json:
+        print_json({**found.model_dump(), "checkpoints": checkpoints})
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in _facts(found):
+        table.add_row(name, value)
+    for each in checkpoints:
+        table.add_row("checkpoint", each.tinker_path)
+    print_rich(table)
+
+
+def _table(runs: list[TrainingRun]) -> Table:
+    table = Table("run", "base model", "rank", "last request", "newest checkpoint", box=None)
+    for run in runs:
+        table.add_row(
+            run.training_run_id,
+            run.base_model,
+            str(run.lora_rank),
+            minute(run.last_request_time),
+            run.last_checkpoint.tinker_path if run.last_checkpoint else "",
+        )
+    return table
+
+
+def _facts(run: TrainingRun) -> list[tuple[str, str]]:
+    facts = [
+        ("run", run.training_run_id),
+        ("base model", run.base_model),
+        ("rank", str(run.lora_rank)),
+        ("last request", minute(run.last_request_time)),
+        *((f"metadata {name}", value) for name, value in (run.user_metadata or {}).items()),
+    ]
+    if run.corrupted:
+        facts.append(("stopped", "its recovery did not reproduce the stored results"))
+    if run.rolled_back_to:
+        facts.append(("rolled back to", run.rolled_back_to))
+    return facts

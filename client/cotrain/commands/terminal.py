@@ -1,0 +1,79 @@
+"""What all commands do alike: open a client, print tables or JSON, and fail in one sentence."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic_core import to_jsonable_python
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from cotrain.errors import CotrainError
+from cotrain.service import ServiceClient
+from cotrain.transport import RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from datetime import datetime
+
+    from rich.console import RenderableType
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/cli.md names its fields.")]
+PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kind>/<name>")]
+
+#: Somebody waits for the answer: a server that is away for longer is one to be told of.
+PATIENCE = RetryPolicy(give_up_after_s=5.0, longest_delay_s=2.0)
+#: Ids and paths are there to be copied, so no cell is ever cut or wrapped; a terminal wraps lines.
+WIDTH = 10_000
+
+
+def examples(*lines: str) -> str:
+    """Write examples as the end of a command's help."""
+    return "\n\n".join(("Examples:", *lines))
+
+
+@contextmanager
+def opened() -> Iterator[ServiceClient]:
+    """Open a client of the server and key that the environment names."""
+    with failing_in_a_sentence(), ServiceClient(policy=PATIENCE) as service:
+        yield service
+
+
+@contextmanager
+def failing_in_a_sentence() -> Iterator[None]:
+    """Say what goes wrong on stderr and end the command with status 1."""
+    try:
+        yield
+    except (CotrainError, OSError, ValueError) as error:
+        typer.echo(" ".join(str(error).split()), err=True)
+        raise typer.Exit(1) from error
+
+
+def print_json(value: Any) -> None:
+    """Print what pydantic or json can write."""
+    typer.echo(json.dumps(to_jsonable_python(value), indent=2, ensure_ascii=False))
+
+
+def print_rich(content: RenderableType) -> None:
+    """Print a table; in colour where it goes to a terminal."""
+    # A run's id has `:train:` in it, which is an emoji to rich, and names may look like markup.
+    Console(width=WIDTH, markup=False, emoji=False, highlight=False).print(content)
+
+
+@contextmanager
+def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Show how far a transfer is: on stderr, where that is a terminal."""
+    console = Console(stderr=True, markup=False, emoji=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
+    disable = not (shown and console.is_terminal)
+    with Progress(*columns, TransferSpeedColumn(), console=console, disable=disable) as progress:
+        task = progress.add_task(name, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total or None)
+
+
+def minute(time: datetime | None, otherwise: str = "") -> str:
+    """Write a time to the minute, in UTC."""
+    return f"{time:%Y-%m-%d %H:%M}" if time else otherwise

@@ -1,0 +1,49 @@
+"""`cotrain download` and `cotrain upload`: checkpoints to files, and files to checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cotrain.commands.terminal import AsJson, PathOf, bar, opened, print_json
+
+
+def download(
+    path: PathOf,
+    output: Annotated[Path, typer.Option(help="The folder to write its files to.")] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a checkpoint's adapter: a folder that plain PEFT, vLLM and merge tools read.
+
+    A download that was interrupted goes on where it stopped.
+    """
+    with opened() as service, bar(path.rpartition("/")[2], shown=not as_json) as progress:
+        files = service.download_checkpoint(path, output, progress)
+    if as_json:
+        print_json({"tinker_path": path, "folder": output, "files": files})
+    else:
+        typer.echo(output)
+
+
+def upload(
+    source: Annotated[
+        Path, typer.Argument(help="A PEFT folder, or a tar or zip of one.", exists=True)
+    ],
+    base_model: Annotated[str, typer.Option(help="The base model it was trained on.")],
+    name: Annotated[str, typer.Option(help="What to call the checkpoint.")],
+    ttl_seconds: Annotated[
+        int | None, typer.Option(min=1, help="Delete it after so long; by default never.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a LoRA adapter that was made elsewhere: safetensors, as PEFT saves it."""
+    with opened() as service, bar(source.name, shown=not as_json) as progress:
+        path = service.upload_checkpoint(
+            source, base_model, name, ttl_seconds=ttl_seconds, progress=progress
+        )
+    if as_json:
+        print_json({"tinker_path": path})
+    else:
+        typer.echo(path)
