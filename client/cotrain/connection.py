@@ -8,10 +8,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from cotrain.background import BackgroundLoop
+from cotrain.compress import can_compress
+from cotrain.errors import NotFoundError, VersionMismatch
 from cotrain.flow import Dispatch, Lane, Room
 from cotrain.transport import Transport, read
 from cotrain.types import ClientConfigRequest, ClientConfigResponse
-from cotrain.version import __version__
+from cotrain.version import PROTOCOL, __version__
 
 if TYPE_CHECKING:
     import httpx
@@ -40,18 +42,42 @@ class Connection:
         self._asking = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
 
+    @property
+    def known_config(self) -> ClientConfigResponse:
+        """What the server has said of how to talk to it; the protocol's defaults until it was asked."""
+        return self._config or ClientConfigResponse()
+
     def lane(self) -> Lane:
         """Make the lane of one run."""
         return Lane(self._dispatch, self.transport.pause)
 
     async def config(self) -> ClientConfigResponse:
-        """Ask, once, how the server wants to be talked to."""
+        """Ask, once, how the server wants to be talked to.
+
+        Raises APIError, or VersionMismatch where it speaks another protocol than this client.
+        """
         async with self._asking:
             if self._config is None:
-                asked = ClientConfigRequest(sdk_version=f"cotrain-{__version__}")
-                answer = await self.transport.post("client/config", asked)
-                self._config = read(answer, ClientConfigResponse)
+                self._config = config = await self._ask()
+                self.transport.compresses = config.proto_compress_fwdbwd and can_compress()
+                self._dispatch.limit_bytes = config.fwdbwd_dispatch_bytes_semaphore_size
         return self._config
+
+    async def _ask(self) -> ClientConfigResponse:
+        asked = ClientConfigRequest(sdk_version=f"cotrain-{__version__}")
+        try:
+            answer = await self.transport.post("client/config", asked)
+        except NotFoundError as error:  # every server of the protocol has it
+            said = f"{self.settings.base_url} is no cotrain server: is the base URL right?"
+            raise NotFoundError(f"{said} ({error.message})", 404, error.body) from error
+        config = read(answer, ClientConfigResponse)
+        if config.cotrain_protocol not in (None, PROTOCOL):
+            raise VersionMismatch(
+                f"the server is cotrain {config.cotrain_version} and speaks protocol"
+                f" {config.cotrain_protocol}, this client is cotrain {__version__} and speaks"
+                f" {PROTOCOL}: install cotrain=={config.cotrain_version} here"
+            )
+        return config
 
 
 _shared: dict[tuple[int, ClientSettings], Connection] = {}

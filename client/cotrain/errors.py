@@ -6,6 +6,7 @@ CotrainError
 ├── UnsupportedInput                (a datum this server cannot train on; also a ValueError)
 ├── TokenizerMissing                (no transformers here, or no such tokenizer)
 ├── TorchMissing                    (a custom loss without torch; also an ImportError)
+├── VersionMismatch                 (this server and this client would misread each other)
 ├── MalformedMessage                (bytes that are not the message they should be)
 ├── RequestFailed                   (accepted, then failed: category user, server or unknown)
 └── APIError
@@ -51,6 +52,10 @@ class TokenizerMissing(CotrainError):
 
 class TorchMissing(CotrainError, ImportError):
     """A loss of the caller's own needs torch, which is not installed here."""
+
+
+class VersionMismatch(CotrainError):
+    """This server and this client would misread each other."""
 
 
 class MalformedMessage(CotrainError):

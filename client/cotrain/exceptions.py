@@ -25,6 +25,7 @@ from cotrain.errors import (
     TorchMissing,
     UnprocessableEntityError,
     UnsupportedInput,
+    VersionMismatch,
 )
 
 TinkerError = CotrainError
@@ -57,4 +58,5 @@ __all__ = [
     "TorchMissing",
     "UnprocessableEntityError",
     "UnsupportedInput",
+    "VersionMismatch",
 ]

@@ -52,6 +52,7 @@ class RunTraffic:
     """Numbers a run's requests and sends them."""
 
     def __init__(self, connection: Connection, model_id: str) -> None:
+        self._connection = connection
         self._loop = connection.loop
         self._transport = connection.transport
         self._room = connection.room
@@ -94,7 +95,7 @@ class RunTraffic:
             wrap_datums(
                 self._model_id, 1, chunk, loss_fn, loss_fn_config, forward_only=forward_only
             )
-            for chunk in cut(encode_datums(data))
+            for chunk in self._cut(data)
         ]
         total_weight = _total_weight(data) if loss_fn == "cross_entropy" else 0.0
 
@@ -109,7 +110,7 @@ class RunTraffic:
         Both have their places before this returns, so whatever is sent meanwhile comes after them.
         Raises UnsupportedInput for a datum that is not text.
         """
-        chunks = cut(encode_datums(data))
+        chunks = self._cut(data)
         accepted, places = self._start(
             "forward_backward", [self._cross_entropy(1, c, forward_only=True) for c in chunks], 2
         )
@@ -222,6 +223,12 @@ class RunTraffic:
         self._room.take(size_bytes, len(requests))
         backward_ids = await self._submit("forward_backward", requests, size_bytes)
         return between.finish(await self._pass_result(backward_ids))
+
+    def _cut(self, data: Sequence[Datum]) -> list[list[wire.Datum]]:
+        config = self._connection.known_config
+        return cut(
+            encode_datums(data), config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count
+        )
 
     def _cross_entropy(
         self, seq_id: int, chunk: Sequence[wire.Datum], *, forward_only: bool

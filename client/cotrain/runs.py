@@ -47,6 +47,7 @@ class Runs:
 
     async def reserve(self) -> tuple[str, int]:
         """Take the next place for a run: `session_id` and `model_seq_id`."""
+        await self._connection.config()  # first: it shows whether this is a server to talk to
         return await self._session.id(), next(self._seq_ids)
 
     async def create(

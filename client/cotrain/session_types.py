@@ -23,12 +23,18 @@ class ClientConfigResponse(WireModel):
     proto_compress_fwdbwd: bool = False
     fwdbwd_max_chunk_len: Annotated[int, Field(ge=1)] = 1024
     fwdbwd_max_chunk_bytes_count: Annotated[int, Field(ge=1)] = 5_000_000
+    fwdbwd_dispatch_bytes_semaphore_size: Annotated[int, Field(ge=1)] = 50_000_000
+    """Bytes of passes that one client sends at once, before compression."""
     parallel_fwdbwd_chunks: bool = True
     sample_use_retrieve_futures: bool = False
     """Poll once for all samples of a sampler rather than once for each."""
     sample_max_concurrent_requests: Annotated[int, Field(ge=1)] = 2000
     """Samples of one client that may be on their way at once where it does not."""
     use_pyqwest_transport: bool = True
+    cotrain_version: str | None = None
+    """Version of the server, where it is one of ours."""
+    cotrain_protocol: int | None = None
+    """A client of ours that speaks another one must not go on; see `cotrain.version`."""
 
 
 class ClientDynamicConfigResponse(WireModel):

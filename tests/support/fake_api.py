@@ -55,6 +55,7 @@ class FakeApi:
 
     def _behave(self, endpoint: str, request: httpx.Request) -> httpx.Response:
         handlers: dict[str, Callable[[httpx.Request], httpx.Response]] = {
+            "client": lambda _: _json({}),
             "create_session": lambda _: _json({"session_id": "s1"}),
             "session_heartbeat": lambda _: _json({"type": "session_heartbeat"}),
             "sessions": lambda _: _json({}),

@@ -19,6 +19,7 @@ from cotrain.types import (
     SupportedModel,
     TelemetryResponse,
 )
+from cotrain.version import PROTOCOL, __version__
 from cotrain_server.auth import exchanges_key, is_local
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.gate import TenantRoute
@@ -49,6 +50,8 @@ async def client_config(
         sample_max_concurrent_requests=min(settings.quota_samples, MAX_SAMPLES_AT_ONCE),
         # The transport of 0.22 follows redirects that its checkpoint download must see.
         use_pyqwest_transport=not body.sdk_version.startswith("0.22."),
+        cotrain_version=__version__,
+        cotrain_protocol=PROTOCOL,
     )
 
 
