@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import ast
+import importlib.util
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+import cotrain
+from cotrain import exceptions, types
+from cotrain.types import ForwardBackwardOutput, LoraConfig, RequestErrorCategory
+
+# Names of the hosted SDK's types that stay out, and why.
+LEFT_OUT = {
+    "no telemetry is sent": {
+        "EventType",
+        "SessionEndEvent",
+        "SessionStartEvent",
+        "Severity",
+        "TelemetryBatch",
+        "TelemetryEvent",
+        "TelemetrySendRequest",
+        "UnhandledExceptionEvent",
+    },
+    "custom losses run on the client": {
+        "CreateCustomLossRequest",
+        "CreateCustomLossResponse",
+        "CustomLossGraph",
+        "CustomLossInput",
+        "CustomLossInputRank",
+        "CustomLossNode",
+    },
+    "AdamW is the only optimizer": {"DimuonOptimizerConfig", "DimuonParams"},
+    "one class with a `state` here, FutureCompletion": {"FutureFailed", "FutureFinished"},
+    "one class with a `type` here, ClientSessionFinishReason": {
+        "ClientSessionFinishErrored",
+        "ClientSessionFinishInterrupted",
+        "ClientSessionFinishSuccess",
+    },
+    "arguments of a GET": {"GetBillingUsageRequest", "GetCurrentCheckpointStorageUsageRequest"},
+    "a sampler's copies number themselves": {
+        "JoinSamplingSessionRequest",
+        "JoinSamplingSessionResponse",
+    },
+    "the server computes no such thing": {
+        "PromptAltTokens",
+        "PromptProvenanceSpan",
+        "ProvenanceSpans",
+        "SampledProvenanceSpan",
+    },
+    "the server never says so": {
+        "SessionCancelled",
+        "SessionFailedRequestReason",
+        "SessionFailedSamplingSessionReason",
+        "StorageBillingEvent",
+    },
+}
+
+
+def names_of_the_sdk(module: str) -> set[str]:
+    """Read what a module of the installed official SDK exports, without importing it."""
+    spec = importlib.util.find_spec("tinker")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    content = (Path(spec.submodule_search_locations[0]) / module).read_text()
+    imports = [node for node in ast.parse(content).body if isinstance(node, ast.ImportFrom)]
+    aliases = chain.from_iterable(node.names for node in imports if node.level)
+    return {alias.asname or alias.name for alias in aliases}
+
+
+def test_every_type_of_the_hosted_sdk_has_its_name_here_or_a_reason() -> None:
+    left_out = set().union(*LEFT_OUT.values())
+    missing = names_of_the_sdk("types/__init__.py") - set(types.__all__)
+    assert missing == left_out
+
+
+def test_every_name_of_the_types_is_there_and_said_once() -> None:
+    assert len(types.__all__) == len(set(types.__all__))
+    assert all(hasattr(types, name) for name in types.__all__)
+
+
+def test_every_type_says_what_it_is() -> None:
+    classes = [getattr(types, name) for name in types.__all__]
+    models = [c for c in classes if isinstance(c, type) and issubclass(c, BaseModel)]
+    assert len(models) > 80
+    assert [model.__name__ for model in models if not model.__doc__] == []
+
+
+def test_the_services_error_names_catch_whatever_goes_wrong() -> None:
+    for name in ("TinkerError", "BiosAPIError", "MintAPIError"):
+        caught = getattr(exceptions, name)
+        for error in exceptions.__all__:
+            assert issubclass(getattr(exceptions, error), caught)
+
+
+def test_every_error_of_the_package_has_its_name_among_the_exceptions() -> None:
+    errors = {
+        name
+        for name, value in vars(cotrain.errors).items()
+        if isinstance(value, type) and issubclass(value, cotrain.CotrainError)
+    }
+    assert errors <= set(exceptions.__all__)
+
+
+def test_a_category_is_equal_to_its_text() -> None:
+    failure = cotrain.RequestFailed("no", "r1", "user")
+    assert failure.category == RequestErrorCategory.User
+
+
+# ---- LoRA ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("dropout", 0.1, "dropout is not implemented; use 0"),
+        ("alpha", 0, "greater than 0"),
+        ("alpha", 655_361, "less than or equal to 655360"),
+        ("alpha", float("nan"), "finite number"),
+        ("alpha", float("inf"), "finite number"),
+    ],
+)
+def test_what_lora_cannot_be_is_refused_by_name(field: str, value: float, words: str) -> None:
+    with pytest.raises(ValidationError, match=words) as refused:
+        LoraConfig(**{field: value})
+    assert refused.value.errors()[0]["loc"] == (field,)
+
+
+def test_lora_is_as_the_hosted_services_have_it_where_nothing_is_said() -> None:
+    assert (LoraConfig().rank, LoraConfig().alpha, LoraConfig().dropout) == (32, 32.0, 0.0)
+    assert LoraConfig(alpha=16, dropout=0).alpha == 16.0
+
+
+# ---- result.loss ---------------------------------------------------------------------------------
+
+
+def output(**metrics: float) -> ForwardBackwardOutput:
+    return ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=[], metrics=metrics
+    )
+
+
+def test_a_loss_is_a_mean_per_weight_where_the_weights_are_known() -> None:
+    result = output(**{"loss:sum": 6.0})
+    assert result.loss == 6.0
+    assert result.with_total_weight(4.0).loss == 1.5
+    assert result.with_total_weight(4.0).metrics == {"loss:sum": 6.0}
+    assert result.loss == 6.0
+
+
+@pytest.mark.parametrize("total_weight", [0.0, -2.0])
+def test_a_loss_of_weights_that_count_nothing_is_the_sum(total_weight: float) -> None:
+    assert output(**{"loss:sum": 6.0}).with_total_weight(total_weight).loss == 6.0
