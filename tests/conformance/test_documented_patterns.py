@@ -223,8 +223,8 @@ def test_bios_suboptimal_and_optimal_patterns_give_the_same(
     twin = service.create_lora_training_client(server.base_model, rank=4, seed=1)
     assert ran(slow_training()) == ran(fast_training())
     # All three gradients were added up, in either.
-    norms = [run.optim_step(ADAM).result().metrics["grad_norm"] for run in (client, twin)]
-    assert norms[0] == norms[1]
+    metrics = [run.optim_step(ADAM).result().metrics or {} for run in (client, twin)]
+    assert metrics[0]["grad_norm"] == metrics[1]["grad_norm"] > 0
 
 
 def test_bios_pipelined_training(
