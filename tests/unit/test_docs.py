@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.markdown import anchors, blocks, links
+from tests.support.notebook import run_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -67,6 +68,19 @@ def test_blocks_know_their_lines_and_why_they_are_not_run(tmp_path: Path) -> Non
         (6, "assert a\n", None),
         (11, "b = 2\n", "needs a GPU"),
     ]
+
+
+def test_blocks_share_names_and_await_anywhere_and_a_check_can_fail(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nimport asyncio\nfound = [A]\n```\n"
+        "```python\nawait asyncio.sleep(0)\nfound.append(2)\n```\n"
+        "<!-- check\nassert found == [1, 2]\n-->\n"
+    )
+    run_page(page, {"A": "1"})
+    with pytest.raises(AssertionError) as caught:
+        run_page(page, {"A": "3"})
+    assert (caught.traceback[-1].path, caught.traceback[-1].lineno + 1) == (page, 10)
 
 
 def _leads_somewhere(page: Path, target: str) -> bool:

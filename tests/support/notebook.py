@@ -1,0 +1,44 @@
+"""Run a page of documentation as a notebook: its Python blocks in order, with names in common.
+
+`await` may stand anywhere. `python -m tests.support.notebook PAGE JSON` does it in a process of its own;
+the JSON says what to put in the place of what is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.support.markdown import blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def run_page(page: Path, replacements: Mapping[str, str]) -> None:
+    """Run what a page shows, and its checks; closes the clients that it leaves open."""
+    names: dict[str, Any] = {"__name__": page.stem}
+    with asyncio.Runner() as runner:
+        try:
+            for block in blocks(page):
+                if block.reason_not_run:
+                    continue
+                result = eval(block.compile(replacements), names)
+                if inspect.iscoroutine(result):  # it awaits something
+                    runner.run(result)
+        finally:
+            _close_clients(names)
+
+
+def _close_clients(names: Mapping[str, Any]) -> None:
+    for value in list(names.values()):
+        if hasattr(value, "create_lora_training_client") and not isinstance(value, type):
+            value.close("success")
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]), json.loads(sys.argv[2]))
