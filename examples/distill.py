@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from cotrain import SamplingClient, TrainingClient
 
 STEPS = 20
-TEACHER_STEPS, TEACHER_RANK, STUDENT_RANK = 40, 16, 4
-QUESTIONS, ANSWERS = 16, 4
-ADAM = AdamParams(learning_rate=2e-3, eps=1e-8)
+TEACHER_STEPS, TEACHER_RANK, STUDENT_RANK = 40, 16, 8
+QUESTIONS, ANSWERS = 16, 2
+ADAM = AdamParams(learning_rate=4e-3, eps=1e-8)
 EDGE = 3
 """The first and the last so many steps are compared."""
 

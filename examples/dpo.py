@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     Reference = list[torch.Tensor]
 
-STEPS = 12
+STEPS = 10
 RANK, ROWS = 16, 16
-ADAM = AdamParams(learning_rate=1e-3, eps=1e-8)
+ADAM = AdamParams(learning_rate=5e-4, eps=1e-8)
 BETA = 0.1
 """How far the run may go from the base model for the sake of a preference."""
 
@@ -69,8 +69,9 @@ def train(
     """Take a step per batch; yields loss, margin and share of pairs in the right order."""
     for data, reference in zip(batches, references, strict=True):
         passed = run.forward_backward_custom(data, dpo_loss(reference))
-        run.optim_step(ADAM).result()
+        stepped = run.optim_step(ADAM)  # behind both passes that the loss takes
         yield told(passed.result().metrics)
+        stepped.result()
 
 
 def dpo_loss(reference: Reference) -> Any:

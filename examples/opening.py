@@ -32,14 +32,17 @@ Cell = str | float
 """What stands in a table; numbers are shown with three digits, and in full as JSON."""
 
 
-def options_of(about: str | None, steps: int) -> Namespace:
-    """Read the command line that all examples share; `about` is the example's docstring."""
+def options_of(about: str | None, steps: int, **own: Cell) -> Namespace:
+    """Read the command line; `own` are options that only this example has, and their defaults."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=steps, help=f"how far to train ({steps})")
     parser.add_argument("--base-model", help="which of the server's base models (its first)")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    for name, default in own.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default, help=f"({default})")
     return parser.parse_args()
 
 

@@ -1,12 +1,12 @@
 """Reinforcement with a verifiable reward: the policy is told only how good its answers were.
 
-A question is `int('7') == `, and Python itself checks the answer. Each step samples a group of answers to
-every digit and trains on how much better than its group each was; the next step samples from the result.
+A question is `int('7') == `, and whether an answer is right can be checked. Each step samples a group of
+answers to every digit and trains on how much better than its group each was; the next step samples from
+what came of it.
 """
 
 from __future__ import annotations
 
-import ast
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from cotrain import SampledSequence, SamplingClient, TrainingClient
 
-STEPS = 30
-RANK, ANSWERS = 16, 16
+STEPS = 32
+RANK, ANSWERS = 16, 32
 ADAM = AdamParams(learning_rate=2e-3, eps=1e-8)
 PASSES = 2
 """Optimizer steps per step of sampling; `ppo` clips what the later ones may do."""
@@ -67,12 +67,9 @@ def answers(
 
 
 def reward(text: str, digit: int) -> float:
-    """Give 1 for a line that Python reads as the digit, and half of it for a right start."""
-    try:
-        if text.endswith("\n") and ast.literal_eval(text.strip()) == digit:
-            return 1.0
-    except (ValueError, SyntaxError):
-        pass  # not an answer, then
+    """Give 1 for the digit and the end of the line, and half of it for a right start."""
+    if text == f"{digit}\n":
+        return 1.0
     return 0.5 if text.startswith(str(digit)) else 0.0
 
 

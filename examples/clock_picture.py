@@ -1,0 +1,69 @@
+"""Draw requests against clock cycles: one row of axes per loop, time from left to right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from clock_cycles import Cycle, Request
+
+mpl.use("Agg")  # draws into a file; needs no screen
+from matplotlib import pyplot
+
+COLORS = {"forward_backward": "tab:blue", "optim_step": "tab:orange"}
+CYCLE = "0.75"
+NARROWEST = 0.004
+"""Share of the width that the shortest cycle is drawn with, to be seen at all."""
+
+
+def draw(
+    requests: Mapping[str, Sequence[Request]], cycles: Sequence[Cycle], title: str, path: Path
+) -> None:
+    """Write a PNG: a grey band for each cycle, a bar for each request from sending to result."""
+    figure, rows = pyplot.subplots(
+        len(requests), figsize=(8, 1.7 * len(requests)), sharex=True, layout="constrained"
+    )
+    longest_s = max(each[-1].answered_at - each[0].sent_at for each in requests.values())
+    for axes, (name, sent) in zip(rows, requests.items(), strict=True):
+        _draw_cycles(axes, cycles, sent, NARROWEST * longest_s)
+        _draw_requests(axes, sent)
+        axes.set(title=name, yticks=(), xlim=(-0.02 * longest_s, 1.02 * longest_s), ylim=(-0.6, 4))
+        axes.spines[["left", "right", "top"]].set_visible(False)
+    rows[-1].set_xlabel("seconds")
+    figure.suptitle(title)
+    bands = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in (*COLORS.values(), CYCLE)]
+    figure.legend(
+        bands, [*COLORS, "clock cycle"], loc="outside lower center", ncols=3, frameon=False
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def _draw_requests(axes: Any, sent: Sequence[Request]) -> None:
+    """Draw a step's requests one above the other, and every other step lower, as steps may overlap."""
+    for place, request in enumerate(sent):
+        step, is_second = divmod(place, 2)
+        axes.barh(
+            2 * (1 - step % 2) + (0 if is_second else 0.8),
+            request.answered_at - request.sent_at,
+            left=request.sent_at - sent[0].sent_at,
+            height=0.7,
+            color=COLORS[request.op],
+        )
+
+
+def _draw_cycles(
+    axes: Any, cycles: Sequence[Cycle], sent: Sequence[Request], narrowest_s: float
+) -> None:
+    for cycle in cycles:
+        if sent[0].sent_at <= cycle.ended_at and cycle.started_at <= sent[-1].answered_at:
+            start = cycle.started_at - sent[0].sent_at
+            end = start + max(cycle.ended_at - cycle.started_at, narrowest_s)
+            axes.axvspan(start, end, color=CYCLE, zorder=0)
+            axes.text((start + end) / 2, 3.5, str(cycle.number), ha="center", fontsize=7)

@@ -1,0 +1,114 @@
+"""Resuming after a crash: the training program is killed in mid-run, started again, and goes on.
+
+It saves its state every few steps: weights, optimizer and, in the checkpoint's name, how far it was. When
+it starts it looks for its newest checkpoint. This file is both: with `--name`, the training program, and
+without, the one that kills it and compares what came out with a training that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from opening import base_model_of, opened, options_of, served, show
+from unicode_names import batch, datums
+
+from cotrain import AdamParams, ServiceClient
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator, Mapping
+
+    from cotrain import TrainingClient
+
+STEPS = 16
+SAVE_EVERY = 5
+KILLED_AFTER = 7
+"""Steps; two of them are lost, and done again."""
+KEPT_S = 3600
+RANK, ROWS = 16, 16
+ADAM = AdamParams(learning_rate=3e-3, eps=1e-8)
+
+
+def train(
+    service: ServiceClient, base_model: str, name: str, steps: int
+) -> Iterator[tuple[int, float]]:
+    """Train from the newest checkpoint of this name, or from the start; yields steps and losses."""
+    run, done = newest(service, name) or (
+        service.create_lora_training_client(base_model, RANK, seed=1),
+        0,
+    )
+    tokenizer = run.get_tokenizer()
+    for step in range(done + 1, steps + 1):
+        data = datums(tokenizer, batch(step, ROWS))
+        passed, stepped = run.forward_backward(data, "cross_entropy"), run.optim_step(ADAM)
+        if step % SAVE_EVERY == 0:
+            # In the run's order: it holds this step whole and nothing of the next.
+            run.save_state(f"{name}-{step}", ttl_seconds=KEPT_S).result()
+        stepped.result()
+        yield step, passed.result().loss
+
+
+def newest(service: ServiceClient, name: str) -> tuple[TrainingClient, int] | None:
+    """Open the newest checkpoint of this name; gives a run that goes on from it, and its step."""
+    for checkpoint in service.list_checkpoints():  # newest first
+        saved_as, _, step = checkpoint.checkpoint_id.rpartition("/")[2].rpartition("-")
+        if saved_as == name:
+            path = checkpoint.tinker_path
+            return service.create_training_client_from_state_with_optimizer(path), int(step)
+    return None
+
+
+def main() -> None:
+    """Train undisturbed, train disturbed, and show both; with a name, only train."""
+    options = options_of(__doc__, STEPS, name="")
+    if options.name:
+        be_killed(options)
+        return
+    with served() as (address, key):
+        key = key or os.environ["COTRAIN_API_KEY"]
+        with ServiceClient(address, key) as service:
+            base_model = options.base_model or base_model_of(service)
+            calm = dict(train(service, base_model, f"calm-{secrets.token_hex(4)}", options.steps))
+        program = [sys.executable, __file__, "--steps", str(options.steps)]
+        program += ["--name", f"killed-{secrets.token_hex(4)}", "--base-model", base_model]
+        settings = {**os.environ, "COTRAIN_BASE_URL": address, "COTRAIN_API_KEY": key}
+        first = losses_of(program, settings, killed_after=KILLED_AFTER)
+        second = losses_of(program, settings)
+    rows = [
+        (f"step {step}", loss, first.get(step, ""), second.get(step, ""))
+        for step, loss in calm.items()
+    ]
+    show("Nats per token", ("when", "undisturbed", "killed", "resumed"), rows, options)
+    if not options.json:
+        same = all(calm[step] == loss for step, loss in (first | second).items())
+        print("The same to the last bit." if same else "Not the same!")
+
+
+def losses_of(
+    program: list[str], settings: Mapping[str, str], killed_after: int | None = None
+) -> dict[int, float]:
+    """Run the training program and read its losses by step; SIGKILL it after a step, if told to."""
+    losses = {}
+    with subprocess.Popen(program, env=settings, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            step, loss = line.split()
+            losses[int(step)] = float(loss)
+            if int(step) == killed_after:
+                process.kill()
+                break
+    return losses
+
+
+def be_killed(options: Namespace) -> None:
+    """Be the training program."""
+    with opened(options) as (service, base_model):
+        for step, loss in train(service, base_model, options.name, options.steps):
+            print(step, loss, flush=True)
+
+
+if __name__ == "__main__":
+    main()
