@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from cotrain.data import Datum
 from cotrain.errors import TorchMissing, UnsupportedInput
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from cotrain.types import ForwardBackwardOutput
 
-    LossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, float]]]
+    LossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, SupportsFloat]]]
     """Of the datums and their log-probs (float32 tensors, of the shape of each datum's
     `target_tokens`): the loss, a tensor, and numbers to put among the metrics."""
 

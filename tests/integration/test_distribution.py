@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cotrain", "cotrain_store", "cotrain_scheduler", "cotrain_server", "cotrain_workers")
 NOT_FOR_CLIENTS = ("torch", "redis", "fastapi", "uvicorn", "numpy", "transformers", "peft")
-CLIENT_BYTES = 60 * 1024**2
+CLIENT_BYTES = 40 * 1000**2
 
 
 class Distributions(NamedTuple):

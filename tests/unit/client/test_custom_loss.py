@@ -5,7 +5,7 @@ import builtins
 import threading
 import time
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cotrain import TrainingClient
     from cotrain.proto import wire_pb2 as wire
 
-Loss = tuple[Any, dict[str, float]]
+Loss = tuple[Any, dict[str, SupportsFloat]]
 
 
 def datum(token: int, advantage: float) -> Datum:
