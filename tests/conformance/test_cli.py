@@ -1,0 +1,208 @@
+"""The `cotrain` command against a real server."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any, Protocol
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from cotrain import AdamParams, Datum, ModelInput, ServiceClient
+from cotrain.cli import command_line
+from tests.conformance.running import KEYS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from typer.testing import Result
+
+    from tests.conformance.running import Server
+
+KEY = KEYS[1]
+
+
+class Run(Protocol):
+    """Runs the command as a tenant, or as `key` says."""
+
+    def __call__(self, *arguments: str, key: str = KEY, input: str | None = None) -> Result: ...
+
+
+@pytest.fixture(scope="module")
+def cotrain(server: Server) -> Run:
+    app = command_line([])
+
+    def run(*arguments: str, key: str = KEY, input: str | None = None) -> Result:
+        environment = {"COTRAIN_BASE_URL": server.address, "COTRAIN_API_KEY": key}
+        return CliRunner().invoke(app, arguments, input=input, env=environment)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def paths(server: Server) -> list[str]:
+    """A run's training checkpoint and its sampler weights."""
+    tokens = random.Random(0).choices(range(512), k=20)
+    datum = Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * 19},
+    )
+    with ServiceClient(server.address, KEY) as service:
+        run = service.create_lora_training_client(
+            server.base_model, rank=2, seed=1, user_metadata={"made": "for the terminal"}
+        )
+        run.forward_backward([datum], "cross_entropy")
+        run.optim_step(AdamParams(learning_rate=1e-2))
+        saved = run.save_state("kept"), run.save_weights_for_sampler("sampled")
+        return [str(future.result().path) for future in saved]
+
+
+def read(done: Result) -> Any:
+    """Read what a command printed as JSON."""
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_the_models_are_listed(cotrain: Run, server: Server) -> None:
+    [model] = read(cotrain("models", "--json"))
+    assert model["model_name"] == server.base_model
+    assert set(model) == {"model_name", "max_context_length", "trainable", "sampleable"}
+    assert server.base_model in cotrain("models").stdout
+
+
+def test_a_run_is_listed_and_shown(cotrain: Run, paths: list[str], server: Server) -> None:
+    run_id = paths[0].split("/")[2]
+    listed = read(cotrain("runs", "list", "--limit", "1", "--json"))
+    assert listed[0]["training_run_id"] == run_id
+    assert run_id in cotrain("runs", "list").stdout
+
+    shown = read(cotrain("runs", "show", run_id, "--json"))
+    assert {each["tinker_path"] for each in shown["checkpoints"]} == set(paths)
+    assert shown == read(cotrain("runs", "show", paths[0], "--json"))
+    text = cotrain("runs", "show", run_id).stdout
+    for expected in (server.base_model, "for the terminal", *paths):
+        assert expected in text
+
+
+def test_a_list_that_is_cut_says_so(cotrain: Run, paths: list[str]) -> None:
+    assert paths
+    whole = len(read(cotrain("runs", "list", "--limit", "1000", "--json")))
+    done = cotrain("runs", "list", "--limit", "1")
+    assert done.stderr == (f"{whole - 1} more: --limit, --offset\n" if whole > 1 else "")
+
+
+def test_a_checkpoint_goes_to_a_folder_and_comes_back(
+    cotrain: Run, paths: list[str], server: Server, tmp_path: Path
+) -> None:
+    said = read(cotrain("download", paths[0], "--output", str(tmp_path), "--json"))
+    assert {each.name for each in tmp_path.iterdir()} == set(said["files"])
+    given = ("--base-model", server.base_model, "--name", "back", "--ttl-seconds", "7200")
+    path = cotrain("upload", str(tmp_path), *given).stdout.strip()
+
+    shown = read(cotrain("checkpoints", "show", path, "--json"))
+    assert (shown["tinker_path"], shown["lora_rank"]) == (path, 2)
+    assert shown["expires_at"] is not None
+    assert cotrain("checkpoints", "ttl", path, "never").stdout == f"{path} is kept\n"
+    assert read(cotrain("checkpoints", "show", path, "--json"))["expires_at"] is None
+
+    assert not read(cotrain("checkpoints", "show", path, "--json"))["public"]
+    assert cotrain("checkpoints", "publish", path).stdout == f"published {path}\n"
+    assert "yes" in cotrain("checkpoints", "show", path).stdout
+    assert read(cotrain("checkpoints", "unpublish", path, "--json"))["public"] is False
+
+    run_id = path.split("/")[2]
+    [listed] = read(cotrain("checkpoints", "list", "--run", run_id, "--json"))
+    assert listed["tinker_path"] == path
+    assert cotrain("checkpoints", "delete", path).stdout == f"deleted {path}\n"
+    done = cotrain("checkpoints", "delete", path)
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+
+
+def test_a_text_is_continued_alike_at_once_and_as_a_stream(
+    cotrain: Run, paths: list[str], server: Server
+) -> None:
+    asked = ("sample", "import ", "--seed", "7", "--max-tokens", "12")
+    whole = read(cotrain(*asked, "--json"))
+    assert whole["model"] == server.base_model
+    assert set(whole) == {"model", "samples", "prompt_tokens", "sampled_tokens"}
+    [sample] = whole["samples"]
+    assert 0 < whole["sampled_tokens"] <= 12
+    assert cotrain(*asked).stdout == sample["text"] + "\n"
+    assert cotrain(*asked, "--base-model", server.base_model).stdout == sample["text"] + "\n"
+    piped = ("sample", "-", *asked[2:])
+    assert cotrain(*piped, input="import ").stdout == sample["text"] + "\n"
+
+    tuned = read(cotrain(*asked, "--model-path", paths[1], "--num-samples", "2", "--json"))
+    assert (tuned["model"], len(tuned["samples"])) == (paths[1], 2)
+    shown = cotrain(*asked, "--model-path", paths[1], "--num-samples", "2").stdout
+    assert shown == "".join(
+        f"--- {number}\n{each['text']}\n" for number, each in enumerate(tuned["samples"], 1)
+    )
+
+
+def test_a_chat_remembers_its_turns(cotrain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = ("--seed", "3", "--max-tokens", "5")
+    first = cotrain("sample", "--chat", "Hello", *how).stdout
+    sent: list[Any] = []
+    really = httpx.Client.stream
+
+    def stream(self: httpx.Client, *arguments: Any, **options: Any) -> Any:
+        sent.append([turn["content"] for turn in options["json"]["messages"]])
+        return really(self, *arguments, **options)
+
+    monkeypatch.setattr(httpx.Client, "stream", stream)
+    both = cotrain("sample", *how, input="Hello\n\nAnd now?\n")
+    assert both.exit_code == 0
+    assert both.stdout.startswith(first)
+    assert sent == [["Hello"], ["Hello", first.removesuffix("\n"), "And now?"]]
+    assert cotrain("sample", "--system", "Be short.", *how, input="Hello\n").stdout != first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("sample", "x", "--base-model", "nobody/knows"), "404: "),
+        (("sample", "x", "--seed", "9" * 30), "400: "),
+        (("sample", "--chat", "x", "--seed", "9" * 30), "400: "),
+        (("runs", "show", "nobody:train:0"), "404: "),
+        (("checkpoints", "show", "tinker://nobody:train:0/weights/a"), "404: "),
+        (("checkpoints", "ttl", "tinker://nobody:train:0/weights/a", "7d"), "404: "),
+        (("download", "tinker://nobody:train:0/weights/a"), "404: "),
+    ],
+)
+def test_what_the_server_refuses_is_one_sentence(
+    cotrain: Run, arguments: tuple[str, ...], said: str
+) -> None:
+    done = cotrain(*arguments)
+    assert done.exit_code == 1
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("command", [["models"], ["top"], ["sample", "x", "--base-model", "m"]])
+def test_a_wrong_key_is_refused_in_one_sentence(cotrain: Run, command: list[str]) -> None:
+    done = cotrain(*command, key="tml-wrong_key")
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("401: ")
+
+
+def test_a_tenant_watches_its_own_part_and_the_operator_everything(
+    cotrain: Run, paths: list[str], server: Server
+) -> None:
+    own = read(cotrain("top", "--json"))
+    assert own["pools"][0]["tenants"] == own["pools"][0]["cycles"] == []
+    everything = read(cotrain("top", "--all", "--json"))
+    [pool] = everything["pools"]
+    assert pool["workers"][0]["id"]
+    tenants = {run["tenant"] for cycle in pool["cycles"] for run in cycle["runs"]}
+    assert len(pool["cycles"]) >= 1
+    assert tenants
+
+    shown = cotrain("top", "--all", "--once").stdout
+    assert server.base_model in shown
+    assert "ready" in shown
+    assert str(pool["cycles"][0]["cycle"]) in shown
+    assert server.base_model in cotrain("top").stdout

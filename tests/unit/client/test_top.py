@@ -1,0 +1,92 @@
+"""How `cotrain top` looks, and what it does while nobody answers."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from cotrain.commands import top
+from cotrain.commands.top_view import tokens_per_s, view
+from cotrain.errors import MalformedMessage
+from cotrain.status_types import CycleRecord, ServerStatus
+
+
+def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
+    def cycle(number: int, started_at: float) -> CycleRecord:
+        return CycleRecord.model_validate(
+            {
+                "cycle": number,
+                "worker": "w0",
+                "started_at": started_at,
+                "duration_ms": 1000.0,
+                "tokens": 500,
+                "outcome": "isolated",
+                "runs": [
+                    {"run": "s:train:0", "tenant": "ann", "tokens": 500, "ops": {"optim_step": 2}}
+                ],
+            }
+        )
+
+    cycles = [cycle(8, 103.0), cycle(7, 100.0)]
+    assert tokens_per_s(cycles) == pytest.approx(1000 / 4)
+    assert tokens_per_s([]) == 0.0
+    status = ServerStatus.model_validate(
+        {
+            "version": "1",
+            "uptime_s": 90_061.0,
+            "ready": False,
+            "pools": [
+                {
+                    "base_model": "m",
+                    "workers": 1,
+                    "last_cycle": 8,
+                    "queue": {"ops": 1234, "tokens": 99, "oldest_s": 2.0},
+                    "samples": {"waiting": 3, "running": 2},
+                    "tenants": [{"tenant": "ann", "ops": 1, "tokens": 5, "bytes": 2000}],
+                    "cycles": cycles,
+                }
+            ],
+        }
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(view(status))
+    text = console.export_text()
+    for expected in ("not ready", "1 d 01:01:01", "1,234", "2 optim_step", "isolated", "ann"):
+        assert expected in text
+
+
+def test_watching_goes_on_while_the_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three looks; at the second nobody answers; the fourth is Ctrl-C."""
+    looks: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        looks.append(request.url.path)
+        if len(looks) == 2:
+            raise httpx.ConnectError("refused")
+        pools: list[Any] = []
+        return httpx.Response(200, json={"version": "1", "pools": pools})
+
+    def sleep(_: float) -> None:
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server") as http:
+        top._watch(http, 1.0)
+    assert looks == ["/status"] * 3
+
+
+def test_an_answer_that_is_no_status_is_named() -> None:
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, text="<html>")
+
+    with (
+        httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server") as http,
+        pytest.raises(MalformedMessage, match="did not answer a status"),
+    ):
+        top._ask(http)
