@@ -1,0 +1,39 @@
+"""A piece of work under whichever official SDK is first on the path, told so that it can be repeated.
+
+Run as `python -m tests.conformance.same_work BASE_URL BASE_MODEL ten_steps` from the root.
+"""
+
+from __future__ import annotations
+
+from tests.conformance.sampling_scenarios import prompt, sample, sampler_of, told
+from tests.conformance.scenarios import Bench, Facts, batch, logprobs, run_named, step
+
+LORA = {"rank": 4, "seed": 7}
+LEARNING_RATE = 1e-2
+SAMPLING = {"max_tokens": 8, "seed": 3, "stop": []}
+SAMPLES = 3
+
+
+def ten_steps(bench: Bench) -> Facts:
+    """Train ten pipelined steps, keep the weights, sample from them and score a prompt."""
+    run, data = bench.run(**LORA), batch()
+    steps = [step(run, data, LEARNING_RATE) for _ in range(10)]
+    sampler = sampler_of(run)
+    return {
+        "lora": LORA,
+        "learning_rate": LEARNING_RATE,
+        "sampling": SAMPLING,
+        "prompt": prompt().to_ints(),
+        "inputs": [datum.model_input.to_ints() for datum in data],
+        "targets": [datum.loss_fn_inputs["target_tokens"].tolist() for datum in data],
+        "losses": [loss.metrics["loss:sum"] for loss, _ in steps],
+        "grad_norms": [optim.metrics["grad_norm"] for _, optim in steps],
+        "logprobs": logprobs(steps[-1][0]),
+        "weights": run.save_state("ten").result().path,
+        "samples": told(sample(sampler, SAMPLES, **SAMPLING)),
+        "scores": list(sampler.compute_logprobs(prompt()).result()),
+    }
+
+
+if __name__ == "__main__":
+    run_named(globals())
