@@ -5,12 +5,14 @@ Run as `python -m tests.conformance.same_work BASE_URL BASE_MODEL ten_steps` fro
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.conformance.sampling_scenarios import prompt, sample, sampler_of, told
 from tests.conformance.scenarios import Bench, Facts, batch, logprobs, run_named, step
 
-LORA = {"rank": 4, "seed": 7}
+LORA: dict[str, Any] = {"rank": 4, "seed": 7}
 LEARNING_RATE = 1e-2
-SAMPLING = {"max_tokens": 8, "seed": 3, "stop": []}
+SAMPLING: dict[str, Any] = {"max_tokens": 8, "seed": 3, "stop": []}
 SAMPLES = 3
 
 
