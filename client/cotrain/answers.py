@@ -27,8 +27,9 @@ def read(response: httpx.Response, model: type[Model]) -> Model:
 
 def refusal(response: httpx.Response) -> APIStatusError:
     """Make an error of an answer that says no."""
-    body = _json_or_text(response)
-    detail = body.get("detail", body) if isinstance(body, dict) else body
+    detail = body = _json_or_text(response)
+    for name in ("detail", "error", "message"):  # the endpoints for text answer in others' dialects
+        detail = detail.get(name, detail) if isinstance(detail, dict) else detail
     if _is_page(response):  # of a proxy, or of somebody else's server: nobody wants to read it
         detail = ""
     message = str(detail or response.reason_phrase)[:LONGEST_DETAIL]

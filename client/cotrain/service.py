@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from cotrain.checkpoints import Progress
     from cotrain.futures import Future
     from cotrain.mint_types import InterpolateResponse
+    from cotrain.patience import RetryPolicy
     from cotrain.rest_types import Checkpoint
     from cotrain.sampling import SamplingClient
     from cotrain.session import Outcome
     from cotrain.training import TrainingClient
-    from cotrain.transport import RetryPolicy
 
 
 class ServiceClient:

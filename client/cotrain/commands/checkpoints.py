@@ -66,9 +66,8 @@ def show(path: PathOf, as_json: AsJson = False) -> None:
     """Show one checkpoint, and what a run must be like to load it."""
     with opened() as service:
         rest = service.create_rest_client()
-        asked = rest.get_weights_info_by_tinker_path(path)
+        info = rest.get_weights_info_by_tinker_path(path).result()
         checkpoint = _find(rest, path)
-        info = asked.result()
     if as_json:
         print_json({**checkpoint.model_dump(), **info.model_dump()})
         return

@@ -6,11 +6,12 @@ They need no session, no thread and no retries, and the status may be asked for 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 
-from cotrain.errors import APIConnectionError, APIStatusError, APITimeoutError, status_error
+from cotrain.answers import refusal
+from cotrain.errors import APIConnectionError, APITimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,19 +40,4 @@ def checked(response: httpx.Response) -> httpx.Response:
     if response.is_success:
         return response
     response.read()
-    raise refusal(response.status_code, _json_or_text(response), response.reason_phrase)
-
-
-def refusal(status: int, body: Any, otherwise: str) -> APIStatusError:
-    """Make an error of what the server, in either of its dialects, says."""
-    said = body
-    while isinstance(said, dict):
-        said = next((said[name] for name in ("error", "message", "detail") if name in said), None)
-    return status_error(status, str(said or otherwise), body)
-
-
-def _json_or_text(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError:
-        return response.text
+    raise refusal(response)

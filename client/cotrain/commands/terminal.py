@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from cotrain.errors import CotrainError
+from cotrain.patience import RetryPolicy
 from cotrain.service import ServiceClient
-from cotrain.transport import RetryPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/cli.md names its fields.")]
 PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kind>/<name>")]
 
-#: Somebody waits for the answer: a server that is away for longer is one to be told of.
-PATIENCE = RetryPolicy(give_up_after_s=5.0, longest_delay_s=2.0)
+#: Somebody waits for the answer: soon say that no server is there. One that is may take its time.
+PATIENCE = RetryPolicy(give_up_on_a_stranger_after_s=5.0, longest_delay_s=2.0)
 #: Ids and paths are there to be copied, so no cell is ever cut or wrapped; a terminal wraps lines.
 WIDTH = 10_000
 

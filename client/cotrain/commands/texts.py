@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from cotrain.commands.plain_http import checked, refusal
-from cotrain.errors import MalformedMessage
+from cotrain.commands.plain_http import checked
+from cotrain.errors import InternalServerError, MalformedMessage
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -73,5 +73,5 @@ def _piece(content: str) -> str:
     except ValueError as error:
         raise MalformedMessage("the server streamed what is not JSON") from error
     if "error" in event:
-        raise refusal(500, event, "the sample failed")
+        raise InternalServerError(event["error"].get("message", "it failed"), 500, event)
     return "".join(text_of(choice) for choice in event.get("choices", ()))

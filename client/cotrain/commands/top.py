@@ -9,10 +9,10 @@ from typing import Annotated
 
 import httpx
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 
+from cotrain.answers import read
 from cotrain.commands.plain_http import checked, plain_http
 from cotrain.commands.terminal import (
     AsJson,
@@ -22,7 +22,7 @@ from cotrain.commands.terminal import (
     print_rich,
 )
 from cotrain.commands.top_view import view
-from cotrain.errors import InternalServerError, MalformedMessage
+from cotrain.errors import InternalServerError
 from cotrain.settings import DEFAULT_BASE_URL, ClientSettings
 from cotrain.status_types import ServerStatus
 
@@ -78,8 +78,4 @@ def _watch(http: httpx.Client, every_s: float) -> None:
 
 def _ask(http: httpx.Client) -> ServerStatus:
     """Ask how the server is. Raises APIError, or MalformedMessage where it does not say."""
-    response = checked(http.get("/status", timeout=TIMEOUT_S))
-    try:
-        return ServerStatus.model_validate_json(response.content)
-    except ValidationError as error:
-        raise MalformedMessage(f"{response.url} did not answer a status") from error
+    return read(checked(http.get("/status", timeout=TIMEOUT_S)), ServerStatus)

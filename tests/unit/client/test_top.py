@@ -87,6 +87,6 @@ def test_an_answer_that_is_no_status_is_named() -> None:
 
     with (
         httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server") as http,
-        pytest.raises(MalformedMessage, match="did not answer a status"),
+        pytest.raises(MalformedMessage, match="did not answer a ServerStatus"),
     ):
         top._ask(http)
