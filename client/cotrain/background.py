@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+ENDED = "the client was closed before this ended"
+
 
 class BackgroundLoop:
     """A daemon thread that runs an event loop until `close`."""
@@ -49,11 +51,21 @@ class BackgroundLoop:
         try:
             return self.start(work).result()
         except CancelledError:
-            raise ClientClosed("the client was closed before this ended") from None
+            raise ClientClosed(ENDED) from None
 
     async def run_async(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work on this loop and await its result on the caller's; cancelling reaches it."""
-        return await asyncio.wrap_future(self.start(work))
+        """Run work on this loop and await its result on the caller's; cancelling reaches it.
+
+        Raises ClientClosed.
+        """
+        started = self.start(work)
+        try:
+            return await asyncio.wrap_future(started)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if started.cancelled() and task is not None and not task.cancelling():
+                raise ClientClosed(ENDED) from None
+            raise
 
     def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Cancel all work, do `farewell`, and end the thread. A second call does nothing."""

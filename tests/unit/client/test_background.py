@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain.background import BackgroundLoop
+from cotrain.errors import ClientClosed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOREVER = 3600
+
+
+@pytest.fixture
+def loop() -> Iterator[BackgroundLoop]:
+    background = BackgroundLoop("test")
+    yield background
+    background.close(nothing)
+
+
+async def nothing() -> None: ...
+
+
+def test_a_call_from_the_clients_own_thread_is_refused_for_it_would_wait_for_itself(
+    loop: BackgroundLoop,
+) -> None:
+    async def call_back() -> None:
+        loop.run(nothing())
+
+    with pytest.raises(RuntimeError, match="would wait for itself"):
+        loop.run(call_back())
+
+
+def test_cancelling_a_wait_reaches_the_work(loop: BackgroundLoop) -> None:
+    ended = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(FOREVER)
+        finally:
+            ended.set()
+
+    async def give_up() -> None:
+        async with asyncio.timeout(0.01):
+            await loop.run_async(work())
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(give_up())
+    assert ended.wait(10)
+
+
+def test_closing_tells_who_waits_that_it_was_closed(loop: BackgroundLoop) -> None:
+    started = threading.Event()
+
+    async def work() -> None:
+        started.set()
+        await asyncio.sleep(FOREVER)
+
+    async def wait() -> None:
+        with pytest.raises(ClientClosed):
+            await loop.run_async(work())
+
+    closer = threading.Thread(target=lambda: started.wait(10) and loop.close(nothing))
+    closer.start()
+    asyncio.run(wait())
+    closer.join()
+    with pytest.raises(ClientClosed):
+        loop.run(nothing())
