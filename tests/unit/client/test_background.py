@@ -64,7 +64,11 @@ def test_closing_tells_who_waits_that_it_was_closed(loop: BackgroundLoop) -> Non
         with pytest.raises(ClientClosed):
             await loop.run_async(work())
 
-    closer = threading.Thread(target=lambda: started.wait(10) and loop.close(nothing))
+    def close() -> None:
+        started.wait(10)
+        loop.close(nothing)
+
+    closer = threading.Thread(target=close)
     closer.start()
     asyncio.run(wait())
     closer.join()
