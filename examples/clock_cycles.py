@@ -86,7 +86,6 @@ class Answer:
 
 def main() -> None:
     """Run the loops, show what a step took in each, and draw when what was sent and done."""
-    picture = FOLDER.parent
     options = options_of(
         __doc__, STEPS, mode="metronome", period_s=PERIOD_S, prepare_s=PREPARE_S, picture=""
     )
@@ -107,8 +106,9 @@ def main() -> None:
         done = cycles_of(service, run)
     title = f"A training step, {options.mode}, {options.prepare_s:g} s to prepare a batch"
     show(title, ("loop", "cycles per step", "seconds per step", "seconds in all"), rows, options)
-    path = Path(options.picture or picture / f"clock-{options.mode}.png")
-    draw(requests, done, title, path)
+    path = Path(options.picture or FOLDER.parent / f"clock_cycles_{options.mode}.png")
+    beat_s = options.period_s if options.mode == "metronome" else None
+    draw(requests, done, title, path, beat_s)
     if not options.json:
         print(f"Drawn in {path}")
 

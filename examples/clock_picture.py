@@ -22,9 +22,16 @@ NARROWEST = 0.004
 
 
 def draw(
-    requests: Mapping[str, Sequence[Request]], cycles: Sequence[Cycle], title: str, path: Path
+    requests: Mapping[str, Sequence[Request]],
+    cycles: Sequence[Cycle],
+    title: str,
+    path: Path,
+    beat_s: float | None,
 ) -> None:
-    """Write a PNG: a grey band for each cycle, a bar for each request from sending to result."""
+    """Write a PNG: a grey band for each cycle, a bar for each request from sending to result.
+
+    `beat_s` is the metronome's period, whose beats are dotted; None where there is none.
+    """
     figure, rows = pyplot.subplots(
         len(requests), figsize=(8, 1.7 * len(requests)), sharex=True, layout="constrained"
     )
@@ -32,6 +39,8 @@ def draw(
     for axes, (name, sent) in zip(rows, requests.items(), strict=True):
         _draw_cycles(axes, cycles, sent, NARROWEST * longest_s)
         _draw_requests(axes, sent)
+        if beat_s:
+            _draw_beats(axes, beat_s, sent[0].sent_at, longest_s)
         axes.set(title=name, yticks=(), xlim=(-0.02 * longest_s, 1.02 * longest_s), ylim=(-0.6, 4))
         axes.spines[["left", "right", "top"]].set_visible(False)
     rows[-1].set_xlabel("seconds")
@@ -67,3 +76,10 @@ def _draw_cycles(
             end = start + max(cycle.ended_at - cycle.started_at, narrowest_s)
             axes.axvspan(start, end, color=CYCLE, zorder=0)
             axes.text((start + end) / 2, 3.5, str(cycle.number), ha="center", fontsize=7)
+
+
+def _draw_beats(axes: Any, beat_s: float, first_s: float, longest_s: float) -> None:
+    """Dot every beat, used or not: they are multiples of the period."""
+    offset_s = beat_s - first_s % beat_s
+    for beat in range(int((longest_s - offset_s) / beat_s) + 1):
+        axes.axvline(offset_s + beat * beat_s, color="0.4", linestyle=":", linewidth=1, zorder=0.5)

@@ -1,0 +1,192 @@
+"""Every example as its reader runs it, in small, against one server; each must show what it claims."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import runpy
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import httpx
+import pytest
+
+from tests.support.processes import ROOT, environment_of
+from tests.support.serving import Serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+EXAMPLES = ROOT / "examples"
+KEY = "tml-example_key"
+MODEL_STEPS = 120
+"""Of the 500 that the demo's base model takes: enough to have something to learn from."""
+PNG = b"\x89PNG\r\n\x1a\n"
+
+Rows = list[dict[str, Any]]
+"""An example's table: its cells by their columns."""
+
+
+class Run(Protocol):
+    """Run an example and give its table."""
+
+    def __call__(self, example: str, *options: str) -> Rows: ...
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        demo_model = importlib.import_module("demo_model")
+        patch.setattr(demo_model, "STEPS", MODEL_STEPS)
+        yield demo_model.cached_model(tmp_path_factory.mktemp("demo") / "model", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with Serving(tmp_path_factory.mktemp("data"), [str(base_model)], [KEY]) as serving:
+        yield serving
+
+
+@pytest.fixture
+def run(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    return partial(run_at, server.address, monkeypatch, capsys)
+
+
+def run_at(
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    example: str,
+    *options: str,
+) -> Rows:
+    """Run an example in this process, which has loaded torch and transformers already."""
+    for name, value in environment_of(client_settings(address)).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [example, "--json", *options])
+    runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    rows: Rows = json.loads(capsys.readouterr().out)
+    return rows
+
+
+def client_settings(address: str) -> dict[str, str]:
+    return {"COTRAIN_BASE_URL": address, "COTRAIN_API_KEY": KEY}
+
+
+def test_fine_tuning_lowers_the_loss_on_what_was_held_out(run: Run) -> None:
+    before, *_, after = (row["loss"] for row in run("sft.py", "--steps=20"))
+    assert after < 0.7 * before
+
+
+def test_reinforcement_raises_the_reward(run: Run) -> None:
+    *_, first, last = (row["reward"] for row in run("rl.py", "--steps=16"))
+    assert last > first + 0.1
+
+
+def test_preferences_are_learned_for_pairs_that_were_held_out(run: Run) -> None:
+    before, *_, after = run("dpo.py", "--steps=4")
+    assert (before["margin"], before["share right"]) == (0, 0)
+    assert after["margin"] > 1
+    assert after["share right"] > 0.9
+
+
+def test_a_student_comes_nearer_to_its_teacher(run: Run) -> None:
+    *_, first, last = (row["KL"] for row in run("distill.py", "--steps=10"))
+    assert last < 0.9 * first
+
+
+def test_a_sweep_starts_all_rates_alike_and_finds_one_that_is_neither_first_nor_last(
+    run: Run,
+) -> None:
+    rows = run("sweep.py", "--steps=6")
+    assert len({row["first step"] for row in rows}) == 1
+    (best,) = (place for place, row in enumerate(rows) if row[""] == "best")
+    assert 0 < best < len(rows) - 1
+
+
+def test_a_killed_training_goes_on_from_its_checkpoint_as_if_nothing_had_been(run: Run) -> None:
+    rows = run("resume.py", "--steps=9")
+    calm, killed, resumed = (
+        [row[part] for row in rows] for part in ("undisturbed", "killed", "resumed")
+    )
+    assert killed == [*calm[:7], "", ""]
+    assert resumed == ["", "", "", "", "", *calm[5:]]
+    assert calm[-1] < calm[0]
+
+
+def test_a_custom_loss_learns_and_is_the_servers_own_where_it_is_the_same_loss(run: Run) -> None:
+    before, cross_entropy, gamma_0, *others = run("custom_loss.py", "--steps=6")
+    assert gamma_0["all tokens"] == pytest.approx(cross_entropy["all tokens"], rel=1e-4)
+    assert all(row["all tokens"] < 0.9 * before["all tokens"] for row in (gamma_0, *others))
+
+
+def test_an_evaluation_finds_the_trained_adapter_better(run: Run) -> None:
+    base, trained = run("evaluate.py", "--steps=30")
+    assert trained["mean score"] > base["mean score"]
+    assert trained["best of 8"] >= trained["mean score"]
+
+
+def test_the_clock_shows_that_a_naive_loop_takes_a_cycle_more_per_step(
+    base_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    beat = ("--clock-mode=metronome", "--clock-period-s=0.5")
+    picture = tmp_path / "clock.png"
+    with Serving(tmp_path / "data", [str(base_model)], [KEY], beat) as serving:
+        options = ("--steps=4", "--period-s=0.5", "--prepare-s=0", f"--picture={picture}")
+        rows = run_at(serving.address, monkeypatch, capsys, "clock_cycles.py", *options)
+    naive, submit_both, pipelined = (row["cycles per step"] for row in rows)
+    assert naive >= 2  # whatever the machine does: it never has both in one cycle
+    assert submit_both < naive
+    assert pipelined < naive
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_sft_ends_with_the_same_losses_when_every_process_of_the_server_is_killed_in_its_middle(
+    base_model: Path, tmp_path: Path
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    serve = partial(
+        Serving, tmp_path / "data", [str(base_model)], [KEY], options=[f"--port={port}"]
+    )
+    steps = 24
+    with serve() as first:
+        script = started("sft.py", first.address, f"--steps={steps}")
+        with script:
+            await_cycle(first.address, steps // 2)
+            first.kill()
+            assert script.poll() is None
+            with serve() as second:
+                disturbed = json.loads(script.communicate()[0])
+                calm_script = started("sft.py", second.address, f"--steps={steps}")
+                calm = json.loads(calm_script.communicate()[0])
+    assert disturbed == calm
+    assert len(calm) == steps + 2
+
+
+def started(example: str, address: str, *options: str) -> subprocess.Popen[str]:
+    """Start an example as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / example), "--json", *options],
+        env=environment_of(client_settings(address)),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def await_cycle(address: str, number: int) -> None:
+    """Wait until the server's clock has come that far."""
+    headers = {"X-API-Key": KEY}
+    while httpx.get(f"{address}/status", headers=headers).json()["pools"][0]["last_cycle"] < number:
+        time.sleep(0.05)
