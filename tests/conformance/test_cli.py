@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient
 from cotrain.cli import command_line
-from tests.conformance.running import KEYS
+from tests.conformance.running import KEYS, ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,6 +119,33 @@ def test_a_checkpoint_goes_to_a_folder_and_comes_back(
     assert cotrain("checkpoints", "delete", path).stdout == f"deleted {path}\n"
     done = cotrain("checkpoints", "delete", path)
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+
+
+def test_the_fields_of_json_are_the_documented_ones(cotrain: Run, paths: list[str]) -> None:
+    """What is printed is documented; what is documented and belongs to no row of it is a word."""
+    run_id = paths[0].split("/")[2]
+    answers = {
+        "models": read(cotrain("models", "--json")),
+        "runs list": read(cotrain("runs", "list", "--json")),
+        "checkpoints list": read(cotrain("checkpoints", "list", "--run", run_id, "--json")),
+        "sample PROMPT": read(cotrain("sample", "x", "--json")),
+        "top": read(cotrain("top", "--json")),
+        "version": read(cotrain("version", "--json")),
+    }
+    for command, answer in answers.items():
+        first = answer[0] if isinstance(answer, list) else answer
+        assert set(first) <= documented(command), command
+    shown = read(cotrain("runs", "show", run_id, "--json"))
+    assert set(shown) == set(answers["runs list"][0]) | {"checkpoints"}
+    kept = read(cotrain("checkpoints", "show", paths[0], "--json"))
+    assert set(kept) <= set(answers["checkpoints list"][0]) | documented("checkpoints show")
+
+
+def documented(command: str) -> set[str]:
+    """Read the fields of a command's JSON out of its documentation."""
+    page = (ROOT / "docs" / "cli.md").read_text()
+    [row] = re.findall(rf"^\| `{re.escape(command)}`.*? \| (.*) \|$", page, re.MULTILINE)[-1:]
+    return set(re.findall(r"`([a-z_]+)`", row))
 
 
 def test_a_text_is_continued_alike_at_once_and_as_a_stream(
