@@ -58,8 +58,8 @@ class CustomLoss:
         with _one_at_a_time:
             loss, metrics = self._loss_fn(self._data, rows)
             loss.sum().backward()
-        self._metrics = {name: float(value) for name, value in metrics.items()}
-        self._metrics["loss:sum"] = float(loss.detach().sum())
+        self._metrics = {name: _number(value) for name, value in metrics.items()}
+        self._metrics["loss:sum"] = _number(loss.sum())
         return [
             _linear_datum(datum, self._slope_of(row))
             for datum, row in zip(self._data, rows, strict=True)
@@ -90,6 +90,10 @@ def _forward_datum(index: int, datum: Datum) -> Datum:
 def _linear_datum(datum: Datum, slope: Any) -> Datum:
     inputs = {TARGETS: datum.loss_fn_inputs[TARGETS], WEIGHTS: TensorData.of(-slope)}
     return Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def _torch() -> Any:

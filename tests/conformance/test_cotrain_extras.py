@@ -1,0 +1,273 @@
+"""What our client has beyond the plain loop, through a real server: alpha, custom losses, train, MinT."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import cotrain.mint as mintx
+from cotrain import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    RequestFailed,
+    SamplingParams,
+    ServiceClient,
+    types,
+)
+from tests.conformance.running import KEYS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cotrain import TrainingClient
+    from tests.conformance.running import Report, Server
+
+VOCAB = 512
+TOKENS = random.Random(0).choices(range(VOCAB), k=25)
+DATUM = Datum(
+    model_input=ModelInput.from_ints(TOKENS[:-1]),
+    loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * 24},
+)
+RATE = 1e-2
+STEP = AdamParams(learning_rate=RATE)
+ALPHA = 7.5
+
+
+@pytest.fixture(scope="module")
+def service(server: Server) -> Iterator[ServiceClient]:
+    with ServiceClient(server.address, KEYS[0]) as client:
+        yield client
+
+
+def logprobs(run: TrainingClient, data: tuple[Datum, ...] = (DATUM,)) -> list[list[float]]:
+    output = run.forward(data, "cross_entropy").result()
+    return [outputs["logprobs"].tolist() for outputs in output.loss_fn_outputs]
+
+
+def trained(service: ServiceClient, server: Server, alpha: float = ALPHA) -> TrainingClient:
+    run = service.create_lora_training_client(
+        server.base_model, rank=4, seed=1, alpha=alpha, dropout=0
+    )
+    for _ in range(2):
+        run.forward_backward([DATUM], "cross_entropy")
+        run.optim_step(STEP)
+    return run
+
+
+def for_sampler(run: TrainingClient) -> str:
+    path = run.save_weights_for_sampler("now").result().path
+    assert path is not None
+    return path
+
+
+# ---- Alpha ---------------------------------------------------------------------------------------
+
+
+def test_a_run_of_another_alpha_computes_what_plain_peft_computes(
+    service: ServiceClient, server: Server, tmp_path: Path
+) -> None:
+    run = trained(service, server)
+    path = run.save_state().result().path
+    service.download_checkpoint(path, tmp_path)
+
+    base: Any = AutoModelForCausalLM.from_pretrained(server.base_model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # names that transformers retired
+        model: Any = PeftModel.from_pretrained(base, tmp_path)
+    assert model.peft_config["default"].lora_alpha == ALPHA
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([TOKENS[:-1]])).logits[0]
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+    assert np.abs(np.array(logprobs(run)[0]) - expected.numpy()).max() < 1e-5
+    assert run.get_info().lora_alpha == ALPHA
+    sampler = service.create_sampling_client(for_sampler(run))
+    scores = sampler.compute_logprobs(ModelInput.from_ints(TOKENS)).result()
+    assert np.abs(np.array(scores[1:]) - expected.numpy()).max() < 1e-5
+
+
+def test_a_checkpoint_of_another_alpha_adds_what_it_added(
+    service: ServiceClient, server: Server
+) -> None:
+    run = trained(service, server)
+    path, reached = run.save_state().result().path, logprobs(run)
+
+    again = service.create_training_client_from_state_with_optimizer(path)
+    assert again.get_info().lora_alpha == ALPHA
+    assert logprobs(again) == reached
+    usual = service.create_lora_training_client(server.base_model, rank=4)
+    usual.load_state(path).result()
+    assert np.abs(np.subtract(logprobs(usual), reached)).max() < 1e-5
+    with pytest.raises(RequestFailed, match=r"has alpha 7.5, the run 32: load it without"):
+        usual.load_state_with_optimizer(path).result()
+
+
+def test_runs_of_many_alphas_train_bit_for_bit_as_if_alone(
+    service: ServiceClient, server: Server
+) -> None:
+    alphas = [1.0, ALPHA, 32.0, 200.0]
+    alone = [logprobs(trained(service, server, alpha)) for alpha in alphas]
+    assert len({tuple(rows[0]) for rows in alone}) == len(alphas)
+    with ThreadPoolExecutor(len(alphas)) as pool:
+        crowd = list(pool.map(lambda alpha: logprobs(trained(service, server, alpha)), alphas))
+    assert crowd == alone
+
+
+# ---- Custom losses -------------------------------------------------------------------------------
+
+
+def of_seed(length: int) -> Datum:
+    """Make the datum of this length that the official SDK's scenario makes."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(0, VOCAB, (length + 1,), generator=generator)
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": torch.ones(length)},
+    )
+
+
+def their_loss(_: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    return -torch.stack([row.sum() for row in rows]).sum(), {"rows": float(len(rows))}
+
+
+def test_a_custom_loss_gives_the_bits_that_it_gives_with_the_official_sdk(
+    service: ServiceClient, server: Server, report: Report
+) -> None:
+    theirs = report.facts["custom"]
+    data = tuple(of_seed(length) for length in (5, 9, 13, 8))
+    run = service.create_lora_training_client(server.base_model, rank=4, seed=7)
+    custom = run.forward_backward_custom(data, their_loss)
+    run.optim_step(STEP)
+
+    assert logprobs(run, data) == theirs["custom"]
+    ours, told = custom.result().metrics, theirs["metrics"]
+    if "surrogate_loss:sum" in told:
+        assert ours == {**told, "clock_cycle:unique": ours["clock_cycle:unique"]}
+    else:  # an older SDK tells only the surrogate
+        assert (ours["surrogate_loss:sum"], ours["rows"]) == (told["loss:sum"], told["rows"])
+
+
+def test_a_preference_is_learned_by_a_loss_over_pairs(
+    service: ServiceClient, server: Server
+) -> None:
+    """A loss that no sum over tokens can be, with an optimizer step sent before it is known."""
+    run = service.create_lora_training_client(server.base_model, rank=4, seed=3)
+    pair = [of_seed(6), of_seed(7)]
+
+    def preference(_: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+        margin = rows[0].sum() - rows[1].sum()
+        return -torch.nn.functional.logsigmoid(0.1 * margin), {"margin": margin}
+
+    steps = []
+    for _ in range(4):
+        steps.append(run.forward_backward_custom(pair, preference))
+        run.optim_step(STEP)
+    margins = [step.result().metrics["margin"] for step in steps]
+    assert margins == sorted(margins)
+    assert steps[-1].result().loss < steps[0].result().loss
+
+
+def test_a_loss_that_raises_keeps_what_was_accumulated_and_the_run_going(
+    service: ServiceClient, server: Server
+) -> None:
+    def broken(data: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+        raise ZeroDivisionError("mine")
+
+    run, twin = (
+        service.create_lora_training_client(server.base_model, rank=4, seed=5) for _ in range(2)
+    )
+    for each in (run, twin):
+        each.forward_backward([DATUM], "cross_entropy")
+    failed = run.forward_backward_custom([DATUM], broken)
+    for each in (run, twin):
+        each.optim_step(STEP)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        failed.result()
+    assert logprobs(run) == logprobs(twin)
+
+
+# ---- One call for a step -------------------------------------------------------------------------
+
+
+def test_train_is_both_calls_to_the_bit(service: ServiceClient, server: Server) -> None:
+    by_hand, in_one = (
+        service.create_lora_training_client(server.base_model, rank=4, seed=9) for _ in range(2)
+    )
+    losses = [by_hand.forward_backward([DATUM], "cross_entropy"), by_hand.optim_step(STEP)]
+    output = in_one.train([DATUM], "cross_entropy", learning_rate=RATE).result()
+
+    passed: Any = losses[0].result()
+    assert output.loss == passed.loss == passed.metrics["loss:sum"] / 24
+    assert output.optim_step.metrics is not None
+    assert output.metrics["grad_norm"] == output.optim_step.metrics["grad_norm"]
+    assert logprobs(in_one) == logprobs(by_hand)
+
+
+# ---- MinT ----------------------------------------------------------------------------------------
+
+
+def test_reverse_kl_to_oneself_is_nothing_and_to_a_teacher_falls(
+    service: ServiceClient, server: Server
+) -> None:
+    teacher = trained(service, server, alpha=32.0)
+    path = for_sampler(teacher)
+    data = [
+        types.ReverseKlDatum(
+            student_input=ModelInput.from_ints(TOKENS[:4]),
+            reference_input=ModelInput.from_ints(TOKENS[:4]),
+            target_tokens=TOKENS[4:12],
+            weights=[1.0] * 8,
+        )
+    ]
+    student = service.create_lora_training_client(server.base_model, rank=4, seed=2)
+    itself = student.forward_backward_reverse_kl(server.base_model, data).result()
+    student.optim_step(AdamParams(learning_rate=0.0)).result()
+
+    kls = []
+    for _ in range(5):
+        kls.append(student.forward_backward_reverse_kl(path, data))
+        student.optim_step(STEP)
+    means = [kl.result().metrics["reverse_kl:mean"] for kl in kls]
+    assert abs(itself.loss) < 1e-6
+    assert means[-1] < 0.5 * means[0]
+    token_losses = kls[0].result().outputs[0].token_losses
+    assert token_losses is not None
+    assert sum(token_losses.tolist()) == pytest.approx(kls[0].result().loss, rel=1e-5)
+
+
+def test_an_interpolation_of_one_checkpoint_samples_as_that_checkpoint(
+    service: ServiceClient, server: Server
+) -> None:
+    run = trained(service, server)
+    path = for_sampler(run)
+
+    async def mixed() -> str:
+        future = await mintx.interpolate_checkpoints_async(
+            service, source_paths=[path], coefficients=[1.0], output_path="mix"
+        )
+        return (await future).path
+
+    def tokens(path: str) -> list[int]:
+        sampler = service.create_sampling_client(path)
+        params = SamplingParams(max_tokens=8, seed=3)
+        return (
+            sampler.sample(ModelInput.from_ints(TOKENS[:5]), 1, params).result().sequences[0].tokens
+        )
+
+    made = asyncio.run(mixed())
+    assert made.endswith("/sampler_weights/mix")
+    assert tokens(made) == tokens(path)
+    halves = service.interpolate_checkpoints([path, path], [0.5, 0.5], "halves").result()
+    rest = service.create_rest_client()
+    info = rest.get_weights_info_by_tinker_path(halves.path).result()
+    assert (info.lora_rank, info.lora_alpha) == (8, ALPHA)
