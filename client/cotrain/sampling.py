@@ -153,6 +153,10 @@ class SamplingClient:
         """Name the base model; asks nobody."""
         return self._base_model
 
+    async def get_base_model_async(self) -> str:
+        """Name the base model; asks nobody."""
+        return self._base_model
+
     def get_tokenizer(self) -> Any:
         """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
         return load_tokenizer(self._base_model)

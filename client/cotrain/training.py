@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from cotrain.checkpoint_types import (
     LoadWeightsRequest,
     LoadWeightsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
@@ -154,24 +156,58 @@ class TrainingClient:
             self.save_state(name, ttl_seconds, overwrite=overwrite, user_metadata=user_metadata)
         )
 
-    def load_state(self, path: str) -> Future[LoadWeightsResponse]:
+    def load_state(
+        self, path: str, weights_access_token: str | None = None
+    ) -> Future[LoadWeightsResponse]:
         """Go on from the weights of a checkpoint, with a new optimizer and no gradient.
 
-        It must be of this run's base model, rank and trained parts.
+        It must be of this run's base model, rank and trained parts. Another tenant's needs its key,
+        as `weights_access_token`, unless it is published.
         """
-        return self._load(path, optimizer=False)
+        return self._load(path, weights_access_token, optimizer=False)
 
-    def load_state_async(self, path: str) -> Submitted[LoadWeightsResponse]:
+    def load_state_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> Submitted[LoadWeightsResponse]:
         """Send a `load_state`; await it for the future, once the server has it."""
-        return Submitted(self.load_state(path))
+        return Submitted(self.load_state(path, weights_access_token))
 
-    def load_state_with_optimizer(self, path: str) -> Future[LoadWeightsResponse]:
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> Future[LoadWeightsResponse]:
         """Go on from a checkpoint as if nothing had come between: weights, moments and step count."""
-        return self._load(path, optimizer=True)
+        return self._load(path, weights_access_token, optimizer=True)
 
-    def load_state_with_optimizer_async(self, path: str) -> Submitted[LoadWeightsResponse]:
+    def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> Submitted[LoadWeightsResponse]:
         """Send a `load_state_with_optimizer`; await it for the future, once the server has it."""
-        return Submitted(self.load_state_with_optimizer(path))
+        return Submitted(self.load_state_with_optimizer(path, weights_access_token))
+
+    def save_weights_external(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> Future[SaveWeightsExternalResponse]:
+        """Keep the adapter as files to download, encrypted to `age1…` recipients where there are any."""
+        return self._traffic.ask(
+            "save_weights_external",
+            SaveWeightsExternalRequest,
+            SaveWeightsExternalResponse,
+            path=name,
+            ttl_seconds=ttl_seconds,
+            age_encryption_recipients=age_encryption_recipients,
+        )
+
+    def save_weights_external_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> Submitted[SaveWeightsExternalResponse]:
+        """Send a `save_weights_external`; await it for the future, once the server has it."""
+        return Submitted(self.save_weights_external(name, ttl_seconds, age_encryption_recipients))
 
     def save_weights_for_sampler(
         self,
@@ -328,9 +364,16 @@ class TrainingClient:
             **what,
         )
 
-    def _load(self, path: str, *, optimizer: bool) -> Future[LoadWeightsResponse]:
+    def _load(
+        self, path: str, token: str | None, *, optimizer: bool
+    ) -> Future[LoadWeightsResponse]:
         return self._traffic.ask(
-            "load_weights", LoadWeightsRequest, LoadWeightsResponse, path=path, optimizer=optimizer
+            "load_weights",
+            LoadWeightsRequest,
+            LoadWeightsResponse,
+            path=path,
+            optimizer=optimizer,
+            weights_access_token=token,
         )
 
     async def _sampler_of(self, saved: Future[SaveWeightsForSamplerResponse]) -> SamplingClient:

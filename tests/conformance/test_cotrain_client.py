@@ -143,6 +143,27 @@ def test_another_tenants_run_does_not_exist(
     assert answer.json()["detail"] == "Training run not found."
 
 
+def test_another_tenants_checkpoint_is_loaded_with_its_key(
+    service: ServiceClient, server: Server
+) -> None:
+    owner = service.create_lora_training_client(server.base_model, rank=2, seed=1)
+    expected = train(owner)
+    path = owner.save_state("lent").result().path
+    with ServiceClient(server.address, KEYS[1]) as other_service:
+        run = other_service.create_lora_training_client(server.base_model, rank=2, seed=2)
+        with pytest.raises(RequestFailed, match="not found"):
+            run.load_state(path).result()
+        run.load_state(path, weights_access_token=KEYS[0])
+        assert logprobs(run.forward(BATCH, "cross_entropy").result()) == expected
+
+
+def test_weights_for_elsewhere_have_a_size(service: ServiceClient, server: Server) -> None:
+    run = service.create_lora_training_client(server.base_model, rank=2)
+    saved = run.save_weights_external("out", ttl_seconds=3600).result()
+    assert (saved.path or "").endswith("/out")
+    assert (saved.size_bytes or 0) > 1_000
+
+
 def test_another_tenants_result_does_not_exist(service: ServiceClient, server: Server) -> None:
     run = service.create_lora_training_client(server.base_model, rank=2)
     run.optim_step().result()

@@ -63,6 +63,15 @@ def test_a_sampler_with_a_name_is_made_of_what_was_saved(
     assert api.bodies("create_sampling_session")[0]["model_path"] == PATH + "best"
 
 
+def test_a_sampler_is_of_the_weights_at_the_call_whenever_it_is_awaited(
+    api: FakeSampling, run: TrainingClient
+) -> None:
+    sampler = run.save_weights_and_get_sampling_client_async()
+    run.optim_step().result()
+    assert asyncio.run(sampler).sampler_id == "s1:sample:0"
+    assert api.bodies("save_weights_for_sampler")[0]["seq_id"] == 1
+
+
 def test_what_cannot_be_saved_takes_no_place(api: FakeSampling, run: TrainingClient) -> None:
     with pytest.raises(ValidationError):
         run.save_weights_for_sampler("")
