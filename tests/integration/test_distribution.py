@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cotrain", "cotrain_store", "cotrain_scheduler", "cotrain_server", "cotrain_workers")
 NOT_FOR_CLIENTS = ("torch", "redis", "fastapi", "uvicorn", "numpy", "transformers", "peft")
+OLDEST_PYTHON = (3, 11)
 CLIENT_BYTES = 40 * 1000**2
 
 
@@ -85,6 +87,13 @@ def test_a_client_only_install_is_small_and_brings_no_server(
     print(f"client-only install: {installed.size_bytes / 1024**2:.1f} MB")
     assert installed.server_packages == []
     assert installed.size_bytes < CLIENT_BYTES
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_file_is_written_in_the_oldest_python_that_is_promised(package: str) -> None:
+    (root,) = (ROOT / "pyproject.toml").parent.glob(f"*/{package}")
+    for path in root.rglob("*.py"):
+        ast.parse(path.read_text(), str(path), feature_version=OLDEST_PYTHON)
 
 
 def inspect_client(python: Path) -> ClientInstall:
