@@ -10,6 +10,7 @@ import pytest
 
 from cotrain import BadRequestError, Datum, Future, ModelInput, RequestFailed, ServiceClient
 from tests.support.fake_api import FakeApi, refusal
+from tests.support.fake_sampling import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -177,6 +178,7 @@ def test_a_failure_that_nobody_met_is_logged_once(
 ) -> None:
     api.answers["forward_backward"] = [refusal(400, "too odd")]
     send(run)  # collected before it fails
+    asyncio.run(until(lambda: bool(caplog.records)))
     run.optim_step().result()
     assert [record.message for record in caplog.records] == [
         "forward_backward 1 of run s1:train:0 failed, and nobody asked for its result: 400: too odd"
