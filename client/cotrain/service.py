@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from cotrain.both_ways import both_ways
+from cotrain.checkpoint_types import CopyWeightsRequest, CopyWeightsResponse
 from cotrain.checkpoints import Adapter, Checkpoints
 from cotrain.connection import Connection
 from cotrain.futures import Submitted
@@ -37,8 +39,9 @@ if TYPE_CHECKING:
 class ServiceClient:
     """Creates training and sampling clients. Use it from any thread or event loop, and close it when done.
 
-    Without `base_url` and `api_key` it takes `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. `policy`
-    says for how long a server that is away is tried again. `network` replaces the network, for tests.
+    Without `base_url` and `api_key` it takes `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. `user_metadata`,
+    `project_id` and `display_name` are what its session is found by. `policy` says for how long a
+    server that is away is tried again. `network` replaces the network, for tests.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class ServiceClient:
         api_key: str | None = None,
         *,
         user_metadata: dict[str, Any] | None = None,
+        project_id: str | None = None,
+        display_name: str | None = None,
         network: httpx.AsyncBaseTransport | None = None,
         policy: RetryPolicy | None = None,
     ) -> None:
@@ -54,12 +59,14 @@ class ServiceClient:
         self._connection = Connection(settings, network=network, policy=policy)
         self._transport = self._connection.transport
         self._loop = self._connection.loop
-        self._session = Session(self._transport, user_metadata)
+        self._session = Session(
+            self._transport, user_metadata, project_id=project_id, display_name=display_name
+        )
         self._samplers = Samplers(self._connection, self._session)
         self._runs = Runs(self._connection, self._session, self._samplers)
         self._checkpoints = Checkpoints(self._transport, self._runs)
 
-    def create_lora_training_client(
+    async def _create_lora_training_client(
         self,
         base_model: str,
         rank: int = 32,
@@ -74,7 +81,7 @@ class ServiceClient:
     ) -> TrainingClient:
         """Start a run: a fresh adapter on a base model, 0 where it ends, so that it changes nothing yet.
 
-        What it adds to a weight is scaled by `alpha / rank`; the only dropout is 0. Blocks until the
+        What it adds to a weight is scaled by `alpha / rank`; the only dropout is 0. Waits until the
         server has made it. Raises RequestFailed, APIError, or ValidationError for another dropout.
         """
         lora = LoraConfig(
@@ -86,34 +93,13 @@ class ServiceClient:
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
-        return self._loop.run(self._runs.create(base_model, lora, user_metadata))
+        return await self._runs.create(base_model, lora, user_metadata)
 
-    async def create_lora_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        *,
-        alpha: float = 32.0,
-        dropout: float = 0.0,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: dict[str, Any] | None = None,
-    ) -> TrainingClient:
-        """Start a run; see `create_lora_training_client`."""
-        lora = LoraConfig(
-            rank=rank,
-            alpha=alpha,
-            dropout=dropout,
-            seed=seed,
-            train_mlp=train_mlp,
-            train_attn=train_attn,
-            train_unembed=train_unembed,
-        )
-        return await self._loop.run_async(self._runs.create(base_model, lora, user_metadata))
+    create_lora_training_client, create_lora_training_client_async = both_ways(
+        _create_lora_training_client
+    )
 
-    def create_training_client_from_state(
+    async def _create_training_client_from_state(
         self,
         path: str,
         base_model: str | None = None,
@@ -123,24 +109,17 @@ class ServiceClient:
         """Start a run with the weights of a checkpoint and a new optimizer.
 
         `base_model`, if given, must be the checkpoint's. `weights_access_token` is a key of the tenant
-        that owns the checkpoint, where that is another one. Blocks until the server has made the run.
+        that owns the checkpoint, where that is another one. Waits until the server has made the run.
         Raises RequestFailed, or NotFoundError where there is no such checkpoint.
         """
         start = Start(path, base_model, user_metadata, weights_access_token)
-        return self._loop.run(self._runs.load(start, optimizer=False))
+        return await self._runs.load(start, optimizer=False)
 
-    async def create_training_client_from_state_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, Any] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        """Start a run; see `create_training_client_from_state`."""
-        start = Start(path, base_model, user_metadata, weights_access_token)
-        return await self._loop.run_async(self._runs.load(start, optimizer=False))
+    create_training_client_from_state, create_training_client_from_state_async = both_ways(
+        _create_training_client_from_state
+    )
 
-    def create_training_client_from_state_with_optimizer(
+    async def _create_training_client_from_state_with_optimizer(
         self,
         path: str,
         base_model: str | None = None,
@@ -149,20 +128,36 @@ class ServiceClient:
     ) -> TrainingClient:
         """Start a run that goes on where a checkpoint was saved, with its optimizer's state."""
         start = Start(path, base_model, user_metadata, weights_access_token)
-        return self._loop.run(self._runs.load(start, optimizer=True))
+        return await self._runs.load(start, optimizer=True)
 
-    async def create_training_client_from_state_with_optimizer_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, Any] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        """Start a run; see `create_training_client_from_state_with_optimizer`."""
-        start = Start(path, base_model, user_metadata, weights_access_token)
-        return await self._loop.run_async(self._runs.load(start, optimizer=True))
+    (
+        create_training_client_from_state_with_optimizer,
+        create_training_client_from_state_with_optimizer_async,
+    ) = both_ways(_create_training_client_from_state_with_optimizer)
 
-    def upload_checkpoint(
+    async def _create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
+        """Sample from weights that were saved (`tinker://…`), or from a base model as it is.
+
+        Raises NotFoundError where there are no such weights, or they are not yours.
+        """
+        return await self._samplers.create(model_path=model_path, base_model=base_model)
+
+    create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
+
+    def create_rest_client(self) -> RestClient:
+        """Make a client for lists, checkpoints and usage; it opens no session, and asks nobody now."""
+        return RestClient(self._connection)
+
+    async def _get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        """Ask which base models the server holds."""
+        response = await self._transport.get("get_server_capabilities")
+        return read(response, GetServerCapabilitiesResponse)
+
+    get_server_capabilities, get_server_capabilities_async = both_ways(_get_server_capabilities)
+
+    async def _upload_checkpoint(
         self,
         source: str | Path,
         base_model: str,
@@ -175,79 +170,63 @@ class ServiceClient:
         """Bring a LoRA adapter that was made elsewhere; returns its path here.
 
         `source` is what PEFT saved: a folder with `adapter_config.json` and
-        `adapter_model.safetensors`, or a tar or zip of it. Blocks until it is stored. Raises
+        `adapter_model.safetensors`, or a tar or zip of it. Waits until it is stored. Raises
         BadRequestError where its files cannot be taken, RequestFailed where they do not fit the base
-        model; both say what to change. `progress` hears of bytes sent, and of how many there are.
+        model; both say what to change. `progress` hears, on the client's thread, of bytes sent, and of
+        how many there are.
         """
         adapter = Adapter(Path(source), base_model, name, ttl_seconds, user_metadata)
-        return self._loop.run(self._checkpoints.upload(adapter, progress))
+        return await self._checkpoints.upload(adapter, progress)
 
-    async def upload_checkpoint_async(
-        self,
-        source: str | Path,
-        base_model: str,
-        name: str,
-        *,
-        ttl_seconds: int | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        progress: Progress | None = None,
-    ) -> str:
-        """Bring an adapter; see `upload_checkpoint`. `progress` is called on the client's thread."""
-        adapter = Adapter(Path(source), base_model, name, ttl_seconds, user_metadata)
-        return await self._loop.run_async(self._checkpoints.upload(adapter, progress))
+    upload_checkpoint, upload_checkpoint_async = both_ways(_upload_checkpoint)
 
-    def list_checkpoints(self) -> list[Checkpoint]:
+    async def _list_checkpoints(self) -> list[Checkpoint]:
         """List your checkpoints, newest first."""
-        return self._loop.run(self._checkpoints.list_all())
+        return await self._checkpoints.list_all()
 
-    async def list_checkpoints_async(self) -> list[Checkpoint]:
-        """List your checkpoints, newest first."""
-        return await self._loop.run_async(self._checkpoints.list_all())
+    list_checkpoints, list_checkpoints_async = both_ways(_list_checkpoints)
 
-    def delete_checkpoint(self, path: str) -> None:
+    async def _delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint. What was loaded from it stays."""
-        self._loop.run(self._checkpoints.delete(path))
+        await self._checkpoints.delete(path)
 
-    async def delete_checkpoint_async(self, path: str) -> None:
-        """Delete a checkpoint. What was loaded from it stays."""
-        await self._loop.run_async(self._checkpoints.delete(path))
+    delete_checkpoint, delete_checkpoint_async = both_ways(_delete_checkpoint)
 
-    def download_checkpoint(
+    async def _download_checkpoint(
         self, path: str, folder: str | Path, progress: Progress | None = None
     ) -> list[str]:
         """Write a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
 
-        Returns the names of its files. `progress` hears of each file's bytes, and of how many there
-        are.
+        Returns the names of its files. One that broke off is gone on with by the next call. `progress`
+        hears, on the client's thread, of each file's bytes, and of how many there are.
         """
-        return self._loop.run(self._checkpoints.download(path, Path(folder), progress))
+        return await self._checkpoints.download(path, Path(folder), progress)
 
-    async def download_checkpoint_async(
-        self, path: str, folder: str | Path, progress: Progress | None = None
-    ) -> list[str]:
-        """Write a checkpoint's adapter to a folder; see `download_checkpoint`."""
-        return await self._loop.run_async(self._checkpoints.download(path, Path(folder), progress))
+    download_checkpoint, download_checkpoint_async = both_ways(_download_checkpoint)
 
-    def create_rest_client(self) -> RestClient:
-        """Make a client for lists, checkpoints and usage; it opens no session, and asks nobody now."""
-        return RestClient(self._connection)
+    async def _copy_weights(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> str:
+        """Give a checkpoint to this session, under a new run that cannot be trained on; its new path.
 
-    def create_sampling_client(
-        self, model_path: str | None = None, base_model: str | None = None
-    ) -> SamplingClient:
-        """Sample from weights that were saved (`tinker://…`), or from a base model as it is.
-
-        Raises NotFoundError where there are no such weights, or they are not yours.
+        The bytes are shared. `weights_access_token` is as for `create_training_client_from_state`.
         """
-        return self._loop.run(self._samplers.create(model_path=model_path, base_model=base_model))
-
-    async def create_sampling_client_async(
-        self, model_path: str | None = None, base_model: str | None = None
-    ) -> SamplingClient:
-        """Make a sampling client; see `create_sampling_client`."""
-        return await self._loop.run_async(
-            self._samplers.create(model_path=model_path, base_model=base_model)
+        session_id, seq_id = await self._runs.reserve()
+        wanted = CopyWeightsRequest(
+            source_path=path,
+            session_id=session_id,
+            model_seq_id=seq_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
         )
+        answer = await self._transport.post("copy_weights", wanted)
+        return read(answer, CopyWeightsResponse).tinker_path
+
+    copy_weights, copy_weights_async = both_ways(_copy_weights)
 
     def interpolate_checkpoints(
         self,
@@ -276,14 +255,6 @@ class ServiceClient:
         """Send an `interpolate_checkpoints`; await it for the future, once the server has it."""
         return Submitted(self.interpolate_checkpoints(source_paths, coefficients, output_path))
 
-    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
-        """Ask which base models the server holds."""
-        return self._loop.run(self._capabilities())
-
-    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        """Ask which base models the server holds."""
-        return await self._loop.run_async(self._capabilities())
-
     def close(self, outcome: Outcome = "success") -> None:
         """Finish the session and end the client's thread. Results not fetched yet are lost."""
         self._loop.close(lambda: self._farewell(outcome))
@@ -299,10 +270,6 @@ class ServiceClient:
 
     async def __aexit__(self, error_class: type[BaseException] | None, *_: object) -> None:
         await asyncio.to_thread(self.close, "success" if error_class is None else "errored")
-
-    async def _capabilities(self) -> GetServerCapabilitiesResponse:
-        response = await self._transport.get("get_server_capabilities")
-        return read(response, GetServerCapabilitiesResponse)
 
     async def _farewell(self, outcome: Outcome) -> None:
         await self._session.finish(outcome)

@@ -36,9 +36,21 @@ Outcome = Literal["success", "errored", "interrupted"]
 class Session:
     """A session of one server. All of it runs on the client's own loop."""
 
-    def __init__(self, transport: Transport, user_metadata: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        user_metadata: dict[str, Any] | None,
+        *,
+        project_id: str | None = None,
+        display_name: str | None = None,
+    ) -> None:
         self._transport = transport
-        self._user_metadata = user_metadata
+        self._described = CreateSessionRequest(
+            sdk_version=f"cotrain-{__version__}",
+            user_metadata=user_metadata or {},
+            project_id=project_id,
+            display_name=display_name,
+        )
         self._opening = asyncio.Lock()
         self._id: str | None = None
         self.heart: asyncio.Task[None] | None = None
@@ -64,10 +76,7 @@ class Session:
                 await self._transport.post_once(f"sessions/{self._id}/finish", farewell)
 
     async def _open(self) -> str:
-        request = CreateSessionRequest(
-            sdk_version=f"cotrain-{__version__}", user_metadata=self._user_metadata or {}
-        )
-        response = await self._transport.post("create_session", request)
+        response = await self._transport.post("create_session", self._described)
         return read(response, CreateSessionResponse).session_id
 
     async def _beat_forever(self, session_id: str) -> None:

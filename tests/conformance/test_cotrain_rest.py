@@ -185,6 +185,20 @@ def test_sessions_are_found_and_moved(rest: RestClient, run_id: str) -> None:
     assert listed.training_run_id == run_id
 
 
+def test_a_session_is_found_by_what_its_client_said_and_a_copy_belongs_to_it(
+    server: Server, rest: RestClient, paths: list[str]
+) -> None:
+    with ServiceClient(
+        server.address, KEYS[2], project_id="copies", display_name="nightly copies"
+    ) as copying:
+        copy = copying.copy_weights(paths[0])
+        again = copying.create_training_client_from_state(copy, base_model=server.base_model)
+        assert again.get_info().model_data.model_name == server.base_model
+    wanted = SessionSearchRequest(display_name="nightly", project_ids=["copies"])
+    [found] = rest.search_sessions(wanted).result().sessions
+    assert copy.split("/")[2].startswith(found.session_id)
+
+
 def test_usage_names_the_run_and_a_session_without_cycles_has_no_timeline(
     server: Server, rest: RestClient, run_id: str
 ) -> None:

@@ -41,6 +41,8 @@ def test_the_adapter_is_described_as_asked(api: FakeApi, service: ServiceClient)
     assert sent["lora_config"] == {
         "rank": 8,
         "seed": 3,
+        "alpha": 32.0,
+        "dropout": 0.0,
         "train_unembed": False,
         "train_mlp": True,
         "train_attn": True,
