@@ -284,6 +284,7 @@ class TrainingClient:
         `loss_fn(data, logprobs)` gets the datums and one float32 torch tensor of log-probs for each,
         shaped as its `target_tokens`; it returns the loss and numbers for the metrics. It runs on
         a thread of this client once a forward is back; the backward behind it has its place already.
+        What was sent behind it waits meanwhile, for no longer than the server's `COTRAIN_GAP_LIMIT_S`.
         Raises TorchMissing, or UnsupportedInput for a datum without targets.
         """
         loss = CustomLoss(data, loss_fn)
