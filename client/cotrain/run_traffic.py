@@ -246,7 +246,7 @@ class RunTraffic:
     async def _heard(
         self, poll: Callable[[Transport, str], Coroutine[Any, Any, T]], request_id: str
     ) -> T:
-        async with self._polls:  # which lets in who came first, and results come in that order too
+        async with self._polls:  # which lets in who was accepted first; results come in about that order
             return await poll(self._transport, request_id)
 
 
