@@ -30,7 +30,7 @@ ROOM_BYTES = 256_000_000
 ROOM_REQUESTS = 10_000
 """What may wait in memory to be taken by the server. One call always may, whatever its size."""
 DISPATCH_BYTES = 50_000_000
-DISPATCH_REQUESTS = 64
+DISPATCH_REQUESTS = 32
 """What is sent at once, where the server does not say otherwise; each request holds a connection."""
 SLOWEST_REFUSAL = 3
 """A full server is asked again as after so many failures: one request of each run, every 2 s."""

@@ -19,6 +19,7 @@ from cotrain.codec import PROTOBUF
 from cotrain.compress import SMALLEST_BYTES, ZSTD, compress
 from cotrain.download import Download
 from cotrain.errors import APIConnectionError, APIError, APITimeoutError, RateLimitError
+from cotrain.lines import Lines
 from cotrain.patience import Contact, Patience, RetryPolicy, is_transient
 from cotrain.version import __version__
 
@@ -35,8 +36,8 @@ BINARY = "application/octet-stream"
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 # Before it answers, a server unpacks what it was sent, maybe after what others have sent.
 STREAM_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None, read=600.0)
-# Every future that is waited for holds one connection.
-LIMITS = httpx.Limits(max_connections=1000, max_keepalive_connections=100)
+# How many there are is for `lines.py`. A server lets an idle one live for longer.
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
 ENCODE_ELSEWHERE_BYTES = 256_000
 """Larger messages are written in a thread, for milliseconds in which others' answers would wait."""
 
@@ -58,13 +59,18 @@ class Transport:
         self.compresses = False
         """Whether passes are compressed, which the server says and this machine must be able to."""
         self._contact = Contact(base_url)
-        self._http = httpx.AsyncClient(
-            base_url=f"{base_url.rstrip('/')}/api/v1/",
-            headers={"X-API-Key": api_key, "User-Agent": f"cotrain/{__version__}"},
-            timeout=TIMEOUT,
-            limits=LIMITS,
-            transport=network,
+        trusted = httpx.create_ssl_context()  # once: it reads every certificate there is
+        self._lines = Lines(
+            lambda: httpx.AsyncClient(
+                base_url=f"{base_url.rstrip('/')}/api/v1/",
+                headers={"X-API-Key": api_key, "User-Agent": f"cotrain/{__version__}"},
+                timeout=TIMEOUT,
+                limits=LIMITS,
+                transport=network,
+                verify=trusted,
+            )
         )
+        self._http = self._lines.first
 
     async def post(
         self,
@@ -170,7 +176,7 @@ class Transport:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._http.aclose()
+        await self._lines.close()
 
     async def _until_answered(
         self, call: Callable[[], Awaitable[httpx.Response]], *, raises_busy: bool = False
@@ -202,7 +208,7 @@ class Transport:
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         try:
-            response = await self._http.send(request)
+            response = await self._lines.send(request)
         except httpx.TimeoutException as error:
             raise APITimeoutError(f"{request.url} did not answer in time") from error
         except httpx.TransportError as error:
