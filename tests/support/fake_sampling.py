@@ -97,9 +97,9 @@ def sample_response(body: dict[str, Any]) -> wire.SampleResponse:
     return message
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
     """Let the client's thread go on until something is so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - it becomes so on another thread
             await asyncio.sleep(0.005)
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MANY = 1_000
 THREADS = 8
 OF_EACH = 40
+WITHIN_S = 120.0
+"""For a deadlock, not for speed."""
 BYTES_PER_FUTURE = 20_000
 """Twice what two tasks, their frames and their futures take; generous."""
 
@@ -56,17 +58,10 @@ def test_of_a_thousand_futures_a_few_hold_a_connection(api: FakeApi, run: Traini
     def asked() -> set[str]:
         return {each["request_id"] for each in api.bodies("retrieve_future")} - {"create"}
 
-    asyncio.run(until(lambda: len(api.passes) == MANY and len(asked()) >= POLLS_AT_ONCE))
+    asyncio.run(until(lambda: len(api.passes) == MANY and len(asked()) >= POLLS_AT_ONCE, WITHIN_S))
     assert len(asked()) == POLLS_AT_ONCE
     held.set()
-    assert [place(future.result(timeout=60)) for future in futures] == list(range(1, MANY + 1))
-
-
-def test_requests_are_sent_in_their_order(api: FakeApi, run: TrainingClient) -> None:
-    futures = [run.forward_backward([datum([5])], "cross_entropy") for _ in range(200)]
-    for future in futures:
-        future.result(timeout=60)
-    assert [message.seq_id for message in api.passes.values()] == list(range(1, 201))
+    assert [place(future.result(WITHIN_S)) for future in futures] == list(range(1, MANY + 1))
 
 
 def test_a_request_that_is_accepted_keeps_nothing_of_what_was_sent(
@@ -77,10 +72,10 @@ def test_a_request_that_is_accepted_keeps_nothing_of_what_was_sent(
     tracemalloc.start()
     try:
         futures = [run.forward_backward(data, "cross_entropy") for _ in range(MANY)]
-        asyncio.run(until(lambda: len(api.passes) == MANY))
+        asyncio.run(until(lambda: len(api.passes) == MANY, WITHIN_S))
         api.passes.clear()
         api.calls.clear()
-        asyncio.run(until(lambda: not messages()))
+        asyncio.run(until(lambda: not messages(), WITHIN_S))
         kept_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -97,7 +92,7 @@ def test_threads_and_a_loop_that_share_a_run_keep_each_its_order(run: TrainingCl
 
     def in_a_thread(_: int) -> list[float]:
         futures = [run.forward_backward(data, "cross_entropy") for _ in range(OF_EACH)]
-        return [place(future.result(timeout=60)) for future in futures]
+        return [place(future.result(WITHIN_S)) for future in futures]
 
     async def in_a_loop() -> list[float]:
         sent = [run.forward_async(data, "cross_entropy") for _ in range(OF_EACH)]
@@ -105,6 +100,6 @@ def test_threads_and_a_loop_that_share_a_run_keep_each_its_order(run: TrainingCl
 
     with ThreadPoolExecutor(THREADS + 1) as pool:
         of_loop = pool.submit(asyncio.run, in_a_loop())
-        places = [*pool.map(in_a_thread, range(THREADS)), of_loop.result(timeout=60)]
+        places = [*pool.map(in_a_thread, range(THREADS)), of_loop.result(WITHIN_S)]
     assert all(one == sorted(one) for one in places)
     assert sorted(chain(*places)) == list(range(1, (THREADS + 1) * OF_EACH + 1))
