@@ -11,7 +11,7 @@ from cotrain.checkpoint_types import ExternalWeightsUrlsResponse
 from cotrain.errors import MalformedMessage
 from cotrain.packing import pack
 from cotrain.polling import wait_for_json
-from cotrain.rest_calls import checkpoint_url
+from cotrain.rest_calls import RestCalls, checkpoint_url
 from cotrain.rest_types import CheckpointsListResponse
 from cotrain.transport import read
 from cotrain.upload_types import UploadQuery, UploadResponse
@@ -104,3 +104,11 @@ class Checkpoints:
                 raise MalformedMessage(f"{name!r} is no name of a file")
             await self._transport.fetch(urls[name], folder / name, progress)
         return sorted(urls)
+
+    async def download_archive(
+        self, path: str, file: Path, progress: Progress | None = None
+    ) -> None:
+        """Fetch all files of a checkpoint as one tar. Raises OSError or APIError."""
+        link = await RestCalls(self._transport).archive_url(checkpoint_url(path))
+        await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
+        await self._transport.fetch(link.url, file, progress)

@@ -204,6 +204,16 @@ class ServiceClient:
 
     download_checkpoint, download_checkpoint_async = both_ways(_download_checkpoint)
 
+    async def _download_checkpoint_archive(
+        self, path: str, file: str | Path, progress: Progress | None = None
+    ) -> None:
+        """Write all files of a checkpoint to one tar. `progress` is as for `download_checkpoint`."""
+        await self._checkpoints.download_archive(path, Path(file), progress)
+
+    download_checkpoint_archive, download_checkpoint_archive_async = both_ways(
+        _download_checkpoint_archive
+    )
+
     async def _copy_weights(
         self,
         path: str,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import tarfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
@@ -16,8 +18,6 @@ from cotrain.cli import command_line
 from tests.conformance.running import KEYS, ROOT
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from typer.testing import Result
 
     from tests.conformance.running import Server
@@ -99,6 +99,10 @@ def test_a_checkpoint_goes_to_a_folder_and_comes_back(
 ) -> None:
     said = read(cotrain("download", paths[0], "--output", str(tmp_path), "--json"))
     assert {each.name for each in tmp_path.iterdir()} == set(said["files"])
+    archive = tmp_path.with_suffix(".tar")
+    assert cotrain("download", paths[0], "--archive", str(archive)).stdout == f"{archive}\n"
+    with tarfile.open(archive) as opened:
+        assert {Path(name).name for name in opened.getnames()} >= set(said["files"])
     given = ("--base-model", server.base_model, "--name", "back", "--ttl-seconds", "7200")
     path = cotrain("upload", str(tmp_path), *given).stdout.strip()
 

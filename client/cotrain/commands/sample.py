@@ -112,6 +112,8 @@ def _next_line() -> str | None:
     try:
         return input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
+        if sys.stdin.isatty():
+            typer.echo()  # what comes next begins a line
         return None
 
 

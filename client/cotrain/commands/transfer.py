@@ -13,6 +13,9 @@ from cotrain.commands.terminal import AsJson, PathOf, bar, opened, print_json
 def download(
     path: PathOf,
     output: Annotated[Path, typer.Option(help="The folder to write its files to.")] = Path(),
+    archive: Annotated[
+        Path | None, typer.Option(help="Write one tar with all its files here instead.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Fetch a checkpoint's adapter: a folder that plain PEFT, vLLM and merge tools read.
@@ -20,11 +23,15 @@ def download(
     A download that was interrupted goes on where it stopped.
     """
     with opened() as service, bar(path.rpartition("/")[2], shown=not as_json) as progress:
-        files = service.download_checkpoint(path, output, progress)
+        if archive is None:
+            files = service.download_checkpoint(path, output, progress)
+        else:
+            service.download_checkpoint_archive(path, archive, progress)
+            output, files = archive.parent, [archive.name]
     if as_json:
         print_json({"tinker_path": path, "folder": output, "files": files})
     else:
-        typer.echo(output)
+        typer.echo(archive or output)
 
 
 def upload(
