@@ -9,10 +9,14 @@ from typing import Any
 import httpx
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from cotrain.cli import command_line
 from cotrain.commands import top
+from cotrain.commands.plain_http import plain_http
 from cotrain.commands.top_view import tokens_per_s, view
-from cotrain.errors import MalformedMessage
+from cotrain.errors import APIConnectionError, MalformedMessage
+from cotrain.settings import ClientSettings
 from cotrain.status_types import CycleRecord, ServerStatus
 
 
@@ -90,3 +94,35 @@ def test_an_answer_that_is_no_status_is_named() -> None:
         pytest.raises(MalformedMessage, match="did not answer a ServerStatus"),
     ):
         top._ask(http)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ([], "tml-tenant"),
+        (["--all"], ""),
+        (["--admin-key", "operator"], "operator"),
+        (["--all", "--admin-key", "operator"], "operator"),
+    ],
+)
+def test_the_operator_looks_with_its_own_key_or_with_none(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], key: str
+) -> None:
+    asked: list[ClientSettings] = []
+
+    def record(settings: ClientSettings) -> None:
+        asked.append(settings)
+        raise APIConnectionError("nobody is there")
+
+    monkeypatch.setattr(top, "plain_http", record)
+    environment = {"COTRAIN_API_KEY": "tml-tenant", "COTRAIN_BASE_URL": "http://server/"}
+    done = CliRunner().invoke(command_line([]), ["top", *arguments], env=environment)
+    assert (done.exit_code, done.stderr) == (1, "nobody is there\n")
+    assert asked == [ClientSettings("http://server", key)]
+
+
+def test_no_key_is_shown_where_there_is_none() -> None:
+    with plain_http(ClientSettings("http://server", "")) as http:
+        assert "X-API-Key" not in http.headers
+    with plain_http(ClientSettings("http://server", "operator")) as http:
+        assert http.headers["X-API-Key"] == "operator"
