@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from clock_cycles import Cycle, Request
+    from clock_watch import Cycle, Request
 
 mpl.use("Agg")  # draws into a file; needs no screen
 from matplotlib import pyplot

@@ -18,7 +18,7 @@ from cotrain import AdamParams, Datum, ModelInput, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cotrain import SampledSequence, SamplingClient, TrainingClient
+    from cotrain import Future, SampledSequence, SamplingClient, TrainingClient
 
 STEPS = 32
 RANK, ANSWERS = 16, 32
@@ -84,7 +84,7 @@ def datums(prompt: list[int], group: list[SampledSequence], rewards: list[float]
             model_input=ModelInput.from_ints((prompt + each.tokens)[:-1]),
             loss_fn_inputs={
                 "target_tokens": (prompt + each.tokens)[1:],
-                "logprobs": before + each.logprobs,
+                "logprobs": before + (each.logprobs or []),
                 "advantages": before + [(reward - mean) / deviation] * len(each.tokens),
             },
         )
@@ -94,7 +94,7 @@ def datums(prompt: list[int], group: list[SampledSequence], rewards: list[float]
 
 def learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
     """Train on answers, and sample from what comes of it; all is sent at once, and keeps its order."""
-    sent = []
+    sent: list[Future[Any]] = []
     for _ in range(PASSES if data else 0):
         sent += [run.forward_backward(data, "ppo"), run.optim_step(ADAM)]
     sampler = run.save_weights_and_get_sampling_client()
