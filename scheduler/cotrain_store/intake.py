@@ -186,7 +186,11 @@ class Intake:
     ) -> RequestId:
         await self._capacity.check()
         now, limits, kept = time.time(), self._limits, body
-        if len(body) > INLINE_LIMIT_BYTES and await self._is_full(run, tokens, len(body)):
+        if (
+            len(body) > INLINE_LIMIT_BYTES
+            and await self._is_full(run, tokens, len(body))
+            and not await self._fills_gap(run, seq)
+        ):
             # Not worth an fsync. The script says whether it is a repeat, and takes nothing new.
             limits, kept = replace(limits, ops=0), b""
         following: list[str | int | bytes] = ["", "", "", "", 0]
@@ -225,6 +229,18 @@ class Intake:
             or queued_tokens + tokens > limits.tokens
             or queued_bytes + size > limits.bytes
         )
+
+    async def _fills_gap(self, run: RunRecord, seq: int | None) -> bool:
+        """Tell whether all that was accepted of a run waits for this seq, as `submit.lua` would."""
+        if seq is None:
+            return False
+        try:
+            before = await self._redis.zcount(run_keys.riders(run.pool, run.id), "-inf", seq)
+            row = await self._redis.hmget(run_keys.log(run.pool, run.id), ["next", "last"])
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+        first, last = (int(-1 if value is None else value) for value in row)
+        return seq + int(before) == first < last
 
     async def _placed(
         self, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float

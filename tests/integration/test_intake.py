@@ -187,6 +187,29 @@ async def test_a_full_queue_refuses_and_leaves_nothing_but_takes_repeats(
             assert await log.submit(run, 2, body=body)
 
 
+@pytest.mark.parametrize("body", [b"x", LARGE])
+async def test_a_full_queue_takes_what_all_of_it_waits_for(
+    empty_redis: EmbeddedRedis, tmp_path: Path, body: bytes
+) -> None:
+    async with open_log(empty_redis.url, tmp_path, TenantLimits(ops=3)) as log:
+        run = await log.new_run()
+        await log.run_all()
+        for seq in (3, 4, 5):
+            await log.submit(run, seq)
+        for seq in (2, 6):  # neither is what is missing first
+            with pytest.raises(QueueFull):
+                await log.submit(run, seq, body=body)
+        await log.submit(run, 1, body=body)
+        with pytest.raises(QueueFull):  # one at a time
+            await log.submit(run, 2, body=body)
+        step = await log.plan()
+        assert [op.seq for op in step.ops] == [1]
+        assert log.execution.bodies(step.ops) == [body]
+        log.commit(step)
+        await log.submit(run, 2, body=body)
+        assert await seqs_ready(log) == [2, 3, 4, 5]
+
+
 async def test_a_full_queue_refuses_a_large_request_before_it_is_written(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:

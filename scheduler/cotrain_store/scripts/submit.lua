@@ -50,10 +50,14 @@ end
 if place > done + max_ahead then
   return { 'FAR' }
 end
+-- What everything accepted of this run waits for is taken into a full queue: else it would stay full.
+-- (max_ops 0: refused before its body was kept.)
+local fills_gap = max_ops > 0 and place == next_seq
+  and place < tonumber(redis.call('HGET', log, 'last') or -1)
 local queued = redis.call('HMGET', queue, 'ops', 'tokens', 'bytes')
-if tonumber(queued[1] or 0) + ops_added > max_ops
+if not fills_gap and (tonumber(queued[1] or 0) + ops_added > max_ops
   or tonumber(queued[2] or 0) + tokens > max_tokens
-  or tonumber(queued[3] or 0) + size + next_size > max_bytes then
+  or tonumber(queued[3] or 0) + size + next_size > max_bytes) then
   return { 'BUSY' }
 end
 if unread_bytes(tenant) >= max_unread then
