@@ -115,6 +115,8 @@ def publish_pool(redis_url: str, spool: Spool) -> None:
 
 
 def _result(op: QueuedOp) -> Result:
+    if op.kind is OpKind.CREATE:
+        return Result.of_json({"model_id": op.run, "type": "create_model"})
     return _PASSED if op.kind in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD) else _DONE
 
 

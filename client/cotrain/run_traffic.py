@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from cotrain.chunks import combine, cut
 from cotrain.codec import encode_datums, wrap_datums
-from cotrain.errors import APIError, APIStatusError
+from cotrain.errors import APIError, RateLimitError
 from cotrain.futures import Future
 from cotrain.polling import wait_for_json, wait_for_pass
 from cotrain.transport import is_transient, read
@@ -60,6 +60,7 @@ class RunTraffic:
         self._model_id = model_id
         self._ordering = threading.Lock()
         self._next_seq_id = 1
+        self._lost = set[int]()
         self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
 
     def ask(
@@ -171,21 +172,39 @@ class RunTraffic:
 
     async def _post(self, path: str, request: Any) -> str:
         try:
+            await self._fill_lost()
             response = await self._transport.post(path, request, raises_busy=True)
-        except APIStatusError as error:
-            if not is_transient(error):
+        except RateLimitError:
+            raise
+        except APIError as error:
+            if is_transient(error):
+                self._lost.add(request.seq_id)
+            else:
                 await self._fill_gap(request.seq_id)
             raise
         return read(response, UntypedAPIFuture).request_id
+
+    async def _fill_lost(self) -> None:
+        """Fill the places of requests that were given up: the server may have them, or not."""
+        for seq_id in sorted(self._lost):
+            try:
+                await self._transport.post("forward_backward", self._nothing_at(seq_id))
+            except APIError as error:
+                if is_transient(error):
+                    raise
+                # It has them.
+            self._lost.discard(seq_id)
 
     async def _fill_gap(self, seq_id: int) -> None:
         """Give the place of a refused request to one that does nothing.
 
         Otherwise the server would wait for this place in the order and every later request with it.
         """
-        nothing = wrap_datums(self._model_id, seq_id, [], "cross_entropy", None, forward_only=True)
         with suppress(APIError):
-            await self._transport.post("forward_backward", nothing)
+            await self._transport.post("forward_backward", self._nothing_at(seq_id))
+
+    def _nothing_at(self, seq_id: int) -> wire.ForwardBackwardRequest:
+        return self._cross_entropy(seq_id, [], forward_only=True)
 
     async def _outcome(
         self,
@@ -246,7 +265,9 @@ class RunTraffic:
     async def _heard(
         self, poll: Callable[[Transport, str], Coroutine[Any, Any, T]], request_id: str
     ) -> T:
-        async with self._polls:  # which lets in who was accepted first; results come in about that order
+        async with (
+            self._polls
+        ):  # which lets in who was accepted first; results come in about that order
             return await poll(self._transport, request_id)
 
 
