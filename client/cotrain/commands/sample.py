@@ -132,7 +132,7 @@ def _show(text: str) -> None:
     """Print text of a model, which may have sampled what makes a terminal do things."""
     if sys.stdout.isatty():
         text = "".join(c if c.isprintable() or c in "\n\t" else REPLACEMENT for c in text)
-    typer.echo(text, nl=False)
+    typer.echo(text, nl=False, color=True)  # else click takes escapes out of what goes to a file
 
 
 def _user(content: str) -> Message:
