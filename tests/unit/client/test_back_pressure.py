@@ -1,0 +1,109 @@
+"""A loop that is faster than its server: held in the call, and let go again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from typing_extensions import override
+
+from cotrain import ServiceClient, flow
+from cotrain.errors import ClientClosed
+from tests.support.fake_api import FakeApi, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+
+    from cotrain import TrainingClient
+
+ROOM = 10
+STEPS = 40
+PATIENCE_S = 30
+
+
+@dataclass
+class SlowApi(FakeApi):
+    """Takes no optimizer step before it may."""
+
+    may_take: threading.Event = field(default_factory=threading.Event)
+
+    @override
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        answer = await super()._answer(request)
+        while request.url.path.endswith("optim_step") and not self.may_take.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        return answer
+
+
+class Loop:
+    """A training loop that never waits for a result."""
+
+    def __init__(self, run: TrainingClient) -> None:
+        self.sent = 0
+        self.fills_the_room = threading.Event()
+        self._run = run
+
+    def __call__(self) -> list[float]:
+        futures = []
+        for _ in range(STEPS):
+            futures.append(self._run.optim_step())
+            self.sent += 1
+            if self.sent == ROOM:
+                self.fills_the_room.set()
+        return [(future.result(PATIENCE_S).metrics or {})["grad_norm"] for future in futures]
+
+
+@pytest.fixture
+def api() -> SlowApi:
+    return SlowApi()
+
+
+@pytest.fixture
+def service(api: SlowApi, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceClient]:
+    monkeypatch.setattr(flow, "ROOM_REQUESTS", ROOM)
+    with ServiceClient("http://server", "tml-key", network=api.network) as service:
+        yield service
+
+
+def test_a_loop_that_runs_ahead_is_held_until_the_server_has_taken_something(
+    api: SlowApi, service: ServiceClient
+) -> None:
+    loop = Loop(service.create_lora_training_client("m"))
+    with ThreadPoolExecutor(1) as pool:
+        losses = pool.submit(loop)
+        loop.fills_the_room.wait(PATIENCE_S)
+        assert api.paths().count("optim_step") <= ROOM
+        service.get_server_capabilities()  # which others are not held up by
+        assert loop.sent == ROOM
+        api.may_take.set()
+        assert losses.result(PATIENCE_S) == [1.0] * STEPS
+    assert [body["seq_id"] for body in api.bodies("optim_step")] == list(range(1, STEPS + 1))
+
+
+def test_who_is_held_when_the_client_is_closed_is_told(
+    api: SlowApi, service: ServiceClient
+) -> None:
+    loop = Loop(service.create_lora_training_client("m"))
+    with ThreadPoolExecutor(1) as pool:
+        losses = pool.submit(loop)
+        loop.fills_the_room.wait(PATIENCE_S)
+        service.close()
+        with pytest.raises(ClientClosed):
+            losses.result(PATIENCE_S)
+
+
+def test_a_full_server_gets_a_runs_requests_in_their_order_all_the_same(
+    api: SlowApi, service: ServiceClient
+) -> None:
+    api.may_take.set()
+    api.answers["optim_step"] = [refusal(429, "full", **{"Retry-After": "0.001"})] * 25
+    loop = Loop(service.create_lora_training_client("m"))
+    assert loop() == [1.0] * STEPS
+    taken = [body["seq_id"] for body in api.bodies("optim_step")][25:]
+    assert taken == list(range(1, STEPS + 1))
