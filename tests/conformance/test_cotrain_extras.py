@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -194,6 +195,26 @@ def test_a_loss_that_raises_keeps_what_was_accumulated_and_the_run_going(
     with pytest.raises(ZeroDivisionError, match="mine"):
         failed.result()
     assert logprobs(run) == logprobs(twin)
+
+
+def test_a_custom_loss_has_its_place_before_more_requests_than_a_queue_holds(
+    narrow_server: Server,
+) -> None:
+    """The queue is full of what waits for the backward, which must get in all the same."""
+    is_full = threading.Event()
+
+    def patient(_: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+        assert is_full.wait(60)
+        return their_loss(_, rows)
+
+    with ServiceClient(narrow_server.address, KEYS[0]) as service:
+        run = service.create_lora_training_client(narrow_server.base_model, rank=2)
+        custom = run.forward_backward_custom([DATUM], patient)
+        steps = [run.optim_step(AdamParams(learning_rate=0.0)) for _ in range(24)]
+        asyncio.run(steps[15].accepted_async())  # the last of 16 that may wait
+        is_full.set()
+        assert custom.result(60).metrics["rows"] == 1.0
+        assert steps[-1].result(60).metrics is not None
 
 
 # ---- One call for a step -------------------------------------------------------------------------
