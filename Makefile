@@ -11,7 +11,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cookbook test-compose test-gpu test-faults soak mutants compatibility lint format proto bench bench-engine up down clean distclean
+.PHONY: help install demo test test-cookbook test-compose test-gpu test-faults soak mutants compatibility lint format proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ proto: ## Generate the wire messages from wire.proto
 
 bench: $(INSTALLED) ## Measure the server against one tenant alone and against PEFT
 	$(BIN)/python -m bench.through_http $(ARGS)
+
+bench-client: $(INSTALLED) ## Measure what our client and the official SDK add to a request
+	$(BIN)/python -m bench.client $(ARGS)
 
 bench-engine: $(INSTALLED) ## Measure the engine without a server: many tenants against one, PEFT, the roofline
 	$(BIN)/python bench/engine.py $(or $(ARGS),--device cpu --threads 2)

@@ -9,9 +9,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pyrage
 import pytest
 
+from cotrain.transport import Transport
 from cotrain_server.signing import LINK_LIFE_S, Link, Signer
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.weights import external_folder
@@ -21,8 +23,6 @@ from tests.support.stand_in import FILES, StandIn, stand_in
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
-
-    import httpx
 
     from tests.support.http_api import Api
     from tests.support.redis_server import EmbeddedRedis
@@ -111,6 +111,22 @@ async def test_an_interrupted_download_goes_on(api: Api, worker: StandIn, folder
         206,
         CONTENTS["adapter_model.safetensors"][6990:],
     )
+
+
+async def test_our_client_goes_on_with_what_an_earlier_process_left(
+    api: Api, worker: StandIn, folder: Path, tmp_path: Path
+) -> None:
+    checkpoint, _ = await save(api, worker)
+    name = "adapter_model.safetensors"
+    url = (await urls_of(api, checkpoint))[name]
+    etag = (await fetch(api, url)).headers["etag"].strip('"')
+    (tmp_path / f".{name}~{etag}.part").write_bytes(CONTENTS[name][:6000])
+    heard: list[tuple[int, int]] = []
+    transport = Transport("http://server", ALICE, network=httpx.ASGITransport(api.app))
+    await transport.fetch(url, tmp_path / name, lambda *now: heard.append(now))
+    await transport.close()
+    assert heard == [(len(CONTENTS[name]), len(CONTENTS[name]))]
+    assert (tmp_path / name).read_bytes() == CONTENTS[name]
 
 
 async def test_links_say_until_when_they_hold(api: Api, worker: StandIn, folder: Path) -> None:
