@@ -160,7 +160,7 @@ def test_sft_ends_with_the_same_losses_when_every_process_of_the_server_is_kille
     serve = partial(
         Serving, tmp_path / "data", [str(base_model)], [KEY], options=[f"--port={port}"]
     )
-    steps = 24
+    steps = 16
     with serve() as first:
         script = started("sft.py", first.address, f"--steps={steps}")
         with script:
