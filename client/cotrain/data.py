@@ -85,6 +85,10 @@ class Datum(BaseModel):
     The caller has shifted already: `model_input` is a sequence without its last token and
     `target_tokens` the same sequence without its first. A loss input may be given as a list, a
     NumPy array, a torch tensor or TensorData.
+
+    Of a model input of n tokens: `target_tokens` int64 `[n]`, and beside it, float32 `[n]`, `weights`
+    for cross_entropy, `logprobs` (of the tokens when they were sampled, in nats) and `advantages` for
+    the policy losses, `sequence_ratio_mask` for gspo. cross_entropy takes `[n, K]` as well.
     """
 
     model_config = ConfigDict(protected_namespaces=())

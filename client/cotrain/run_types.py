@@ -127,7 +127,9 @@ class ForwardBackwardInput(WireModel):
 
     data: list[Datum]
     loss_fn: Name
+    """cross_entropy, importance_sampling, ppo, cispo, dro or gspo."""
     loss_fn_config: dict[str, float | str] | None = None
+    """`clip_low_threshold` and `clip_high_threshold`, ratios; `beta` of dro."""
 
 
 class ForwardBackwardRequest(SequencedRequest):
@@ -200,3 +202,4 @@ class OptimStepResponse(WireModel):
     """Result of an optimizer step."""
 
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None = None
+    """`grad_norm`: L2, over the whole adapter, before it was scaled down; `clock_cycle:unique`."""
