@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=BaseModel)
 
 LONGEST_DETAIL = 1_000
+UNAUTHORIZED = 401
 
 
 def read(response: httpx.Response, model: type[Model]) -> Model:
@@ -22,7 +23,7 @@ def read(response: httpx.Response, model: type[Model]) -> Model:
         return model.model_validate_json(response.content)
     except ValidationError as error:
         said = f"{response.url} did not answer a {model.__name__}"
-        raise MalformedMessage(said + _whose(response)) from error
+        raise MalformedMessage(said + _hint(response)) from error
 
 
 def refusal(response: httpx.Response) -> APIStatusError:
@@ -33,21 +34,24 @@ def refusal(response: httpx.Response) -> APIStatusError:
     if _is_page(response):  # of a proxy, or of somebody else's server: nobody wants to read it
         detail = ""
     message = str(detail or response.reason_phrase)[:LONGEST_DETAIL]
+    hint = "" if response.is_server_error else _hint(response)
     return status_error(
         response.status_code,
-        message + ("" if response.is_server_error else _whose(response)),
+        message.removesuffix(".") + hint if hint else message,
         body,
         _seconds(response.headers.get("Retry-After")),
     )
 
 
-def _whose(response: httpx.Response) -> str:
-    """Say what to look at where the answer cannot be of a server of this protocol."""
+def _hint(response: httpx.Response) -> str:
+    """Say what to look at: the key, or the address where no server of this protocol answers like this."""
     if target := response.headers.get("Location"):
         return f"; it redirects to {target}: is that the base URL?"
     if _is_page(response):
         host = f"{response.url.scheme}://{response.url.netloc.decode()}"
         return f"; a web page came back, so {host} is no cotrain server: is the base URL right?"
+    if response.status_code == UNAUTHORIZED:
+        return "; is the key right? (`api_key=`, or COTRAIN_API_KEY)"
     return ""
 
 

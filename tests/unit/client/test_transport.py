@@ -244,3 +244,8 @@ def test_who_knows_better_when_to_ask_again_hears_of_a_busy_server_at_once() -> 
     with pytest.raises(RateLimitError):
         asyncio.run(once())
     assert len(naps.seconds) == 1
+
+
+def test_a_wrong_key_is_named_as_what_to_look_at() -> None:
+    with pytest.raises(AuthenticationError, match=r"^401: Authentication failed; is the key right"):
+        post(api_answering(refusal(401, "Authentication failed.")), Naps())
