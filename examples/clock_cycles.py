@@ -20,8 +20,9 @@ from unicode_names import batch, datums
 STEPS = 5
 PERIOD_S = 1.0
 PREPARE_S = 0.1
-ROWS = 8
-"""So few that a pass is well within a beat: what a worker cannot do in one, a cycle does not hold."""
+ROWS_BY_MODE = {"metronome": 8, "eager": 64}
+"""Under a metronome a pass must be well within a beat: what does not fit, a cycle does not hold. An eager
+server should take longer for a pass than the next batch takes to prepare."""
 
 
 def main() -> None:
@@ -29,11 +30,12 @@ def main() -> None:
     options = options_of(
         __doc__, STEPS, mode="metronome", period_s=PERIOD_S, prepare_s=PREPARE_S, picture=""
     )
-    serve_options = (f"--clock-mode={options.mode}", f"--clock-period-s={options.period_s}")
+    beat_s = options.period_s if options.mode == "metronome" else None
+    clock = [f"--clock-mode={options.mode}", *([f"--clock-period-s={beat_s}"] if beat_s else [])]
     rows, requests = [], {}
-    with opened(options, *serve_options) as (service, base_model):
+    with opened(options, *clock) as (service, base_model):
         run = service.create_lora_training_client(base_model, rank=8, seed=1)
-        data = datums(run.get_tokenizer(), batch(0, ROWS))
+        data = datums(run.get_tokenizer(), batch(0, ROWS_BY_MODE[options.mode]))
         for name, loop in LOOPS.items():
             run.forward_backward(data, "cross_entropy")
             run.optim_step(ADAM).result()  # from here on we move with the beat
@@ -47,7 +49,6 @@ def main() -> None:
     title = f"A training step, {options.mode}, {options.prepare_s:g} s to prepare a batch"
     show(title, ("loop", "cycles per step", "seconds per step", "seconds in all"), rows, options)
     path = Path(options.picture or FOLDER.parent / f"clock-{options.mode}.png")
-    beat_s = options.period_s if options.mode == "metronome" else None
     draw(requests, done, title, path, beat_s)
     if not options.json:
         print(f"Drawn in {path}")

@@ -28,8 +28,9 @@ def draw(
     path: Path,
     beat_s: float | None,
 ) -> None:
-    """Write a PNG: a grey band for each cycle, a bar for each request from sending to result.
+    """Write a PNG: a grey band for each cycle, a bar for each request.
 
+    A bar ends where the loop reads the result, which may have been there before.
     `beat_s` is the metronome's period, whose beats are dotted; None where there is none.
     """
     figure, rows = pyplot.subplots(
