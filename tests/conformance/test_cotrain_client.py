@@ -109,6 +109,23 @@ def test_a_lost_answer_changes_no_bit(service: ServiceClient, server: Server) ->
     assert far == undisturbed
 
 
+def test_what_is_compressed_on_its_way_trains_the_same(
+    service: ServiceClient, server: Server
+) -> None:
+    data = [datum(100, seed=seed) for seed in range(4)]
+    near = service.create_lora_training_client(server.base_model, rank=3, seed=9)
+    with (
+        LossyProxy(server.address, []) as proxy,
+        ServiceClient(proxy.address, KEYS[0]) as far_service,
+    ):
+        far = far_service.create_lora_training_client(server.base_model, rank=3, seed=9)
+        far_output = far.forward(data, "cross_entropy").result()
+    assert ("forward_backward", "zstd") in proxy.encodings
+    assert (
+        far_output.loss_fn_outputs == near.forward(data, "cross_entropy").result().loss_fn_outputs
+    )
+
+
 def test_many_runs_at_once_train_bit_for_bit_as_if_alone(
     service: ServiceClient, server: Server
 ) -> None:
