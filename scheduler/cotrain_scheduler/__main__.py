@@ -14,7 +14,7 @@ from cotrain_scheduler.clock import Clock
 from cotrain_scheduler.settings import SchedulerSettings
 from cotrain_store.connection import check_store, open_connection
 from cotrain_store.dispatch import Dispatch
-from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
+from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.logs import configure_logs
 
 log = structlog.get_logger()
@@ -32,8 +32,6 @@ async def serve(settings: SchedulerSettings) -> int:
     log.info("scheduler_started", mode=settings.clock_mode, period_s=settings.clock_period_s)
     try:
         await clock.run()
-    except Fenced:
-        log.warning("scheduler_fenced")
     finally:
         await connection.aclose()
     log.info("scheduler_stopped")

@@ -14,7 +14,7 @@ import structlog
 from cotrain_scheduler import beat, fleet, planner
 from cotrain_scheduler.settings import ClockMode
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
-from cotrain_store.errors import PlanOutdated
+from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ops import Step
 
@@ -50,7 +50,7 @@ class _WorkerClock:
 
 
 class Clock:
-    """Drives every pool. Runs until `stop`; raises Fenced when a newer scheduler leads."""
+    """Drives every pool until `stop`; stands by while another scheduler leads."""
 
     def __init__(self, dispatch: Dispatch, settings: SchedulerSettings) -> None:
         self._dispatch = dispatch
@@ -79,6 +79,10 @@ class Clock:
                 except CONNECTION_LOST:
                     log.warning("redis_lost")
                     sleep_until = time.time() + _RETRY_S
+                except Fenced:
+                    log.warning("scheduler_fenced")
+                    self._renewed_at = 0.0  # stand by: ask for the lease before anything else
+                    sleep_until = time.time() + RENEW_S
                 await self._sleep(sleep_until)
         finally:
             await stop_tasks([listener])

@@ -1,6 +1,6 @@
 """Read what is ready and write plans: the scheduler's side of the log.
 
-Only the holder of the newest epoch may write; an older one gets Fenced and must exit.
+Only the holder of the newest epoch may write; an older one gets Fenced, and stands by.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ StoreError
 │   ├── SamplingBusy
 │   ├── StoreFull
 │   └── DiskReserveReached
-├── Fenced                          (this process was replaced by a newer one and must exit)
+├── Fenced                          (this process was replaced by a newer one and may write nothing)
 ├── PlanOutdated
 ├── SpoolCorrupt
 ├── MalformedBody

@@ -73,8 +73,8 @@ MUTANTS = {
         [
             Edit(
                 f"{WORKERS}/keeper.py",
-                "        state = self._engine.state(run)\n",
-                "        state, debt = self._engine.state(run), Debt(debt.seq - 1)\n",
+                "        copy = self._engine.copy_out(run)\n",
+                "        copy, debt = self._engine.copy_out(run), Debt(debt.seq - 1)\n",
             )
         ],
         "killed behind a recovery copy",

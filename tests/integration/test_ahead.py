@@ -127,7 +127,7 @@ async def test_a_redis_that_is_away_ends_the_looking_and_not_the_step(
         asked.append(step)
         raise RedisConnectionError
 
-    monkeypatch.setattr(log.execution, "behind", is_away)
+    monkeypatch.setattr(log.execution.logs, "behind", is_away)
     with Ahead(log.execution).behind(step):
         await asyncio.sleep(0.05)
 

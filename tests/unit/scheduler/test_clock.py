@@ -307,12 +307,26 @@ async def test_a_clock_that_stops_gives_its_lease_back(store: InMemory) -> None:
     assert store.resigned
 
 
-async def test_a_replaced_clock_ends(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fenced(*_: object) -> None:
-        raise Fenced
+async def test_a_replaced_clock_stands_by_and_leads_again_when_it_may(
+    store: InMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, asked, is_planned = store.plan, [], asyncio.Event()
 
-    monkeypatch.setattr(store, "plan", fenced)
+    async def fenced_once(*call: Any) -> Any:
+        asked.append(call)
+        if len(asked) == 1:
+            raise Fenced
+        is_planned.set()
+        return await plan(*call)
+
+    monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
+    monkeypatch.setattr(store, "plan", fenced_once)
     store.submit("a")
-    with pytest.raises(Fenced):
-        await clock_on(store).run()
+    clock = clock_on(store)
+    running = asyncio.create_task(clock.run())
+    async with asyncio.timeout(20):
+        await is_planned.wait()
+        clock.stop()
+        await running
+    assert len(store.steps) == 1
     assert store.resigned
