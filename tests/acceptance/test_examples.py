@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = ROOT / "examples"
 KEY = "tml-example_key"
-MODEL_STEPS = 120
+MODEL_STEPS = 100
 """Of the 500 that the demo's base model takes: enough to have something to learn from."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
