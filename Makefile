@@ -27,10 +27,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## Train four tenants at once on this machine, then a policy from its own samples
 	$(BIN)/python examples/demo.py
 
-test: $(INSTALLED) ## Run every test that needs no GPU and no container engine
+test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (ARGS="-n 0": one process)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-cookbook: $(INSTALLED) ## Run programs of tinker_cookbook, unmodified, against a live server
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh

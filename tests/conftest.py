@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,12 +11,22 @@ from hypothesis import settings
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+#: Below these folders all tests share servers, or what a first one found out.
+SHARING = (Path(__file__).parent / "conformance", Path(__file__).parent / "faults")
 
 
 # No timed assertions; a failure prints the blob that repeats it.
 settings.register_profile("cotrain", deadline=None, print_blob=True)
 settings.load_profile("cotrain")
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Have what shares an expensive fixture run in one process, where `-n` makes several."""
+    for item in items:
+        shared = next((folder for folder in SHARING if folder in item.path.parents), item.path)
+        item.add_marker(pytest.mark.xdist_group(str(shared)))
 
 
 @pytest.fixture(scope="session")
