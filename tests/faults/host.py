@@ -145,11 +145,12 @@ class Host:
         return kept.task
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a process as it is now."""
+        """Send a signal to a process as it is now, if it is."""
         if name == REDIS:
             self._redis_up.clear()
             self._redis_downs += 1
-        self.nursery.tell("signal", pid=self._kept[name].pid, signal=int(number))
+        if name in self._kept:  # not between its end and its start, when all are upgraded
+            self.nursery.tell("signal", pid=self._kept[name].pid, signal=int(number))
 
     def restart(self, name: str, **settings: str) -> None:
         """Kill a process, and have it start with other settings."""
@@ -261,12 +262,13 @@ class Host:
                 await asyncio.sleep(0.01)
 
     async def _end(self, name: str, number: int) -> None:
-        kept = self._kept.pop(name)
+        kept = self._kept[name]
         kept.stopping = True
         if kept.pid:
             self.nursery.tell("signal", pid=kept.pid, signal=int(number))
         assert kept.task
         await asyncio.wait_for(kept.task, PATIENCE_S)
+        del self._kept[name]  # until now it could be killed
 
 
 def _is_in_order(kept: Kept, status: int, lived_s: float) -> bool:
