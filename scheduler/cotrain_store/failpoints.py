@@ -165,7 +165,7 @@ _FAULTS = Faults.asked_for(os.environ)
 
 
 def failpoint(name: str, about: str | Iterable[str] = "") -> None:
-    """Mark a moment of FAILPOINTS, `about` a run or requests."""
+    """Mark a moment of FAILPOINTS, `about` a run, requests, or a place."""
     if _FAULTS is not None:
         _FAULTS.reach(name, about if isinstance(about, str) else " ".join(about))
 

@@ -165,8 +165,11 @@ class Host:
 
     def count(self, failpoint: str) -> int:
         """Count how often a failpoint was reached."""
-        lines = self.reached.read_text().splitlines() if self.reached.exists() else []
-        return sum(line.startswith(f"{failpoint} ") for line in lines)
+        return sum(line.startswith(f"{failpoint} ") for line in self.moments())
+
+    def moments(self) -> list[str]:
+        """List the failpoints reached by any process, in order."""
+        return self.reached.read_text().splitlines() if self.reached.exists() else []
 
     async def calm(self) -> None:
         """Let all of ours drain and start again, without failpoints, in the order of an upgrade."""

@@ -3,9 +3,9 @@
 I1 what was accepted resolves · I2 once, and every reading gives the same bytes · I3 the runs end bit-equal
 to undisturbed ones · I4 snap ≤ done < next, nothing planned at rest, no result before its commit · I5 the
 log reaches back to its snapshots, what it refers to is there, nothing is counted that is not, and no file
-is left that nobody refers to (`leftovers.py`) · I6 epochs, `done` and `snap` only grow · I7 queues count 0
-at rest · I8 nothing ends but by SIGKILL or in order · I9 tenants with work get equal turns (`fairness.py`)
-· I10 AOF and spool stay small.
+is left that nobody refers to (`leftovers.py`) · I6 epochs, `done` and `snap` only grow, and who was
+replaced commits nothing (`fencing.py`) · I7 queues count 0 at rest · I8 nothing ends but by SIGKILL or in
+order · I9 tenants with work get equal turns (`fairness.py`) · I10 AOF and spool stay small.
 
 I1 and I2 are asked by the client (`traffic.py`): it waits for every answer, and reads each twice.
 """

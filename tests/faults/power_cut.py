@@ -132,7 +132,7 @@ def cuts_at(cutter: Cutter, moments: Iterable[str]) -> Disturb:
         left = set(moments)
         while left:
             await asyncio.sleep(LOOK_S)
-            lines = host.reached.read_text().splitlines() if host.reached.exists() else []
+            lines = host.moments()
             if now := left & {line.partition(" ")[0] for line in lines}:
                 left -= now
                 await cutter.cut(host)

@@ -85,9 +85,7 @@ async def _power_lost(host: Host) -> None:
 
     def lose(name: str) -> None:
         moment = "spool.before_sync "
-        reached = [
-            line for line in host.reached.read_text().splitlines() if line.startswith(moment)
-        ]
+        reached = [line for line in host.moments() if line.startswith(moment)]
         if name == "api" and reached:
             at = SpoolRef.parse(reached[-1].split()[2])
             os.truncate(host.folder / "spool" / at.segment, at.offset)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain_store.connection import CONNECTION_LOST
 from tests.faults.fairness import turns
+from tests.faults.fencing import accepted_from_replaced
 from tests.faults.host import MODEL, REDIS, Host
 from tests.faults.invariants import Look, Watch, differences, unexpected
 from tests.faults.leftovers import make_old
@@ -94,11 +95,15 @@ async def trial(
             for client in clients:
                 outcome.told_to_wait += client.told_to_wait
                 await client.http.aclose()
-    outcome.violations += watch.violations + unexpected(host.deaths)
+    reached = host.moments()
+    outcome.violations += (
+        watch.violations + unexpected(host.deaths) + accepted_from_replaced(reached)
+    )
     if expected and outcome.ending:
         outcome.violations += differences(expected, outcome.ending)
     outcome.violations = [one for one in outcome.violations if not one.startswith(excused)]
-    outcome.deaths, outcome.reached = host.deaths, _reached(host)
+    outcome.deaths = host.deaths
+    outcome.reached = Counter(line.partition(" ")[0] for line in reached)
     outcome.logs = {
         path.stem: path.read_text(errors="replace") for path in (folder / "logs").iterdir()
     }
@@ -137,11 +142,6 @@ async def _beside(plays: Sequence[Running], disturbance: Running | None) -> None
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _reached(host: Host) -> Counter[str]:
-    lines = host.reached.read_text().splitlines() if host.reached.exists() else []
-    return Counter(line.partition(" ")[0] for line in lines)
 
 
 def random_kills(seed: int, mean_s: float = 0.5, most: int = 40) -> Disturb:

@@ -70,7 +70,7 @@ def enter_pool(
             sampler=settings.sampler,
         )
     )
-    failpoint("worker.entered")
+    failpoint("worker.entered", worker)
     sampling = Sampling(connection, *spools, record.id, worker, execution.epoch)
     sampling.requeue()
     weights = WeightsStore(
