@@ -6,7 +6,6 @@ Knows sizes and encodings; what the bytes mean is for `reading.py`.
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
@@ -38,7 +37,7 @@ _DEPTH_STEP = 1 << 20
 _STEP_BY_SYMBOL = np.zeros(256, np.int8)
 _STEP_BY_SYMBOL[[ord("["), ord("{")]] = 1
 _STEP_BY_SYMBOL[[ord("]"), ord("}")]] = -1
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_QUOTE = ord('"')
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
@@ -108,15 +107,22 @@ def decompress(body: bytes, limit_bytes: int) -> bytes:
 
 
 def refuse_deep_json(body: bytes) -> None:
-    """Raise Unreadable where brackets nest deeper than MAX_JSON_DEPTH."""
-    symbols = np.frombuffer(_STRING.sub(b"", body), np.uint8)
-    depth = 0
+    """Raise Unreadable where brackets nest deeper than MAX_JSON_DEPTH.
+
+    In time and memory of the body's size whatever it holds, which no regular expression is for a
+    string that never ends.
+    """
+    # First the escaped backslashes: then a quote behind one is escaped, and any other ends a string.
+    symbols = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    depth = quotes = 0
     for start in range(0, len(symbols), _DEPTH_STEP):  # piecewise: depths take four times the space
-        steps = _STEP_BY_SYMBOL[symbols[start : start + _DEPTH_STEP]]
+        piece = symbols[start : start + _DEPTH_STEP]
+        quotes_before = quotes + np.cumsum(piece == _QUOTE, dtype=np.int32)
+        steps = np.where(quotes_before % 2, 0, _STEP_BY_SYMBOL[piece])
         depths = depth + np.cumsum(steps, dtype=np.int32)
         if depths.max() > MAX_JSON_DEPTH:
             raise Unreadable(f"The JSON body is nested deeper than {MAX_JSON_DEPTH} levels.")
-        depth = depths[-1]
+        depth, quotes = depths[-1], quotes_before[-1]
 
 
 async def _receive(request: Request, limit_bytes: int) -> bytes:

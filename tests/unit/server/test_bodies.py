@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 
 import pytest
 import zstandard
@@ -95,6 +96,26 @@ def test_depth_is_counted_across_the_pieces_a_body_is_looked_at_in(
 )
 def test_brackets_inside_strings_and_beside_each_other_are_not_depth(body: bytes) -> None:
     refuse_deep_json(body)
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5])
+def test_a_string_goes_on_across_the_pieces_a_body_is_looked_at_in(
+    monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(bodies, "_DEPTH_STEP", piece)
+    refuse_deep_json(b'["' + b"[" * 40 + rb"\"[\\\"[" + b'"]')
+    with pytest.raises(Unreadable):
+        refuse_deep_json(rb'["\\",' + b"[" * 32)
+
+
+@pytest.mark.parametrize("hostile", [b'"' + rb"\"" * 1_000_000, b'"' + b"a" * 4_000_000])
+def test_a_string_that_never_ends_costs_no_more_than_its_size(hostile: bytes) -> None:
+    tracemalloc.start()
+    try:
+        refuse_deep_json(hostile)
+        assert tracemalloc.get_traced_memory()[1] < 16 * len(hostile)
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_body_is_read_piece_by_piece() -> None:
