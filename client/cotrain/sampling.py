@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
+from cotrain.both_ways import submitted
 from cotrain.completions import Completions
 from cotrain.connection import shared_connection
 from cotrain.errors import APIStatusError, MalformedMessage
-from cotrain.futures import Future, Submitted
+from cotrain.futures import Future
 from cotrain.sample_traffic import SampleTraffic
 from cotrain.sampling_types import CLONE_SEQ_IDS
 from cotrain.tokenizer import load_tokenizer
@@ -100,31 +101,7 @@ class SamplingClient:
         )
         return self._start(request, lambda response: response)
 
-    def sample_async(
-        self,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams | None = None,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: TensorData | None = None,
-        *,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> Submitted[SampleResponse]:
-        """Send a `sample`; await it for the future, once the server has it."""
-        return Submitted(
-            self.sample(
-                prompt,
-                num_samples,
-                sampling_params,
-                include_prompt_logprobs,
-                topk_prompt_logprobs,
-                topk_sample_logprobs,
-                target_prompt_logprobs,
-                prompt_logprobs_last_n=prompt_logprobs_last_n,
-            )
-        )
+    sample_async = submitted(sample)
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
@@ -143,11 +120,7 @@ class SamplingClient:
         )
         return self._start(request, _prompt_logprobs)
 
-    def compute_logprobs_async(
-        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> Submitted[list[float | None]]:
-        """Send a `compute_logprobs`; await it for the future, once the server has it."""
-        return Submitted(self.compute_logprobs(prompt, prompt_logprobs_last_n))
+    compute_logprobs_async = submitted(compute_logprobs)
 
     def get_base_model(self) -> str:
         """Name the base model; asks nobody."""

@@ -6,11 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from cotrain.both_ways import both_ways
+from cotrain.both_ways import both_ways, submitted
 from cotrain.checkpoint_types import CopyWeightsRequest, CopyWeightsResponse
 from cotrain.checkpoints import Adapter, Checkpoints
 from cotrain.connection import Connection
-from cotrain.futures import Submitted
 from cotrain.interpolation import interpolate
 from cotrain.mint_types import InterpolateRequest
 from cotrain.rest import RestClient
@@ -256,14 +255,7 @@ class ServiceClient:
         )
         return interpolate(self._loop, self._transport, wanted)
 
-    def interpolate_checkpoints_async(
-        self,
-        source_paths: Sequence[str],
-        coefficients: Sequence[float],
-        output_path: str | None = None,
-    ) -> Submitted[InterpolateResponse]:
-        """Send an `interpolate_checkpoints`; await it for the future, once the server has it."""
-        return Submitted(self.interpolate_checkpoints(source_paths, coefficients, output_path))
+    interpolate_checkpoints_async = submitted(interpolate_checkpoints)
 
     def close(self, outcome: Outcome = "success") -> None:
         """Finish the session and end the client's thread. Results not fetched yet are lost."""

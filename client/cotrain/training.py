@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cotrain.both_ways import both_ways, submitted
 from cotrain.checkpoint_types import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -13,7 +14,6 @@ from cotrain.checkpoint_types import (
     SaveWeightsResponse,
 )
 from cotrain.custom_loss import CustomLoss
-from cotrain.futures import Submitted
 from cotrain.mint_types import PlacedReverseKlRequest, ReverseKlResponse
 from cotrain.polling import wait_for_json
 from cotrain.run_traffic import RunTraffic
@@ -78,14 +78,7 @@ class TrainingClient:
         """Compute log-probs and the loss; leaves gradients as they are."""
         return self._traffic.pass_over(data, loss_fn, loss_fn_config, forward_only=True)
 
-    def forward_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> Submitted[ForwardBackwardOutput]:
-        """Send a `forward`; await it for the future, once the server has it."""
-        return Submitted(self.forward(data, loss_fn, loss_fn_config))
+    forward_async = submitted(forward)
 
     def forward_backward(
         self,
@@ -100,14 +93,7 @@ class TrainingClient:
         """
         return self._traffic.pass_over(data, loss_fn, loss_fn_config, forward_only=False)
 
-    def forward_backward_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> Submitted[ForwardBackwardOutput]:
-        """Send a `forward_backward`; await it for the future, once the server has it."""
-        return Submitted(self.forward_backward(data, loss_fn, loss_fn_config))
+    forward_backward_async = submitted(forward_backward)
 
     def optim_step(self, adam_params: AdamParams | None = None) -> Future[OptimStepResponse]:
         """Take one AdamW step with the accumulated gradient, then zero the gradient."""
@@ -116,11 +102,7 @@ class TrainingClient:
             "optim_step", OptimStepRequest, OptimStepResponse, adam_params=params
         )
 
-    def optim_step_async(
-        self, adam_params: AdamParams | None = None
-    ) -> Submitted[OptimStepResponse]:
-        """Send an `optim_step`; await it for the future, once the server has it."""
-        return Submitted(self.optim_step(adam_params))
+    optim_step_async = submitted(optim_step)
 
     def save_state(
         self,
@@ -144,17 +126,7 @@ class TrainingClient:
             user_metadata=user_metadata,
         )
 
-    def save_state_async(
-        self,
-        name: str | None = None,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: dict[str, str] | None = None,
-    ) -> Submitted[SaveWeightsResponse]:
-        """Send a `save_state`; await it for the future, once the server has it."""
-        return Submitted(
-            self.save_state(name, ttl_seconds, overwrite=overwrite, user_metadata=user_metadata)
-        )
+    save_state_async = submitted(save_state)
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
@@ -166,11 +138,7 @@ class TrainingClient:
         """
         return self._load(path, weights_access_token, optimizer=False)
 
-    def load_state_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> Submitted[LoadWeightsResponse]:
-        """Send a `load_state`; await it for the future, once the server has it."""
-        return Submitted(self.load_state(path, weights_access_token))
+    load_state_async = submitted(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -178,11 +146,7 @@ class TrainingClient:
         """Go on from a checkpoint as if nothing had come between: weights, moments and step count."""
         return self._load(path, weights_access_token, optimizer=True)
 
-    def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> Submitted[LoadWeightsResponse]:
-        """Send a `load_state_with_optimizer`; await it for the future, once the server has it."""
-        return Submitted(self.load_state_with_optimizer(path, weights_access_token))
+    load_state_with_optimizer_async = submitted(load_state_with_optimizer)
 
     def save_weights_external(
         self,
@@ -200,14 +164,7 @@ class TrainingClient:
             age_encryption_recipients=age_encryption_recipients,
         )
 
-    def save_weights_external_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        age_encryption_recipients: list[str] | None = None,
-    ) -> Submitted[SaveWeightsExternalResponse]:
-        """Send a `save_weights_external`; await it for the future, once the server has it."""
-        return Submitted(self.save_weights_external(name, ttl_seconds, age_encryption_recipients))
+    save_weights_external_async = submitted(save_weights_external)
 
     def save_weights_for_sampler(
         self,
@@ -223,14 +180,7 @@ class TrainingClient:
             path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
         )
 
-    def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
-    ) -> Submitted[SaveWeightsForSamplerResponse]:
-        """Send a `save_weights_for_sampler`; await it for the future, once the server has it."""
-        return Submitted(self.save_weights_for_sampler(name, ttl_seconds, user_metadata))
+    save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
         """Keep the weights as they are at this place in the order, and sample from them.
@@ -246,33 +196,30 @@ class TrainingClient:
         """Sample from the weights of this call; see `save_weights_and_get_sampling_client`."""
         return self._loop.run_async(self._sampler_of(self._save_for(name)))
 
-    def create_sampling_client(self, model_path: str) -> SamplingClient:
+    async def _create_sampling_client(self, model_path: str) -> SamplingClient:
         """Sample from weights that were saved, of whichever run."""
-        return self._loop.run(self._samplers.create(model_path=model_path))
+        return await self._samplers.create(model_path=model_path)
 
-    async def create_sampling_client_async(self, model_path: str) -> SamplingClient:
-        """Sample from weights that were saved, of whichever run."""
-        return await self._loop.run_async(self._samplers.create(model_path=model_path))
+    create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 
     def get_tokenizer(self) -> Any:
         """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
         return load_tokenizer(self._base_model, self.get_info().model_data.tokenizer_id)
 
-    def get_info(self) -> GetInfoResponse:
+    async def _get_info(self) -> GetInfoResponse:
         """Ask what this run is."""
-        return self._loop.run(self._info())
+        request = GetInfoRequest(model_id=self._model_id)
+        return read(await self._transport.post("get_info", request), GetInfoResponse)
 
-    async def get_info_async(self) -> GetInfoResponse:
-        """Ask what this run is."""
-        return await self._loop.run_async(self._info())
+    get_info, get_info_async = both_ways(_get_info)
 
-    def unload(self) -> None:
+    async def _unload(self) -> None:
         """End the run and free its place on the server; requests still waiting fail."""
-        self._loop.run(self._unload())
+        request = UnloadModelRequest(model_id=self._model_id)
+        future = read(await self._transport.post("unload_model", request), UntypedAPIFuture)
+        await wait_for_json(self._transport, future.request_id)
 
-    async def unload_async(self) -> None:
-        """End the run and free its place on the server; requests still waiting fail."""
-        await self._loop.run_async(self._unload())
+    unload, unload_async = both_ways(_unload)
 
     # ---- losses of one's own, and a step in one call ----------------------------------------------
 
@@ -290,11 +237,7 @@ class TrainingClient:
         loss = CustomLoss(data, loss_fn)
         return self._traffic.pass_twice(loss.forward_data(), loss)
 
-    def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: LossFn
-    ) -> Submitted[ForwardBackwardOutput]:
-        """Send a `forward_backward_custom`; await it for the future, once the server has the forward."""
-        return Submitted(self.forward_backward_custom(data, loss_fn))
+    forward_backward_custom_async = submitted(forward_backward_custom)
 
     def train(
         self,
@@ -316,19 +259,7 @@ class TrainingClient:
         passed = self.forward_backward(data, loss_fn, loss_fn_config)
         return joined(self._loop, passed, self.optim_step(params))
 
-    def train_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str = "cross_entropy",
-        learning_rate: float | None = None,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-        *,
-        adam_params: AdamParams | None = None,
-    ) -> Submitted[TrainOutput]:
-        """Send a `train`; await it for the future, once the server has both requests."""
-        return Submitted(
-            self.train(data, loss_fn, learning_rate, loss_fn_config, adam_params=adam_params)
-        )
+    train_async = submitted(train)
 
     def forward_backward_reverse_kl(
         self, reference_model_path: str, data: Sequence[ReverseKlDatum], temperature: float = 1.0
@@ -346,11 +277,7 @@ class TrainingClient:
             temperature=temperature,
         )
 
-    def forward_backward_reverse_kl_async(
-        self, reference_model_path: str, data: Sequence[ReverseKlDatum], temperature: float = 1.0
-    ) -> Submitted[ReverseKlResponse]:
-        """Send a `forward_backward_reverse_kl`; await it for the future, once the server has it."""
-        return Submitted(self.forward_backward_reverse_kl(reference_model_path, data, temperature))
+    forward_backward_reverse_kl_async = submitted(forward_backward_reverse_kl)
 
     def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
         if name is not None:
@@ -382,12 +309,3 @@ class TrainingClient:
         if answer.sampling_session_id is not None:
             return await self._samplers.client(answer.sampling_session_id, self._base_model)
         return await self._samplers.create(model_path=answer.path)
-
-    async def _info(self) -> GetInfoResponse:
-        request = GetInfoRequest(model_id=self._model_id)
-        return read(await self._transport.post("get_info", request), GetInfoResponse)
-
-    async def _unload(self) -> None:
-        request = UnloadModelRequest(model_id=self._model_id)
-        future = read(await self._transport.post("unload_model", request), UntypedAPIFuture)
-        await wait_for_json(self._transport, future.request_id)

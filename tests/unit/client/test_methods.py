@@ -68,6 +68,15 @@ def test_both_forms_of_a_method_take_the_same(ours: type) -> None:
             assert arguments_of(method) == arguments_of(plain), name
 
 
+@pytest.mark.parametrize("ours", [ServiceClient, TrainingClient, SamplingClient])
+def test_every_method_says_its_own_name_and_what_it_gives(ours: type) -> None:
+    for name, method in inspect.getmembers(ours, inspect.isfunction):
+        if not name.startswith("_"):
+            assert (method.__name__, bool(method.__doc__)) == (name, True)
+            given = str(inspect.signature(method).return_annotation)
+            assert not (name.endswith("_async") and given.startswith("Future")), name
+
+
 def arguments_of(method: Any) -> list[str]:
     return list(inspect.signature(method).parameters)
 
