@@ -37,6 +37,8 @@ GAPS_S = 5.0
 _RETRY_S = 0.2
 #: The queue changed under a plan; long enough not to spin should it never settle.
 _REPLAN_S = 0.005
+#: Between two ticks the host's time may have been set, or the host may have slept.
+_JUMP_S = 1.0
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Clock:
         self._renewed_at = 0.0
         self._gaps_at = 0.0
         self._beat = self._beat_number(time.time())
+        self._ahead_s = time.time() - time.monotonic()
 
     def stop(self) -> None:
         """Stop after the present tick."""
@@ -74,20 +77,40 @@ class Clock:
         listener = asyncio.create_task(self._listen())
         try:
             while not self._stopping:
+                began, now = time.monotonic(), self._now()
                 try:
-                    sleep_until = await self._tick(time.time())
+                    wait_s = await self._tick(now) - now
                 except CONNECTION_LOST:
                     log.warning("redis_lost")
-                    sleep_until = time.time() + _RETRY_S
+                    wait_s = _RETRY_S
                 except Fenced:
                     log.warning("scheduler_fenced")
                     self._renewed_at = 0.0  # stand by: ask for the lease before anything else
-                    sleep_until = time.time() + RENEW_S
-                await self._sleep(sleep_until)
+                    wait_s = RENEW_S
+                await self._sleep(began + wait_s)
         finally:
             await stop_tasks([listener])
             with contextlib.suppress(*CONNECTION_LOST):
                 await self._dispatch.resign()
+
+    def _now(self) -> float:
+        """Read the host's time. Once that jumped, what was noted before cannot be compared with it."""
+        ahead_s = time.time() - time.monotonic()
+        jumped_s, self._ahead_s = ahead_s - self._ahead_s, ahead_s
+        now = time.monotonic() + ahead_s
+        if abs(jumped_s) > _JUMP_S:
+            log.warning("time_jumped", by_s=round(jumped_s, 1))
+            self._forget_times(now)
+        return now
+
+    def _forget_times(self, now: float) -> None:
+        """Begin anew with everything that waits for some time to pass; whose turn it is stays."""
+        self._renewed_at = self._gaps_at = 0.0
+        self._beat = self._beat_number(now)
+        self._empty_since.clear()
+        for clock in self._clocks.values():
+            clock.last = beat.LastCycle()
+            clock.planned_at = clock.planned_at and now
 
     async def _tick(self, now: float) -> float:
         """Plan whatever may start now; return when to look again at the latest."""
@@ -205,8 +228,9 @@ class Clock:
             log.warning("gap_expired", run=run)
 
     async def _sleep(self, until: float) -> None:
+        """Sleep until woken, at most until the monotonic clock shows `until`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), max(0.0, until - time.time()))
+            await asyncio.wait_for(self._woken.wait(), max(0.0, until - time.monotonic()))
 
     async def _listen(self) -> None:
         while True:

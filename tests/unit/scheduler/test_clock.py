@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,7 +255,7 @@ async def test_a_wake_during_a_tick_is_not_lost(store: InMemory) -> None:
     await clock._tick(NOW)
     clock._woken.set()
     async with asyncio.timeout(20):
-        await clock._sleep(time.time() + 600)
+        await clock._sleep(time.monotonic() + 600)
 
 
 async def heard(store: InMemory, is_free: bool) -> None:
@@ -295,6 +296,95 @@ async def test_a_request_that_comes_while_a_tick_reads_the_queue_is_not_lost(
     await clock._tick(NOW + 1)
     assert clock._woken.is_set()
     listening.cancel()
+
+
+@dataclass
+class HostTime:
+    """A host's two clocks: somebody sets the one, and the other only ever goes on."""
+
+    wall_s: float = NOW
+    steady_s: float = 5_000.0
+
+    def time(self) -> float:
+        return self.wall_s
+
+    def monotonic(self) -> float:
+        return self.steady_s
+
+    def pass_by(self, seconds: float, *, set_by: float = 0.0) -> None:
+        self.steady_s += seconds
+        self.wall_s += seconds + set_by
+
+
+@pytest.fixture
+def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
+    host_time = HostTime()
+    monkeypatch.setattr(clock_module, "time", host_time)
+    return host_time
+
+
+@pytest.mark.parametrize("set_by", [-3600.0, -10.0, 3600.0])
+async def test_nobody_waits_for_a_time_that_was_set_back(
+    store: InMemory, host_time: HostTime, set_by: float
+) -> None:
+    clock = clock_on(store)
+    store.submit("a")
+    await clock._tick(clock._now())
+    host_time.pass_by(0.5)
+    store.finish()
+    await clock._tick(clock._now())  # sees the end of the cycle
+    host_time.pass_by(0.01, set_by=set_by)
+    store.submit("b")  # and nothing of those just answered
+    await clock._tick(clock._now())
+    assert {op.run for op in store.steps[-1].ops} == {"b"}
+
+
+@pytest.mark.parametrize("set_by", [-3600.0, 3600.0])
+async def test_a_metronome_goes_on_with_the_next_beat_of_a_time_that_was_set(
+    store: InMemory, host_time: HostTime, set_by: float
+) -> None:
+    clock = clock_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
+    await clock._tick(clock._now())
+    host_time.pass_by(1, set_by=set_by)
+    store.submit("a")
+    await clock._tick(clock._now())
+    assert store.steps == []
+    host_time.pass_by(10)
+    await clock._tick(clock._now())
+    assert len(store.steps) == 1
+
+
+async def test_nobody_is_dead_for_long_because_the_time_was_set(
+    store: InMemory, host_time: HostTime
+) -> None:
+    clock = clock_on(store, reassign_after_s=30)
+    store.dead = [WorkerId("w1")]
+    await clock._tick(clock._now())
+    host_time.pass_by(1, set_by=3600.0)
+    await clock._tick(clock._now())
+    host_time.pass_by(29)
+    await clock._tick(clock._now())
+    assert store.given_away == []
+    host_time.pass_by(1)
+    await clock._tick(clock._now())
+    assert store.given_away == [("w1", WORKER)]
+
+
+async def test_the_lease_is_renewed_whatever_the_time_is_set_to(
+    store: InMemory, host_time: HostTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def lead() -> bool:
+        asked.append(host_time.steady_s)
+        return True
+
+    monkeypatch.setattr(store, "lead", lead)
+    clock = clock_on(store)
+    for set_by in (0.0, -3600.0, 0.0):
+        await clock._tick(clock._now())
+        host_time.pass_by(RENEW_S + 0.1, set_by=set_by)
+    assert len(asked) == 3
 
 
 async def test_a_clock_that_stops_gives_its_lease_back(store: InMemory) -> None:
