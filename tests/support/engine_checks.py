@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from cotrain_workers.engine import Engine
+from cotrain_workers.losses import LOSSES
 from cotrain_workers.ops import Pass, PassOutput
 from tests.support.training import MIX, PeftOracle, Tenant, relative_error, same_bits
 
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_workers.lora_backend import Choice
-    from cotrain_workers.ops import Op
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,16 @@ def warmed_up(
     return engine
 
 
-def gradient_passes(tenants: Sequence[Tenant] = MIX) -> list[Op]:
+def gradient_passes(tenants: Sequence[Tenant] = MIX) -> list[Pass]:
     """Return the passes of the second cycle, without its steps."""
     return [op for tenant in tenants for op in tenant.ops(1) if isinstance(op, Pass)]
+
+
+def unclipped(op: Pass) -> Pass:
+    """Return a pass whose loss bounds no ratio."""
+    bounds = {"clip_low_threshold": 0.0, "clip_high_threshold": math.inf}
+    known = LOSSES[op.loss_fn].defaults
+    return replace(op, loss_config={name: bounds[name] for name in bounds if name in known})
 
 
 def parity_with_peft(
@@ -62,7 +70,7 @@ def parity_with_peft(
         oracle = PeftOracle(folder, tenant.spec, dtype, device)
         layout = engine.layout(tenant.run)
         oracle.load(layout, before[tenant.run])
-        for op in (op for op in gradient_passes([tenant]) if isinstance(op, Pass)):
+        for op in gradient_passes([tenant]):
             output = mixed[op.run, op.seq]
             assert isinstance(output, PassOutput), output
             for datum, ours in zip(op.datums, output.logprobs, strict=True):
@@ -95,13 +103,17 @@ def mixed_against_alone(
 
 
 def bf16_gradient_cosine(folder: Path, device: str, lora: Choice = "auto") -> float:
-    """Return the worst cosine between a tenant's gradient on a bf16 base, and that of `seg` on fp32."""
+    """Return the worst cosine between a tenant's gradient on a bf16 base, and that of `seg` on fp32.
+
+    No ratio is clipped: the gradient jumps where one meets its bound, and bf16 may put it on the other
+    side (two tokens of the PPO tenant on `qwen2`, 0.8021 and 0.7525: 0.9958 for the same gradients).
+    """
     wide = warmed_up(folder, device, torch.float32, "seg")
     narrow = Engine.load(str(folder), device=device, dtype=torch.bfloat16, lora_backend=lora)
     for tenant in MIX:
         narrow.restore(tenant.run, wide.state(tenant.run))
     for engine in (wide, narrow):
-        engine.run(gradient_passes())
+        engine.run([unclipped(op) for op in gradient_passes()])
     return min(
         float(
             torch.cosine_similarity(

@@ -3,21 +3,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import torch
 
 from cotrain_workers.ops import PassOutput
 from tests.support.engine_checks import bf16_gradient_cosine, warmed_up
+from tests.support.tiny_models import FAMILIES
 from tests.support.training import MIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from cotrain_workers.lora_backend import Choice
+
     ModelFolder = Callable[..., Path]
 
 
-def test_gradients_on_a_bf16_base_point_where_those_on_fp32_do(model_folder: ModelFolder) -> None:
-    assert bf16_gradient_cosine(model_folder("qwen3"), "cpu") > 0.999
+@pytest.mark.parametrize("lora", ["seg", "grouped"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_on_a_bf16_base_point_where_those_of_seg_on_fp32_do(
+    model_folder: ModelFolder, family: str, lora: Choice
+) -> None:
+    assert bf16_gradient_cosine(model_folder(family), "cpu", lora) > 0.999
 
 
 def test_a_bf16_base_keeps_fp32_adapters_and_answers(model_folder: ModelFolder) -> None:

@@ -64,7 +64,7 @@ def kept_bytes(engine: Engine) -> int:
         return tensor
 
     engine.run([op for tenant in MIX for op in tenant.ops(0) if not isinstance(op, Pass)])
-    passes = [op for op in gradient_passes() if op.needs_grad]  # type: ignore[union-attr]
+    passes = [op for op in gradient_passes() if op.needs_grad]
     peak, backbone = [0], engine._base.backbone
     backbone.register_forward_hook(lambda *_: peak.append(sum(by_storage.values())))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
