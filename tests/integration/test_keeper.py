@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES, ORPHAN_AGE_S
+from cotrain_workers import keeper as keeper_module
 from cotrain_workers.loop import MARGIN_S
 from cotrain_workers.snapshots import write_snapshot
 from tests.support.bodies import sequences
@@ -91,6 +94,24 @@ async def test_a_run_over_the_host_budget_leaves_memory_and_comes_back_the_same(
                 assert snapshot_files(loop._execution._redis, run, tmp_path)
     assert answers == expected
     assert restored_digest(url, tmp_path, engine, run.id) == digest
+
+
+async def test_a_run_rests_and_leaves_memory_while_the_host_s_time_is_set_back(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    earlier = itertools.count(time.time(), -60)
+    clocks = SimpleNamespace(
+        time=lambda: next(earlier), monotonic=time.monotonic, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(keeper_module, "time", clocks)
+    run = await server.create("a", "a", LORA)
+    with worker(empty_redis.url, tmp_path, engine, snapshot_idle_s=1e-6, evict_idle_s=1e-6) as loop:
+        await results(server, run, await submit(server, run, 1, 1))
+        await until(lambda: loop._keeper.runs == 0)
 
 
 async def test_a_run_that_rests_leaves_memory_and_comes_back_the_same(

@@ -62,7 +62,7 @@ class Keeper:
         self._debts: dict[RunId, Debt] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._swept_at = self._orphans_at = 0.0
+        self._swept_at = self._orphans_at = -math.inf
         make_folder(settings.snapshots_dir)
 
     @property
@@ -92,7 +92,7 @@ class Keeper:
             between=between,
         )
         position = restored.position
-        debt = Debt(position.done, ops=restored.replayed, used_at=time.time())
+        debt = Debt(position.done, ops=restored.replayed, used_at=time.monotonic())
         debt.entries = position.done - position.snap
         if has_other_numerics(self._engine, position):
             debt.compute_s = math.inf  # copy it out at once: a log mixes no numerics
@@ -124,7 +124,7 @@ class Keeper:
 
     def committed(self, step: Step, compute_s: float) -> None:
         """Count a committed step; copy out the runs whose log has grown long."""
-        now = time.time()
+        now = time.monotonic()
         tokens = sum(op.tokens for op in step.ops) or 1
         for op in step.ops:
             debt = self._debts.get(op.run)
@@ -138,7 +138,7 @@ class Keeper:
 
     def tend(self) -> None:
         """Do what is due between cycles: register finished copies, start new ones, let runs go."""
-        now = time.time()
+        now = time.monotonic()
         self._register_finished()
         for run, debt in list(self._debts.items()):
             if needs_snapshot(debt, self._settings, now):
@@ -159,13 +159,13 @@ class Keeper:
 
     def drain(self, deadline_s: float) -> None:
         """Copy out every run that changed, so that the next start has nothing to replay."""
-        until = time.time() + deadline_s
+        until = time.monotonic() + deadline_s
         for run, debt in sorted(self._debts.items(), key=lambda item: -item[1].compute_s):
             if debt.ops:
-                while self._is_busy and time.time() < until:
+                while self._is_busy and time.monotonic() < until:
                     self._wait_for_one(until)
                 self._copy_out(run, debt)
-        while self._unwritten and time.time() < until:
+        while self._unwritten and time.monotonic() < until:
             self._wait_for_one(until)
         self._register_finished()
         self._writer.shutdown(wait=False, cancel_futures=True)
@@ -180,7 +180,7 @@ class Keeper:
         return len(self._unwritten) >= COPIES_AT_ONCE
 
     def _wait_for_one(self, until: float) -> None:
-        wait(self._unwritten, max(0.0, until - time.time()), return_when=FIRST_COMPLETED)
+        wait(self._unwritten, max(0.0, until - time.monotonic()), return_when=FIRST_COMPLETED)
 
     def _await_copy(self, run: RunId) -> None:
         """Have a run's copy registered that is being written: it may be its newest state."""
@@ -240,12 +240,14 @@ class Keeper:
             remove_snapshots(self._settings.snapshots_dir, run, keep)
 
     def _sweep(self, now: float) -> None:
+        host_now = time.time()  # what the ages of files are told by
         referenced = self._execution.referenced_segments()
-        for path in unreferenced_segments(self._settings.spool_dir, referenced, now):
+        for path in unreferenced_segments(self._settings.spool_dir, referenced, host_now):
             path.unlink(missing_ok=True)
         if now - self._orphans_at > ORPHAN_AGE_S:
             self._orphans_at = now
-            for path in orphans(self._settings.snapshots_dir, self._execution.logs.bases, now):
+            bases = self._execution.logs.bases
+            for path in orphans(self._settings.snapshots_dir, bases, host_now):
                 path.unlink(missing_ok=True)
                 log.info("snapshot_removed", file=path.name)
 

@@ -178,7 +178,7 @@ class WorkerLoop:
 
     def execute(self, step: Step) -> None:
         """Run one step and commit it. It may be another worker's, which died with it open."""
-        started = time.time()
+        started, began = time.time(), time.monotonic()
         self._beside.training_begins()
         deaths = self._runner.suspicion(step).deaths
         rollbacks, cuts = self._runs.rollbacks, self._engine.cut_pieces
@@ -195,7 +195,7 @@ class WorkerLoop:
             with nullcontext() if deaths else self._ahead.behind(step):
                 outputs, cost = self._runner.run(step, bodies, lost, self._between(deaths))
             failpoint("worker.after_run", (op.request_id for op in step.ops))
-            finished = time.time()
+            finished = started + time.monotonic() - began
             outcome = outcome_of(
                 step, bodies, outputs, cost, (started, finished),
                 self._execution.pool, self._base_model,
