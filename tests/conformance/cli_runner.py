@@ -20,7 +20,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 #: A command that the server refused ends within seconds. SDKs repeat what they may for 300 s.
-PATIENCE_S = 45
+PATIENCE_S = 300
 
 
 def main() -> None:

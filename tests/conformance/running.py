@@ -91,7 +91,7 @@ KEYS = (
 )
 MINT_KEY = "sk-mint_c2VjcmV0LW1pbnQ"
 KEY_NAMES = ("TINKER_API_KEY", "OTHER_API_KEY", "THIRD_API_KEY", "FOURTH_API_KEY")
-TIMEOUT_S = 170
+TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def _official_answers(server: Server, calls: list[tuple[str, list[Any]]]) -> lis
     """Ask with the official SDK, in a process of its own: it leaves its connections open."""
     program = [sys.executable, "-W", "ignore", "-c", OFFICIAL_SDK, server.address, KEYS[2]]
     done = subprocess.run(
-        [*program, json.dumps(calls)], capture_output=True, text=True, timeout=60, check=True
+        [*program, json.dumps(calls)], capture_output=True, text=True, timeout=300, check=True
     )
     answers: list[Any] = json.loads(done.stdout)
     return answers

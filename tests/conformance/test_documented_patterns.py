@@ -76,7 +76,7 @@ def losses_one_by_one(service: tinker.ServiceClient, server: Server) -> list[flo
 
 def ran(work: Coroutine[Any, Any, Any]) -> Any:
     """Run what an asynchronous block does, for no longer than a test may take."""
-    return asyncio.run(asyncio.wait_for(work, timeout=120))
+    return asyncio.run(asyncio.wait_for(work, timeout=600))
 
 
 # ---- Tinker: async and futures, under the hood; the first two Bios documents as well --------------

@@ -60,7 +60,7 @@ def test_every_block_of_the_readme_runs(
         [sys.executable, "-m", "tests.support.notebook", str(README), json.dumps(replacements)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

@@ -86,7 +86,7 @@ def hub() -> Iterator[FakeHub]:
 def names(server: Server, hub: FakeHub) -> Mapping[str, str]:
     """What there is to name in a command."""
     headers = {"X-API-Key": KEY}
-    with httpx.Client(base_url=f"{server.address}/api/v1", headers=headers, timeout=60) as http:
+    with httpx.Client(base_url=f"{server.address}/api/v1", headers=headers, timeout=300) as http:
         return {**make_names(Tenant(http), server.base_model), "hub": hub.address}
 
 

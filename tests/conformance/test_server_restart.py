@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 STEPS = 12
 KILLED_AFTER = 4
-PATIENCE_S = 120
+PATIENCE_S = 300
 
 
 def batch(step: int) -> list[Datum]:

@@ -55,7 +55,7 @@ class Host:
 
     async def until(self, happened: Callable[[], bool]) -> None:
         """Wait for what another process does."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not happened():  # noqa: ASYNC110  # another process's doing
                 await asyncio.sleep(0.01)
 

@@ -257,7 +257,7 @@ async def test_a_full_disk_delays_the_saves_that_memory_has_no_room_for_and_fail
             first = await submit_state(server, run, STEP + 1, "x")
             await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
             second = await submit_state(server, run, 2 * STEP + 2, "y")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while not loop._waiting_cycle:  # noqa: ASYNC110  # another thread's doing
                     await asyncio.sleep(0.01)
             assert len(loop._weights._owed) == 1

@@ -81,7 +81,7 @@ async def test_waiting_for_a_result_notes_that_it_was_sent(
     await log.run_all()
     async with log.futures() as futures:
         await futures.wait(run.tenant, request_id(run.id, 0), 10)
-        deadline, seq = time.monotonic() + 30, 0
+        deadline, seq = time.monotonic() + 120, 0
         while life_ms(log, run) > result_keys.READ_RESULT_TTL_MS and time.monotonic() < deadline:
             seq += 1
             await log.submit(run, seq)

@@ -305,7 +305,7 @@ async def test_a_commit_wakes_those_who_wait(log: Log) -> None:
         log.commit(await log.plan())
         message = None
         while message is None:
-            message = heard.get_message(timeout=5)
+            message = heard.get_message(timeout=120)
     assert message["data"].decode() == request_id(run.id, 0)
 
 

@@ -144,7 +144,7 @@ async def test_the_scheduler_gives_up_on_old_gaps_and_on_no_young_one(
         log.redis.zadd(run_keys.gaps(POOL), {old.id: (time.time() - 61) * 1000})
         clock = Clock(log.dispatch, settings)
         ticking = asyncio.create_task(clock.run())
-        async with log.futures() as futures, asyncio.timeout(30):
+        async with log.futures() as futures, asyncio.timeout(120):
             assert isinstance(await futures.wait(old.tenant, request_id(old.id, 2), 30), Result)
         clock.stop()
         await ticking

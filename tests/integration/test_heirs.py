@@ -31,7 +31,7 @@ DEAD, HEIR = WorkerId("w0"), WorkerId("w1")
 async def inherit(server: Stack, redis: Any) -> None:
     """Give what the dead worker had to the other one, without waiting until it is dead for long."""
     redis.delete(fleet_keys.worker(POOL, DEAD))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not redis.exists(fleet_keys.worker(POOL, HEIR)):  # noqa: ASYNC110  # another thread's doing
             await asyncio.sleep(0.01)
     (place,) = [place for place in await server.dispatch.places(POOL) if place.worker == DEAD]
@@ -102,7 +102,7 @@ async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
     request = await submit_sample(server, sampler, 1)
     engine.drop(run.id)
     with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not loop._weights._recall_at:  # noqa: ASYNC110  # another thread's doing
                 await asyncio.sleep(0.01)
         await inherit(server, redis)

@@ -23,7 +23,7 @@ CLONE = 10**9
 
 @pytest.fixture
 async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url, long_poll_s=30) as api:
+    async with running_api(empty_redis.url, long_poll_s=40) as api:
         yield api
 
 
@@ -143,7 +143,7 @@ async def test_nobody_acknowledges_what_is_anothers(
 
 
 async def test_a_batch_poll_counts_as_a_poll_of_its_tenant(empty_redis: EmbeddedRedis) -> None:
-    async with running_api(empty_redis.url, long_poll_s=30, quota_polls=1) as api:
+    async with running_api(empty_redis.url, long_poll_s=40, quota_polls=1) as api:
         sampler = await api.new_sampler()
         held = asyncio.create_task(poll(api, sampler))
         await api.until_batch_held(held)

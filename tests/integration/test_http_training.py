@@ -131,7 +131,7 @@ async def test_a_pending_future_is_answered_408_so_that_sdks_ask_again(api: Api)
 async def test_a_held_poll_is_answered_as_soon_as_its_result_is_there(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, long_poll_s=30) as api:
+    async with running_api(empty_redis.url, long_poll_s=40) as api:
         run = await api.new_run()
         poll = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{run}:0"}))
         await api.until_held(poll)
@@ -171,7 +171,7 @@ async def test_a_pass_is_answered_as_protobuf_to_those_who_take_it_and_else_as_j
 
 
 async def test_a_client_that_hangs_up_frees_its_waiter(empty_redis: EmbeddedRedis) -> None:
-    async with running_api(empty_redis.url, long_poll_s=30) as api:
+    async with running_api(empty_redis.url, long_poll_s=40) as api:
         run = await api.new_run()
         poll, hung_up = api.start_post("retrieve_future", {"request_id": f"{run}:0"})
         await api.until_held(poll)
@@ -184,7 +184,7 @@ async def test_a_client_that_hangs_up_frees_its_waiter(empty_redis: EmbeddedRedi
 async def test_draining_answers_every_held_poll_and_readyz_says_so(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, long_poll_s=30) as api:
+    async with running_api(empty_redis.url, long_poll_s=40) as api:
         run = await api.new_run()
         poll = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{run}:0"}))
         await api.until_held(poll)

@@ -113,7 +113,7 @@ async def test_weights_of_another_base_model_are_refused(empty_redis: EmbeddedRe
 
 
 async def test_a_server_that_stops_gives_its_requests_up(empty_redis: EmbeddedRedis) -> None:
-    async with speaking_api(empty_redis, long_poll_s=30) as (api, worker):
+    async with speaking_api(empty_redis, long_poll_s=40) as (api, worker):
         asking = asyncio.create_task(complete(api, POOL.base_model))
         await api.until_held(asking)
         api.services.drain()

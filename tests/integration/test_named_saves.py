@@ -112,12 +112,12 @@ async def test_the_end_of_a_save_is_told(samples: Samples, is_lost: bool) -> Non
     await samples.save(run, 1, name="x")
     with samples.log.redis.pubsub(ignore_subscribe_messages=True) as heard:
         heard.subscribe(result_keys.notify_results())
-        assert heard.get_message(timeout=10) is None  # that it has subscribed
+        assert heard.get_message(timeout=120) is None  # that it has subscribed
         if is_lost:
             samples.saved.lost(ref_of(run, 1), "gone")
         else:
             samples.stored(run, 1)
-        message = heard.get_message(timeout=10)
+        message = heard.get_message(timeout=120)
         assert message
         assert message["data"] == f"{run.id}:1".encode()
 

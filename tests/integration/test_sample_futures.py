@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.support.samples import Samples
 
 A, B = TenantId("a"), TenantId("b")
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 NEVER_S = 1e6
 NOW = 1_000.0
 LATER = NOW + READ_AFTER_S + 1

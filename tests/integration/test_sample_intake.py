@@ -232,10 +232,10 @@ async def test_a_cancel_between_two_lives_of_a_worker_is_kept(samples: Samples) 
 async def test_a_request_and_its_cancel_wake_the_worker(samples: Samples) -> None:
     listener = samples.log.redis.pubsub(ignore_subscribe_messages=True)
     listener.subscribe(fleet_keys.notify_worker(POOL, WORKER))
-    assert listener.get_message(timeout=5) is None  # the subscription itself
+    assert listener.get_message(timeout=120) is None  # the subscription itself
     (request,) = await samples.submit(await samples.sampler(), 0)
-    assert listener.get_message(timeout=5)["data"] == b"sample"
+    assert listener.get_message(timeout=120)["data"] == b"sample"
     samples.claim()
     await samples.intake.cancel(A, request)
-    assert listener.get_message(timeout=5)["data"] == request.encode()
+    assert listener.get_message(timeout=120)["data"] == request.encode()
     listener.close()

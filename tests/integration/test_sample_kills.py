@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.support.samples import Samples
 
 REQUESTS = 120
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def work(samples: Samples, stop: threading.Event) -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 async def until(happened: Callable[[], bool]) -> None:
     """Wait for what another thread does."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not happened():  # noqa: ASYNC110  # another thread's doing
             await asyncio.sleep(0.01)
 

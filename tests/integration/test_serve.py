@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from cotrain import TrainingClient
 
-PATIENCE_S = 60
+PATIENCE_S = 300
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 REQUEST, OTHER = RequestId("s:sample:0:1"), RequestId("s:sample:0:2")
 FIRST = StreamedTokens(0, 0, (5, 6), (-0.5, -1.25))
 SECOND = StreamedTokens(1, 2, (7,), (-3e-9,))
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 async def listened_to(samples: Samples) -> None:

@@ -79,7 +79,7 @@ async def dying_worker(
     life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
     try:
         yield loop
-        assert not await asyncio.wait_for(asyncio.shield(life), 60), "it was not killed"
+        assert not await asyncio.wait_for(asyncio.shield(life), 300), "it was not killed"
     finally:
         loop.stop()
         await life

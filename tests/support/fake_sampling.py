@@ -97,7 +97,7 @@ def sample_response(body: dict[str, Any]) -> wire.SampleResponse:
     return message
 
 
-async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
     """Let the client's thread go on until something is so."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - it becomes so on another thread

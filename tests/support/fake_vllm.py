@@ -113,7 +113,7 @@ class FakeVllm:
             return counted and generating in (None, self.generating) and unloaded not in self.loaded
 
         with self._changed:
-            assert self._changed.wait_for(is_so, 30)
+            assert self._changed.wait_for(is_so, 120)
 
     def text(self, tokens: list[int]) -> str:
         """Decode tokens as the server does when it looks for stop strings."""

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 ALICE = "tml-alice_secret-of-alice"
 BOB = "tml-bob_secret-of-bob"
-SOON_S = 15.0
-"""A poll that is let go ends before this; one that is forgotten is held for 30 s in these tests."""
+SOON_S = 30.0
+"""A poll that is let go ends before this; one that is forgotten is held for 40 s in these tests."""
 POOL = PoolRecord(
     id=PoolId("p-tiny"),
     base_model="tiny/model",

@@ -81,7 +81,7 @@ def _handler(proxy: LossyProxy, upstream: str) -> type[BaseHTTPRequestHandler]:
         def _pass_on(self, body: bytes) -> None:
             headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP_BY_HOP}
             headers["X-Forwarded-For"] = FAR_AWAY
-            connection = http.client.HTTPConnection(urlsplit(upstream).netloc, timeout=60)
+            connection = http.client.HTTPConnection(urlsplit(upstream).netloc, timeout=300)
             try:
                 connection.request(self.command, self.path, body, headers)
                 response = connection.getresponse()

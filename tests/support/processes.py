@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT / folder) for folder in ("client", "scheduler", "server", "workers")]
-PATIENCE_S = 60
+PATIENCE_S = 300
 
 
 class Process:

@@ -52,7 +52,7 @@ class EmbeddedRedis:
     def _start(self) -> subprocess.Popen[bytes]:
         command = redis_command(find_redis_binary(), Path(self._folder.name), self.socket)
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             with contextlib.suppress(redis.ConnectionError):
                 with redis.Redis.from_url(self.url) as connection:

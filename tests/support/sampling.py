@@ -92,6 +92,6 @@ async def sampled(server: Stack, sampler: SamplerRecord, request: RequestId) -> 
 
 async def ended(server: Stack, sampler: SamplerRecord, request: RequestId) -> Result:
     """Wait for the end of a sample request, whatever it is."""
-    result = await server.futures.wait(sampler.tenant, request, 60)
+    result = await server.futures.wait(sampler.tenant, request, 300)
     assert isinstance(result, Result), f"{request} did not resolve: {result}"
     return result

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 READY = "cotrain ready at "
-PATIENCE_S = 120
+PATIENCE_S = 300
 COMMAND = Path(sys.executable).with_name("cotrain")
 
 

@@ -79,7 +79,7 @@ class Stack:
             run, seq, OpKind.OPTIM_STEP, optim_body(lr), 0, digest=f"{seq}"
         )
 
-    async def result(self, run: RunRecord, request: RequestId, timeout_s: float = 60) -> Result:
+    async def result(self, run: RunRecord, request: RequestId, timeout_s: float = 300) -> Result:
         result = await self.futures.wait(run.tenant, request, timeout_s)
         assert not isinstance(result, Pending), f"{request} did not resolve: {result}"
         return result

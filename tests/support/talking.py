@@ -76,7 +76,7 @@ class Script:
             return len(self.seen) >= seen and self.cancelled >= cancelled
 
         with self._news:
-            assert self._news.wait_for(is_so, timeout=30)
+            assert self._news.wait_for(is_so, timeout=120)
 
 
 @dataclass(frozen=True)

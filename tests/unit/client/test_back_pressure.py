@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ROOM = 10
 STEPS = 40
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 @dataclass

@@ -13,7 +13,7 @@ from cotrain.flow import DISPATCH_REQUESTS, ROOM_BYTES, ROOM_REQUESTS, Dispatch,
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 class Server:

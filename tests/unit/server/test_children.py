@@ -81,7 +81,7 @@ async def test_a_process_told_to_stop_while_it_is_being_started_does_not_stay(
     watched = Watched(tmp_path, SLEEPER)
     await asyncio.sleep(0)  # far enough to be starting, not far enough to be known
     await watched.child.stop()
-    await asyncio.wait_for(watched.kept, 10)
+    await asyncio.wait_for(watched.kept, 120)
 
 
 async def test_a_process_that_ignores_sigterm_is_killed_with_all_it_started(tmp_path: Path) -> None:

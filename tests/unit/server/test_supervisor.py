@@ -43,7 +43,7 @@ def program(folder: Path, name: str, script: str, grace_s: float = 60) -> Progra
 
 async def until_up(folder: DataFolder, *names: str) -> None:
     """Wait until each has set its trap."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not all(  # noqa: ASYNC110  # other processes' doing
             folder.log_of(name).exists() and folder.log_of(name).read_text() for name in names
         ):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: Nothing in here takes a second; a hang fails instead of hanging.
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 @pytest.fixture

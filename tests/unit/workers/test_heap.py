@@ -29,7 +29,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def page_faults(mode: str) -> int:
     command = [sys.executable, "-c", CHURN, mode]
     done = subprocess.run(
-        command, cwd=SOURCE_ROOT, capture_output=True, text=True, check=True, timeout=120
+        command, cwd=SOURCE_ROOT, capture_output=True, text=True, check=True, timeout=300
     )
     return int(done.stdout)
 
