@@ -68,7 +68,7 @@ class SampleExpired(RequestNotFound):
 
 
 class SamplerNotFound(NotFound):
-    """Sampler not found. One made by a save without a name goes after 6 hours without use: save under a name to keep the weights."""
+    """Sampler not found. One made by a save without a name goes after 6 hours without use, or sooner where its tenant has many: save under a name to keep the weights."""
 
 
 class CheckpointNotFound(NotFound):

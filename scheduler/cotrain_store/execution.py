@@ -57,7 +57,7 @@ class Execution:
         self.worker = worker
         self.logs = RunLogs(connection, results, pool)
         self.deaths = Deaths(connection, pool)
-        self._commit = sync_script(connection, "unread", "usage_add", "commit")
+        self._commit = sync_script(connection, "unread", "usage_add", "samplers", "commit")
         self._snapshot = sync_script(connection, "log_cut", "snapshot")
         self._roll_back = Rollback(connection, pool, worker)
         self._forget = sync_script(connection, "forget")

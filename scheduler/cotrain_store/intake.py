@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from cotrain_store.capacity import Capacity
 from cotrain_store.connection import CONNECTION_LOST, async_script
@@ -19,6 +19,7 @@ from cotrain_store.errors import (
     RunFailed,
     RunNotFound,
     RunQuotaReached,
+    SamplerQuotaReached,
     SeqConflict,
     SeqTooFar,
     StoreUnavailable,
@@ -26,7 +27,7 @@ from cotrain_store.errors import (
     WeightsGone,
 )
 from cotrain_store.failpoints import failpoint
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, tenant_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import RequestId, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
@@ -39,11 +40,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.ids import SamplerId, WeightsRef
     from cotrain_store.spool import Spool
 
 #: A seq further ahead of the last committed one than this is a client's mistake.
 MAX_AHEAD = 1_024
+#: A sampler that was asked within this time makes no room for another.
+SAMPLER_REST_MS = 30 * 60 * 1000
+#: Where in the arguments of `submit.lua` stands what becomes of the body: envelope, body, segment.
+_PLACED = slice(4, 7)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,10 @@ class TenantLimits:
     runs: int = 1_000
     unread_bytes: int = 2_000_000_000
     """Of results that were never fetched, in all pools."""
+    samplers: int = 10_000
+    """In all pools, those of saves that wait with them."""
+    sampler_bytes: int = 100_000_000_000
+    """Of weights that saves without a name left. Over it, samplers at rest make room for new ones."""
 
 
 class Intake:
@@ -70,7 +79,7 @@ class Intake:
     ) -> None:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
-        self._submit = async_script(connection, "unread", "submit")
+        self._submit = async_script(connection, "unread", "samplers", "submit")
         self._close = async_script(connection, "run_close", "close")
         self._redis = connection
 
@@ -115,24 +124,26 @@ class Intake:
         *,
         uses: Sequence[WeightsRef] = (),
         idempotency_key: str = "",
+        sampler: SamplerId | None = None,
     ) -> RequestId:
         """Accept one op; durable when this returns. `digest` identifies what the client sent.
 
         An op without a `seq` is a rider: it runs behind all that is accepted by now, and before what
         the client sends later. Two with the same `idempotency_key` are one. The weights in `uses` stay
-        while the log needs the op; a repeat does not ask whether they are still there.
+        while the log needs the op; a repeat does not ask whether they are still there. A save makes
+        `sampler` once it runs, which counts from now on.
 
         Raises:
             SeqConflict: this seq, or key, was used with other content.
             WeightsGone: some of `uses` are forgotten.
             SeqTooFar: more than MAX_AHEAD ops before it are missing.
             RunClosed, RunFailed, RunNotFound: the run takes no more ops.
-            QueueFull, UnreadQuotaReached, StoreFull, DiskReserveReached, StoreUnavailable: nothing
-            is wrong; later.
+            QueueFull, UnreadQuotaReached, SamplerQuotaReached, StoreFull, DiskReserveReached,
+            StoreUnavailable: nothing is wrong; later.
         """
         return await self._accept(
             run, seq, kind, body, tokens, digest, record="", uses=uses,
-            idempotency_key=idempotency_key,
+            idempotency_key=idempotency_key, sampler=sampler,
         )  # fmt: skip
 
     async def repeated(self, run: RunRecord, seq: int, digest: str) -> RequestId | None:
@@ -183,64 +194,41 @@ class Intake:
         uses: Sequence[WeightsRef],
         idempotency_key: str,
         save: bytes | None = None,
+        sampler: SamplerId | None = None,
     ) -> RequestId:
         await self._capacity.check()
-        now, limits, kept = time.time(), self._limits, body
-        if (
-            len(body) > INLINE_LIMIT_BYTES
-            and await self._is_full(run, tokens, len(body))
-            and not await self._fills_gap(run, seq)
-        ):
-            # Not worth an fsync. The script says whether it is a repeat, and takes nothing new.
-            limits, kept = replace(limits, ops=0), b""
+        now, limits = time.time(), self._limits
         following: list[str | int | bytes] = ["", "", "", "", 0]
         if save is not None:
             placed = await self._placed(run, 1, OpKind.SAVE, save, 0, now)
             following = [hashlib.sha256(save).hexdigest(), *placed, len(save)]
         args = [
-            run.id, run.tenant, "" if seq is None else seq, digest,
-            *await self._placed(run, seq or 0, kind, kept, tokens, now),
-            tokens, len(body), int(now * 1000), limits.ops,
-            limits.tokens, limits.bytes, MAX_AHEAD, limits.runs, record, idempotency_key,
+            run.id, run.tenant, "" if seq is None else seq, digest, "", b"", "",
+            tokens, len(body), int(now * 1000), limits.ops, limits.tokens, limits.bytes,
+            MAX_AHEAD, limits.runs, record, idempotency_key,
             fleet_keys.hash_tag(run.pool), repr(run.created_at), limits.unread_bytes,
-            *following, *uses,
+            *following, sampler or "", sample_keys.EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_REST_MS,
+            limits.samplers, limits.sampler_bytes, *uses,
         ]  # fmt: skip
-        failpoint("api.before_submit", run.id)
-        try:
-            answer, *place = await self._submit(_keys_of_submit(run), args)
-        except CONNECTION_LOST as lost:
-            raise StoreUnavailable from lost
-        failpoint("api.after_submit", run.id)
+        answer, place = b"ROOM", list[int]()
+        if len(body) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
+            answer, *place = await self._run_submit(run, args)
+        if answer == b"ROOM":
+            args[_PLACED] = await self._placed(run, seq or 0, kind, body, tokens, now)
+            failpoint("api.before_submit", run.id)
+            answer, *place = await self._run_submit(run, args)
+            failpoint("api.after_submit", run.id)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
             raise refusal("This request" if seq is None else f"seq_id {seq}")
         return request_id(run.id, place[0])
 
-    async def _is_full(self, run: RunRecord, tokens: int, size: int) -> bool:
-        """Tell whether a tenant's queue has no room for a request now, as `submit.lua` would."""
-        queue, limits = run_keys.queue(run.pool, run.tenant), self._limits
+    async def _run_submit(self, run: RunRecord, args: list[Any]) -> list[Any]:
         try:
-            queued = await self._redis.hmget(queue, ["ops", "tokens", "bytes"])
+            answer: list[Any] = await self._submit(_keys_of_submit(run), args)
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
-        ops, queued_tokens, queued_bytes = (int(count or 0) for count in queued)
-        return (
-            ops >= limits.ops
-            or queued_tokens + tokens > limits.tokens
-            or queued_bytes + size > limits.bytes
-        )
-
-    async def _fills_gap(self, run: RunRecord, seq: int | None) -> bool:
-        """Tell whether all that was accepted of a run waits for this seq, as `submit.lua` would."""
-        if seq is None:
-            return False
-        try:
-            before = await self._redis.zcount(run_keys.riders(run.pool, run.id), "-inf", seq)
-            row = await self._redis.hmget(run_keys.log(run.pool, run.id), ["next", "last"])
-        except CONNECTION_LOST as lost:
-            raise StoreUnavailable from lost
-        first, last = (int(-1 if value is None else value) for value in row)
-        return seq + int(before) == first < last
+        return answer
 
     async def _placed(
         self, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float
@@ -274,4 +262,5 @@ _REFUSALS: dict[str, Callable[[str], Exception]] = {
     "BUSY": lambda _: QueueFull(),
     "UNREAD": lambda _: UnreadQuotaReached(),
     "RUNS": lambda _: RunQuotaReached(),
+    "SAMPLERS": lambda _: SamplerQuotaReached(),
 }

@@ -70,7 +70,7 @@ class Records:
         self._redis = connection
         self._limits = limits or RecordLimits()
         self._session = async_script(connection, "session")
-        self._sampler = async_script(connection, "sampler")
+        self._sampler = async_script(connection, "unread", "samplers", "sampler")
 
     async def create_session(
         self,
@@ -204,11 +204,10 @@ class Records:
             sample_keys.sampler(record.id), tenant_keys.session(record.session),
             weights_keys.weights(weights), weights_keys.weights_users(weights),
             tenant_keys.session_samplers(record.session),
-            tenant_keys.tenant_samplers(record.tenant),
         ]  # fmt: skip
         args = [
             record.id, encode(record), sample_keys.sampler_idle_ms(ephemeral=record.ephemeral),
-            weights, int(time.time() * 1000), self._limits.samplers,
+            weights, record.tenant, self._limits.samplers,
         ]  # fmt: skip
         answer = await self._sampler(script_keys, args)
         if answer == b"SAMPLERS":
@@ -221,16 +220,6 @@ class Records:
         if _settings(known) != _settings(record):
             raise SeqConflict("This sampling_session_seq_id was already used with other settings.")
         return known
-
-    async def check_sampler_room(self, tenant: TenantId) -> None:
-        """Return when a save may make another sampler, once it runs; those that wait are not counted.
-
-        Raises:
-            SamplerQuotaReached: later.
-        """
-        samplers, now_ms = tenant_keys.tenant_samplers(tenant), int(time.time() * 1000)
-        if await self._redis.zcount(samplers, now_ms, "+inf") >= self._limits.samplers:
-            raise SamplerQuotaReached
 
     async def samplers_of(self, session: SessionId) -> tuple[SamplerRecord, ...]:
         """List the living samplers of a session that was found through its tenant, by age."""

@@ -33,7 +33,7 @@ from cotrain_store.keys import (
 from cotrain_store.messages.ids import RequestId, WeightsRef, sample_id
 from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, OWN_SEQS, lives, parse_sample
 from cotrain_store.samples import encode_sample
-from cotrain_store.spool import SpoolRef
+from cotrain_store.spool import INLINE_LIMIT_BYTES, SpoolRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ class SampleIntake:
     ) -> None:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
-        self._submit = async_script(connection, "unread", "sample_submit")
+        self._submit = async_script(connection, "unread", "samplers", "sample_submit")
         self._cancel = async_script(connection, "sample_finish", "sample_cancel")
 
     async def submit(self, sampler: SamplerRecord, seq: int, body: SampleBody) -> RequestId:
@@ -82,10 +82,14 @@ class SampleIntake:
         """
         await self._capacity.check()
         request, content = sample_id(sampler.id, seq), encode_sample(body)
-        ref = await self._capacity.place(content)
-        failpoint("api.before_submit", request)
-        answer = await self._accept(sampler, request, _clone(seq), content, ref)
-        failpoint("api.after_submit", request)
+        answer = b"ROOM"
+        if len(content) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
+            answer = await self._accept(sampler, request, _clone(seq), content, "")
+        if answer == b"ROOM":
+            ref = await self._capacity.place(content)
+            failpoint("api.before_submit", request)
+            answer = await self._accept(sampler, request, _clone(seq), content, ref)
+            failpoint("api.after_submit", request)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
             raise refusal(seq)
@@ -121,7 +125,7 @@ class SampleIntake:
     ) -> bytes:
         pool, tenant, limits = sampler.pool, sampler.tenant, self._limits
         weights = sampler.weights or WeightsRef("")
-        segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
+        segment = SpoolRef.parse(ref).segment if ref.startswith("spool:") else ""
         script_keys = [
             sample_keys.sample(request), sample_keys.sampler(sampler.id),
             tenant_keys.session(sampler.session), weights_keys.weights(weights),
@@ -132,7 +136,7 @@ class SampleIntake:
         args = [
             request, tenant, sampler.id, hashlib.sha256(content).hexdigest(),
             fleet_keys.prefix(pool), weights, ref, segment, len(content),
-            b"" if segment else content, repr(time.time()), clone,
+            content if ref == "inline" else b"", repr(time.time()), clone,
             sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral), limits.requests, limits.bytes,
             sample_keys.ANY_LANE, limits.unread_bytes,
         ]  # fmt: skip

@@ -51,7 +51,7 @@ def save_op(request: AddressedFields, run: RunRecord, kind: CheckpointKind) -> O
             check_name(save.name)
         check_ttl(save.ttl_seconds)
         check_metadata(save.user_metadata)
-        return Op(OpKind.SAVE, encode(save).encode(), 0, digest_of(content))
+        return Op(OpKind.SAVE, encode(save).encode(), 0, digest_of(content), sampler=save.sampler)
 
     return op_or_refusal(make, content)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
-    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.ids import SamplerId, WeightsRef
     from cotrain_store.messages.pools import PoolRecord
 
 #: Sparse tensors are small on the wire and full size here; this many elements is 64 to 128 MiB.
@@ -51,6 +51,8 @@ class Op:
     """Of what the client sent, not of what that named at the time: a repeat is the same request."""
     uses: tuple[WeightsRef, ...] = ()
     """Weights that must stay while the log needs this op."""
+    sampler: SamplerId | None = None
+    """What a save without a name makes."""
 
     @classmethod
     def rejected(cls, message: str, content: bytes) -> Self:

@@ -54,6 +54,9 @@ class ServerSettings(StoreSettings):
     quota_sessions: Annotated[int, Field(ge=1)] = 10_000
     quota_samplers: Annotated[int, Field(ge=1)] = 10_000
     """Sessions whose client is alive, and samplers, that one tenant may have."""
+    quota_sampler_bytes: Annotated[int, Field(ge=1)] = 100_000_000_000
+    """Weights that a tenant's saves without a name left; over it, samplers without use for half an
+    hour make room for new ones."""
     quota_polls: Annotated[int, Field(ge=1)] = 2_000
     """Polls one tenant may hold open in one API process."""
     quota_samples: Annotated[int, Field(ge=1)] = 2_000
@@ -86,7 +89,7 @@ class ServerSettings(StoreSettings):
         """What one tenant may have waiting."""
         return TenantLimits(
             self.quota_ops, self.quota_tokens, self.quota_bytes, self.quota_runs,
-            self.quota_unread_bytes,
+            self.quota_unread_bytes, self.quota_samplers, self.quota_sampler_bytes,
         )  # fmt: skip
 
     @property

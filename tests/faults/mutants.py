@@ -165,15 +165,15 @@ MUTANTS = {
         [
             Edit(
                 f"{STORE}/intake.py",
-                "            answer, *place = await self._submit(_keys_of_submit(run), args)\n",
-                "            if seq is not None and seq > 0:\n"
+                "            answer: list[Any] = await self._submit(_keys_of_submit(run), args)\n",
+                "            if args[2] != '' and args[2] > 0 and args[4]:\n"
                 "                import asyncio\n\n"
                 "                async def later() -> None:\n"
                 "                    await asyncio.sleep(0.1)\n"
                 "                    await self._submit(_keys_of_submit(run), args)\n\n"
                 "                asyncio.get_running_loop().create_task(later())\n"
-                "                return request_id(run.id, seq)\n"
-                "            answer, *place = await self._submit(_keys_of_submit(run), args)\n",
+                "                return [b'NEW', args[2]]\n"
+                "            answer: list[Any] = await self._submit(_keys_of_submit(run), args)\n",
             )
         ],
         "killed before a request is logged",

@@ -69,11 +69,14 @@ async def test_a_save_without_a_name_waits_for_room_for_its_sampler_and_a_repeat
         with stand_in(api.services) as worker:
             unnamed = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0}
             first = await api.post("save_weights_for_sampler", unnamed)
-            await worker.run_log()
             assert (await api.post("save_weights_for_sampler", unnamed)).json() == first.json()
             another = {"model_id": run, "seq_id": 2, "sampling_session_seq_id": 1}
             over = await api.post("save_weights_for_sampler", another)
+            assert refusal(over) == (429, "sampler_quota_reached")  # the first waits, and counts
+            await worker.run_log()
+            over = await api.post("save_weights_for_sampler", another)
             assert refusal(over) == (429, "sampler_quota_reached")
+            assert (await api.post("save_weights_for_sampler", unnamed)).json() == first.json()
             named = {"model_id": run, "seq_id": 2, "path": "a"}
             assert (await api.post("save_weights_for_sampler", named)).status_code == 200
             await forget_samplers(api)

@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
-from cotrain_store.errors import SamplerQuotaReached, SessionQuotaReached, UnreadQuotaReached
-from cotrain_store.intake import Intake, TenantLimits
+from cotrain_store.errors import (
+    SamplerNotFound,
+    SamplerQuotaReached,
+    SamplingBusy,
+    SessionQuotaReached,
+    UnreadQuotaReached,
+)
+from cotrain_store.intake import SAMPLER_REST_MS, Intake, TenantLimits
 from cotrain_store.keys import result_keys, tenant_keys
-from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId
+from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.records import RecordLimits, Records
 from cotrain_store.sample_intake import SampleIntake, SampleLimits
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from cotrain_store.unread import Unread
-from tests.support.samples import BODY, RESULT, sampler_record
+from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
 
 if TYPE_CHECKING:
     from cotrain_store.messages.runs import RunRecord
@@ -69,6 +76,26 @@ async def test_a_tenant_that_fetches_nothing_is_refused_and_the_others_are_not(l
     told.note_sent(A, RequestId(f"{run.id}:0"))
     await told.tell()
     await intake.create_run(second_of(run))
+
+
+async def test_a_large_request_that_waits_for_the_quota_is_not_written(samples: Samples) -> None:
+    log, run, sampler = samples.log, await samples.log.new_run(), await samples.sampler()
+    await log.run_all()
+    full = limited(log, unread(log))
+    full_too = SampleIntake(log.connection, log.spool, SampleLimits(unread_bytes=unread(log)))
+    before = log.everything()
+    for _ in range(2):
+        with pytest.raises(UnreadQuotaReached):
+            await full.submit(run, 1, OpKind.FORWARD, LARGE.payload, 7, "d")
+        with pytest.raises(UnreadQuotaReached):
+            await full_too.submit(sampler, 0, LARGE_BODY)
+    busy = SampleIntake(log.connection, log.spool, SampleLimits(bytes=1))
+    with pytest.raises(SamplingBusy):
+        await busy.submit(sampler, 0, LARGE_BODY)
+    assert log.everything() == before
+    assert list(log.spool.folder.iterdir()) == []
+    await samples.intake.submit(sampler, 0, LARGE_BODY)
+    assert [claimed.body for claimed in samples.sampling.claim(1)] == [LARGE_BODY]
 
 
 async def test_a_result_that_expired_counts_no_more(log: Log) -> None:
@@ -153,3 +180,65 @@ async def test_samplers_are_counted_while_they_live(samples: Samples) -> None:
     run = await log.new_run()
     await samples.save(run, 1, sampler=7)
     assert log.redis.zcard(tenant_keys.tenant_samplers(A)) == 3
+
+
+async def test_samplers_count_from_the_save_that_asks_for_them(samples: Samples) -> None:
+    log, run = samples.log, await samples.log.new_run()
+    intake = Intake(log.connection, log.spool, TenantLimits(samplers=1))
+    sampler, other = (sampler_record(number=number).id for number in (0, 1))
+    first = await save_for(intake, run, 1, sampler)
+    before = log.everything()
+    with pytest.raises(SamplerQuotaReached):
+        await save_for(intake, run, 2, other)
+    with pytest.raises(SamplerQuotaReached):
+        await Records(log.connection, RecordLimits(samplers=1)).create_sampler(sampler_record())
+    assert await save_for(intake, run, 1, sampler) == first
+    assert log.everything() == before
+    log.redis.zadd(tenant_keys.tenant_samplers(A), {sampler: 1})
+    await save_for(intake, run, 2, other)
+
+
+async def save_for(intake: Intake, run: RunRecord, seq: int, sampler: SamplerId) -> RequestId:
+    return await intake.submit(run, seq, OpKind.SAVE, b"{}", 0, f"d{seq}", sampler=sampler)
+
+
+async def unnamed(samples: Samples, run: RunRecord, seq: int, size: int) -> SamplerId:
+    """Save without a name, and say how much was stored."""
+    await samples.save(run, seq, sampler=seq)
+    samples.stored(run, seq, size)
+    return sampler_record(number=seq).id
+
+
+def let_rest(samples: Samples, sampler: SamplerId, rest_ms: float) -> None:
+    samples.log.redis.zincrby(tenant_keys.tenant_samplers(A), -rest_ms, sampler)
+
+
+async def test_samplers_of_unnamed_saves_make_room_once_they_rest(samples: Samples) -> None:
+    log, run = samples.log, await samples.log.new_run()
+    intake = Intake(log.connection, log.spool, TenantLimits(sampler_bytes=50))
+    oldest, old, used = [await unnamed(samples, run, seq, 20) for seq in (1, 2, 3)]
+    await samples.checkpoint(run, 4, "kept")  # counts as a checkpoint
+    with pytest.raises(SamplerQuotaReached):
+        await save_for(intake, run, 5, SamplerId("s:sample:9"))
+    let_rest(samples, oldest, SAMPLER_REST_MS + 2_000)
+    let_rest(samples, old, SAMPLER_REST_MS + 1_000)
+    await save_for(intake, run, 5, SamplerId("s:sample:9"))
+    with pytest.raises(SamplerNotFound):
+        await samples.records.sampler(A, oldest)
+    for left in (old, used):  # there is room without them
+        assert (await samples.records.sampler(A, left)).id == left
+    assert [weights.ref for weights in samples.saved.unused_weights()] == [f"{run.id}:1"]
+    assert log.redis.hgetall(tenant_keys.sampler_bytes(A)) == {
+        b"bytes": b"40", old.encode(): b"20", used.encode(): b"20"
+    }  # fmt: skip
+
+
+async def test_what_expired_samplers_weighed_counts_no_more(samples: Samples) -> None:
+    log, run = samples.log, await samples.log.new_run()
+    sampler = await unnamed(samples, run, 1, 20)
+    samples.stored(run, 1, 20)  # twice is harmless
+    assert int(log.redis.hget(tenant_keys.sampler_bytes(A), "bytes")) == 20
+    log.redis.zadd(tenant_keys.tenant_samplers(A), {sampler: 1})
+    intake = Intake(log.connection, log.spool, TenantLimits(sampler_bytes=1))
+    await save_for(intake, run, 2, SamplerId("s:sample:9"))
+    assert log.redis.hgetall(tenant_keys.sampler_bytes(A)) == {b"bytes": b"0"}

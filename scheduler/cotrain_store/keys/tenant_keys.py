@@ -74,6 +74,14 @@ def tenant_samplers(tenant: TenantId) -> str:
     return f"cotrain:tenant:{tenant}:samplers"
 
 
+def sampler_bytes(tenant: TenantId) -> str:
+    """Name the hash of what each sampler's weights weigh that a save without a name left, and their sum.
+
+    Goes with the samplers.
+    """
+    return f"cotrain:tenant:{tenant}:sampler_bytes"
+
+
 def usage(tenant: TenantId, hour: int) -> str:
     """Name the hash `<what>|<base model>|<session>|<run or sampler>` → amount of one hour.
 

@@ -46,8 +46,7 @@ end
 
 local function add_sampler(ref, save)
   if redis.call('SET', 'cotrain:sampler:' .. save.name, save.user, 'NX', 'PX', save.idle_ms) then
-    local idle_until = string.format('%.0f', redis_now_ms() + save.idle_ms)
-    redis.call('ZADD', 'cotrain:tenant:' .. save.tenant .. ':samplers', idle_until, save.name)
+    list_sampler(save.tenant, save.name, save.idle_ms)
     redis.call('SADD', 'cotrain:session:' .. save.session .. ':samplers', save.name)
     redis.call('SADD', 'cotrain:weights:' .. ref .. ':users', 's:' .. save.name)
   end

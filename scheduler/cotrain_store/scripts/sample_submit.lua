@@ -1,4 +1,5 @@
--- sample_submit: accept one sample request. Twice is harmless.
+-- sample_submit: accept one sample request. Twice is harmless. Without a place for its body (`ref`) it
+-- only says ROOM for what it would take.
 -- It goes to the lane of the one worker that has its weights while they are not stored, else to any.
 local sample, sampler, session, weights_key, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local tenants, ring, refs, workers = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
@@ -34,6 +35,9 @@ end
 if unread_bytes(tenant) >= max_unread then
   return 'UNREAD'
 end
+if ref == '' then
+  return 'ROOM'
+end
 
 redis.call('HSET', sample, 'state', 'waiting', 'tenant', tenant, 'sampler', sampler_id,
   'clone', clone, 'digest', digest, 'prefix', prefix, 'lane', lane, 'weights', weights,
@@ -50,8 +54,7 @@ end
 redis.call('HINCRBY', load, 'bytes', size)
 redis.call('SADD', tenants, tenant)
 redis.call('PEXPIRE', sampler, idle_ms)
-local idle_until = string.format('%.0f', redis_now_ms() + idle_ms)
-redis.call('ZADD', 'cotrain:tenant:' .. tenant .. ':samplers', idle_until, sampler_id)
+list_sampler(tenant, sampler_id, idle_ms)
 if lane == any_lane then
   for _, worker in ipairs(redis.call('SMEMBERS', workers)) do
     redis.call('PUBLISH', prefix .. 'notify:' .. worker, 'sample')

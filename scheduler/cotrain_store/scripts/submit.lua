@@ -2,6 +2,7 @@
 -- The commit point: an op is accepted when this script's effects are on disk. Twice is harmless.
 -- Answers what became of it, and its place. A client counts its own ops; a rider (no seq) has its
 -- place behind all that is accepted by now, and what the client sends later moves behind it.
+-- Without an envelope it only says ROOM for what it would take.
 local record_key, log, ops, bodies, digests = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local ready, gaps, queue, queue_tenants, refs = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local session_runs, tenant_runs, wake, riders, training_runs =
@@ -15,7 +16,9 @@ local rider_key, pool_tag = ARGV[17], ARGV[18]
 local created_at, max_unread = ARGV[19], tonumber(ARGV[20])
 local next_digest, next_envelope, next_body, next_segment, next_size =
   ARGV[21], ARGV[22], ARGV[23], ARGV[24], tonumber(ARGV[25] or 0)
-local FIRST = 26 -- then the weights that the op uses
+local sampler, idle_ms, rest_ms = ARGV[26], tonumber(ARGV[27]), tonumber(ARGV[28])
+local max_samplers, max_sampler_bytes = tonumber(ARGV[29]), tonumber(ARGV[30])
+local FIRST = 31 -- then the weights that the op uses
 local ops_added = next_digest == '' and 1 or 2
 
 local state = redis.call('HGET', log, 'state')
@@ -51,9 +54,7 @@ if place > done + max_ahead then
   return { 'FAR' }
 end
 -- What everything accepted of this run waits for is taken into a full queue: else it would stay full.
--- (max_ops 0: refused before its body was kept.)
-local fills_gap = max_ops > 0 and place == next_seq
-  and place < tonumber(redis.call('HGET', log, 'last') or -1)
+local fills_gap = place == next_seq and place < tonumber(redis.call('HGET', log, 'last') or -1)
 local queued = redis.call('HMGET', queue, 'ops', 'tokens', 'bytes')
 if not fills_gap and (tonumber(queued[1] or 0) + ops_added > max_ops
   or tonumber(queued[2] or 0) + tokens > max_tokens
@@ -67,6 +68,13 @@ for i = FIRST, #ARGV do
   if (redis.call('HGET', 'cotrain:weights:' .. ARGV[i], 'digest') or '') == '' then
     return { 'WEIGHTS' }
   end
+end
+if sampler ~= '' and (count_samplers(tenant) >= max_samplers
+  or not make_sampler_room(tenant, max_sampler_bytes, idle_ms, rest_ms)) then
+  return { 'SAMPLERS' }
+end
+if envelope == '' then
+  return { 'ROOM' }
 end
 
 if not state then
@@ -86,6 +94,9 @@ end
 for i = FIRST, #ARGV do
   local user = 'l:' .. pool_tag .. run .. ':' .. place
   redis.call('SADD', 'cotrain:weights:' .. ARGV[i] .. ':users', user)
+end
+if sampler ~= '' then
+  list_sampler(tenant, sampler, idle_ms)
 end
 
 local function keep(at, its_digest, its_envelope, its_body, its_segment)

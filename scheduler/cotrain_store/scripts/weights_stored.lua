@@ -1,5 +1,6 @@
 -- weights_stored: the files of weights are durable: any worker can read them now.
--- A named save gets its name and its result with that, unless a later save of it was faster.
+-- A named save gets its name and its result with that, unless a later save of it was faster; the
+-- weights of one without a name count as its sampler's.
 -- Fenced by the worker's epoch. The first digest stays.
 local epoch_key, weights, content, unstored = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local optimizers, notify, usage = KEYS[5], KEYS[6], KEYS[7]
@@ -11,7 +12,7 @@ if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
 end
 redis.call('SREM', unstored, ref)
-local row = redis.call('HMGET', weights, 'digest', 'checkpoint', 'ttl')
+local row = redis.call('HMGET', weights, 'digest', 'checkpoint', 'ttl', 'record')
 if not row[1] then
   return 'GONE'
 end
@@ -34,5 +35,12 @@ if row[2] then
   end
   add_usage(usage, used, 1, usage_ttl_s)
   end_save(weights, ref, record, prefix, result, row[3], notify, closing)
+else
+  local tenant = cjson.decode(row[4]).tenant
+  for _, user in ipairs(redis.call('SMEMBERS', weights .. ':users')) do
+    if string.sub(user, 1, 2) == 's:' then
+      note_sampler_bytes(tenant, string.sub(user, 3), size)
+    end
+  end
 end
 return 'OK'

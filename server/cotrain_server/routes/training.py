@@ -99,7 +99,7 @@ async def _queue_pass(
 async def submit(services: Services, run: RunRecord, seq: int, op: Op) -> UntypedAPIFuture:
     """Put an op into its run's log and answer with the future of its result."""
     request_id = await services.intake.submit(
-        run, seq, op.kind, op.body, op.tokens, op.digest, uses=op.uses
+        run, seq, op.kind, op.body, op.tokens, op.digest, uses=op.uses, sampler=op.sampler
     )
     metrics.REQUESTS_ACCEPTED.labels(op.kind).inc()
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)

@@ -81,8 +81,6 @@ async def _save(
     full = ""
     if save.fields.get("sampling_session_seq_id") is None:
         full = await quota_reached(services, tenant.id)
-    elif await services.intake.repeated(run, save.seq, op.digest) is None:
-        await services.records.check_sampler_room(tenant.id)
     return await submit(services, run, save.seq, op.refused(full) if full else op)
 
 

@@ -120,6 +120,7 @@ def test_the_scripts_build_only_keys_that_are_made_here() -> None:
         (result_keys.unread, "unread"),
         (result_keys.unread_until, "unread_until"),
         (tenant_keys.tenant_samplers, "samplers"),
+        (tenant_keys.sampler_bytes, "sampler_bytes"),
     ):
         assert made_key(TenantId("t")) == of_tenant + suffix
     assert (

@@ -1,0 +1,59 @@
+-- samplers: a part of other scripts, after `unread`: a tenant's samplers, each listed from the save that
+-- asks for it on until it ends, and what the weights of saves without a name weigh, which nothing but
+-- their samplers keeps. Sizes are listed one by one, so that no count can drift.
+local function sampler_keys(tenant)
+  local of_tenant = 'cotrain:tenant:' .. tenant
+  return of_tenant .. ':samplers', of_tenant .. ':sampler_bytes'
+end
+
+local function list_sampler(tenant, id, idle_ms)
+  local listed = sampler_keys(tenant)
+  redis.call('ZADD', listed, string.format('%.0f', redis_now_ms() + idle_ms), id)
+end
+
+local function strike_sampler(tenant, id)
+  local listed, sizes = sampler_keys(tenant)
+  local size = redis.call('HGET', sizes, id)
+  if size then
+    redis.call('HINCRBY', sizes, 'bytes', 0 - size)
+    redis.call('HDEL', sizes, id)
+  end
+  redis.call('ZREM', listed, id)
+end
+
+local function count_samplers(tenant)
+  local listed, now_ms = sampler_keys(tenant), redis_now_ms()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', listed, '-inf', now_ms, 'LIMIT', 0, 1000)) do
+    strike_sampler(tenant, id)
+  end
+  return redis.call('ZCOUNT', listed, now_ms, '+inf')
+end
+
+local function note_sampler_bytes(tenant, id, size)
+  local listed, sizes = sampler_keys(tenant)
+  if redis.call('ZSCORE', listed, id) and redis.call('HSETNX', sizes, id, size) == 1 then
+    redis.call('HINCRBY', sizes, 'bytes', size)
+  end
+end
+
+-- End what rested longest until all that is left weighs less than `most`; false where it does not.
+local function make_sampler_room(tenant, most, idle_ms, rest_ms)
+  local listed, sizes = sampler_keys(tenant)
+  local function has_room()
+    return tonumber(redis.call('HGET', sizes, 'bytes') or 0) < most
+  end
+  if has_room() then
+    return true
+  end
+  local rested = string.format('%.0f', redis_now_ms() + idle_ms - rest_ms)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', listed, '-inf', rested, 'LIMIT', 0, 1000)) do
+    if redis.call('HEXISTS', sizes, id) == 1 then
+      redis.call('DEL', 'cotrain:sampler:' .. id)
+      strike_sampler(tenant, id)
+    end
+    if has_room() then
+      return true
+    end
+  end
+  return false
+end
