@@ -15,8 +15,10 @@ CotrainError
     └── APIStatusError              (an answer that says no: `status_code`, `body`)
         ├── BadRequestError             400
         ├── AuthenticationError         401
+        ├── BillingError                402 (of a proxy: no server of ours bills)
         ├── PermissionDeniedError       403
         ├── NotFoundError               404
+        ├── ConflictError               409 (of a proxy: no server of ours says so)
         ├── UnprocessableEntityError    422
         ├── RateLimitError              429, after every retry
         └── InternalServerError         5xx, after every retry
@@ -105,12 +107,20 @@ class AuthenticationError(APIStatusError):
     """The API key is missing, wrong or expired."""
 
 
+class BillingError(APIStatusError):
+    """Something before the server wants to be paid."""
+
+
 class PermissionDeniedError(APIStatusError):
     """This key may not do this."""
 
 
 class NotFoundError(APIStatusError):
     """There is no such thing, or it is not yours."""
+
+
+class ConflictError(APIStatusError):
+    """Something before the server holds another state than the request expects."""
 
 
 class UnprocessableEntityError(APIStatusError):
@@ -128,8 +138,10 @@ class InternalServerError(APIStatusError):
 _ERROR_BY_STATUS: dict[int, type[APIStatusError]] = {
     400: BadRequestError,
     401: AuthenticationError,
+    402: BillingError,
     403: PermissionDeniedError,
     404: NotFoundError,
+    409: ConflictError,
     422: UnprocessableEntityError,
     429: RateLimitError,
 }

@@ -12,7 +12,9 @@ from cotrain.errors import (
     APITimeoutError,
     AuthenticationError,
     BadRequestError,
+    BillingError,
     ClientClosed,
+    ConflictError,
     CotrainError,
     InternalServerError,
     MalformedMessage,
@@ -33,16 +35,21 @@ BiosAPIError = CotrainError
 MintAPIError = CotrainError
 # The official SDK's name for a request that was accepted and then failed.
 RequestFailedError = RequestFailed
+# …and for an answer that cannot be read.
+APIResponseValidationError = MalformedMessage
 
 __all__ = [
     "APIConnectionError",
     "APIError",
+    "APIResponseValidationError",
     "APIStatusError",
     "APITimeoutError",
     "AuthenticationError",
     "BadRequestError",
+    "BillingError",
     "BiosAPIError",
     "ClientClosed",
+    "ConflictError",
     "CotrainError",
     "InternalServerError",
     "MalformedMessage",

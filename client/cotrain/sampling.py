@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from typing_extensions import override
 
@@ -15,14 +15,17 @@ from cotrain.completions import Completions
 from cotrain.connection import shared_connection
 from cotrain.errors import APIStatusError, MalformedMessage
 from cotrain.futures import Future
+from cotrain.hosted_gaps import absent, hosted
 from cotrain.sample_traffic import SampleTraffic
+from cotrain.sampler_handle import SamplerHandle
 from cotrain.sampling_types import CLONE_SEQ_IDS
+from cotrain.settings import client_settings
 from cotrain.tokenizer import load_tokenizer
 from cotrain.types import SampleRequest, SamplingParams, SamplingSessionTarget
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from cotrain.connection import Connection
     from cotrain.settings import ClientSettings
@@ -68,6 +71,15 @@ class SamplingClient:
         """The sampler's id on the server."""
         return self._sampler_id
 
+    def result(self, timeout: float | None = None) -> Self:
+        """Give this client, which is there: programs for the hosted SDK await it, or ask for it."""
+        return self
+
+    def __await__(self) -> Generator[None, None, Self]:
+        yield from ()
+        return self
+
+    @hosted("prompt_alt_tokens_k")
     def sample(
         self,
         prompt: ModelInput,
@@ -134,6 +146,26 @@ class SamplingClient:
         """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
         return load_tokenizer(self._base_model)
 
+    def get_sampler_handle(self) -> str:
+        """Write down which sampler this is, for other processes; unlike a pickle it holds no key."""
+        handle = SamplerHandle(
+            base_url=self._connection.settings.base_url,
+            sampler_id=self._sampler_id,
+            base_model=self._base_model,
+            polls_in_batches=self._polls_in_batches,
+        )
+        return handle.text()
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        """Sample from the sampler of a handle; without `api_key`, with `COTRAIN_API_KEY`.
+
+        Raises ValueError for what is no handle, or SettingsMissing.
+        """
+        read = SamplerHandle.of(handle)
+        settings = client_settings(read.base_url, api_key)
+        return _clone(settings, read.sampler_id, read.base_model, read.polls_in_batches)
+
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         return _clone, (
@@ -190,6 +222,11 @@ class SamplingClient:
         if self._polls_in_batches:
             self._completions.retrieved(future.request_id)
         return _with_sequence_ids(response, future.sample_sequence_ids)
+
+    if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent(self, name)
 
 
 def _clone(

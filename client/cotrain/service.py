@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from cotrain.both_ways import both_ways, submitted
 from cotrain.checkpoint_types import CopyWeightsRequest, CopyWeightsResponse
 from cotrain.checkpoints import Adapter, Checkpoints
 from cotrain.connection import Connection
+from cotrain.futures import Future
+from cotrain.hosted_gaps import absent, hosted
 from cotrain.interpolation import interpolate
 from cotrain.mint_types import InterpolateRequest
 from cotrain.rest import RestClient
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
     import httpx
 
     from cotrain.checkpoints import Progress
-    from cotrain.futures import Future
     from cotrain.mint_types import InterpolateResponse
     from cotrain.patience import RetryPolicy
     from cotrain.rest_types import Checkpoint
@@ -43,6 +45,7 @@ class ServiceClient:
     server that is away is tried again. `network` replaces the network, for tests.
     """
 
+    @hosted("default_headers_overrides")
     def __init__(
         self,
         base_url: str | None = None,
@@ -65,6 +68,7 @@ class ServiceClient:
         self._runs = Runs(self._connection, self._session, self._samplers)
         self._checkpoints = Checkpoints(self._transport, self._runs)
 
+    @hosted("optimizer")
     async def _create_lora_training_client(
         self,
         base_model: str,
@@ -98,6 +102,7 @@ class ServiceClient:
         _create_lora_training_client
     )
 
+    @hosted("optimizer")
     async def _create_training_client_from_state(
         self,
         path: str,
@@ -134,6 +139,7 @@ class ServiceClient:
         create_training_client_from_state_with_optimizer_async,
     ) = both_ways(_create_training_client_from_state_with_optimizer)
 
+    @hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None
     ) -> SamplingClient:
@@ -213,29 +219,21 @@ class ServiceClient:
         _download_checkpoint_archive
     )
 
-    async def _copy_weights(
+    def copy_weights(
         self,
         path: str,
         *,
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
-    ) -> str:
+    ) -> Future[str]:
         """Give a checkpoint to this session, under a new run that cannot be trained on; its new path.
 
         The bytes are shared. `weights_access_token` is as for `create_training_client_from_state`.
         """
-        session_id, seq_id = await self._runs.reserve()
-        wanted = CopyWeightsRequest(
-            source_path=path,
-            session_id=session_id,
-            model_seq_id=seq_id,
-            ttl_seconds=ttl_seconds,
-            weights_access_token=weights_access_token,
-        )
-        answer = await self._transport.post("copy_weights", wanted)
-        return read(answer, CopyWeightsResponse).tinker_path
+        copied = self._loop.start(self._copy(path, ttl_seconds, weights_access_token))
+        return Future(copied, copied, what=f"a copy of {path}")
 
-    copy_weights, copy_weights_async = both_ways(_copy_weights)
+    copy_weights_async = submitted(copy_weights)
 
     def interpolate_checkpoints(
         self,
@@ -257,9 +255,15 @@ class ServiceClient:
 
     interpolate_checkpoints_async = submitted(interpolate_checkpoints)
 
-    def close(self, outcome: Outcome = "success") -> None:
-        """Finish the session and end the client's thread. Results not fetched yet are lost."""
-        self._loop.close(lambda: self._farewell(outcome))
+    def close(self, status: Outcome = "success", detail: str | None = None) -> Future[None]:
+        """Finish the session and end the client's thread. Results not fetched yet are lost.
+
+        Done when it returns, and so is the future. The operator finds `detail` with the session.
+        """
+        self._loop.close(lambda: self._farewell(status, detail))
+        closed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        closed.set_result(None)
+        return Future(closed, closed)
 
     def __enter__(self) -> Self:
         return self
@@ -273,6 +277,23 @@ class ServiceClient:
     async def __aexit__(self, error_class: type[BaseException] | None, *_: object) -> None:
         await asyncio.to_thread(self.close, "success" if error_class is None else "errored")
 
-    async def _farewell(self, outcome: Outcome) -> None:
-        await self._session.finish(outcome)
+    async def _copy(self, path: str, ttl_seconds: int | None, token: str | None) -> str:
+        session_id, seq_id = await self._runs.reserve()
+        wanted = CopyWeightsRequest(
+            source_path=path,
+            session_id=session_id,
+            model_seq_id=seq_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=token,
+        )
+        answer = await self._transport.post("copy_weights", wanted)
+        return read(answer, CopyWeightsResponse).tinker_path
+
+    async def _farewell(self, outcome: Outcome, detail: str | None) -> None:
+        await self._session.finish(outcome, detail)
         await self._transport.close()
+
+    if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent(self, name)

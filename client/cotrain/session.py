@@ -64,13 +64,13 @@ class Session:
                 self.heart = asyncio.create_task(self._beat_forever(self._id))
         return self._id
 
-    async def finish(self, outcome: Outcome) -> None:
+    async def finish(self, outcome: Outcome, detail: str | None = None) -> None:
         """Tell the server that no more is to come; where it cannot be told, it finds out."""
         if self.heart is not None:
             self.heart.cancel()
         if self._id is None:
             return
-        farewell = FinishSessionRequest(reason=FinishReason(type=outcome))
+        farewell = FinishSessionRequest(reason=FinishReason(type=outcome), detail=detail)
         with suppress(APIError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 await self._transport.post_once(f"sessions/{self._id}/finish", farewell)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from cotrain.both_ways import both_ways, submitted
 from cotrain.checkpoint_types import (
@@ -14,6 +14,8 @@ from cotrain.checkpoint_types import (
     SaveWeightsResponse,
 )
 from cotrain.custom_loss import CustomLoss
+from cotrain.errors import UnsupportedInput
+from cotrain.hosted_gaps import absent, hosted
 from cotrain.mint_types import PlacedReverseKlRequest, ReverseKlResponse
 from cotrain.polling import wait_for_json
 from cotrain.run_traffic import RunTraffic
@@ -34,7 +36,7 @@ from cotrain.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import Coroutine, Generator, Mapping, Sequence
 
     from cotrain.connection import Connection
     from cotrain.custom_loss import LossFn
@@ -69,6 +71,14 @@ class TrainingClient:
         """The run's id on the server."""
         return self._model_id
 
+    def result(self, timeout: float | None = None) -> Self:
+        """Give this client, which is there: programs for the hosted SDK await it, or ask for it."""
+        return self
+
+    def __await__(self) -> Generator[None, None, Self]:
+        yield from ()
+        return self
+
     def forward(
         self,
         data: Sequence[Datum],
@@ -95,9 +105,18 @@ class TrainingClient:
 
     forward_backward_async = submitted(forward_backward)
 
-    def optim_step(self, adam_params: AdamParams | None = None) -> Future[OptimStepResponse]:
-        """Take one AdamW step with the accumulated gradient, then zero the gradient."""
-        params = adam_params or AdamParams()
+    def optim_step(
+        self, adam_params: AdamParams | None = None, *, optim_params: AdamParams | None = None
+    ) -> Future[OptimStepResponse]:
+        """Take one AdamW step with the accumulated gradient, then zero the gradient.
+
+        `optim_params` is another name of the same argument. Raises UnsupportedInput for both.
+        """
+        if adam_params is not None and optim_params is not None:
+            raise UnsupportedInput(
+                "adam_params and optim_params are one argument: give one of them"
+            )
+        params = adam_params or optim_params or AdamParams()
         return self._traffic.ask(
             "optim_step", OptimStepRequest, OptimStepResponse, adam_params=params
         )
@@ -182,6 +201,7 @@ class TrainingClient:
 
     save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
+    @hosted("kind", "record_stability_info", "retry_config")
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
         """Keep the weights as they are at this place in the order, and sample from them.
 
@@ -190,12 +210,14 @@ class TrainingClient:
         """
         return self._loop.run(self._sampler_of(self._save_for(name)))
 
+    @hosted("kind", "record_stability_info", "retry_config")
     def save_weights_and_get_sampling_client_async(
         self, name: str | None = None
     ) -> Coroutine[Any, Any, SamplingClient]:
         """Sample from the weights of this call; see `save_weights_and_get_sampling_client`."""
         return self._loop.run_async(self._sampler_of(self._save_for(name)))
 
+    @hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(self, model_path: str) -> SamplingClient:
         """Sample from weights that were saved, of whichever run."""
         return await self._samplers.create(model_path=model_path)
@@ -223,6 +245,7 @@ class TrainingClient:
 
     # ---- losses of one's own, and a step in one call ----------------------------------------------
 
+    @hosted("loss_type_input")
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: LossFn
     ) -> Future[ForwardBackwardOutput]:
@@ -309,3 +332,8 @@ class TrainingClient:
         if answer.sampling_session_id is not None:
             return await self._samplers.client(answer.sampling_session_id, self._base_model)
         return await self._samplers.create(model_path=answer.path)
+
+    if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent(self, name)

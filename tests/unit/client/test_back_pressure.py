@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing_extensions import override
 from cotrain import ServiceClient, flow
 from cotrain.errors import ClientClosed
 from tests.support.fake_api import FakeApi, refusal
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +36,8 @@ class SlowApi(FakeApi):
     @override
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         answer = await super()._answer(request)
-        while request.url.path.endswith("optim_step") and not self.may_take.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        if request.url.path.endswith("optim_step"):
+            await until(self.may_take.is_set)
         return answer
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from cotrain import lines as module
 from cotrain.lines import AT_ONCE, Lines
+from tests.support.waiting import until
 
 
 class Server:
@@ -38,8 +39,7 @@ async def send(lines: Lines, server: Server, count: int) -> None:
     came = server.through.total() + count
     request = lines.first.build_request("GET", "/")
     sent = [asyncio.create_task(lines.send(request)) for _ in range(count)]
-    while server.through.total() < came:  # noqa: ASYNC110  # another task's doing
-        await asyncio.sleep(0)
+    await until(lambda: server.through.total() >= came)
     server.may_answer.set()
     await asyncio.gather(*sent)
 

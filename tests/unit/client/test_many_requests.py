@@ -14,7 +14,7 @@ from cotrain import Datum, ModelInput, ServiceClient
 from cotrain.proto import wire_pb2 as wire
 from cotrain.run_traffic import POLLS_AT_ONCE
 from tests.support.fake_api import FakeApi
-from tests.support.fake_sampling import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,7 @@ def test_of_a_thousand_futures_a_few_hold_a_connection(api: FakeApi, run: Traini
     def asked() -> set[str]:
         return {each["request_id"] for each in api.bodies("retrieve_future")} - {"create"}
 
-    asyncio.run(until(lambda: len(api.passes) == MANY and len(asked()) >= POLLS_AT_ONCE, WITHIN_S))
+    asyncio.run(until(lambda: len(api.passes) == MANY and len(asked()) >= POLLS_AT_ONCE))
     assert len(asked()) == POLLS_AT_ONCE
     held.set()
     assert [place(future.result(WITHIN_S)) for future in futures] == list(range(1, MANY + 1))
@@ -73,10 +73,10 @@ def test_a_request_that_is_accepted_keeps_nothing_of_what_was_sent(
     tracemalloc.start()
     try:
         futures = [run.forward_backward(data, "cross_entropy") for _ in range(MANY)]
-        asyncio.run(until(lambda: len(api.passes) == MANY, WITHIN_S))
+        asyncio.run(until(lambda: len(api.passes) == MANY))
         api.passes.clear()
         api.calls.clear()
-        asyncio.run(until(lambda: len(messages()) <= len(of_others), WITHIN_S))
+        asyncio.run(until(lambda: len(messages()) <= len(of_others)))
         kept_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -1,63 +1,116 @@
-"""Which methods and arguments of the hosted SDK our client has, and why not the others."""
+"""Whatever a program calls on the hosted SDK works here by the same name and arguments, or says why not."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import inspect
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain import SamplingClient, ServiceClient, TrainingClient
+import cotrain
+from cotrain import Future, RestClient, SamplingClient, ServiceClient, TrainingClient
+from cotrain.hosted_gaps import ARGUMENTS, METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+CLIENTS = {
+    ServiceClient: "ServiceClient",
+    TrainingClient: "TrainingClient",
+    SamplingClient: "SamplingClient",
+    RestClient: "RestClient",
+}
 METHODS_LEFT_OUT = {
-    "no telemetry is sent": {"get_telemetry"},
-    "there is no console": {"get_console_url"},
-    "custom losses run on the client": {"create_custom_loss"},
-    "inner workings": {"holder", "create", "on_queue_state_change"},
-    "a sampling client may be pickled": {"get_sampler_handle", "from_sampler_handle"},
-    "of the RestClient here": {"copy_weights"},
+    "a loss of one's own is a plain function": {"create_custom_loss"},
+    "it takes an inner part of that SDK": {"create"},
+    "there is nothing to log: the server says why it waits": {"on_queue_state_change"},
+    "said in a sentence": set(METHODS),
 }
-ARGUMENTS_LEFT_OUT = {
-    "the server says what is tried again": {"retry_config"},
-    "no telemetry is sent": {"record_stability_info"},
-    "a sampler is a snapshot, always": {"kind"},
-    "the server computes no such thing": {"prompt_alt_tokens_k"},
-    "AdamW is the only optimizer": {"optimizer", "optim_params"},
-    "a custom loss is of log-probs": {"loss_type_input"},
-    "a checkpoint knows its base model": {"base_model of create_training_client_from_state"},
-    "one word, `outcome`": {"status", "detail"},
+NAMES_LEFT_OUT = {
+    "a client is the client itself here": {
+        "BackcompatSamplingClientFuture",
+        "BackcompatTrainingClientFuture",
+    },
+    "a loss of one's own is a plain function": {"LossHandle", "PerDatumLossFn"},
+    "AdamW is the only optimizer": {"DimuonOptimizerConfig", "DimuonParams"},
+    "the server computes no such thing": {"PromptProvenanceSpan", "SampledProvenanceSpan"},
+    "inner workings": {"ExperimentalWarning", "RequestOptions", "Timeout", "auth"},
+    "the name of that package": {"__title__"},
 }
+OTHER_ORDER = {"ServiceClient.__init__"}  # the server and the key come first here
+NO_DEFAULT = {"destination_project_id"}  # no variable names a project here
 
 
-@pytest.mark.parametrize("ours", [ServiceClient, TrainingClient, SamplingClient])
+@pytest.mark.parametrize("ours", CLIENTS)
 def test_every_method_of_the_hosted_sdk_is_here_or_left_out_for_a_reason(ours: type) -> None:
-    left_out = set(chain(*METHODS_LEFT_OUT.values()))
-    assert {name for name in official_methods(ours) if not hasattr(ours, name)} <= left_out
+    missing = {name for name in official_methods(ours) if not hasattr(ours, name)}
+    assert missing <= set(chain(*METHODS_LEFT_OUT.values()))
 
 
-@pytest.mark.parametrize("ours", [ServiceClient, TrainingClient, SamplingClient])
-def test_every_argument_of_the_hosted_sdk_is_here_or_left_out_for_a_reason(ours: type) -> None:
-    left_out = set(chain(*ARGUMENTS_LEFT_OUT.values()))
-    missing = {
-        f"{argument} of {name}"
-        for name, arguments in official_methods(ours).items()
-        for argument in arguments
-        if hasattr(ours, name) and argument not in arguments_of(getattr(ours, name))
-    }
-    assert {
-        each
-        for each in missing
-        if each not in left_out
-        and each.removesuffix("_async") not in left_out
-        and each.partition(" ")[0] not in left_out
-    } == set()
+def test_whatever_is_left_out_is_still_missing() -> None:
+    official = set(chain(*map(official_methods, CLIENTS)))
+    assert set(chain(*METHODS_LEFT_OUT.values())) <= official
+    assert not any(hasattr(ours, name) for ours in CLIENTS for name in METHODS)
+
+
+@pytest.mark.parametrize("ours", CLIENTS)
+def test_every_argument_of_the_hosted_sdk_is_taken_by_its_name(ours: type) -> None:
+    for name, method in official_methods(ours).items():
+        if hasattr(ours, name):
+            mine = getattr(ours, name)
+            taken = {*arguments_of(mine), *getattr(mine, "hosted_arguments", ())}
+            assert set(all_arguments(method)) - taken == set(), name
+
+
+@pytest.mark.parametrize("ours", CLIENTS)
+def test_a_call_with_arguments_in_their_order_means_the_same(ours: type) -> None:
+    for name, method in official_methods(ours).items():
+        if not hasattr(ours, name) or f"{ours.__name__}.{name}" in OTHER_ORDER:
+            continue
+        mine = getattr(ours, name)
+        without_gaps = [
+            each
+            for each in positional_arguments(method)
+            if each not in getattr(mine, "hosted_arguments", ())
+        ]
+        for theirs, here in zip(without_gaps, positional_of(mine), strict=False):
+            assert theirs == here or {theirs, here} == {"optim_params", "adam_params"}, name
+
+
+@pytest.mark.parametrize("ours", CLIENTS)
+def test_a_default_is_that_of_the_hosted_sdk(ours: type) -> None:
+    for name, method in official_methods(ours).items():
+        if not hasattr(ours, name):
+            continue
+        mine = inspect.signature(getattr(ours, name)).parameters
+        for argument, default in defaults_of(method).items():
+            if argument in mine and argument not in NO_DEFAULT:
+                assert mine[argument].default == default, f"{name}({argument})"
+
+
+@pytest.mark.parametrize("ours", CLIENTS)
+def test_what_gives_a_future_there_gives_something_with_a_result_here(ours: type) -> None:
+    for name, method in official_methods(ours).items():
+        if hasattr(ours, name) and "Future" in ast.unparse(method.returns or ast.Constant("")):
+            given = str(inspect.signature(getattr(ours, name)).return_annotation)
+            kind = given.partition("[")[0]
+            assert kind in ("Future", "Submitted", "SamplingClient", "TrainingClient"), name
+
+
+def test_every_name_of_the_hosted_package_is_here_or_left_out_for_a_reason() -> None:
+    missing = {name for name in official_names() if not hasattr(cotrain, name)}
+    assert missing == set(chain(*NAMES_LEFT_OUT.values()))
+
+
+def test_every_future_has_the_methods_of_the_hosted_ones() -> None:
+    assert all(hasattr(Future, name) for name in ("result", "result_async", "__await__"))
 
 
 @pytest.mark.parametrize("ours", [ServiceClient, TrainingClient, SamplingClient])
@@ -77,27 +130,69 @@ def test_every_method_says_its_own_name_and_what_it_gives(ours: type) -> None:
             assert not (name.endswith("_async") and given.startswith("Future")), name
 
 
+def test_every_gap_has_a_method_that_says_so() -> None:
+    methods = chain(*(inspect.getmembers(ours, inspect.isfunction) for ours in CLIENTS))
+    said = {name for _, method in methods for name in getattr(method, "hosted_arguments", ())}
+    assert said == set(ARGUMENTS)
+
+
 def arguments_of(method: Any) -> list[str]:
     return list(inspect.signature(method).parameters)
 
 
-def official_methods(ours: type) -> dict[str, list[str]]:
+def positional_of(method: Any) -> list[str]:
+    parameters = inspect.signature(method).parameters.values()
+    return [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+
+
+def all_arguments(method: Function) -> list[str]:
+    return [argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)]
+
+
+def positional_arguments(method: Function) -> list[str]:
+    return [argument.arg for argument in method.args.args]
+
+
+def defaults_of(method: Function) -> dict[str, Any]:
+    """Read which value an argument has where nothing is said, of those that need not be given."""
+    positional = reversed(positional_arguments(method))
+    given = zip(positional, reversed(method.args.defaults), strict=False)
+    named = zip((each.arg for each in method.args.kwonlyargs), method.args.kw_defaults, strict=True)
+    return {name: ast.literal_eval(value) for name, value in chain(given, named) if value}
+
+
+@cache
+def official_methods(ours: type) -> dict[str, Function]:
     """Read, without importing it, which methods the hosted SDK's class of this name has."""
     methods = {
-        each.name: [argument.arg for argument in (*each.args.args, *each.args.kwonlyargs)]
-        for each in _body_of(ours.__name__)
+        each.name: each
+        for each in _body_of(CLIENTS[ours])
         if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-        if not each.name.startswith("_")
+        if not each.name.startswith("_") or (each.name == "__init__" and ours is ServiceClient)
     }
     assert len(methods) > 10
     return methods
 
 
+def official_names() -> set[str]:
+    body = ast.parse(_package().joinpath("__init__.py").read_text()).body
+    exported = next(node for node in body if isinstance(node, ast.Assign) and _is_all(node))
+    return set(ast.literal_eval(exported.value))
+
+
+def _is_all(node: ast.Assign) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets)
+
+
 def _body_of(class_name: str) -> Iterator[ast.stmt]:
-    spec = importlib.util.find_spec("tinker")
-    assert spec is not None
-    assert spec.origin is not None
-    for file in Path(spec.origin).parent.glob("lib/public_interfaces/*_client.py"):
+    for file in _package().glob("lib/public_interfaces/*_client.py"):
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name == class_name:
                 yield from node.body
+
+
+def _package() -> Path:
+    spec = importlib.util.find_spec("tinker")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent

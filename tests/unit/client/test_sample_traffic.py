@@ -13,6 +13,7 @@ from cotrain.transport import RetryPolicy, Transport
 from cotrain.types import SampleRequest
 from tests.support.fake_api import refusal
 from tests.support.fake_sampling import FakeSampling
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -91,8 +92,7 @@ def test_a_pending_result_is_polled_for_until_it_is_there() -> None:
     async def accept_and_retrieve(traffic: SampleTraffic) -> Any:
         await traffic.accept(request())
         result = asyncio.create_task(traffic.retrieve("s:0"))
-        while api.paths().count("retrieve_future") < 3:  # noqa: ASYNC110 - nothing to wait on
-            await asyncio.sleep(0)
+        await until(lambda: api.paths().count("retrieve_future") >= 3)
         held.set()
         return await result
 

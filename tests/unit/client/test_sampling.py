@@ -20,7 +20,8 @@ from cotrain import (
 from cotrain.sampling import _clone
 from cotrain.settings import ClientSettings
 from tests.support.fake_api import refusal
-from tests.support.fake_sampling import FakeSampling, until
+from tests.support.fake_sampling import FakeSampling
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

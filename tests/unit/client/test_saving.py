@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from cotrain import BadRequestError, ModelInput, SamplingParams, ServiceClient
 from tests.support.fake_api import refusal
-from tests.support.fake_sampling import FakeSampling, until
+from tests.support.fake_sampling import FakeSampling
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import pytest
 
 from cotrain import BadRequestError, Datum, Future, ModelInput, RequestFailed, ServiceClient
 from tests.support.fake_api import FakeApi, refusal
-from tests.support.fake_sampling import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,137 @@
+"""Calls as programs for the hosted SDK make them: they work, or say in a sentence why not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain import AdamParams, ModelInput, SamplingClient, ServiceClient, UnsupportedInput, types
+from tests.support.fake_sampling import FakeSampling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPT = ModelInput.from_ints([7, 8, 9])
+
+
+@pytest.fixture
+def api() -> FakeSampling:
+    return FakeSampling()
+
+
+@pytest.fixture
+def service(api: FakeSampling) -> Iterator[ServiceClient]:
+    with ServiceClient("http://server", "tml-key", network=api.network) as client:
+        yield client
+
+
+def test_a_client_may_be_asked_for_itself(service: ServiceClient) -> None:
+    run = service.create_lora_training_client("m").result(timeout=1)
+    sampler = service.create_sampling_client(base_model="m").result()
+
+    async def awaited() -> tuple[object, object]:
+        return await run, await sampler
+
+    assert asyncio.run(awaited()) == (run, sampler)
+
+
+def test_a_step_takes_its_parameters_by_either_name(
+    api: FakeSampling, service: ServiceClient
+) -> None:
+    run = service.create_lora_training_client("m")
+    run.optim_step(optim_params=AdamParams(learning_rate=0.5)).result()
+    run.optim_step_async(adam_params=AdamParams(learning_rate=0.25)).result()
+    sent = [body["adam_params"]["learning_rate"] for body in api.bodies("optim_step")]
+    assert sent == [0.5, 0.25]
+    with pytest.raises(UnsupportedInput, match="give one of them"):
+        run.optim_step(AdamParams(), optim_params=AdamParams())
+
+
+def test_an_argument_that_asks_for_nothing_is_taken(service: ServiceClient) -> None:
+    unnamed: Any = service  # type checkers know none of these
+    run = unnamed.create_lora_training_client("m", optimizer=types.AdamOptimizerConfig())
+    sampler = unnamed.create_sampling_client(
+        base_model="m", retry_config=None, record_stability_info=False
+    )
+    assert len(sampler.sample(PROMPT, 2, prompt_alt_tokens_k=0).result().sequences) == 2
+    assert run.model_id == "s1:train:0"
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "said"),
+    [
+        ("create_lora_training_client", {"optimizer": "dimuon"}, "AdamW is the only optimizer"),
+        ("create_sampling_client", {"retry_config": object()}, r"ServiceClient\(policy="),
+        ("create_sampling_client_async", {"record_stability_info": True}, "records none"),
+    ],
+)
+def test_an_argument_that_asks_for_something_says_why_it_cannot_be(
+    service: ServiceClient, call: str, argument: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UnsupportedInput, match=said):
+        asyncio.run(_awaited(getattr(service, call)("m", **argument)))
+
+
+def test_a_refused_sampler_takes_no_place_in_the_order(
+    api: FakeSampling, service: ServiceClient
+) -> None:
+    run: Any = service.create_lora_training_client("m")
+    with pytest.raises(UnsupportedInput, match="a sampler is a snapshot"):
+        run.save_weights_and_get_sampling_client(kind="inflight")
+    run.save_weights_and_get_sampling_client(kind="snapshot")
+    assert [body["seq_id"] for body in api.bodies("save_weights_for_sampler")] == [1]
+
+
+def test_a_mistyped_argument_is_still_a_mistake(service: ServiceClient) -> None:
+    with pytest.raises(TypeError, match="optimiser"):
+        service.create_lora_training_client("m", optimiser=None)  # type: ignore[call-arg]
+
+
+def test_what_a_client_has_not_says_why(service: ServiceClient) -> None:
+    clients: list[Any] = [service, service.create_lora_training_client("m")]
+    for client in (*clients, service.create_sampling_client(base_model="m")):
+        with pytest.raises(AttributeError, match="nothing is collected"):
+            client.get_telemetry()
+        with pytest.raises(AttributeError, match=r"has no attribute 'traing'$"):
+            client.traing()
+
+
+def test_closing_gives_a_future_and_the_operator_what_was_said(
+    api: FakeSampling, service: ServiceClient
+) -> None:
+    service.create_lora_training_client("m")
+    assert service.close("interrupted", detail="lunch").result() is None
+    assert api.bodies("sessions/s1/finish") == [
+        {"reason": {"type": "interrupted"}, "detail": "lunch"}
+    ]
+
+
+def test_a_handle_names_a_sampler_and_holds_no_key(
+    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = service.create_sampling_client(base_model="m")
+    handle = sampler.get_sampler_handle()
+    asked: list[str] = []
+
+    def share(settings: Any) -> Any:
+        asked.append(settings.api_key)
+        return sampler._connection
+
+    monkeypatch.setattr("cotrain.sampling.shared_connection", share)
+    other = SamplingClient.from_sampler_handle(handle, api_key="tml-other")
+    assert (other.sampler_id, other.get_base_model()) == (sampler.sampler_id, "m")
+    assert len(other.sample(PROMPT, 1).result().sequences) == 1
+    assert asked == ["tml-other"]
+    assert "tml-key" not in handle
+
+
+@pytest.mark.parametrize("text", ["", "nothing", "bm9uZQ==", "{}"])
+def test_what_is_no_handle_is_told_so(text: str) -> None:
+    with pytest.raises(ValueError, match="no handle of a sampler"):
+        SamplingClient.from_sampler_handle(text, api_key="tml-key")
+
+
+async def _awaited(value: Any) -> None:
+    await value
