@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+from typing_extensions import override
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 # Before torch is imported, here and in every process a test starts: two test processes with two threads
 # each wait for one another on a machine of two cores, and take several times as long when it is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: Below these folders all tests share servers, or what a first one found out.
-SHARING = (Path(__file__).parent / "conformance", Path(__file__).parent / "faults")
+SHARING = (Path("tests/conformance"), Path("tests/faults"))
 
 
 # No timed assertions. Every run draws the same examples, so that a change is judged by what it changed;
@@ -29,11 +31,19 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("steady")
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Have what shares an expensive fixture run in one process, where `-n` makes several."""
-    for item in items:
-        shared = next((folder for folder in SHARING if folder in item.path.parents), item.path)
-        item.add_marker(pytest.mark.xdist_group(str(shared)))
+class WhatShares(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types here
+    """Has what shares an expensive fixture run in one process, in order, where `-n` makes several."""
+
+    @override
+    def _split_scope(self, nodeid: str) -> str:
+        path = Path(nodeid.partition("::")[0])
+        return str(path.parent if path.parent in SHARING else path)
+
+
+# xdist has a mark for this (`--dist loadgroup`), which its 3.8.0 loses under pytest 9.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WhatShares:
+    return WhatShares(config, log)
 
 
 @pytest.fixture(scope="session")
