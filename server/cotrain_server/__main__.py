@@ -13,6 +13,7 @@ import uvicorn
 from typing_extensions import override
 
 from cotrain_server.app import create_app
+from cotrain_server.listening import ImpatientProtocol, allow_many_connections
 from cotrain_server.settings import ServerSettings
 from cotrain_server.variables import unknown_variables
 from cotrain_store.connection import check_store_sync, open_sync_connection
@@ -65,6 +66,7 @@ def main() -> None:
     except StoreUnavailable:
         log.error("redis_away")  # noqa: TRY400  # whoever started this process starts it again
         sys.exit(3)
+    allow_many_connections()
     app = create_app(settings)
     server = DrainingServer(_config(app, settings), app)
     # uvicorn raises the signal once more when it has ended. It must not kill us then, nor be lost
@@ -91,6 +93,8 @@ def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
+        http=ImpatientProtocol,
+        ws="none",
         lifespan="on",
         access_log=False,
         log_level="warning",
