@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
 from hashlib import sha256
 from pathlib import Path
@@ -12,7 +13,7 @@ from cotrain_store.embedded import LOG_FOLDER, MAX_SOCKET_PATH
 from cotrain_store.files import make_folder
 
 SOCKET_NAME = "redis.sock"
-#: A log that was this large when its process started is put aside as `.1`.
+#: A log that is larger than this is put aside as `.1`, in place of the one before.
 LOG_BYTES = 64 * 1024**2
 
 
@@ -72,9 +73,18 @@ class DataFolder:
     def open_log(self, process: str) -> int:
         """Open a process's log for appending; the caller closes the descriptor."""
         path = self.log_of(process)
-        if path.exists() and path.stat().st_size > LOG_BYTES:
-            path.replace(path.with_suffix(".log.1"))
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def put_logs_aside(self) -> None:
+        """Copy logs that have grown large, and empty them: whoever writes one has it open.
+
+        Every refused request is a line, also those of strangers, who must not fill the disk.
+        """
+        for path in self.logs.glob("*.log"):
+            if path.stat().st_size > LOG_BYTES:
+                shutil.copyfile(path, path.with_suffix(".log.1"))
+                path.with_suffix(".log.1").chmod(0o600)
+                os.truncate(path, 0)
 
 
 def _private(folder: Path) -> Path:

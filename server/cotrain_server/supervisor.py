@@ -38,6 +38,7 @@ LOCK_PATIENCE_S = 5.0
 BACKLOG = 4096
 POLL_S = 0.05
 READY_POLL_S = 0.2
+LOGS_EVERY_S = 60.0
 #: A start takes this long without anything to worry about.
 SILENCE_S = 10.0
 
@@ -78,6 +79,7 @@ class Supervisor:
         self.say(f"everything is kept in {folder.path}, logs in {folder.logs}")
         with _listen(self.plan.host, self.plan.port) as listener:
             starting = asyncio.create_task(self._start(folder, lock, listener))
+            tidying = asyncio.create_task(_keep_logs_short(folder))
             stopping = asyncio.create_task(self._stop.wait())
             try:
                 await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -88,6 +90,7 @@ class Supervisor:
             finally:
                 starting.cancel()
                 stopping.cancel()
+                tidying.cancel()
                 listener.close()
                 await self._drain()
                 os.close(lock)
@@ -133,6 +136,13 @@ class Supervisor:
         if trouble is not None:
             self._troubles[process] = trouble
         write_troubles(folder.path, self._troubles)
+
+
+async def _keep_logs_short(folder: DataFolder) -> None:
+    while True:
+        with suppress(OSError):  # no disk left to copy to: later, maybe
+            await asyncio.to_thread(folder.put_logs_aside)
+        await asyncio.sleep(LOGS_EVERY_S)
 
 
 async def _locked(folder: DataFolder) -> int:

@@ -64,10 +64,22 @@ def test_a_folder_others_can_read_is_not_used_for_the_socket(tmp_path: Path) -> 
         DataFolder(tmp_path).socket()
 
 
-def test_a_large_log_is_put_aside_when_its_process_starts(tmp_path: Path) -> None:
+def test_a_large_log_is_put_aside_while_its_process_writes(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path)
-    with (folder.logs / "api.log").open("wb") as log:
-        log.truncate(LOG_BYTES + 1)
-    os.close(folder.open_log("api"))
-    assert (folder.logs / "api.log").stat().st_size == 0
-    assert (folder.logs / "api.log.1").stat().st_size > LOG_BYTES
+    descriptor = folder.open_log("api")
+    os.truncate(folder.logs / "api.log", LOG_BYTES + 1)
+    folder.put_logs_aside()
+    os.write(descriptor, b"later")
+    os.close(descriptor)
+    assert (folder.logs / "api.log").read_bytes() == b"later"
+    aside = (folder.logs / "api.log.1").stat()
+    assert (aside.st_size, stat.S_IMODE(aside.st_mode)) == (LOG_BYTES + 1, 0o600)
+
+
+def test_a_log_of_ordinary_size_stays_whole(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path)
+    descriptor = folder.open_log("api")
+    os.write(descriptor, b"line")
+    folder.put_logs_aside()
+    os.close(descriptor)
+    assert [path.name for path in folder.logs.iterdir()] == ["api.log"]
