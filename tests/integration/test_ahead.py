@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.ops import QueuedOp, Step
+    from cotrain_workers.ops import CycleOutput
     from tests.support.log import Log
     from tests.support.redis_server import EmbeddedRedis
 
 BODY = pass_body("r", 1, sequences(0, 2, 9))
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def look(looker: Ahead, step: Step, count: int) -> None:
     """Look behind a step until `count` bodies are decoded."""
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + PATIENCE_S
     with looker.behind(step):
         while len(looker._decoded) != count:
             assert time.monotonic() < give_up_at, looker._decoded
@@ -129,7 +131,9 @@ async def test_a_redis_that_is_away_ends_the_looking_and_not_the_step(
 
     monkeypatch.setattr(log.execution.logs, "behind", is_away)
     with Ahead(log.execution).behind(step):
-        await asyncio.sleep(0.05)
+        for thread in threading.enumerate():
+            if thread.name == "ahead":
+                thread.join(PATIENCE_S)  # it ends by itself
 
     assert len(asked) == 1
 
@@ -171,7 +175,23 @@ async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
             notes.append(found is not None)
         return found
 
+    decode, has_decoded = Ahead._decode, threading.Event()
+
+    def decoding(self: Ahead, *behind: Any) -> None:
+        decode(self, *behind)
+        if self._decoded:
+            has_decoded.set()
+
+    run = Engine.run
+
+    def slow(self: Engine, *step: Any) -> CycleOutput:
+        """Compute a step, which takes no less than decoding something behind the first one."""
+        assert has_decoded.wait(PATIENCE_S)
+        return run(self, *step)
+
     monkeypatch.setattr(Ahead, "take", noting)
+    monkeypatch.setattr(Ahead, "_decode", decoding)
+    monkeypatch.setattr(Engine, "run", slow)
     decoded_ahead = await losses(empty_redis.url, tmp_path / "ahead", engine)
     assert len(notes) == 6
     assert any(notes)

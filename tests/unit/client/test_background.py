@@ -36,19 +36,22 @@ def test_a_call_from_the_clients_own_thread_is_refused_for_it_would_wait_for_its
 
 
 def test_cancelling_a_wait_reaches_the_work(loop: BackgroundLoop) -> None:
-    ended = threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     async def work() -> None:
+        started.set()
         try:
             await asyncio.sleep(FOREVER)
         finally:
             ended.set()
 
     async def give_up() -> None:
-        async with asyncio.timeout(0.01):
-            await loop.run_async(work())
+        waiting = asyncio.create_task(loop.run_async(work()))
+        assert await asyncio.to_thread(started.wait, 120)
+        waiting.cancel()
+        await waiting
 
-    with pytest.raises(TimeoutError):
+    with pytest.raises(asyncio.CancelledError):
         asyncio.run(give_up())
     assert ended.wait(120)
 
