@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
+from cotrain.data import datums_of
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.packed import pack, unpack
 from cotrain.proto import wire_pb2 as wire
@@ -47,8 +48,8 @@ def encode_pass_request(
 
 
 def encode_datums(data: Sequence[Datum]) -> list[wire.Datum]:
-    """Encode every datum. Raises UnsupportedInput, naming the datum, where a chunk is not text."""
-    return [_encode_datum(datum, index) for index, datum in enumerate(data)]
+    """Encode every datum. Raises UnsupportedInput, naming the datum, where it is none, or not text."""
+    return [_encode_datum(datum, index) for index, datum in enumerate(datums_of(data))]
 
 
 def wrap_datums(

@@ -11,7 +11,7 @@ import threading
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from cotrain.data import Datum
+from cotrain.data import Datum, datums_of
 from cotrain.errors import TorchMissing, UnsupportedInput
 from cotrain.tensors import TensorData
 
@@ -35,9 +35,9 @@ class CustomLoss:
     """One use of a loss: on one batch, once."""
 
     def __init__(self, data: Sequence[Datum], loss_fn: LossFn) -> None:
-        """Keep what the loss is of. Raises TorchMissing."""
+        """Keep what the loss is of. Raises TorchMissing, or UnsupportedInput for what is no datum."""
         self._torch = _torch()
-        self._data = list(data)
+        self._data = datums_of(data)
         self._loss_fn = loss_fn
         self._metrics: dict[str, float] = {}
 
@@ -56,7 +56,7 @@ class CustomLoss:
             output["logprobs"].to_torch().requires_grad_() for output in forward.loss_fn_outputs
         ]
         with _one_at_a_time:
-            loss, metrics = self._loss_fn(self._data, rows)
+            loss, metrics = _both(self._loss_fn(self._data, rows))
             loss.sum().backward()
         self._metrics = {name: _number(value) for name, value in metrics.items()}
         self._metrics["loss:sum"] = _number(loss.sum())
@@ -74,6 +74,15 @@ class CustomLoss:
     def _slope_of(self, row: Any) -> Any:
         # A loss may leave a datum out.
         return self._torch.zeros_like(row) if row.grad is None else row.grad
+
+
+def _both(returned: Any) -> tuple[Any, Mapping[str, SupportsFloat]]:
+    match returned:
+        case (loss, metrics) if getattr(loss, "requires_grad", False):
+            return loss, metrics
+        case (_, _):
+            raise ValueError("a custom loss must be a tensor that depends on the log-probs")
+    raise TypeError("a custom loss must return (loss, metrics), such as `return loss, {}`")
 
 
 def _forward_datum(index: int, datum: Datum) -> Datum:

@@ -104,6 +104,17 @@ class Datum(BaseModel):
         return {name: as_tensor(name, value) for name, value in inputs.items()}
 
 
+def datums_of(data: Any) -> list[Datum]:
+    """List what a caller gave as datums. Raises UnsupportedInput where one is something else."""
+    if isinstance(data, Datum):  # which can be iterated over, like every pydantic model
+        raise UnsupportedInput("data is one Datum; give a list of them")
+    datums = list(data)
+    for index, datum in enumerate(datums):
+        if not isinstance(datum, Datum):
+            raise UnsupportedInput(f"data[{index}] is a {type(datum).__name__}, not a Datum")
+    return datums
+
+
 def as_tensor(name: str, value: Any) -> Any:
     """Make TensorData of what a caller may give for a loss input; anything else stays as it is."""
     if isinstance(value, list | tuple):

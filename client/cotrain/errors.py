@@ -1,7 +1,7 @@
 """Errors a user of the client meets.
 
 CotrainError
-├── SettingsMissing                 (the client was not told its server or its key)
+├── SettingsMissing                 (the client was not told its server or its key, or wrongly)
 ├── ClientClosed
 ├── UnsupportedInput                (a datum this server cannot train on; also a ValueError)
 ├── TokenizerMissing                (no transformers here, or no such tokenizer)
@@ -9,6 +9,7 @@ CotrainError
 ├── VersionMismatch                 (this server and this client would misread each other)
 ├── MalformedMessage                (bytes that are not the message they should be)
 ├── RequestFailed                   (accepted, then failed: category user, server or unknown)
+│   └── CheckpointNotFound          (also a NotFoundError: what it was to load is not there)
 └── APIError
     ├── APIConnectionError          (no answer)
     │   └── APITimeoutError
@@ -37,7 +38,7 @@ class CotrainError(Exception):
 
 
 class SettingsMissing(CotrainError):
-    """The client was not told all it needs."""
+    """The client was not told all it needs, or something that cannot be."""
 
 
 class ClientClosed(CotrainError):
@@ -121,6 +122,15 @@ class NotFoundError(APIStatusError):
 
 class ConflictError(APIStatusError):
     """Something before the server holds another state than the request expects."""
+
+
+class CheckpointNotFound(RequestFailed, NotFoundError):
+    """The checkpoint that an accepted request was to load is not there, or not yours."""
+
+    def __init__(self, message: str, request_id: str) -> None:
+        APIStatusError.__init__(self, message, 404, None)
+        self.request_id = request_id
+        self.category = "user"
 
 
 class UnprocessableEntityError(APIStatusError):

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from cotrain.codec import PROTOBUF, decode_pass_output
-from cotrain.errors import APIError, APIStatusError, MalformedMessage, RequestFailed
+from cotrain.errors import (
+    APIError,
+    APIStatusError,
+    CheckpointNotFound,
+    MalformedMessage,
+    RequestFailed,
+)
 from cotrain.sample_codec import decode_sample_response
 from cotrain.transport import JSON, Transport
 from cotrain.types import (
@@ -22,6 +28,8 @@ if TYPE_CHECKING:
     import httpx
 
 PENDING = 408
+# What the server says where a request was to load what is not there; a test holds it to that.
+NOT_FOUND = "Checkpoint not found."
 # The server holds a poll for long. Should one answer at once, this keeps the loop from spinning.
 GAP_S = 0.05
 
@@ -81,6 +89,8 @@ def _raise_failure(response: httpx.Response, request_id: str) -> None:
         failure = RequestFailedResponse.model_validate(answer)
     except ValidationError:
         raise RequestFailed(str(answer["error"]), request_id, "unknown") from None
+    if failure.error == NOT_FOUND:
+        raise CheckpointNotFound(failure.error, request_id)
     raise RequestFailed(failure.error, request_id, failure.category)
 
 

@@ -17,6 +17,7 @@ from tinker.proto import request_conv, response_conv, tinker_public_pb2
 from cotrain import types as ours
 from cotrain.codec import (
     decode_pass_output,
+    encode_datums,
     encode_pass_request,
     pass_output_to_json,
 )
@@ -78,6 +79,14 @@ def test_a_sparse_tensor_encodes_as_the_official_sdk_encodes_it() -> None:
     our_message = encode_pass_request("m", 1, [our_datum], "ppo", None, forward_only=False)
     their_message = _their_message([([1, 2, 3], {"weights": their_tensor})], None, 1)
     assert _bytes(our_message) == _bytes(their_message)
+
+
+def test_what_is_no_datum_is_named() -> None:
+    datum = ours.Datum(model_input=ours.ModelInput.from_ints([1]))
+    with pytest.raises(UnsupportedInput, match=r"data\[1\] is a dict, not a Datum"):
+        encode_datums([datum, {"model_input": 1}])  # type: ignore[list-item]
+    with pytest.raises(UnsupportedInput, match="data is one Datum; give a list of them"):
+        encode_datums(datum)  # type: ignore[arg-type]
 
 
 def test_a_datum_that_is_not_text_is_named() -> None:

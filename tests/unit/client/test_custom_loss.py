@@ -124,6 +124,21 @@ def test_a_loss_that_raises_fails_its_future_and_the_run_goes_on(
     assert run.forward([DATA[0]], "cross_entropy").result().metrics["clock_cycle:unique"] == 3
 
 
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (lambda _, rows: rows[0].sum(), TypeError, r"return \(loss, metrics\)"),
+        (lambda _, rows: (rows[0].detach().sum(), {}), ValueError, "depends on the log-probs"),
+        (lambda *_: (1.0, {}), ValueError, "depends on the log-probs"),
+    ],
+)
+def test_a_loss_that_gives_something_else_is_told_what_it_should(
+    run: TrainingClient, loss: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        run.forward_backward_custom(DATA, loss).result()
+
+
 def test_a_refused_forward_leaves_no_gap(api: FakeApi, run: TrainingClient) -> None:
     api.answers["forward_backward"] = [refusal(400, "too odd")]
     with pytest.raises(BadRequestError, match="too odd"):
@@ -164,10 +179,11 @@ def test_the_first_await_means_that_it_has_its_place(api: FakeApi, run: Training
     [
         ([], "at least one datum"),
         ([DATA[0], Datum(model_input=ModelInput.from_ints([1]))], r"data\[1\].*target_tokens"),
+        (DATA[0], "one Datum; give a list"),
     ],
 )
 def test_what_no_loss_can_be_taken_of_takes_no_place(
-    api: FakeApi, run: TrainingClient, data: list[Datum], words: str
+    api: FakeApi, run: TrainingClient, data: Any, words: str
 ) -> None:
     with pytest.raises(UnsupportedInput, match=words):
         run.forward_backward_custom(data, linear)

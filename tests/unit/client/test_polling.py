@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from cotrain.errors import APIConnectionError, MalformedMessage, NotFoundError, RequestFailed
-from cotrain.polling import wait_for_json, wait_for_pass
+from cotrain.errors import (
+    APIConnectionError,
+    CheckpointNotFound,
+    MalformedMessage,
+    NotFoundError,
+    RequestFailed,
+)
+from cotrain.polling import NOT_FOUND, wait_for_json, wait_for_pass
 from cotrain.proto import wire_pb2 as wire
 from cotrain.transport import RetryPolicy, Transport
+from cotrain_store import errors as store_errors
 from tests.support.fake_api import FakeApi, pending, protobuf, refusal
 
 if TYPE_CHECKING:
@@ -60,6 +67,17 @@ def test_a_failed_request_says_why_and_whose_fault_it_is() -> None:
     with pytest.raises(RequestFailed, match="no such loss") as caught:
         poll(wait_for_pass, failure)
     assert (caught.value.request_id, caught.value.category) == ("r", "user")
+
+
+def test_a_load_of_nothing_is_a_failed_request_and_a_thing_not_found() -> None:
+    assert store_errors.CheckpointNotFound.__doc__ == NOT_FOUND
+    failure = httpx.Response(200, json={"error": NOT_FOUND, "category": "user"})
+    with pytest.raises(CheckpointNotFound, match="404: Checkpoint not found") as caught:
+        poll(wait_for_json, failure)
+    assert isinstance(caught.value, NotFoundError)
+    assert isinstance(caught.value, RequestFailed)
+    assert (caught.value.request_id, caught.value.category) == ("r", "user")
+    assert (caught.value.status_code, caught.value.message) == (404, NOT_FOUND)
 
 
 def test_a_failure_of_an_unknown_category_is_still_a_failure() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -105,6 +105,25 @@ def test_the_environment_says_where_the_server_is(monkeypatch: pytest.MonkeyPatc
     assert (settings.base_url, settings.api_key) == ("http://elsewhere:1", "tml-a_b")
     assert client_settings("http://here").base_url == "http://here"
     assert "tml-a_b" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    "url", ["gpu-host:8000", "127.0.0.1", "ftp://gpu-host", "http://", {"a": 1}, 8000]
+)
+def test_an_address_that_is_none_is_refused_at_once(url: Any) -> None:
+    with pytest.raises(SettingsMissing, match=r"must be like http://127.0.0.1:8000, not "):
+        ServiceClient(url, "tml-key")
+
+
+def test_what_surrounds_an_address_and_a_key_is_no_part_of_them() -> None:
+    assert client_settings(" http://here/ ", "tml-a\n") == client_settings("http://here", "tml-a")
+
+
+@pytest.mark.parametrize("key", ["tml-ü", "tml-a\nb", b"tml-a"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(key: Any) -> None:
+    with pytest.raises(SettingsMissing, match="visible ASCII") as refused:
+        client_settings("http://here", key)
+    assert "tml" not in str(refused.value)
 
 
 def test_a_client_without_a_key_is_told_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
