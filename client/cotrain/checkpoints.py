@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
 
 PAGE = 100
+#: What a server may have written here: the folder may be where somebody works.
+FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(?:json|safetensors|age)")
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,8 @@ class Checkpoints:
         urls = read(answer, ExternalWeightsUrlsResponse).urls
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
         for name in sorted(urls):  # the small configuration first: links do not live long
-            if name in ("", ".", "..") or "/" in name or "\\" in name:
-                raise MalformedMessage(f"{name!r} is no name of a file")
+            if not FILE.fullmatch(name):
+                raise MalformedMessage(f"{name!r} is no name of a checkpoint's file")
             await self._transport.fetch(urls[name], folder / name, progress)
         return sorted(urls)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cotrain.commands.plain_http import plain_http
-from cotrain.commands.terminal import AsJson, failing_in_a_sentence, opened, print_json
+from cotrain.commands.terminal import AsJson, failing_in_a_sentence, harmless, opened, print_json
 from cotrain.commands.texts import Asked, sample, stream, text_of
 from cotrain.settings import client_settings
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import httpx
 
     from cotrain.commands.texts import Message
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def sample_text(
@@ -69,7 +67,9 @@ def _only_model() -> str:
         models = service.get_server_capabilities().supported_models
     names = [each.model_name for each in models if each.sampleable is not False and each.model_name]
     if len(names) != 1:
-        raise typer.BadParameter(f"give --base-model: one of {', '.join(names) or 'none'}")
+        raise typer.BadParameter(
+            harmless(f"give --base-model: one of {', '.join(names) or 'none'}")
+        )
     return names[0]
 
 
@@ -131,7 +131,7 @@ def _answer(http: httpx.Client, turns: Sequence[Message], asked: Asked) -> str:
 def _show(text: str) -> None:
     """Print text of a model, which may have sampled what makes a terminal do things."""
     if sys.stdout.isatty():
-        text = "".join(c if c.isprintable() or c in "\n\t" else REPLACEMENT for c in text)
+        text = harmless(text)
     typer.echo(text, nl=False, color=True)  # else click takes escapes out of what goes to a file
 
 

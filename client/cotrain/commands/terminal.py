@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.segment import Segment
 
 from cotrain.errors import CotrainError
 from cotrain.patience import RetryPolicy
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import datetime
 
-    from rich.console import RenderableType
+    from rich.console import ConsoleOptions, RenderableType, RenderResult
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/cli.md names its fields.")]
 PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kind>/<name>")]
@@ -28,6 +31,9 @@ PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kin
 PATIENCE = RetryPolicy(give_up_on_a_stranger_after_s=5.0, longest_delay_s=2.0)
 #: Ids and paths are there to be copied, so no cell is ever cut or wrapped; a terminal wraps lines.
 WIDTH = 10_000
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+#: No printable characters, and part of texts: the last two hold letters and emoji apart and together.
+_TEXT_TOO = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 def examples(*lines: str) -> str:
@@ -48,19 +54,45 @@ def failing_in_a_sentence() -> Iterator[None]:
     try:
         yield
     except (CotrainError, OSError, ValueError) as error:
-        typer.echo(" ".join(str(error).split()), err=True)
+        typer.echo(harmless(" ".join(str(error).split())), err=True)
         raise typer.Exit(1) from error
 
 
 def print_json(value: Any) -> None:
-    """Print what pydantic or json can write."""
-    typer.echo(json.dumps(to_jsonable_python(value), indent=2, ensure_ascii=False))
+    """Print what pydantic or json can write; what is no text stays escaped."""
+    text = json.dumps(to_jsonable_python(value), indent=2, ensure_ascii=False)
+    typer.echo("".join(c if _is_text(c) else json.dumps(c)[1:-1] for c in text))
+
+
+def harmless(text: str) -> str:
+    """Replace what is no text: names, refusals and samples may hold what makes a terminal do things."""
+    return "".join(c if _is_text(c) else REPLACEMENT for c in text)
+
+
+def _is_text(character: str) -> bool:
+    return (
+        character.isprintable()
+        or character in _TEXT_TOO
+        or unicodedata.category(character) == "Zs"  # spaces of other widths
+    )
+
+
+@dataclass(frozen=True)
+class Harmless:
+    """Something drawn, but what others named in it cannot draw elsewhere."""
+
+    content: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it."""
+        for text, style, control in console.render(self.content, options):
+            yield Segment(text if control else harmless(text), style, control)
 
 
 def print_rich(content: RenderableType) -> None:
     """Print a table; in colour where it goes to a terminal."""
     # A run's id has `:train:` in it, which is an emoji to rich, and names may look like markup.
-    Console(width=WIDTH, markup=False, emoji=False, highlight=False).print(content)
+    Console(width=WIDTH, markup=False, emoji=False, highlight=False).print(Harmless(content))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cotrain.commands.terminal import AsJson, PathOf, bar, opened, print_json
+from cotrain.commands.terminal import AsJson, PathOf, bar, harmless, opened, print_json
 
 
 def download(
@@ -53,4 +53,4 @@ def upload(
     if as_json:
         print_json({"tinker_path": path})
     else:
-        typer.echo(path)
+        typer.echo(harmless(path))

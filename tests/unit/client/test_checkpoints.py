@@ -162,9 +162,9 @@ def test_a_download_is_whole_and_needs_no_key(
 def test_a_download_that_breaks_leaves_nothing(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
 ) -> None:
-    api.files = {"a": b"t"}
+    api.files = {"a.json": b"t"}
     service._transport.policy = RetryPolicy(give_up_after_s=-1.0)
-    api.answers["/a"] = [refusal(404), httpx.ReadError("broken")]
+    api.answers["/a.json"] = [refusal(404), httpx.ReadError("broken")]
     with pytest.raises(NotFoundError):
         service.download_checkpoint(PATH, tmp_path)
     with pytest.raises(APIConnectionError):
@@ -172,7 +172,22 @@ def test_a_download_that_breaks_leaves_nothing(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["..", "../x", "a/b", "a\\b", "/etc/passwd", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "",
+            "..",
+            "../x.json",
+            "a/b.json",
+            "a\\b.json",
+            "/etc/passwd",
+            "a.json\n",
+            "a\x1b[2J.json",
+        ),
+        *(".bashrc", ".x.json", "Makefile", "conftest.py", f"{'x' * 300}.json"),
+    ],
+)
 def test_a_server_cannot_choose_where_a_download_is_written(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path, name: str
 ) -> None:

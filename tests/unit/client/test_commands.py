@@ -56,6 +56,30 @@ def test_a_list_shows_whole_paths_and_no_emoji(api: FakeCheckpoints) -> None:
     assert "\x1b" not in done.stdout
 
 
+#: Names a terminal's window, clears it, colours it and turns the direction of its text.
+SPELL = "\x1b]0;mine\x07\x1b[2J\x9b31m\N{RIGHT-TO-LEFT OVERRIDE}"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_what_a_list_holds_cannot_play_with_the_terminal(
+    api: FakeCheckpoints, options: list[str]
+) -> None:
+    api.paths_stored = [f"tinker://s1:train:0/weights/{SPELL}my\N{IDEOGRAPHIC SPACE}own"]
+    done = run("checkpoints", "list", *options)
+    assert done.exit_code == 0
+    assert "my\N{IDEOGRAPHIC SPACE}own" in done.stdout
+    assert not set(done.stdout) & set("\x1b\x07\x9b\N{RIGHT-TO-LEFT OVERRIDE}")
+    if options:
+        assert json.loads(done.stdout)[0]["tinker_path"] == api.paths_stored[0]
+
+
+def test_a_refusal_cannot_play_with_the_terminal(api: FakeCheckpoints) -> None:
+    api.answers["get_server_capabilities"] = [refusal(404, SPELL)]
+    done = run("models")
+    assert (done.exit_code, "31m" in done.stderr) == (1, True)
+    assert not set(done.stderr) & set("\x1b\x07\x9b\N{RIGHT-TO-LEFT OVERRIDE}")
+
+
 def test_a_list_as_json_has_the_fields_of_the_wire(api: FakeCheckpoints) -> None:
     api.paths_stored = [PATH]
     [listed] = json.loads(run("checkpoints", "list", "--json").stdout)
