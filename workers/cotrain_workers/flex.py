@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from cotrain_workers.compiled import difference
+from cotrain_workers.device import unordered_writes
 from cotrain_workers.transfer import to_device
 
 if TYPE_CHECKING:
@@ -64,19 +65,22 @@ def block_mask(lengths: Sequence[int], window: int | None, device: torch.device)
     full = (at >= full_from[:, None]) & (at < full_to[:, None])
     rows = sum(lengths)
     sequence = to_device(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths), device)  # [T]
-    reach = rows if window is None else window
 
     def may_look(b: Any, h: Any, query: Any, key: Any) -> Any:
-        back = query - key
-        return (sequence[query] == sequence[key]) & (back >= 0) & (back < reach)
+        return (sequence[query] == sequence[key]) & (query >= key)
 
-    return BlockMask.from_kv_blocks(
-        *ordered(causal & ~full, device),
-        *ordered(full, device),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=may_look,
-        seq_lengths=(rows, rows),
-    )
+    def may_look_near(b: Any, h: Any, query: Any, key: Any) -> Any:
+        return (sequence[query] == sequence[key]) & (query >= key) & (query - key < window)
+
+    with unordered_writes():  # torch marks the blocks of each key, all with the same value
+        return BlockMask.from_kv_blocks(
+            *ordered(causal & ~full, device),
+            *ordered(full, device),
+            BLOCK_SIZE=BLOCK,
+            # Whatever number a mask function holds is compiled in: the window, and not the rows.
+            mask_mod=may_look if window is None else may_look_near,
+            seq_lengths=(rows, rows),
+        )
 
 
 def ordered(dense: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cotrain_workers.device import unordered_writes
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -40,8 +42,9 @@ class KvCache:
         self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Store `n` rows `[n, kv heads, head dim]` at `places`, int64 `[n]`: page * page_tokens + offset."""
-        self._keys[layer].index_copy_(0, places, keys)
-        self._values[layer].index_copy_(0, places, values)
+        with unordered_writes():
+            self._keys[layer].index_copy_(0, places, keys)
+            self._values[layer].index_copy_(0, places, values)
 
     def gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of `m` page tables `[m, c]`: `[m, kv heads, c * page_tokens, head dim]`."""
@@ -65,8 +68,9 @@ class KvCache:
             torch.tensor(list(pages), dtype=torch.int64, device=device)
             for pages in (copies.keys(), copies.values(), blank)
         )
-        for layer in range(len(self._keys)):
-            for memory in self.paged(layer):
+        every = [memory for layer in range(len(self._keys)) for memory in self.paged(layer)]
+        with unordered_writes():
+            for memory in every:
                 if copies:
                     memory.index_copy_(0, to, memory.index_select(0, of))
                 if blank:

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from cotrain_workers.attn import softcapped_attention
+from cotrain_workers.device import unordered_writes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -86,7 +87,8 @@ class PagedAttention:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for group in self._groups:
             found = self._attend(layer, group, q, k, v, rule)
-            out.index_copy_(0, group.rows, found.transpose(1, 2).flatten(0, 1))
+            with unordered_writes():
+                out.index_copy_(0, group.rows, found.transpose(1, 2).flatten(0, 1))
         return out
 
     def _attend(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cotrain_workers.device import unordered_writes
 from cotrain_workers.lora import add_product, wide_product
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def logit_slope(
     # call would need atomics on CUDA.
     for column in range(slope.shape[1]):
         at = targets[:, column : column + 1]
-        grad.scatter_(1, at, grad.gather(1, at) + slope[:, column : column + 1])
+        with unordered_writes():
+            grad.scatter_(1, at, grad.gather(1, at) + slope[:, column : column + 1])
     return grad
 
 

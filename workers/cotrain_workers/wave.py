@@ -14,6 +14,7 @@ import torch
 
 from cotrain_workers.admission import TARGETS
 from cotrain_workers.base_model import UNEMBED
+from cotrain_workers.device import unordered_writes
 from cotrain_workers.forward import hidden_states, pack_row
 from cotrain_workers.head import Head, HeadInput, HeadResult
 from cotrain_workers.losses import LOSSES
@@ -286,8 +287,10 @@ class Wave:
         weights = to_device(all_weights, self._device, self._loss_dtype)
         gradient = hidden.new_empty(len(rows), hidden.shape[1])
         given = KlInput(hidden[rows], part, referred, weights[weighted], op.temperature, gradient)
-        divergences = torch.zeros_like(weights).index_copy_(0, weighted, self._kl_head.run(given))
-        hidden_grad.index_copy_(0, rows, gradient)
+        found = self._kl_head.run(given)
+        with unordered_writes():
+            divergences = torch.zeros_like(weights).index_copy_(0, weighted, found)
+            hidden_grad.index_copy_(0, rows, gradient)
         return HeadResult(divergences, (weights * divergences).sum(dtype=torch.float64))
 
     def _column(self, datums: Sequence[Datum], name: str, dtype: torch.dtype) -> torch.Tensor:
