@@ -88,6 +88,19 @@ class ModelData(WireModel):
     tokenizer_id: str | None = None
 
 
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+"""What a server hands out of a tokenizer, and all that a client takes: data, no code."""
+
+
+class TokenizerResponse(WireModel):
+    """A base model's tokenizer, as transformers saves it."""
+
+    files: dict[str, str]
+    """The text of TOKENIZER_FILES, by name; not every tokenizer has all of them."""
+
+
 class GetInfoResponse(WireModel):
     """What a run is."""
 

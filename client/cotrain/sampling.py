@@ -144,7 +144,7 @@ class SamplingClient:
 
     def get_tokenizer(self) -> Any:
         """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
-        return load_tokenizer(self._base_model)
+        return load_tokenizer(self._connection, self._base_model)
 
     def get_sampler_handle(self) -> str:
         """Write down which sampler this is, for other processes; unlike a pickle it holds no key."""

@@ -1,36 +1,70 @@
-"""The tokenizer of a base model. No server hands it out: it is loaded as the hub names it."""
+"""The tokenizer of a base model: the server's own, or where it hands none out the hub's."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from cotrain.errors import TokenizerMissing
+from cotrain.answers import read
+from cotrain.errors import BadRequestError, NotFoundError, TokenizerMissing
+from cotrain.run_types import TOKENIZER_FILES, TokenizerResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain.connection import Connection
 
 LLAMA_3 = "meta-llama/Llama-3"
 # The same tokenizer where no licence must be accepted first.
 LLAMA_3_MIRROR = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 
 
-def load_tokenizer(base_model: str, tokenizer_id: str | None = None) -> Any:
-    """Load a base model's tokenizer with transformers, from a folder or from the hub.
+def load_tokenizer(connection: Connection, base_model: str) -> Any:
+    """Load a base model's tokenizer with transformers: the server's, else a folder's or the hub's.
 
-    Raises TokenizerMissing.
+    Raises TokenizerMissing, or APIError.
     """
     try:
         # By name: transformers is the caller's, this package does not depend on it.
         auto_tokenizer = import_module("transformers").AutoTokenizer
     except ModuleNotFoundError as error:
         raise TokenizerMissing("get_tokenizer needs: pip install transformers") from error
-    name = tokenizer_id or tokenizer_name(base_model)
+    files = connection.loop.run(_served(connection, base_model))
+    if files:
+        return _of_files(auto_tokenizer, files)
+    name = tokenizer_name(base_model)
     try:
         return auto_tokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise TokenizerMissing(
-            f"no tokenizer {name!r}, neither as a folder here nor on the hub; "
+            f"no tokenizer {name!r}, neither at the server, as a folder here nor on the hub; "
             "load the base model's tokenizer yourself"
         ) from error
+
+
+async def _served(connection: Connection, base_model: str) -> Mapping[str, str]:
+    """Ask the server; nothing where it has none, no such base model, or does not know the question."""
+    try:
+        path = f"tokenizers?base_model={quote(base_model, safe='')}"
+        return read(await connection.transport.get(path), TokenizerResponse).files
+    except (BadRequestError, NotFoundError):
+        return {}
+
+
+def _of_files(auto_tokenizer: Any, files: Mapping[str, str]) -> Any:
+    with TemporaryDirectory(prefix="cotrain-tokenizer-") as folder:
+        for name in TOKENIZER_FILES:
+            if name in files:
+                (Path(folder) / name).write_text(files[name], encoding="utf-8")
+        try:
+            return auto_tokenizer.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # a file of another version: its parsers raise bare Exceptions
+            raise TokenizerMissing(
+                f"the transformers installed here cannot read the server's tokenizer: {error!r}"
+            ) from error
 
 
 def tokenizer_name(base_model: str) -> str:

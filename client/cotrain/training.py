@@ -59,6 +59,7 @@ class TrainingClient:
     def __init__(
         self, connection: Connection, samplers: Samplers, model_id: str, base_model: str
     ) -> None:
+        self._connection = connection
         self._loop = connection.loop
         self._transport = connection.transport
         self._samplers = samplers
@@ -226,7 +227,7 @@ class TrainingClient:
 
     def get_tokenizer(self) -> Any:
         """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
-        return load_tokenizer(self._base_model, self.get_info().model_data.tokenizer_id)
+        return load_tokenizer(self._connection, self._base_model)
 
     async def _get_info(self) -> GetInfoResponse:
         """Ask what this run is."""

@@ -56,17 +56,29 @@ class Language:
         return await away_from_the_loop(len(text), self.tokenizer.encode, text, special=False)
 
 
+def published_tokenizer(pool: PoolRecord, data_dir: Path) -> Path | None:
+    """Find the folder that the pool's workers wrote; None where they had nothing to write."""
+    folder = data_dir / "tokenizers" / pool.tokenizer
+    if pool.tokenizer and (folder / "tokenizer.json").exists():
+        return folder.absolute()
+    if pool.tokenizer:
+        log.warning("tokenizer_missing", pool=pool.id, folder=str(folder))
+    return None
+
+
+def tokenizer_folder(pool: PoolRecord, data_dir: Path) -> Path:
+    """Find the folder that the pool's workers wrote; raises Invalid where there is none."""
+    folder = published_tokenizer(pool, data_dir)
+    if folder is None:
+        raise Invalid(
+            f"{pool.base_model} has no tokenizer here, so it reads and writes token ids only."
+        )
+    return folder
+
+
 async def language_of(pool: PoolRecord, data_dir: Path) -> Language:
     """Read what the pool's workers wrote down; raises Invalid where they had nothing to write."""
-    folder = data_dir / "tokenizers" / pool.tokenizer
-    try:
-        if pool.tokenizer:
-            return await asyncio.to_thread(_current, folder)
-    except OSError as missing:
-        log.warning("tokenizer_missing", pool=pool.id, folder=str(folder), reason=str(missing))
-    raise Invalid(
-        f"{pool.base_model} has no tokenizer here, so it reads and writes token ids only."
-    )
+    return await asyncio.to_thread(_current, tokenizer_folder(pool, data_dir))
 
 
 def _current(folder: Path) -> Language:

@@ -56,6 +56,7 @@ def _publish(tokenizer: Any, name: str, published: Path) -> str:
     made = Path(tempfile.mkdtemp(prefix=".", dir=published))
     try:
         tokenizer.save_pretrained(made)
+        _name_for_every_version(made / "tokenizer_config.json")
         if not (made / "tokenizer.json").exists():
             return ""
         digest = _digest(made)
@@ -68,6 +69,12 @@ def _publish(tokenizer: Any, name: str, published: Path) -> str:
         return folder.name
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _name_for_every_version(config: Path) -> None:
+    # Clients may have transformers 4, which does not know version 5's new name of the class.
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), "utf-8")
 
 
 def _digest(folder: Path) -> str:

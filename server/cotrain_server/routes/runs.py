@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
+from typing import TYPE_CHECKING
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from cotrain.types import (
     CreateModelRequest,
@@ -16,16 +18,24 @@ from cotrain.types import (
     UnloadModelRequest,
     UntypedAPIFuture,
 )
+from cotrain_server.auth import is_local
 from cotrain_server.checkpoint_validation import check_metadata
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
 from cotrain_server.gate import TenantRoute
+from cotrain_server.language import published_tokenizer
 from cotrain_server.validation import check_rank
 from cotrain_store import metrics
 from cotrain_store.errors import SessionFinished
 from cotrain_store.messages.ids import RunId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_store.messages.pools import PoolRecord
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=TenantRoute, dependencies=[api_key])
 
@@ -63,16 +73,16 @@ async def create_model(
 
 @router.post("/get_info")
 async def get_info(
-    request: GetInfoRequest, services: ServicesDep, tenant: TenantDep
+    wanted: GetInfoRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> GetInfoResponse:
-    """Tell what a run is; clients take the name of its tokenizer from here."""
-    run = await services.records.run(tenant.id, request.model_id)
+    """Tell what a run is; SDKs load its tokenizer by the id given here."""
+    run = await services.records.run(tenant.id, wanted.model_id)
     pool = await services.records.pool(run.pool)
     return GetInfoResponse(
         model_data=ModelData(
             arch=pool.architecture if pool else None,
             model_name=run.base_model,
-            tokenizer_id=run.base_model,
+            tokenizer_id=_tokenizer_id(run.base_model, pool, request, services),
         ),
         model_id=run.id,
         is_lora=True,
@@ -92,6 +102,15 @@ async def unload_model(
     run = await services.records.run(tenant.id, request.model_id)
     request_id = await services.intake.close_run(run)
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
+
+
+def _tokenizer_id(
+    base_model: str, pool: PoolRecord | None, request: Request, services: Services
+) -> str:
+    """Name what transformers loads: a hub id, or on this host the folder of what no hub can have."""
+    if pool is None or _HUB_ID.fullmatch(base_model) or not is_local(request):
+        return base_model
+    return str(published_tokenizer(pool, services.settings.data_dir) or base_model)
 
 
 def _lora_spec(run: RunId, config: LoraConfig) -> LoraSpec:

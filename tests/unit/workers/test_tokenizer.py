@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import tokenizers
+from transformers import AutoTokenizer
 
 from cotrain_workers.tokenizer import publish_tokenizer
 from tests.support.tiny_models import build_tiny, build_tiny_qwen3
@@ -28,6 +30,16 @@ def test_what_is_published_reads_like_the_models_own(tmp_path: Path) -> None:
     )
     tokens = read.encode("def f(x): return 'ü'").ids
     assert made.text(tokens) == "def f(x): return 'ü'"
+
+
+def test_clients_of_the_last_major_transformers_can_read_what_is_published(tmp_path: Path) -> None:
+    made = published(build_tiny_qwen3(tmp_path / "model"), tmp_path / "published")
+    assert made is not None
+    folder = tmp_path / "published" / made.folder
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert made.text(tokenizer.encode("def f(x): return 'ü'")) == "def f(x): return 'ü'"
 
 
 def test_publishing_twice_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None:
