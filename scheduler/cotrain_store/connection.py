@@ -15,6 +15,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
@@ -23,9 +24,11 @@ from cotrain_store.keys import fleet_keys
 from cotrain_store.together import SharedRedis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-CONNECTION_LOST = (RedisConnectionError, RedisTimeoutError)
+_UNANSWERED = (RedisConnectionError, RedisTimeoutError)
+#: What passes, and is waited for: Redis is away, or full for now (results expire, and make room).
+CONNECTION_LOST = (*_UNANSWERED, OutOfMemoryError)
 
 #: What Redis must be set to so that an acknowledged write survives a kill and a power cut.
 DURABLE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
@@ -65,7 +68,7 @@ def _pool(url: str) -> redis.asyncio.BlockingConnectionPool:
         health_check_interval=15,
         # Every script may run twice, so a call whose outcome is unknown is simply made again.
         retry=AsyncRetry(ExponentialBackoff(cap=0.5, base=0.02), _RETRIES),
-        retry_on_error=list(CONNECTION_LOST),
+        retry_on_error=list(_UNANSWERED),
     )
 
 
@@ -79,19 +82,40 @@ def open_sync_connection(url: str) -> SyncConnection:
         socket_connect_timeout=2.0,
         health_check_interval=15,
         retry=Retry(ExponentialBackoff(cap=0.5, base=0.02), _RETRIES),
-        retry_on_error=list(CONNECTION_LOST),
+        retry_on_error=list(_UNANSWERED),
     )
     return redis.Redis.from_pool(pool)
 
 
 def async_script(connection: Connection, *parts: str) -> Script:
     """Load one of our scripts, after the parts it calls, for an asynchronous connection."""
-    return connection.register_script(_source(parts))
+    script = connection.register_script(_source(parts))
+
+    async def run(keys: Sequence[str], args: Sequence[Any]) -> Any:
+        try:
+            return await script(keys, args)
+        except ResponseError as refused:
+            raise _named(refused) from None
+
+    return run
 
 
 def sync_script(connection: SyncConnection, *parts: str) -> Script:
     """Load one of our scripts, after the parts it calls, for a synchronous connection."""
-    return connection.register_script(_source(parts))
+    script = connection.register_script(_source(parts))
+
+    def run(keys: Sequence[str], args: Sequence[Any]) -> Any:
+        try:
+            return script(keys, args)
+        except ResponseError as refused:
+            raise _named(refused) from None
+
+    return run
+
+
+def _named(refused: ResponseError) -> ResponseError:
+    """Give the error of a script its name: for Redis 6.2 all of them are one, and only the text differs."""
+    return OutOfMemoryError(str(refused)) if " -OOM " in str(refused) else refused
 
 
 def _source(parts: Iterable[str]) -> str:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from cotrain_store.connection import open_sync_connection
 from cotrain_store.execution import Execution
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.sampling import Sampling
+from cotrain_workers import heart
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
@@ -211,3 +213,59 @@ async def test_requests_whose_claim_was_never_answered_are_claimed_again(
         requests = [await submit_sample(server, sampler, seq) for seq in range(5)]
         answers = {await sampled(server, sampler, request) for request in requests}
         assert (lost, len(answers)) == (3, 1)
+
+
+class Crowded:
+    """A Redis that has no memory left when something is called, and again later."""
+
+    def __init__(self, redis_server: EmbeddedRedis) -> None:
+        self._redis = open_sync_connection(redis_server.url)
+        self.refused = 0
+
+    def until_asked_twice_more(self, role: Any, method: str) -> None:
+        """Take the memory away from a method's next calls."""
+        original = getattr(role, method)
+
+        def crowded(*args: Any, **kwargs: Any) -> Any:
+            self._redis.config_set("maxmemory", 1 if self.refused < 2 else 0)
+            self.refused += 1
+            return original(*args, **kwargs)
+
+        setattr(role, method, crowded)
+
+
+async def test_a_commit_waits_for_a_redis_that_has_no_memory_left(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    run = await server.create("a", "a", LORA)
+    crowded = Crowded(empty_redis)
+    with worker(empty_redis.url, tmp_path, engine) as loop:
+        crowded.until_asked_twice_more(loop._execution, "commit")
+        await results(server, run, await submit(server, run, 1, 1))
+    assert crowded.refused >= 3
+
+
+async def test_a_worker_gives_signs_of_life_again_once_redis_has_memory(
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heart, "BEAT_S", 0.05)
+    crowded = Crowded(empty_redis)
+    with worker(empty_redis.url, tmp_path, engine) as loop:
+        crowded.until_asked_twice_more(loop._execution, "beat")
+        async with asyncio.timeout(60):
+            while crowded.refused < 3:  # noqa: ASYNC110  # another thread's doing
+                await asyncio.sleep(0.01)
+
+
+async def test_the_scheduler_waits_for_a_redis_that_has_no_memory_left(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    run = await server.create("a", "a", LORA)
+    crowded = Crowded(empty_redis)
+    crowded.until_asked_twice_more(server.dispatch, "plan")
+    with worker(empty_redis.url, tmp_path, engine):
+        await results(server, run, await submit(server, run, 1, 2))
+    assert crowded.refused >= 3

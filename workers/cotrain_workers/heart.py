@@ -49,7 +49,7 @@ class Heart:
             except Fenced:
                 self.was_replaced = True
                 self._stopping.set()
-            except CONNECTION_LOST:
+            except (OSError, *CONNECTION_LOST):  # the former where nothing can be opened now
                 log.warning("beat_lost")
             if self._stopping.wait(BEAT_S):
                 return
