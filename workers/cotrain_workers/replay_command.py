@@ -5,17 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 
+from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from cotrain_store.messages.ids import RunId
     from cotrain_workers.engine import Engine
@@ -28,8 +27,6 @@ if find_spec("torch") is None:
     raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
 recorder = typer.Typer(help="List recorded cycles, and hand one out.", no_args_is_help=True)
-# Without emoji: `:train:` in the name of a run is one.
-console = Console(highlight=False, soft_wrap=True, emoji=False)
 
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"  # as `cotrain serve` has it
 #: Exit codes of `replay`, beside 0.
@@ -50,8 +47,12 @@ def replay(
     everything: Annotated[
         bool, typer.Option("--everything", help="Also run what failed by an accident.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Run one recorded cycle again, without a server, and compare every result and state."""
+    """Run one recorded cycle again, without a server, and compare every result and state.
+
+    Ends with 0, with 1 where something diverged, with 2 where FILE or the base model cannot be used.
+    """
     from cotrain_workers.recording_file import RecordingUnreadable, read_cycle
     from cotrain_workers.replay import (
         compared,
@@ -68,44 +69,63 @@ def replay(
     except (RecordingUnreadable, OSError, ValueError) as unusable:
         typer.echo(str(unusable), err=True)
         raise typer.Exit(UNUSABLE) from unusable
-    _tell(cycle, engine)
+    if not as_json:
+        _tell(cycle, engine)
     again = run_again(engine, cycle, everything=everything)
     rows = list(compared(cycle, again, tolerance_of(cycle.facts.numerics, engine.facts.numerics)))
-    _show(_comparison(rows))
     diverged = sum(row.verdict == "DIVERGED" for row in rows)
+    if as_json:
+        others = cycle.facts.numerics.differences(engine.facts.numerics)
+        print_json(
+            {
+                **_facts(cycle.facts),
+                "other_numerics": others,
+                "compared": rows,
+                "diverged": diverged,
+            }
+        )
+    else:
+        _show(rows, diverged, is_new=cycle.found is None)
     if diverged:
-        console.print(f"{diverged} of {len(rows)} diverged.")
         raise typer.Exit(DIVERGED)
-    console.print("Nothing to compare with." if cycle.found is None else "Nothing diverged.")
 
 
-@recorder.command(name="list")
+@recorder.command(name="list", epilog=examples("cotrain recorder list --data-dir /srv/cotrain"))
 def list_recordings(
     data_dir: Annotated[
         Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where the server keeps everything.")
     ] = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
 ) -> None:
     """List the recorded cycles of all workers, the newest first."""
     from cotrain_workers.recorder import SUFFIX
     from cotrain_workers.recording_file import RecordingUnreadable, read_facts
 
-    table = Table("file", "recorded", "worker", "cycle", "runs", "ops", "size", box=None)
+    found: list[tuple[Path, CycleFacts | None]] = []
     files = (data_dir / "recorder").glob(f"*/*/*{SUFFIX}")
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
-            table.add_row(escape(str(path)), *_listed(read_facts(path), path.stat().st_size))
+            found.append((path, read_facts(path)))
         except RecordingUnreadable:
-            table.add_row(escape(str(path)), "damaged")
-    _show(table)
+            found.append((path, None))
+    if as_json:
+        print_json([{"file": path, **_sized(path), **_facts(facts)} for path, facts in found])
+        return
+    table = Table("file", "recorded", "worker", "cycle", "runs", "ops", "size", box=None)
+    for path, facts in found:
+        size = decimal(path.stat().st_size)
+        table.add_row(str(path), *((*_listed(facts), size) if facts else ("damaged",)))
+    print_rich(table)
 
 
-@recorder.command()
+@recorder.command(epilog=examples("cotrain recorder export cycle.zip mine.zip --run RUN"))
 def export(
     file: Recording,
     output: Annotated[Path, typer.Argument(help="The file to write.")],
     run: Annotated[
         str | None, typer.Option(help="This run alone, nothing of other tenants.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a recorded cycle, or one run of it, to a file of its own."""
     from cotrain_store.messages.ids import RunId
@@ -120,6 +140,8 @@ def export(
     except (RecordingUnreadable, OSError, ValueError) as unusable:
         typer.echo(str(unusable), err=True)
         raise typer.Exit(UNUSABLE) from unusable
+    if as_json:
+        print_json({"file": output, **_sized(output), **_facts(cycle.facts)})
 
 
 def _with_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
@@ -131,37 +153,53 @@ def _with_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
 def _tell(cycle: RecordedCycle, engine: Engine) -> None:
     """Say what is run again, and how it is compared."""
     facts = cycle.facts
-    recorded, worker, number, runs, ops = _listed(facts, 0)[:5]
-    console.print(
+    recorded, worker, number, runs, ops = _listed(facts)
+    print_rich(
         f"Cycle {number} of {facts.base_model} on {worker}, {recorded}: {runs} runs, {ops} ops."
     )
     others = facts.numerics.differences(engine.facts.numerics)
     if others:
-        console.print(f"Other numerics ({'; '.join(others)}): compared with a tolerance.")
+        print_rich(f"Other numerics ({'; '.join(others)}): compared with a tolerance.")
     elif facts.numerics.device != "cpu":
-        console.print("Not on a CPU: compared with a tolerance.")
+        print_rich("Not on a CPU: compared with a tolerance.")
     if cycle.found is None:
-        console.print("It has no outcome: its process died in this cycle.")
+        print_rich("It has no outcome: its process died in this cycle.")
 
 
-def _listed(facts: CycleFacts, size: int) -> tuple[str, ...]:
-    recorded = datetime.fromtimestamp(facts.recorded_at, UTC)
-    step = facts.step
-    counts = (step.cycle, len(step.tenant_by_run), len(step.ops))
-    cycle, runs, ops = (str(count) for count in counts)
-    return f"{recorded:%Y-%m-%d %H:%M:%S}", step.worker, cycle, runs, ops, decimal(size)
-
-
-def _comparison(rows: Iterable[Compared]) -> Table:
+def _show(rows: Sequence[Compared], diverged: int, *, is_new: bool) -> None:
     table = Table("run", "seq", "what", "digest", "", "", box=None)
     for row in rows:
         seq = "" if row.seq is None else str(row.seq)
-        table.add_row(escape(row.run), seq, row.what, row.digest, row.verdict, escape(row.details))
-    return table
+        table.add_row(row.run, seq, row.what, row.digest, row.verdict, row.details)
+    print_rich(table)
+    if diverged:
+        print_rich(f"{diverged} of {len(rows)} diverged.")
+    else:
+        print_rich("Nothing to compare with." if is_new else "Nothing diverged.")
 
 
-def _show(table: Table) -> None:
-    """Print a table as wide as it is: paths and names are there to be copied whole."""
-    unlimited = console.options.update(max_width=100_000)
-    width = Measurement.get(console, unlimited, table).maximum
-    Console(highlight=False, emoji=False, width=max(console.width, width)).print(table)
+def _listed(facts: CycleFacts) -> tuple[str, ...]:
+    step = facts.step
+    counts = (step.cycle, len(step.tenant_by_run), len(step.ops))
+    cycle, runs, ops = (str(count) for count in counts)
+    return f"{_time(facts):%Y-%m-%d %H:%M:%S}", step.worker, cycle, runs, ops
+
+
+def _facts(facts: CycleFacts | None) -> dict[str, Any]:
+    """Name what is known of a cycle for JSON; of a damaged file that is nothing."""
+    return {
+        "recorded_at": facts and _time(facts),
+        "base_model": facts and facts.base_model,
+        "worker": facts and facts.step.worker,
+        "cycle": facts and facts.step.cycle,
+        "runs": facts and sorted(facts.step.tenant_by_run),
+        "ops": facts and len(facts.step.ops),
+    }
+
+
+def _sized(path: Path) -> dict[str, int]:
+    return {"size_bytes": path.stat().st_size}
+
+
+def _time(facts: CycleFacts) -> datetime:
+    return datetime.fromtimestamp(facts.recorded_at, UTC)

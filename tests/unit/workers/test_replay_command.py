@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +74,21 @@ def test_a_replay_that_diverges_names_run_and_seq_and_exits_with_1(
     assert result.stdout.endswith("2 of 5 diverged.\n")  # the result, and the gradient it left
 
 
+def test_a_replay_as_json_has_the_same_verdicts_and_the_same_exit_code(
+    flight: Flight, tmp_path: Path
+) -> None:
+    done = cotrain("replay", flight.files[1], "--json")
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["diverged"], told["other_numerics"]) == (0, 0, [])
+    assert (told["worker"], told["cycle"], told["runs"], told["ops"]) == ("w0", 2, [A, B], 3)
+    assert [row["verdict"] for row in told["compared"]] == ["equal"] * 5
+    cycle = read_cycle(flight.files[1])
+    damaged = tmp_path / "damaged.zip"
+    write_cycle(damaged, replace(cycle, bodies=[*cycle.bodies[:2], a_pass(B, 9)[3]]))
+    diverged = cotrain("replay", damaged, "--json")
+    assert (diverged.exit_code, json.loads(diverged.stdout)["diverged"]) == (1, 2)
+
+
 def test_a_recording_of_another_machine_is_compared_with_a_tolerance_and_says_so(
     flight: Flight, tmp_path: Path
 ) -> None:
@@ -113,11 +130,18 @@ def test_the_recordings_of_a_server_are_listed_the_newest_first(
     assert [row.split()[0] for row in rows[1:]] == [str(path) for path in flight.files[1::-1]]
     assert rows[0].split()[1] == "damaged"
     assert rows[1].split()[3:7] == ["w0", "2", "2", "3"]
+    damaged, newest, _ = json.loads(
+        cotrain("recorder", "list", "--data-dir", tmp_path, "--json").stdout
+    )
+    assert (damaged["size_bytes"], damaged["cycle"], damaged["runs"]) == (2, None, None)
+    assert (newest["file"], newest["base_model"]) == (str(flight.files[1]), "tiny")
+    assert datetime.fromisoformat(newest["recorded_at"]).tzinfo is not None
 
 
 def test_one_run_is_handed_out_without_its_neighbours(flight: Flight, tmp_path: Path) -> None:
     output = tmp_path / "mine.zip"
-    assert cotrain("recorder", "export", flight.files[1], output, "--run", B).exit_code == 0
+    done = cotrain("recorder", "export", flight.files[1], output, "--run", B, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["runs"]) == (0, [B])
     assert A.encode() not in output.read_bytes()
     assert read_cycle(output).before.keys() == {RunId(B)}
     assert cotrain("replay", output).exit_code == 0
