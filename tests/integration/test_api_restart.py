@@ -17,6 +17,7 @@ import httpx
 from cotrain_store.keys import result_keys
 from tests.support.http_api import ALICE, publish_pool, running_api
 from tests.support.processes import PATIENCE_S, SOURCES
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,12 +122,9 @@ async def _repeat(url: str, path: str, body: dict[str, str], statuses: Counter[i
 
 
 async def _listening(redis: SyncConnection, processes: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while redis.pubsub_numsub(result_keys.notify_results())[0][1] < processes:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    channel = result_keys.notify_results()
+    await until(lambda: redis.pubsub_numsub(channel)[0][1] >= processes)
 
 
 async def _count(statuses: Counter[int], status: int, at_least: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while statuses[status] < at_least:  # noqa: ASYNC110  # another process's doing
-            await asyncio.sleep(0.02)
+    await until(lambda: statuses[status] >= at_least)

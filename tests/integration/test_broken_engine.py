@@ -14,7 +14,7 @@ from cotrain_store.results import RUN_STOPPED
 from cotrain_store.status import cycle_records
 from cotrain_workers.device import DeviceLost
 from cotrain_workers.engine import Engine
-from tests.support.deaths import Failpoint, Killed, dying_worker, live
+from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.stack import POOL, make_worker, worker
 
@@ -80,12 +80,11 @@ async def test_what_breaks_the_engine_fails_alone(
     kept = [seq for seq in range(1, 5) if seq not in poison]
 
     breaks_at({(harmless.id, seq) for seq in poison}, half_way=half_way)
-    with worker(url, tmp_path, engine) as loop:
+    with worker(url, tmp_path, engine, drains=False):
         requests = await submit(server, harmless, 1, 4)
         neighbour = await submit(server, clean, 1, 4)
         answers = await results(server, harmless, requests)
         assert await results(server, clean, neighbour) == expected
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
     assert engine.state(clean.id).digest() == digest
     assert [answers[seq - 1] == CRASHED for seq in range(1, 5)] == [
         s in poison for s in range(1, 5)
@@ -179,14 +178,7 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
             for run in (guilty, neighbour)
         )
     )
-    deaths = 0
-    while not answers.done():
-        loop, spools = make_worker(url, tmp_path, engine)
-        life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
-        while not (life.done() or answers.done()):  # noqa: ASYNC110  # whichever comes first
-            await asyncio.sleep(0.01)
-        loop.stop()
-        deaths += not await life
+    deaths = await deaths_until(answers, url, tmp_path, engine)
     mine, others = await answers
     assert [answer == POISON for answer in mine] == [False, True, False, False]
     assert others == expected

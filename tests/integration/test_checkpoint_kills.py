@@ -19,9 +19,10 @@ from tests.support.processes import Process, settings_of, stack_of
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, stack
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from cotrain_store.messages.runs import RunRecord
@@ -52,12 +53,6 @@ class Host:
         """Name the last committed seq of a run."""
         with contextlib.closing(open_sync_connection(self.redis.url)) as redis:
             return int(redis.hget(log(POOL, run.id), "done") or -1)
-
-    async def until(self, happened: Callable[[], bool]) -> None:
-        """Wait for what another process does."""
-        async with asyncio.timeout(300):
-            while not happened():  # noqa: ASYNC110  # another process's doing
-                await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -105,12 +100,12 @@ async def test_saves_resolve_after_their_worker_is_killed_before_their_files_are
             await results(host.stack, run, await submit(host.stack, run, 1, STEP))
             with no_disk(tmp_path / "optimizers"):
                 between = await submit_state(host.stack, run, STEP + 1, "between")
-                await host.until(lambda: any((tmp_path / "weights").glob("??/[!.]*")))
+                await until(lambda: any((tmp_path / "weights").glob("??/[!.]*")))
                 with no_disk(tmp_path / "weights"):
                     later = await submit(host.stack, run, STEP + 1, 2 * STEP, place=STEP + 2)
                     before = await submit_state(host.stack, run, 2 * STEP + 2, "before")
                     await results(host.stack, run, later)  # training waits for no disk
-                    await host.until(lambda: host.done(run) == 2 * STEP + 2)
+                    await until(lambda: host.done(run) == 2 * STEP + 2)
                     for request in (between, before):
                         assert isinstance(
                             await host.stack.futures.wait(run.tenant, request, 0), Pending

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.sampling import base_sampler, ended, submit_sample
 from tests.support.stack import POOL, Stack, worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,9 +46,7 @@ async def train_and_save(
 ) -> tuple[RunRecord, CheckpointRecord]:
     """One step, saved; then a second step that shall be undone. `drains` leaves a recovery copy."""
     run = await server.create("a", "a", LORA)
-    with worker(url, folder, engine) as loop:
-        if not drains:
-            loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+    with worker(url, folder, engine, drains=drains):
         await submit(server, run, 1, STEP)
         checkpoint = await saved_state(server, run, STEP + 1)
         requests = await submit(server, run, 2 * STEP + 1, 3 * STEP, place=STEP + 2)
@@ -146,13 +144,12 @@ async def test_a_load_whose_files_are_damaged_fails_alone_also_in_a_replay(
     (file,) = (tmp_path / "optimizers").glob("??/*")
     content = file.read_bytes()
     file.write_bytes(content[:-1])
-    with worker(url, tmp_path, engine) as loop:
+    with worker(url, tmp_path, engine, drains=False):
         request = await submit_load(server, run, 2 * STEP + 2, checkpoint)
         failure = (await server.result(run, request)).json()
         message = f"Checkpoint {checkpoint.path} cannot be read on the server."
         assert failure == {"error": message, "category": "server"}
         assert engine.state(run.id).digest() == digest
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
     file.write_bytes(content)
     assert restored_digest(url, tmp_path, engine, run.id) == digest
 
@@ -163,11 +160,10 @@ async def test_a_run_whose_checkpoint_is_gone_in_a_replay_stops_loudly_and_alone
     url = empty_redis.url
     run, checkpoint = await train_and_save(server, url, tmp_path, engine)
     neighbour = await server.create("b", "b", LORA)
-    with worker(url, tmp_path, engine) as loop:
+    with worker(url, tmp_path, engine, drains=False):
         await submit(server, neighbour, 1, STEP)
         await server.result(run, await submit_load(server, run, 2 * STEP + 2, checkpoint))
         await server.result(neighbour, request_id(neighbour.id, STEP))
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
     for file in (tmp_path / "optimizers").glob("??/*"):
         file.unlink()
     for each in (run, neighbour):
@@ -191,10 +187,9 @@ async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_die
     url = empty_redis.url
     _, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine) as loop:
+    with worker(url, tmp_path, engine, drains=False) as loop:
         await submit(server, run, 1, STEP)
         first = await saved_state(server, run, STEP + 1, "first")
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
     blocked, write = threading.Event(), CheckpointFiles.write
 
     def held(*args: Any) -> Any:
@@ -257,9 +252,7 @@ async def test_a_full_disk_delays_the_saves_that_memory_has_no_room_for_and_fail
             first = await submit_state(server, run, STEP + 1, "x")
             await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
             second = await submit_state(server, run, 2 * STEP + 2, "y")
-            async with asyncio.timeout(300):
-                while not loop._waiting_cycle:  # noqa: ASYNC110  # another thread's doing
-                    await asyncio.sleep(0.01)
+            await until(lambda: loop._waiting_cycle)
             assert len(loop._weights._owed) == 1
             sampler = await base_sampler(server)
             await ended(server, sampler, await submit_sample(server, sampler, 0))

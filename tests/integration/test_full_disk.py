@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.bodies import sequences
 from tests.support.program import LORA, results
 from tests.support.stack import worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
@@ -45,6 +46,13 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[int]]:
     return fill
 
 
+async def trained(server: Stack, url: str, folder: Path, engine: Engine) -> tuple[RunRecord, Any]:
+    """Make a run and its first gradient while there is room; return it and the answer."""
+    run = await server.create("a", "a", LORA)
+    with worker(url, folder, engine):
+        return run, await results(server, run, [await server.forward_backward(run, 1, LARGE)])
+
+
 async def test_a_result_waits_for_room(
     server: Stack,
     empty_redis: EmbeddedRedis,
@@ -52,10 +60,9 @@ async def test_a_result_waits_for_room(
     engine: Engine,
     disk: Callable[[float], list[int]],
 ) -> None:
-    other, run = [await server.create(name, name, LORA) for name in ("a", "b")]
     url = empty_redis.url
-    with worker(url, tmp_path, engine):
-        expected = await results(server, other, [await server.forward_backward(other, 1, LARGE)])
+    other, expected = await trained(server, url, tmp_path, engine)
+    run = await server.create("b", "b", LORA)
     request = await server.forward_backward(run, 1, LARGE)
     failed = disk(3)
     with worker(url, tmp_path, engine):
@@ -71,15 +78,13 @@ async def test_a_worker_that_is_stopped_meanwhile_leaves_the_step_to_the_next(
     engine: Engine,
     disk: Callable[[float], list[int]],
 ) -> None:
-    other, run = [await server.create(name, name, LORA) for name in ("a", "b")]
     url = empty_redis.url
-    with worker(url, tmp_path, engine):
-        expected = await results(server, other, [await server.forward_backward(other, 1, LARGE)])
+    other, expected = await trained(server, url, tmp_path, engine)
+    run = await server.create("b", "b", LORA)
     request = await server.forward_backward(run, 1, LARGE)
     failed = disk(float("inf"))
     with worker(url, tmp_path, engine):
-        while failed[0] < 2:  # noqa: ASYNC110  # another thread's doing
-            await asyncio.sleep(0.01)
+        await until(lambda: failed[0] >= 2)
     disk(0)
     with worker(url, tmp_path, engine):
         assert await results(server, run, [request]) == expected

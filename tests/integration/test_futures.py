@@ -18,6 +18,7 @@ from tests.support.full_table import no_descriptor
 from tests.support.log import open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,9 +33,7 @@ NEVER_S = 1e6
 
 
 async def everybody_waits(futures: Futures, count: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while futures.waiters < count:  # noqa: ASYNC110  # nothing tells when a waiter has come
-            await asyncio.sleep(0.01)
+    await until(lambda: futures.waiters >= count)
 
 
 async def test_many_waiters_share_one_subscription(log: Log) -> None:

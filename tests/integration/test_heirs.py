@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +15,7 @@ from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.sampling import ended, submit_sample, submit_save
 from tests.support.stack import POOL, Stack, worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,9 +31,7 @@ DEAD, HEIR = WorkerId("w0"), WorkerId("w1")
 async def inherit(server: Stack, redis: Any) -> None:
     """Give what the dead worker had to the other one, without waiting until it is dead for long."""
     redis.delete(fleet_keys.worker(POOL, DEAD))
-    async with asyncio.timeout(300):
-        while not redis.exists(fleet_keys.worker(POOL, HEIR)):  # noqa: ASYNC110  # another thread's doing
-            await asyncio.sleep(0.01)
+    await until(lambda: redis.exists(fleet_keys.worker(POOL, HEIR)))
     (place,) = [place for place in await server.dispatch.places(POOL) if place.worker == DEAD]
     assert await server.dispatch.reassign(POOL, place, HEIR)
 
@@ -102,9 +100,7 @@ async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
     request = await submit_sample(server, sampler, 1)
     engine.drop(run.id)
     with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
-        async with asyncio.timeout(300):
-            while not loop._weights._recall_at:  # noqa: ASYNC110  # another thread's doing
-                await asyncio.sleep(0.01)
+        await until(lambda: loop._weights._recall_at)
         await inherit(server, redis)
         assert (await ended(server, sampler, request)).kind is ResultKind.SAMPLE
 

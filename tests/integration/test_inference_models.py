@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
 from tests.support.stand_in import StandIn, stand_in
 from tests.support.talking import write_language
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -120,5 +121,4 @@ async def test_a_server_that_stops_gives_its_requests_up(empty_redis: EmbeddedRe
         answer = await asking
         assert answer.status_code == 503
         assert float(answer.headers["retry-after"]) > 0
-        while worker.sampling.depth():  # noqa: ASYNC110  # until it is cancelled behind our back
-            await asyncio.sleep(0.005)
+        await until(lambda: not worker.sampling.depth())  # cancelled behind our back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import threading
@@ -27,9 +26,9 @@ from tests.support.program import (
     undisturbed,
 )
 from tests.support.stack import POOL, worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     import pytest
@@ -37,13 +36,6 @@ if TYPE_CHECKING:
     from cotrain_workers.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    """Wait for what another thread does between its cycles."""
-    async with asyncio.timeout(60):
-        while not happened():  # noqa: ASYNC110  # another thread's doing
-            await asyncio.sleep(0.01)
 
 
 async def test_runs_that_take_turns_on_the_device_train_as_if_there_was_room(

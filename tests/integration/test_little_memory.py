@@ -55,8 +55,7 @@ async def test_a_run_that_was_cut_to_fit_goes_on_where_memory_is_larger(
     url = empty_redis.url
     run = await server.create("a", "a", LORA)
     limit_rows(128)
-    with worker(url, tmp_path, engine) as loop:
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+    with worker(url, tmp_path, engine, drains=False) as loop:
         found = await server.result(run, await server.forward_backward(run, 1, sequences(1, 5, 70)))
         assert found.kind is ResultKind.PASS
         await server.result(run, await server.optim_step(run, 2))
@@ -80,8 +79,7 @@ async def test_a_request_that_does_not_fit_fails_alone_and_is_left_out_of_a_repl
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
     run = await server.create("a", "a", LORA)
     limit_rows(64)
-    with worker(url, tmp_path, engine) as loop:
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+    with worker(url, tmp_path, engine, drains=False):
         requests = await submit(server, run, 1, 3)
         large = await server.forward_backward(run, 4, sequences(1, 1, 100), OpKind.FORWARD_BACKWARD)
         requests += await submit(server, run, 4, 4, place=5)

@@ -21,6 +21,7 @@ from cotrain_store.messages.weights import external_folder
 from cotrain_store.saved_weights import SavedWeights
 from tests.support.log import WORKER
 from tests.support.stack import POOL
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import RunId
@@ -129,8 +130,7 @@ async def test_a_waiter_gets_what_a_save_resolves_to(samples: Samples) -> None:
     async with samples.log.futures() as futures:
         assert await futures.wait(A, request, 0.0) == Pending()
         held = asyncio.create_task(futures.wait(A, request, 30.0))
-        while not futures.waiters:  # noqa: ASYNC110  # nothing tells when a waiter has come
-            await asyncio.sleep(0)
+        await until(lambda: futures.waiters)
         samples.stored(run, 1)
         assert await held == Result.of_json({"seq": 1})
 

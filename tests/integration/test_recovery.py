@@ -198,14 +198,13 @@ async def test_a_request_that_is_not_a_number_fails_again_in_a_replay_and_leaves
     run, clean = [await server.create(name, name, LORA) for name in ("a", "b")]
     poison = pass_body(run.id, 2, sequences(5, 1, 9), weight=math.nan)
     last: list[RequestId] = []
-    with worker(url, tmp_path, engine) as loop:
+    with worker(url, tmp_path, engine, drains=False):
         await submit(server, run, 1, 1)
         bad = await server.intake.submit(run, 2, OpKind.FORWARD_BACKWARD, poison, 9, "2")
         await submit(server, clean, 1, 2)
         failure = await server.result(run, bad)
         assert failure.json()["category"] == "user"
         await server.result(clean, request_id(clean.id, 2))
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
     with worker(url, tmp_path, engine):
         for each in (run, clean):
             last = await submit(server, each, 3, 4)

@@ -15,6 +15,7 @@ from cotrain_store.messages.results import Result
 from cotrain_store.sample_ends import CLONE_SIZE, OWN_SEQS
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import RESULT, open_samples
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,9 +30,7 @@ NEVER_S = 1e6
 
 
 async def somebody_waits(completions: Completions, count: int = 1) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while completions.waiters < count:  # noqa: ASYNC110  # nothing tells when a poll has come
-            await asyncio.sleep(0.01)
+    await until(lambda: completions.waiters >= count)
 
 
 def names(ended: list[Completion]) -> list[RequestId]:

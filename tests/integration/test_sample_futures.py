@@ -16,6 +16,7 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.sample_ends import parse_sample
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.samples import RESULT
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.support.samples import Samples
@@ -34,8 +35,7 @@ async def test_a_poll_is_pending_until_the_result_is_there(samples: Samples) -> 
         samples.claim()
         assert await futures.wait(A, request, 0.01) == Pending()
         poll = asyncio.create_task(futures.wait(A, request, PATIENCE_S))
-        while not futures.waiters:  # noqa: ASYNC110  # nothing tells when a waiter has come
-            await asyncio.sleep(0.01)
+        await until(lambda: futures.waiters)
         samples.resolve(request)
         assert await poll == RESULT
         assert await futures.wait(A, request, 0) == RESULT
@@ -146,7 +146,7 @@ async def test_waiting_for_a_result_notes_that_it_was_sent(
     (request,) = await samples.submit(sampler, 0)
     samples.resolve(*samples.claim())
     samples.log.redis.set(tenant_keys.session_beat(sampler.session), "now")
-    async with samples.log.futures() as futures, asyncio.timeout(PATIENCE_S):
+    name = result_keys.result(request)
+    async with samples.log.futures() as futures:
         await futures.wait(A, request, 10)
-        while samples.log.redis.pttl(result_keys.result(request)) > result_keys.READ_RESULT_TTL_MS:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        await until(lambda: samples.log.redis.pttl(name) <= result_keys.READ_RESULT_TTL_MS)

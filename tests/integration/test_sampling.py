@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from tests.support.sampling import (
     submit_save,
 )
 from tests.support.stack import POOL, Stack, worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,8 +83,7 @@ async def test_a_running_request_can_be_cancelled_and_its_neighbours_go_on(
         alone = await sample(server, sampler, 1, LONG)
         gone = await submit_sample(server, sampler, 2, LONG, max_tokens=2_000 - 39)
         stays = await submit_sample(server, sampler, 3, LONG)
-        while loop._sampler.running < 2:  # noqa: ASYNC110  # another thread's doing
-            await asyncio.sleep(0.001)
+        await until(lambda: loop._sampler.running == 2, look_every_s=0.001)
         await server.samples.cancel(sampler.tenant, gone)
         assert await ended(server, sampler, gone) == CANCELLED
         assert await sampled(server, sampler, stays) == alone

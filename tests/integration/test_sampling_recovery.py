@@ -13,7 +13,7 @@ from cotrain_store.messages.ids import request_id
 from cotrain_workers.decoder import EngineDecoder
 from cotrain_workers.sample_requests import seed_of
 from cotrain_workers.suspects import CRASHED, MAX_DEATHS, POISON
-from tests.support.deaths import Failpoint, Killed, dying_worker, live
+from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.program import LORA, submit
 from tests.support.sampling import (
     LONG,
@@ -26,6 +26,7 @@ from tests.support.sampling import (
     submit_save,
 )
 from tests.support.stack import POOL, Stack, make_worker, worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,13 +36,6 @@ if TYPE_CHECKING:
     from cotrain_workers.engine import Engine
     from cotrain_workers.sample_ops import Progress
     from tests.support.redis_server import EmbeddedRedis
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    async with asyncio.timeout(300):
-        while not happened():  # noqa: ASYNC110  # another thread's doing
-            await asyncio.sleep(0.01)
 
 
 async def undisturbed_sample(
@@ -199,13 +193,29 @@ async def test_a_request_killed_in_the_middle_gives_the_same_tokens_after(
 
 
 async def test_a_drained_worker_gives_back_what_it_has_not_finished(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = empty_redis.url
     sampler = await base_sampler(server)
     requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(3)]
-    with worker(url, tmp_path, engine) as loop:
-        await until(lambda: loop._sampler.running == 3)
+    loop, spools = make_worker(url, tmp_path, engine)
+    with monkeypatch.context() as patch:
+
+        def step(decoder: EngineDecoder) -> Progress:
+            progress = decode(decoder)
+            if loop._sampler.running == 3:
+                loop.stop()
+            return progress
+
+        decode = EngineDecoder.step
+        patch.setattr(EngineDecoder, "step", step)
+        assert await asyncio.to_thread(live, loop, spools)
+    assert loop._sampler.running == 3
     assert redis.llen(sample_keys.claimed_samples(POOL, loop._execution.worker)) == 0
     with worker(url, tmp_path, engine):
         assert len({await sampled(server, sampler, request) for request in requests}) == 1
@@ -261,14 +271,7 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     requests = [await submit_sample(server, sampler, seq) for seq in range(1, 4)]
     breaks_for(requests[1], deadly=True)
     answers = asyncio.gather(*(ended(server, sampler, request) for request in requests))
-    deaths = 0
-    while not answers.done():
-        loop, spools = make_worker(url, tmp_path, engine)
-        life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
-        while not (life.done() or answers.done()):  # noqa: ASYNC110  # whichever comes first
-            await asyncio.sleep(0.01)
-        loop.stop()
-        deaths += not await life
+    deaths = await deaths_until(answers, url, tmp_path, engine)
     assert (await answers)[1].json()["error"] == POISON.message
     for request in (requests[0], requests[2]):
         assert await sampled(server, sampler, request) == expected

@@ -139,8 +139,7 @@ async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
 ) -> None:
     url = empty_redis.url
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine) as loop:
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+    with worker(url, tmp_path, engine, drains=False):
         large = await server.forward_backward(run, 1, LARGE)
         whole = await server.result(run, large)
     stored = Result.unpack(redis.get(result_keys.result(large)))
@@ -168,8 +167,7 @@ async def test_a_worker_without_descriptors_pauses_and_stops_nobody(
     """Neither what is to run nor what is to be replayed can be read for a while."""
     url = empty_redis.url
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine) as loop:
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
+    with worker(url, tmp_path, engine, drains=False):
         first = await server.result(run, await server.forward_backward(run, 1, LARGE))
     engine.drop(run.id)
     request = await server.forward_backward(run, 2, LARGE)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from cotrain_store.keys import sample_keys
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.token_stream import StreamedTokens, TokenPublisher, TokenStream
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     import pytest
@@ -23,9 +24,7 @@ PATIENCE_S = 120.0
 
 async def listened_to(samples: Samples) -> None:
     channel = sample_keys.notify_tokens()
-    async with asyncio.timeout(PATIENCE_S):
-        while samples.log.redis.pubsub_numsub(channel) != [(channel.encode(), 1)]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: samples.log.redis.pubsub_numsub(channel) == [(channel.encode(), 1)])
 
 
 async def read(feed: TokenFeed, count: int) -> list[StreamedTokens]:

@@ -11,9 +11,7 @@ import pytest
 
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import WeightsRef
-from cotrain_workers.checkpoint_files import (
-    CheckpointFiles,
-)
+from cotrain_workers.checkpoint_files import CheckpointFiles
 from cotrain_workers.peft_folder import TENSORS
 from cotrain_workers.sample_ops import WeightsGone
 from cotrain_workers.weights_store import LOST, WeightsStore

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from cotrain_store.keys import sample_keys, weights_keys
 from cotrain_store.messages.ids import SamplerId
-from cotrain_workers.checkpoint_files import (
-    ORPHAN_AGE_S,
-    base_model_of_adapter,
-)
+from cotrain_workers.checkpoint_files import ORPHAN_AGE_S, base_model_of_adapter
 from cotrain_workers.peft_folder import write_folder
 from cotrain_workers.sample_ops import WeightsGone
 from tests.support.saved_files import (
@@ -34,23 +30,16 @@ from tests.support.saved_files import (
 from tests.support.stack import MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_workers.weights_store import WeightsStore
     from tests.support.samples import Samples
 
 
-@pytest.fixture
-def store_of(samples: Samples, tmp_path: Path) -> Callable[..., WeightsStore]:
-    return partial(weights_store, samples, tmp_path)
-
-
 async def test_only_weights_that_nobody_can_ask_for_are_swept(
-    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+    samples: Samples, tmp_path: Path
 ) -> None:
     run = await samples.log.new_run()
-    store = store_of()
+    store = weights_store(samples, tmp_path)
     old_name = await saved(samples, run, 1, name="best")
     new_name = await saved(samples, run, 2, name="best")
     expired = await saved(samples, run, 3, sampler=3)
@@ -69,10 +58,10 @@ async def test_only_weights_that_nobody_can_ask_for_are_swept(
 
 
 async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
-    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+    samples: Samples, tmp_path: Path
 ) -> None:
     runs = [await samples.log.new_run(tenant) for tenant in ("a", "b")]
-    store = store_of()
+    store = weights_store(samples, tmp_path)
     gone, shared, kept = [
         await saved(samples, run, seq, sampler=seq)
         for run, seq in ((runs[0], 1), (runs[0], 2), (runs[1], 1))
@@ -91,9 +80,9 @@ async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
 
 
 async def test_folders_of_other_base_models_are_their_own_workers_business(
-    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+    samples: Samples, tmp_path: Path
 ) -> None:
-    store = store_of()
+    store = weights_store(samples, tmp_path)
     for base_model in (MODEL, "another"):
         write_folder(tmp_path / "weights", weights_of(1.0).weights, layout_of(SPEC), base_model)
     make_old(tmp_path)
@@ -103,10 +92,10 @@ async def test_folders_of_other_base_models_are_their_own_workers_business(
 
 
 async def test_a_folder_that_is_found_there_is_young_again(
-    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+    samples: Samples, tmp_path: Path
 ) -> None:
     run = await samples.log.new_run()
-    store = store_of()
+    store = weights_store(samples, tmp_path)
     for seq in (1, 2):
         store.put(await saved(samples, run, seq, sampler=seq), weights_of(1.0))
         written(store)
@@ -116,10 +105,10 @@ async def test_a_folder_that_is_found_there_is_young_again(
 
 
 async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
-    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+    samples: Samples, tmp_path: Path
 ) -> None:
     run = await samples.log.new_run()
-    store = store_of()
+    store = weights_store(samples, tmp_path)
     names = {}
     for seq in (1, 2):
         record = await saved(

@@ -83,3 +83,18 @@ async def dying_worker(
     finally:
         loop.stop()
         await life
+
+
+async def deaths_until(
+    answers: asyncio.Future[Any], redis_url: str, data_dir: Path, engine: Engine
+) -> int:
+    """Run one worker after the other until everything is answered; count those that were killed."""
+    deaths = 0
+    while not answers.done():
+        loop, spools = make_worker(redis_url, data_dir, engine)
+        life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
+        either: list[asyncio.Future[Any]] = [life, answers]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        loop.stop()
+        deaths += not await life
+    return deaths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from array import array
 from dataclasses import dataclass, field
@@ -95,13 +94,6 @@ def sample_response(body: dict[str, Any]) -> wire.SampleResponse:
         scores = [float("nan"), *(-1.0 for _ in prompt[1:])]
         message.prompt_logprobs = array("f", scores).tobytes()
     return message
-
-
-async def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
-    """Let the client's thread go on until something is so."""
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - it becomes so on another thread
-            await asyncio.sleep(0.005)
 
 
 def _new_sampler(request: httpx.Request) -> dict[str, Any]:

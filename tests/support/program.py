@@ -89,10 +89,9 @@ async def killed_after(
     broken, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
     for run in (broken, neighbour):
         await submit(server, run, 1, last)
-    with worker(url, folder, engine) as loop:
+    with worker(url, folder, engine, drains=False):
         for run in (broken, neighbour):
             await server.result(run, request_id(run.id, last))
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]
     return broken, neighbour
 
 

@@ -118,10 +118,17 @@ async def stack(
 
 @contextlib.contextmanager
 def worker(
-    redis_url: str, data_dir: Path, engine: Engine, **overrides: float | str
+    redis_url: str,
+    data_dir: Path,
+    engine: Engine,
+    *,
+    drains: bool = True,
+    **overrides: float | str,
 ) -> Iterator[WorkerLoop]:
-    """Run a worker's loop in a thread; leaving the block drains it."""
+    """Run a worker's loop in a thread; leaving the block ends it. `drains` leaves recovery copies."""
     loop, spools = make_worker(redis_url, data_dir, engine, **overrides)
+    if not drains:
+        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]  # as a kill would
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:

@@ -17,9 +17,9 @@ from cotrain_server import children
 from cotrain_server.children import TETHER, Child, Program
 from cotrain_server.folder import DataFolder
 from cotrain_server.restarts import Deaths
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 SLEEPER = Program("sleeper", ["sleep", "60"], {"PATH": os.environ["PATH"]}, grace_s=5)
@@ -44,13 +44,6 @@ class Watched:
             line = await self.lines.get()
             if "started" in line:
                 return int(line.rpartition(" ")[2].rstrip(")"))
-
-
-async def until(happened: Callable[[], object]) -> None:
-    while True:
-        if happened():
-            return
-        await asyncio.sleep(0.01)
 
 
 async def test_a_process_that_is_killed_is_started_again(tmp_path: Path) -> None:

@@ -1,0 +1,19 @@
+"""Wait for what nothing tells of: another thread's doing, or another process's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Nothing that is waited for takes so long, however busy the machine is.
+PATIENCE_S = 300.0
+
+
+async def until(happened: Callable[[], object], look_every_s: float = 0.01) -> None:
+    """Look again and again whether it has happened; raises TimeoutError after PATIENCE_S."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not happened():  # noqa: ASYNC110  # here for all: only looking tells
+            await asyncio.sleep(look_every_s)
