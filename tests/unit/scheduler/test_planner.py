@@ -189,6 +189,49 @@ def test_a_barrier_holds_back_its_own_run_only() -> None:
     assert [(o.run, o.seq) for o in chosen] == [("a", 1), ("b", 1), ("b", 2)]
 
 
+def test_the_runs_of_a_tenant_take_turns() -> None:
+    rows = [queue_of(run, "t", [op(run, 1), op(run, 2)]) for run in ("a", "b")]
+    chosen = select(rows, Fairness(), budget_tokens=20).ops
+    assert [(o.run, o.seq) for o in chosen] == [("a", 1), ("b", 1)]
+    chosen = select(rows, Fairness(), budget_tokens=40).ops
+    assert [(o.run, o.seq) for o in chosen] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+
+
+def test_a_budget_is_used_to_the_last_token() -> None:
+    ops = [op("a", 1), op("a", 2), op("a", 3)]
+    assert select([queue_of("a", "t", ops)], Fairness(), budget_tokens=20).ops == tuple(ops[:2])
+
+
+def test_what_has_no_tokens_takes_one_of_a_budget() -> None:
+    saves = [op("a", seq, OpKind.SAVE) for seq in range(5)]
+    assert select([queue_of("a", "t", saves)], Fairness(), budget_tokens=3).ops == tuple(saves[:3])
+
+
+def test_a_newcomer_stands_behind_those_who_wait() -> None:
+    rows = [queue_of(name, name, [op(name, 1), op(name, 2)]) for name in ("a", "b", "c")]
+    waiting = Fairness(ring=(TenantId("b"), TenantId("c")))
+    selection = select(rows, waiting, budget_tokens=30, quantum_tokens=10)
+    assert [o.run for o in selection.ops] == ["a", "b", "c"]
+    assert selection.fairness.ring == ("b", "c", "a")
+    assert [o.run for o in select(rows, waiting, 20, 10).ops] == ["b", "c"]
+
+
+def test_a_visit_that_was_cut_off_is_its_own_tenants_alone() -> None:
+    rows = [queue_of(name, name, [op(name, 1), op(name, 2)]) for name in ("b", "c")]
+    for gone in ((), (TenantId("gone"),)):
+        ring = (*gone, TenantId("b"), TenantId("c"))
+        cut_off = Fairness(ring, {TenantId("b"): 0}, in_visit=True)
+        chosen = select(rows, cut_off, budget_tokens=10, quantum_tokens=10).ops
+        assert [o.run for o in chosen] == ["b" if gone else "c"]
+
+
+def test_who_has_nothing_to_do_saves_no_tokens_up() -> None:
+    rows = [queue_of("a", "a", [op("a", 1)]), queue_of("b", "b", [op("b", 1), op("b", 2)])]
+    fairness = select(rows, Fairness(), budget_tokens=20, quantum_tokens=1000).fairness
+    assert fairness.ring == ("b",)
+    assert set(fairness.deficits) == {"b"}
+
+
 def test_a_run_stays_where_it_is_and_a_new_one_goes_to_the_emptiest_worker() -> None:
     beats = [worker_beat("w0", runs=2), worker_beat("w1", runs=0)]
     placed_before = queue_of("a", "t", [op("a", 1)])

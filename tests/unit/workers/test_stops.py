@@ -65,3 +65,9 @@ def test_only_the_last_tokens_are_decoded() -> None:
     has_stop_string(list(b"x" * 10_000), ("stop",), counting)
 
     assert sum(decoded) == 4 + SLACK_TOKENS
+
+
+def test_as_many_tokens_are_decoded_as_a_stop_string_has_bytes() -> None:
+    stop = "日本" * 10
+
+    assert stops_at("word " * 20 + stop, stop) == 100 + len(stop.encode())
