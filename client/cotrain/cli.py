@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 COMMANDS = "cotrain.commands"
+INSTALL = "pip install -c constraints.txt '.[all]'"
 TAKES_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 PATH = "tinker://1f2e3d4c:train:0/weights/final"
 
@@ -96,8 +97,11 @@ def _add(app: typer.Typer, command: EntryPoint) -> None:
 
 def _explain(command: EntryPoint, error: ModuleNotFoundError) -> Callable[[], None]:
     def explain() -> None:
-        typer.echo(f"this command needs: pip install 'cotrain[all]' (no {error.name})", err=True)
+        typer.echo(
+            f"{error.name} is not installed: in a checkout, {INSTALL} brings what a server needs",
+            err=True,
+        )
         raise typer.Exit(1)
 
-    explain.__doc__ = f"Needs cotrain[all], of which {error.name} is missing."
+    explain.__doc__ = f"Needs {INSTALL}: {error.name} is missing."
     return explain

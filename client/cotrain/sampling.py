@@ -13,7 +13,7 @@ from typing_extensions import override
 from cotrain.both_ways import submitted
 from cotrain.completions import Completions
 from cotrain.connection import shared_connection
-from cotrain.errors import APIStatusError, MalformedMessage
+from cotrain.errors import APIStatusError, MalformedMessage, UnsupportedInput
 from cotrain.futures import Future
 from cotrain.hosted_gaps import absent, hosted
 from cotrain.sample_traffic import SampleTraffic
@@ -21,7 +21,7 @@ from cotrain.sampler_handle import SamplerHandle
 from cotrain.sampling_types import CLONE_SEQ_IDS
 from cotrain.settings import client_settings
 from cotrain.tokenizer import load_tokenizer
-from cotrain.types import SampleRequest, SamplingParams, SamplingSessionTarget
+from cotrain.types import ModelInput, SampleRequest, SamplingParams, SamplingSessionTarget
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from cotrain.connection import Connection
     from cotrain.settings import ClientSettings
-    from cotrain.types import ModelInput, SampleResponse, TensorData, UntypedAPIFuture
+    from cotrain.types import SampleResponse, TensorData, UntypedAPIFuture
 
 T = TypeVar("T")
 
@@ -102,8 +102,7 @@ class SamplingClient:
             sampling_session_id=self._sampler_id,
             seq_id=next(self._seq_ids),
             num_samples=num_samples,
-            # Copied, so that what the caller changes afterwards changes nothing.
-            prompt=prompt.model_copy(deep=True),
+            prompt=_copied(prompt),
             sampling_params=sampling_params or SamplingParams(),
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
@@ -125,7 +124,7 @@ class SamplingClient:
         request = SampleRequest(
             sampling_session_id=self._sampler_id,
             seq_id=next(self._seq_ids),
-            prompt=prompt.model_copy(deep=True),
+            prompt=_copied(prompt),
             sampling_params=SamplingParams(max_tokens=1),
             prompt_logprobs=True,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
@@ -253,6 +252,14 @@ def _with_sequence_ids(response: SampleResponse, ids: list[str] | None) -> Sampl
         for sequence, sequence_id in zip(response.sequences, ids, strict=True)
     ]
     return response.model_copy(update={"sequences": named})
+
+
+def _copied(prompt: Any) -> ModelInput:
+    """Copy a prompt, so that what the caller changes afterwards changes nothing."""
+    if not isinstance(prompt, ModelInput):
+        said = "prompt must be a ModelInput, such as ModelInput.from_ints(tokens)"
+        raise UnsupportedInput(f"{said}, not a {type(prompt).__name__}")
+    return prompt.model_copy(deep=True)
 
 
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:

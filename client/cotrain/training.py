@@ -154,7 +154,8 @@ class TrainingClient:
         """Go on from the weights of a checkpoint, with a new optimizer and no gradient.
 
         It must be of this run's base model, rank and trained parts. Another tenant's needs its key,
-        as `weights_access_token`, unless it is published.
+        as `weights_access_token`, unless it is published. The future raises CheckpointNotFound where
+        there is none.
         """
         return self._load(path, weights_access_token, optimizer=False)
 

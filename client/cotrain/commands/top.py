@@ -16,14 +16,16 @@ from cotrain.answers import read
 from cotrain.commands.plain_http import checked, plain_http
 from cotrain.commands.terminal import (
     AsJson,
+    Harmless,
     examples,
     failing_in_a_sentence,
+    harmless,
     print_json,
     print_rich,
 )
 from cotrain.commands.top_view import view
 from cotrain.errors import InternalServerError
-from cotrain.settings import DEFAULT_BASE_URL, ClientSettings
+from cotrain.settings import DEFAULT_BASE_URL, ClientSettings, checked_url
 from cotrain.status_types import ServerStatus
 
 EXAMPLES = examples(
@@ -51,7 +53,7 @@ def top(
 ) -> None:
     """Watch pools, cycles, queues and tenants; Ctrl-C ends it. With --json: look once."""
     key = admin_key or ("" if all_tenants else api_key)
-    with failing_in_a_sentence(), plain_http(ClientSettings(base_url.rstrip("/"), key)) as http:
+    with failing_in_a_sentence(), plain_http(ClientSettings(checked_url(base_url), key)) as http:
         if as_json:
             print_json(_ask(http))
         elif once or not sys.stdout.isatty():
@@ -62,7 +64,7 @@ def top(
 
 def _watch(http: httpx.Client, every_s: float) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
-    first = view(_ask(http))
+    first = Harmless(view(_ask(http)))
     with (
         suppress(KeyboardInterrupt),
         Live(first, console=console, screen=True, auto_refresh=False) as live,
@@ -71,9 +73,11 @@ def _watch(http: httpx.Client, every_s: float) -> None:
             live.refresh()
             time.sleep(every_s)
             try:
-                live.update(view(_ask(http)))
+                live.update(Harmless(view(_ask(http))))
             except (httpx.TransportError, InternalServerError) as error:
-                live.update(f"{http.base_url} does not answer: {error}")  # it may be starting again
+                live.update(
+                    harmless(f"{http.base_url} does not answer: {error}")
+                )  # it may be starting again
 
 
 def _ask(http: httpx.Client) -> ServerStatus:

@@ -25,5 +25,6 @@ def test_a_command_whose_libraries_are_missing_says_what_to_install() -> None:
     app = command_line([MISSING])
     result = CliRunner().invoke(app, ["serve", "--base-model", "m", "--help"])
     assert result.exit_code == 1
-    assert "pip install 'cotrain[all]'" in result.output
+    assert "a_library_that_is_not_there is not installed" in result.output
+    assert "pip install -c constraints.txt '.[all]'" in result.output
     assert CliRunner().invoke(app, ["version"]).exit_code == 0

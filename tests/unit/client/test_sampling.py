@@ -16,6 +16,7 @@ from cotrain import (
     SamplingClient,
     SamplingParams,
     ServiceClient,
+    UnsupportedInput,
 )
 from cotrain.sampling import _clone
 from cotrain.settings import ClientSettings
@@ -53,6 +54,12 @@ def test_a_sample_has_tokens_logprobs_and_ids(sampler: SamplingClient) -> None:
     assert [s.sequence_id for s in response.sequences] == ["s1:sample:0:0/0", "s1:sample:0:0/1"]
     assert response.prompt_cache_hit_tokens == 2
     assert response.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("prompt", [[7, 8, 9], "text"])
+def test_what_is_no_prompt_says_how_to_make_one(sampler: SamplingClient, prompt: Any) -> None:
+    with pytest.raises(UnsupportedInput, match=r"ModelInput\.from_ints"):
+        sampler.sample(prompt, 1, THREE)
 
 
 def test_every_parameter_is_sent_as_it_was_given(
