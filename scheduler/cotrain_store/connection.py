@@ -15,7 +15,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 #: What passes, and is waited for: Redis is away, or full for now (results expire, and make room).
 CONNECTION_LOST = (*_UNANSWERED, OutOfMemoryError)
+
+#: Whatever Redis may say. Only for tasks that live as long as their process: they log it, and go on.
+ANY_TROUBLE = (RedisError,)
 
 #: What Redis must be set to so that an acknowledged write survives a kill and a power cut.
 DURABLE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}

@@ -28,7 +28,7 @@ from cotrain_store.messages.results import Result
 from cotrain_store.records import Records
 from cotrain_store.results import is_spooled, whole_result
 from cotrain_store.sample_ends import parse_sample
-from cotrain_store.subscription import RETRY_S, listen
+from cotrain_store.subscription import RETRY_S, listen, repeat
 from cotrain_store.unread import Unread
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Futures:
         """Start listening."""
         self._tasks = [
             asyncio.create_task(listen(self._redis, result_keys.notify_results(), self._heard)),
-            asyncio.create_task(self._sweep()),
+            asyncio.create_task(repeat("sweep futures", SWEEP_S, self._sweep)),
             asyncio.create_task(self._unread.keep_telling()),
         ]
         return self
@@ -236,12 +236,9 @@ class Futures:
         await self._resolve(named)
 
     async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            with contextlib.suppress(*CONNECTION_LOST):
-                await self._resolve(list(self._waiters))
-                await self._deliveries.expire_read(time.monotonic())
-                await self._sample_deliveries.expire_read(time.monotonic())
+        await self._resolve(list(self._waiters))
+        await self._deliveries.expire_read(time.monotonic())
+        await self._sample_deliveries.expire_read(time.monotonic())
 
     async def _resolve(self, requests: Iterable[str]) -> None:
         waiting = [request for request in requests if request in self._waiters]

@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from cotrain_store.connection import CONNECTION_LOST
+import structlog
+
+from cotrain_store.connection import ANY_TROUBLE, CONNECTION_LOST
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from cotrain_store.connection import Connection
+
+log = structlog.get_logger()
 
 #: How soon to ask a Redis again that went away.
 RETRY_S = 0.2
@@ -30,5 +34,22 @@ async def listen(
                 await subscription.subscribe(channel)
                 async for message in subscription.listen():
                     await heard(None if message["type"] == "subscribe" else message["data"])
-        except CONNECTION_LOST:
+        except ANY_TROUBLE as trouble:
+            note_trouble(f"listen {channel}", trouble)
             await asyncio.sleep(RETRY_S)
+
+
+async def repeat(name: str, every_s: float, turn: Callable[[], Awaitable[None]]) -> None:
+    """Take a turn every `every_s` seconds. Runs until cancelled: what Redis refuses ends one turn."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await turn()
+        except ANY_TROUBLE as trouble:
+            note_trouble(name, trouble)
+
+
+def note_trouble(name: str, trouble: Exception) -> None:
+    """Log what Redis said, unless it is only away: others tell that, and it passes."""
+    if not isinstance(trouble, CONNECTION_LOST):
+        log.error("redis_refuses", task=name, error=str(trouble))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from cotrain_store.connection import CONNECTION_LOST, async_script
+from cotrain_store.connection import ANY_TROUBLE, async_script
+from cotrain_store.subscription import note_trouble
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,8 @@ class Unread:
             some = self._sent[:_AT_ONCE]
             try:
                 await self._script([], [part for pair in some for part in pair])
-            except CONNECTION_LOST:
+            except ANY_TROUBLE as trouble:
+                note_trouble("tell what was sent", trouble)
                 return
             del self._sent[: len(some)]
 

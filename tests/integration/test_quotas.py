@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from structlog.testing import capture_logs
 
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.errors import (
@@ -28,6 +29,8 @@ from cotrain_store.unread import Unread
 from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
     from tests.support.samples import Samples
@@ -144,6 +147,30 @@ async def test_what_redis_does_not_take_is_told_again(
     telling = asyncio.create_task(unread.keep_telling())
     assert await taken.get() == ["a", "r:1"]
     await stop_tasks([telling])
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110  # nothing tells
+        await asyncio.sleep(0.01)
+
+
+async def test_a_redis_that_refuses_writes_for_a_while_is_told_after_it(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.unread.TELL_EVERY_S", 0.01)
+    run = await log.new_run()
+    await log.run_all()
+    log.redis.config_set("min-replicas-to-write", 1)  # as with a disk that takes no RDB file
+    try:
+        async with log.futures() as futures:
+            with capture_logs() as logs:
+                assert isinstance(await futures.wait(A, RequestId(f"{run.id}:0"), 1.0), Result)
+                await until(lambda: bool(logs))
+            assert logs[0]["event"] == "redis_refuses"
+            log.redis.config_set("min-replicas-to-write", 0)
+            await until(lambda: unread(log) == 0)
+    finally:
+        log.redis.config_set("min-replicas-to-write", 0)
 
 
 async def test_living_sessions_are_counted_and_idle_or_finished_ones_are_not(log: Log) -> None:
