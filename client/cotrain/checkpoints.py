@@ -18,14 +18,14 @@ from cotrain.transport import read
 from cotrain.upload_types import UploadQuery, UploadResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from cotrain.rest_types import Checkpoint
     from cotrain.runs import Runs
     from cotrain.transport import Transport
 
-    # How many bytes went over the wire, and how many there are.
+    # How many bytes went over the wire, and how many there are; 0 where nobody knows.
     Progress = Callable[[int, int], None]
 
 PAGE = 100
@@ -102,11 +102,15 @@ class Checkpoints:
         answer = await self._transport.get(f"{checkpoint_url(path)}/external_weights_urls")
         urls = read(answer, ExternalWeightsUrlsResponse).urls
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-        for name in sorted(urls):  # the small configuration first: links do not live long
+        names = sorted(urls)  # the small configuration first: links do not live long
+        for name in names:
             if not FILE.fullmatch(name):
                 raise MalformedMessage(f"{name!r} is no name of a checkpoint's file")
-            await self._transport.fetch(urls[name], folder / name, progress)
-        return sorted(urls)
+        sizes = [await self._transport.size_of(urls[name]) for name in names] if progress else []
+        for i, name in enumerate(names):
+            heard = progress and _of_all(progress, sizes, i)
+            await self._transport.fetch(urls[name], folder / name, heard)
+        return names
 
     async def download_archive(
         self, path: str, file: Path, progress: Progress | None = None
@@ -115,3 +119,9 @@ class Checkpoints:
         link = await RestCalls(self._transport).archive_url(checkpoint_url(path))
         await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
         await self._transport.fetch(link.url, file, progress)
+
+
+def _of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
+    """Tell of the bytes of file `i` as of those of all files; 0 in all where a size is not known."""
+    total = sum(sizes) if all(sizes) else 0
+    return lambda done, _: progress(sum(sizes[:i]) + done, total)

@@ -26,6 +26,20 @@ PART = 206
 NOTHING_LEFT = 416
 
 
+async def size_of(http: httpx.AsyncClient, url: str) -> int:
+    """Ask how many bytes a link holds; 0 where it does not say. Raises what httpx raises.
+
+    By its first byte: a link that was signed for one method answers no other.
+    """
+    request = _request(http, url, {"Range": "bytes=0-0"})
+    async with aclosing(await http.send(request, stream=True)) as answer:
+        if answer.status_code == PART:
+            whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
+        else:
+            whole = answer.headers.get("Content-Length", "") if answer.is_success else ""
+    return int(whole) if whole.isdecimal() else 0
+
+
 class Download:
     """Fetches a URL to a file, which is whole or not there."""
 
@@ -67,14 +81,11 @@ class Download:
         return self._arrived > before
 
     def _request(self, part: Path | None) -> httpx.Request:
-        # As it is, uncompressed: a range of it must be one of the file.
-        headers = {"Accept-Encoding": "identity"}
-        if part is not None:
-            headers["Range"] = f"bytes={part.stat().st_size}-"
-            headers["If-Range"] = f'"{_tag_of(part, self._target)}"'
-        request = self._http.build_request("GET", self._url, headers=headers, timeout=TIMEOUT)
-        del request.headers["X-API-Key"]
-        return request
+        if part is None:
+            return _request(self._http, self._url, {})
+        tag = f'"{_tag_of(part, self._target)}"'
+        range_left = f"bytes={part.stat().st_size}-"
+        return _request(self._http, self._url, {"Range": range_left, "If-Range": tag})
 
     async def _save(self, answer: httpx.Response, part: Path | None) -> Path:
         if part is None or answer.status_code != PART:
@@ -112,6 +123,14 @@ class Download:
             for each in self._target.parent.iterdir()
             if each.name.startswith(start) and each.suffix == ".part"
         ]
+
+
+def _request(http: httpx.AsyncClient, url: str, headers: dict[str, str]) -> httpx.Request:
+    # As it is, uncompressed: a range of it must be one of the file.
+    headers = {**headers, "Accept-Encoding": "identity"}
+    request = http.build_request("GET", url, headers=headers, timeout=TIMEOUT)
+    del request.headers["X-API-Key"]
+    return request
 
 
 def _part_of(target: Path, etag: str | None) -> Path:

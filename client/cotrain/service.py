@@ -203,7 +203,8 @@ class ServiceClient:
         """Write a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
 
         Returns the names of its files. One that broke off is gone on with by the next call. `progress`
-        hears, on the client's thread, of each file's bytes, and of how many there are.
+        hears, on the client's thread, of the bytes that are here, and of how many there are in all
+        files; 0 where the server does not say.
         """
         return await self._checkpoints.download(path, Path(folder), progress)
 

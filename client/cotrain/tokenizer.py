@@ -8,6 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import httpx
+
 from cotrain.answers import read
 from cotrain.errors import BadRequestError, NotFoundError, TokenizerMissing
 from cotrain.run_types import TOKENIZER_FILES, TokenizerResponse
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 LLAMA_3 = "meta-llama/Llama-3"
 # The same tokenizer where no licence must be accepted first.
 LLAMA_3_MIRROR = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
+
+HUB_PATIENCE_S = 5.0
 
 
 def load_tokenizer(connection: Connection, base_model: str) -> Any:
@@ -36,13 +40,24 @@ def load_tokenizer(connection: Connection, base_model: str) -> Any:
     if files:
         return _of_files(auto_tokenizer, files)
     name = tokenizer_name(base_model)
+    away = None if Path(name).is_dir() else _why_away()
     try:
-        return auto_tokenizer.from_pretrained(name)
+        return auto_tokenizer.from_pretrained(name, local_files_only=away is not None)
     except (OSError, ValueError) as error:
+        hub = "on the hub" if away is None else f"in the hub's cache (the hub is away: {away})"
         raise TokenizerMissing(
-            f"no tokenizer {name!r}, neither at the server, as a folder here nor on the hub; "
-            "load the base model's tokenizer yourself"
+            f"no tokenizer {name!r}, neither at the server, as a folder here nor {hub}; "
+            "load the base model's tokenizer yourself: only token ids travel"
         ) from error
+
+
+def _why_away() -> str | None:
+    """Say why the hub cannot be asked, for which transformers would try for a minute."""
+    try:
+        httpx.head(import_module("huggingface_hub.constants").ENDPOINT, timeout=HUB_PATIENCE_S)
+    except httpx.TransportError as error:
+        return str(error) or type(error).__name__
+    return None
 
 
 async def _served(connection: Connection, base_model: str) -> Mapping[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import httpx
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 from cotrain.answers import read, refusal
 from cotrain.codec import PROTOBUF
 from cotrain.compress import SMALLEST_BYTES, ZSTD, compress
-from cotrain.download import Download
+from cotrain.download import Download, size_of
 from cotrain.errors import APIConnectionError, APIError, APITimeoutError, RateLimitError
 from cotrain.lines import Lines
 from cotrain.patience import Contact, Patience, RetryPolicy, is_transient
@@ -153,6 +154,12 @@ class Transport:
                 await patience.wait_out(error)
             else:
                 return
+
+    async def size_of(self, url: str) -> int:
+        """Ask how many bytes a link holds; 0 where it does not say, or does not answer."""
+        with suppress(httpx.TransportError):  # which the download will say better
+            return await size_of(self._http, url)
+        return 0
 
     async def post_once(
         self,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.support.fake_api import Answer
+
 PATH = "tinker://s1:train:0/weights/a b"
 URL = "training_runs/s1%3Atrain%3A0/checkpoints/weights/a%20b"
 
@@ -152,11 +154,40 @@ def test_a_download_is_whole_and_needs_no_key(
     folder = tmp_path / "a" / "b"
     service.download_checkpoint(PATH, folder, lambda *sent: heard.append(sent))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == api.files
-    assert heard[-1] == (2_000_000, 2_000_000)
+    assert heard[0] == (2, 2_000_002)
+    assert heard[-1] == (2_000_002, 2_000_002)
+    assert [done for done, _ in heard] == sorted(done for done, _ in heard)
     asked, *fetched = api.calls
     assert asked.url.raw_path.decode() == f"/api/v1/{URL}/external_weights_urls"
     assert "x-api-key" in asked.headers
     assert not any("x-api-key" in call.headers for call in fetched)
+
+
+def test_who_does_not_look_asks_for_no_sizes(
+    api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
+) -> None:
+    api.files = {"adapter_config.json": b"{}"}
+    service.download_checkpoint(PATH, tmp_path)
+    assert len(api.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "total"),
+    [
+        (httpx.Response(206, content=b"{", headers={"Content-Range": "bytes 0-0/2"}), 2),
+        (httpx.Response(206, content=b"{", headers={"Content-Range": "bytes 0-0/*"}), 0),
+        (refusal(404, "gone"), 0),
+        (httpx.ReadError("broken"), 0),
+    ],
+)
+def test_a_size_that_nobody_knows_is_0_and_stops_nothing(
+    api: FakeCheckpoints, service: ServiceClient, tmp_path: Path, answer: Answer, total: int
+) -> None:
+    api.files = {"adapter_config.json": b"{}"}
+    api.answers["/adapter_config.json"] = [answer]
+    heard: list[tuple[int, int]] = []
+    service.download_checkpoint(PATH, tmp_path, lambda *sent: heard.append(sent))
+    assert heard == [(2, total)]
 
 
 def test_a_download_that_breaks_leaves_nothing(

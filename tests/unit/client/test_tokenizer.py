@@ -92,6 +92,23 @@ def test_a_tokenizer_that_is_nowhere_is_named(api: FakeApi, tmp_path: Path) -> N
             run.get_tokenizer()
 
 
+def test_a_hub_that_is_away_is_not_waited_for(
+    api: FakeApi, run: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.answers["tokenizers"] = [refusal(404)]
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    asked: list[bool] = []
+
+    def nothing(_: str, *, local_files_only: bool) -> None:
+        asked.append(local_files_only)
+        raise OSError("not here")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", nothing)
+    with pytest.raises(TokenizerMissing, match=r"the hub is away: .*; load .* yourself"):
+        run.get_tokenizer()
+    assert asked == [True]
+
+
 @pytest.mark.parametrize("broken", ['{"version', '{"version": "9.0", "model": {"type": "New"}}'])
 def test_a_tokenizer_that_cannot_be_read_says_so(
     api: FakeApi, run: TrainingClient, broken: str
