@@ -202,7 +202,12 @@ class Clock:
         """Write one worker's step; False when the queue has changed and must be read again."""
         clock = self._clocks[pool, worker.id]
         tokens = planner.budget(worker, self._settings.clock_period_s)
-        chosen = planner.select(queues, clock.fairness, tokens, self._settings.quantum_tokens)
+        chosen = planner.select(
+            queues, clock.fairness, tokens, self._settings.quantum_tokens,
+            takes_saves=worker.takes_saves,
+        )  # fmt: skip
+        if not chosen.ops:
+            return True  # nothing but saves, for which there is no room
         tenants = {queue.run: queue.tenant for queue in queues}
         cycle = await self._dispatch.last_cycle(pool) + 1
         runs = frozenset(op.run for op in chosen.ops)

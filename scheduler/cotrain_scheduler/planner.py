@@ -59,12 +59,15 @@ def select(
     fairness: Fairness,
     budget_tokens: int,
     quantum_tokens: int = QUANTUM_TOKENS,
+    *,
+    takes_saves: bool = True,
 ) -> Selection:
     """Choose ops worth at most `budget_tokens`; one op larger than that goes alone.
 
-    Something is always chosen when something is queued, so that nothing waits for ever.
+    Something is always chosen when something can run, so that nothing waits for ever. Without
+    `takes_saves` no save can, nor what its run has behind it.
     """
-    backlog = _backlog(queues)
+    backlog = _backlog(queues, takes_saves=takes_saves)
     ring = deque(_ring(fairness.ring, backlog))
     deficits = {tenant: fairness.deficits.get(tenant, 0) for tenant in ring}
     in_visit = fairness.in_visit and bool(ring) and ring[0] == fairness.ring[0]
@@ -91,11 +94,13 @@ def select(
     return Selection(_grouped(chosen), Fairness())
 
 
-def runnable_prefix(ops: Iterable[QueuedOp]) -> list[QueuedOp]:
+def runnable_prefix(ops: Iterable[QueuedOp], *, takes_saves: bool = True) -> list[QueuedOp]:
     """Take the ops of one run that one cycle may hold."""
     prefix: list[QueuedOp] = []
     takes_only_tail = False
     for op in ops:
+        if op.kind is OpKind.SAVE and not takes_saves:
+            break
         if op.kind is not OpKind.REJECTED:
             if takes_only_tail and op.kind not in _TAIL:
                 break
@@ -147,10 +152,10 @@ class _Backlog:
         return op
 
 
-def _backlog(queues: Iterable[RunQueue]) -> dict[TenantId, _Backlog]:
+def _backlog(queues: Iterable[RunQueue], *, takes_saves: bool) -> dict[TenantId, _Backlog]:
     runs: dict[TenantId, list[deque[QueuedOp]]] = {}
     for queue in queues:
-        prefix = runnable_prefix(queue.ops)
+        prefix = runnable_prefix(queue.ops, takes_saves=takes_saves)
         if prefix:
             runs.setdefault(queue.tenant, []).append(deque(prefix))
     return {tenant: _Backlog(ops) for tenant, ops in runs.items()}

@@ -54,6 +54,8 @@ class WorkerBeat:
     host: str = ""
     parked_runs: int = 0
     """Of `runs`, those whose adapters are in host memory and not on the device."""
+    takes_saves: bool = True
+    """False while its disk is too far behind: a save waits then, and its run behind it."""
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ async def test_a_save_that_no_replay_can_make_again_fails_and_is_in_no_list(
     assert (await server.records.run(run.tenant, run.id)).state is RunState.FAILED
 
 
-async def test_a_full_disk_delays_the_saves_that_memory_has_no_room_for_and_fails_none(
+async def test_a_full_disk_delays_the_runs_whose_saves_have_no_room_in_memory_and_fails_none(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -252,7 +252,9 @@ async def test_a_full_disk_delays_the_saves_that_memory_has_no_room_for_and_fail
             first = await submit_state(server, run, STEP + 1, "x")
             await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
             second = await submit_state(server, run, 2 * STEP + 2, "y")
-            await until(lambda: loop._waiting_cycle)
+            await until(lambda: not loop._room.takes_saves)
+            neighbour = await server.create("b", "b", LORA)
+            await results(server, neighbour, await submit(server, neighbour, 1, STEP))
             assert len(loop._weights._owed) == 1
             sampler = await base_sampler(server)
             await ended(server, sampler, await submit_sample(server, sampler, 0))

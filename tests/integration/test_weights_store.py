@@ -212,16 +212,16 @@ async def test_there_is_no_room_for_another_save_while_the_disk_is_behind(
     monkeypatch.setattr("cotrain_workers.weights_store.RETRY_S", 0.0)
     run = await samples.log.new_run()
     store = store_of(owed_bytes=2 * SIZE)
-    assert store.has_room
+    assert store.has_room_for(())
     with monkeypatch.context() as broken:
         broken.setattr("cotrain_workers.checkpoint_files.write_folder", full)
         store.put(await saved(samples, run, 1, name="x", kind="weights"), state_of(1.0))
         for _ in range(3):
             written(store)
-            assert not store.has_room  # it takes three times SIZE, weights and two moments
+            assert not store.has_room_for(())  # it takes three times SIZE, weights and two moments
     while store._owed:
         written(store)
-    assert store.has_room
+    assert store.has_room_for(())
 
 
 async def test_a_save_that_nothing_can_make_again_fails_and_frees_its_name(

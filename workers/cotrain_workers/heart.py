@@ -31,6 +31,7 @@ class Heart:
         self._execution = execution
         self._describe = describe
         self._stopping = stopping
+        self._one_at_a_time = threading.Lock()
         self._thread = threading.Thread(target=self._beat_until_stopped, name="beat", daemon=True)
         self.was_replaced = False
 
@@ -42,10 +43,19 @@ class Heart:
         """Wait for the last beat."""
         self._thread.join()
 
+    def beat(self) -> None:
+        """Beat now; what is said next is never older than what was said before.
+
+        Raises:
+            Fenced: this worker was replaced.
+        """
+        with self._one_at_a_time:
+            self._execution.beat(self._describe())
+
     def _beat_until_stopped(self) -> None:
         while True:
             try:
-                self._execution.beat(self._describe())
+                self.beat()
             except Fenced:
                 self.was_replaced = True
                 self._stopping.set()

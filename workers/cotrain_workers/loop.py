@@ -20,13 +20,13 @@ from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ops import OpKind
 from cotrain_workers.ahead import Ahead
 from cotrain_workers.beside import Beside
 from cotrain_workers.heart import Heart, resident_bytes
 from cotrain_workers.memory import is_out_of_memory
 from cotrain_workers.outcome import outcome_of
 from cotrain_workers.runs import Runs
+from cotrain_workers.saving_room import SavingRoom
 from cotrain_workers.step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class WorkerLoop:
         self._stopping = threading.Event()
         self._beside = Beside(sampler, share, self._stopping)
         self._tended_at = time.monotonic()
-        self._waiting_cycle = 0
+        self._heart = Heart(execution, self._beat, self._stopping)
+        self._room = SavingRoom(weights, self._heart.beat)
 
     def stop(self) -> None:
         """Finish the step in work, then leave."""
@@ -114,8 +115,7 @@ class WorkerLoop:
             Fenced: another process took this worker's place.
             DeviceLost: this one cannot compute any more.
         """
-        heart = Heart(self._execution, self._beat, self._stopping)
-        heart.start()
+        self._heart.start()
         while not self._stopping.is_set():
             try:
                 self._turn()
@@ -125,9 +125,9 @@ class WorkerLoop:
             except RuntimeError:  # in a decoder, most likely: the ops of a step are looked after
                 self._engine.check_device()
                 raise
-        if heart.was_replaced:
+        if self._heart.was_replaced:
             raise Fenced
-        heart.join()
+        self._heart.join()
         try:
             self._drain()
         except PAUSES as pause:
@@ -149,7 +149,7 @@ class WorkerLoop:
             self._runs.make_again(weights, self._beside.between)
             self._beside.training_ends()
         steps = self._execution.open_steps()
-        if steps and self._has_room(steps[0]):
+        if steps and self._room.has_room(steps[0]):
             # While its bodies are read, its adapters come to the device.
             self._prefetch([op.run for op in steps[0].ops])
             self.execute(steps[0])
@@ -159,20 +159,9 @@ class WorkerLoop:
         if time.monotonic() - self._tended_at > TEND_S:
             self._tend()
 
-    def _has_room(self, step: Step) -> bool:
-        """Tell whether a step may run now: one with a save waits while the disk is too far behind.
-
-        All of it waits, as all does for a disk that is full: what was accepted is never refused.
-        """
-        has_save = any(op.kind is OpKind.SAVE for op in step.ops)
-        has_room = not has_save or self._weights.has_room
-        if not has_room and step.cycle != self._waiting_cycle:
-            self._waiting_cycle = step.cycle
-            log.warning("saves_wait", cycle=step.cycle)
-        return has_room
-
     def _tend(self) -> None:
         self._sampler.forget(self._weights.tend())
+        self._room.tell()
         self._keeper.tend()
         self._tended_at = time.monotonic()
 
@@ -222,6 +211,7 @@ class WorkerLoop:
         failpoint("worker.before_commit", (op.request_id for op in step.ops))
         while True:
             try:
+                self._room.tell(save.saved for save in outcome.saves.values())
                 for run in outcome.ended:
                     self._execution.close_run(run, step.tenant_by_run[run])
                 self._execution.commit(
@@ -289,6 +279,7 @@ class WorkerLoop:
             tokens_per_s=self._tokens_per_s,
             runs=self._keeper.runs,
             parked_runs=self._engine.parked_runs,
+            takes_saves=self._room.takes_saves,
             memory_bytes=resident_bytes(),
             seen_at=time.time(),
             restored_ops=self._runs.replayed_ops,

@@ -68,8 +68,7 @@ class WorkerSettings(StoreSettings):
     weights_memory_bytes: int = Field(default=2 * 1024**3, ge=0)
     """Host memory for saved weights that are on disk already."""
     owed_memory_bytes: int = Field(default=8 * 1024**3, ge=0)
-    """Host memory for saves that are not on disk yet: above it, saves wait for the disk, and fail if
-    it writes nothing."""
+    """Host memory for saves that are not on disk yet: above it, saves wait for the disk."""
     vllm_url: str = ""
     vllm_api_key: SecretStr = SecretStr("")
 

@@ -23,6 +23,7 @@ from cotrain_workers.peft_folder import FolderUnreadable
 from cotrain_workers.sample_ops import WeightsGone
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -71,7 +72,7 @@ class WeightsStore:
     ) -> None:
         """`memory_bytes` is for weights that are on disk too, `owed_bytes` for what is not.
 
-        What is owed stays, anyway; above its limit there is no room for more (`has_room`).
+        What is owed stays, anyway; above its limit there is no room for more (`has_room_for`).
         """
         self._saved = saved
         self._files = files
@@ -92,10 +93,10 @@ class WeightsStore:
             if record.ref not in self._given_up:
                 self._owed.setdefault(record.ref, _Owed(record, None))
 
-    @property
-    def has_room(self) -> bool:
-        """Whether memory may take another save; not while the disk is too far behind."""
-        return sum(_size(owed.saved) for owed in self._owed.values()) <= self._owed_bytes
+    def has_room_for(self, saves: Iterable[Saved]) -> bool:
+        """Tell whether memory may take another save beside these; not while the disk is too far behind."""
+        owed = sum(_size(owed.saved) for owed in self._owed.values())
+        return owed + sum(map(_size, saves)) <= self._owed_bytes
 
     def put(self, record: WeightsRecord, saved: Saved) -> None:
         """Take the weights of a save that was committed. Twice is harmless: they are the same."""

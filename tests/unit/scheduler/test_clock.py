@@ -39,6 +39,7 @@ class InMemory:
         self.expired: list[RunId] = []
         self.resigned = False
         self.workers = [WORKER]
+        self.takes_saves = True
         self.dead: list[WorkerId] = []
         self.given_away: list[tuple[WorkerId, WorkerId]] = []
         self.calls = 0
@@ -61,7 +62,11 @@ class InMemory:
         return [POOL]
 
     async def places(self, _: PoolId) -> list[Place]:
-        beats = [WorkerBeat(w, 1, "serving", "cpu", 1e4, 0, 0, NOW) for w in self.workers]
+        room = self.takes_saves
+        beats = [
+            WorkerBeat(w, 1, "serving", "cpu", 1e4, 0, 0, NOW, takes_saves=room)
+            for w in self.workers
+        ]
         return [Place(beat.id, 1, beat) for beat in beats] + [Place(w, 1, None) for w in self.dead]
 
     async def reassign(self, _: PoolId, place: Place, heir: WorkerId) -> bool:
@@ -167,6 +172,25 @@ async def test_new_runs_go_to_the_emptiest_worker_and_each_gets_its_own_step(
     runs = [{op.run for op in step.ops} for step in store.steps]
     assert len(runs[0]) == len(runs[1]) == 2
     assert runs[0] | runs[1] == {"a", "b", "c", "d"}
+
+
+async def test_a_save_without_room_holds_its_own_run_back_until_there_is_room(
+    store: InMemory,
+) -> None:
+    clock = clock_on(store)
+    store.takes_saves = False
+    for kind in (OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.FORWARD):
+        store.submit("a", kind)
+    store.submit("b")
+    await clock._tick(NOW)
+    assert [(op.run, op.seq) for op in store.steps[-1].ops] == [("a", 0), ("a", 1), ("b", 0)]
+    store.finish()
+    for now in (NOW + 1, NOW + 2):
+        again = await clock._tick(now)
+    assert (again, len(store.steps)) == (NOW + 2 + SWEEP_S, 1)
+    store.takes_saves = True
+    await clock._tick(NOW + 3)
+    assert [op.kind for op in store.steps[-1].ops] == [OpKind.SAVE]
 
 
 async def test_a_worker_that_is_gone_for_long_loses_its_work_once(store: InMemory) -> None:
