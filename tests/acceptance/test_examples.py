@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import runpy
-import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.processes import ROOT, environment_of
 from tests.support.serving import Serving
 
@@ -155,16 +154,13 @@ def test_the_clock_shows_that_a_naive_loop_takes_a_cycle_more_per_step(
 def test_sft_ends_with_the_same_losses_when_every_process_of_the_server_is_killed_in_its_middle(
     base_model: Path, tmp_path: Path
 ) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    serve = partial(
-        Serving, tmp_path / "data", [str(base_model)], [KEY], options=[f"--port={port}"]
-    )
+    options = [f"--port={free_port()}"]
+    serve = partial(Serving, tmp_path / "data", [str(base_model)], [KEY], options)
     steps = 16
     with serve() as first:
         script = started("sft.py", first.address, f"--steps={steps}")
         with script:
-            await_cycle(first.address, steps // 2)
+            await_cycle(first.address, steps // 4)
             first.kill()
             assert script.poll() is None
             with serve() as second:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient
 from tests.conformance.running import KEYS
-from tests.support.containers import free_port
+from tests.support.ports import free_port
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 
@@ -57,11 +57,13 @@ def test_a_training_loop_outlives_every_process_of_its_server(
 ) -> None:
     model = str(build_tiny_qwen3(tmp_path / "tiny"))
     options = [f"--port={free_port()}"]
-    is_under_way = threading.Event()
+    is_under_way, is_killed = threading.Event(), threading.Event()
 
     def note(step: int) -> None:
         if step == KILLED_AFTER:
             is_under_way.set()
+        if step == STEPS - 2:
+            assert is_killed.wait(PATIENCE_S)  # never over before
 
     with ThreadPoolExecutor(1) as pool:
         with Serving(tmp_path / "data", [model], KEYS, options) as serving:
@@ -70,6 +72,7 @@ def test_a_training_loop_outlives_every_process_of_its_server(
             disturbed = pool.submit(train, service, model, note)
             assert is_under_way.wait(PATIENCE_S)
             serving.kill()
+            is_killed.set()
         assert not disturbed.done()
         with Serving(tmp_path / "data", [model], KEYS, options), service:
             assert disturbed.result(PATIENCE_S) == undisturbed

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,11 +92,3 @@ def compose_command() -> list[str]:
     """`docker compose` where the engine has it, else docker-compose 1.29."""
     asked = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
     return ["docker-compose"] if asked.returncode else ["docker", "compose"]
-
-
-def free_port() -> int:
-    """Find a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

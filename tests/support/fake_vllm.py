@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from tests.support.fake_vllm_model import TinyModel, choose, scores
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +54,7 @@ class FakeVllm:
         self._changed = threading.Condition()
         self._model = TinyModel(model_folder)
         self._open: set[socket.socket] = set()
-        self._port = 0
+        self._port = free_port()  # the same after a restart
 
     def __enter__(self) -> Self:
         self.start()
