@@ -191,7 +191,7 @@ def test_a_session_is_found_by_what_its_client_said_and_a_copy_belongs_to_it(
     with ServiceClient(
         server.address, KEYS[2], project_id="copies", display_name="nightly copies"
     ) as copying:
-        copy = copying.copy_weights(paths[0])
+        copy = copying.copy_weights(paths[0]).result()
         again = copying.create_training_client_from_state(copy, base_model=server.base_model)
         assert again.get_info().model_data.model_name == server.base_model
     wanted = SessionSearchRequest(display_name="nightly", project_ids=["copies"])
