@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import TYPE_CHECKING
 
@@ -12,13 +11,14 @@ from cotrain_server.children import Program
 from cotrain_server.folder import DataFolder
 from cotrain_server.programs import Plan, Programs
 from cotrain_server.supervisor import Supervisor
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 #: Ends at SIGTERM, and says so in a file of all.
 ORDERLY = "trap 'echo {name} >> {order}; exit 0' TERM; echo up; while :; do sleep 0.02; done"
-STUBBORN = "trap 'echo {name} >> {order}' TERM; echo up; while :; do sleep 0.02; done"
+STUBBORN = "trap '' TERM; echo up; while :; do sleep 0.02; done"
 
 
 @pytest.fixture
@@ -43,17 +43,23 @@ def program(folder: Path, name: str, script: str, grace_s: float = 60) -> Progra
 
 async def until_up(folder: DataFolder, *names: str) -> None:
     """Wait until each has set its trap."""
-    async with asyncio.timeout(300):
-        while not all(  # noqa: ASYNC110  # other processes' doing
-            folder.log_of(name).exists() and folder.log_of(name).read_text() for name in names
-        ):
-            await asyncio.sleep(0.01)
+    logs = [folder.log_of(name) for name in names]
+    await until(lambda: all(log.exists() and log.read_text() for log in logs))
 
 
 async def test_stages_end_in_the_reverse_order_of_their_start_each_before_the_next(
     supervisor: Supervisor, tmp_path: Path, said: list[str]
 ) -> None:
     folder = DataFolder(tmp_path)
+
+    def hear(line: str) -> None:
+        said.append(line)
+        name, is_killed, _ = line.partition(" did not end")
+        if is_killed:
+            with (tmp_path / "order").open("a") as order:
+                order.write(f"{name}\n")
+
+    supervisor.say = hear
     supervisor._add(folder, [program(tmp_path, "redis", ORDERLY)])
     supervisor._add(
         folder,
