@@ -27,10 +27,9 @@ from cotrain_store.sample_intake import SampleIntake, SampleLimits
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from cotrain_store.unread import Unread
 from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from cotrain_store.messages.runs import RunRecord
     from tests.support.log import Log
     from tests.support.samples import Samples
@@ -149,11 +148,6 @@ async def test_what_redis_does_not_take_is_told_again(
     await stop_tasks([telling])
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # noqa: ASYNC110  # nothing tells
-        await asyncio.sleep(0.01)
-
-
 async def test_a_redis_that_refuses_writes_for_a_while_is_told_after_it(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +159,7 @@ async def test_a_redis_that_refuses_writes_for_a_while_is_told_after_it(
         async with log.futures() as futures:
             with capture_logs() as logs:
                 assert isinstance(await futures.wait(A, RequestId(f"{run.id}:0"), 1.0), Result)
-                await until(lambda: bool(logs))
+                await until(lambda: logs)
             assert logs[0]["event"] == "redis_refuses"
             log.redis.config_set("min-replicas-to-write", 0)
             await until(lambda: unread(log) == 0)
