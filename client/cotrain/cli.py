@@ -80,7 +80,7 @@ def _add_own(app: typer.Typer) -> None:
         ),
     )(sample_text)
     app.command(epilog=TOP_EXAMPLES)(top)
-    app.command()(version)
+    app.command(epilog=examples("cotrain version --json"))(version)
 
 
 def _add(app: typer.Typer, command: EntryPoint) -> None:

@@ -52,6 +52,12 @@ def replay(
     """Run one recorded cycle again, without a server, and compare every result and state.
 
     Ends with 0, with 1 where something diverged, with 2 where FILE or the base model cannot be used.
+
+    Examples:
+
+    cotrain replay ~/.cotrain/recorder/POOL/w0/000000000042-3.zip
+
+    cotrain replay cycle.zip --base-model /models/Qwen3-8B --json
     """
     from cotrain_workers.recording_file import RecordingUnreadable, read_cycle
     from cotrain_workers.replay import (

@@ -38,7 +38,9 @@ def sample_text(
     num_samples: Annotated[int, typer.Option(min=1, max=128, help="How many.")] = 1,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens at most.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0: the likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of the likeliest tokens, so much in all.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this; may be repeated.")] = None,
     as_json: AsJson = False,

@@ -31,6 +31,8 @@ PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kin
 PATIENCE = RetryPolicy(give_up_on_a_stranger_after_s=5.0, longest_delay_s=2.0)
 #: Ids and paths are there to be copied, so no cell is ever cut or wrapped; a terminal wraps lines.
 WIDTH = 10_000
+#: In markup, which help is, the colons of a run's id would make it an emoji; nothing in bold parts them.
+NO_TRAIN = ":train[bold][/bold]:"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 #: No printable characters, and part of texts: the last two hold letters and emoji apart and together.
 _TEXT_TOO = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
@@ -38,7 +40,7 @@ _TEXT_TOO = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 def examples(*lines: str) -> str:
     """Write examples as the end of a command's help."""
-    return "\n\n".join(("Examples:", *lines))
+    return "\n\n".join(("Examples:", *lines)).replace(":train:", NO_TRAIN)
 
 
 @contextmanager

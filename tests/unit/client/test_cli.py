@@ -1,11 +1,16 @@
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
 
+import typer
 from typer.testing import CliRunner
 
 from cotrain import __version__
 from cotrain.cli import COMMANDS, command_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HERE = EntryPoint("version2", "cotrain.cli:version", COMMANDS)
 MISSING = EntryPoint("serve", "a_library_that_is_not_there.cli:serve", COMMANDS)
@@ -14,6 +19,25 @@ MISSING = EntryPoint("serve", "a_library_that_is_not_there.cli:serve", COMMANDS)
 def test_the_version_is_printed() -> None:
     result = CliRunner().invoke(command_line([HERE]), ["version"])
     assert (result.exit_code, result.output) == (0, f"cotrain {__version__}\n")
+
+
+def test_every_command_says_what_it_does_with_examples_that_can_be_copied() -> None:
+    app = command_line(entry_points(group=COMMANDS))
+    for words in commands_of(typer.main.get_command(app)):
+        shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"})
+        assert shown.exit_code == 0, words
+        assert "Examples:" in shown.output, words
+        assert f"cotrain {' '.join(words)}" in shown.output.partition("Examples:")[2], words
+        assert "\N{TRAM CAR}" not in shown.output, words
+
+
+def commands_of(command: Any) -> Iterator[list[str]]:
+    """Give the words of every command below one."""
+    for name, each in getattr(command, "commands", {}).items():
+        if hasattr(each, "commands"):
+            yield from ([name, *words] for words in commands_of(each))
+        else:
+            yield [name]
 
 
 def test_a_command_of_another_package_is_found_by_its_entry_point() -> None:
