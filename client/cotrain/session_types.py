@@ -56,7 +56,7 @@ class CreateSessionRequest(WireModel):
 
     tags: list[str] = Field(default=[], max_length=256)
     user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
+    sdk_version: Annotated[str, Field(max_length=256)] = ""
     project_id: Name | None = None
     display_name: Name | None = None
     type: Literal["create_session"] = "create_session"

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 #: Above this share of Redis' memory nothing new is taken: without memory a commit fails too, and
 #: then nothing that was accepted could ever finish.
 MEMORY_SHARE = 0.8
+#: Above this share a tenant may have no more unread than UNREAD_SHARE of the memory, whatever its quota:
+#: small results lie there for a day, and one tenant's must not keep all others out.
+CROWDED_SHARE = 0.5
+UNREAD_SHARE = 1 / 32
 _ASK_MEMORY_EVERY_S = 1.0
 
 
@@ -31,7 +35,7 @@ class Capacity:
         self._reserve = disk_reserve_bytes
         self._free_disk = partial(shutil.disk_usage, spool.folder)
         self._memory_asked_at = 0.0
-        self._is_memory_short = False
+        self._memory_used, self._memory_bytes = 0, 0
 
     async def check(self) -> None:
         """Return when something new may be taken.
@@ -43,17 +47,23 @@ class Capacity:
             raise DiskReserveReached  # small ones too: Redis needs disk, and so do recovery copies
         now = time.monotonic()
         if now - self._memory_asked_at > _ASK_MEMORY_EVERY_S:
-            self._is_memory_short = await self._asked_memory()
+            await self._ask_memory()
             self._memory_asked_at = now
-        if self._is_memory_short:
+        if 0 < MEMORY_SHARE * self._memory_bytes < self._memory_used:
             raise StoreFull
 
-    async def _asked_memory(self) -> bool:
+    def unread_bytes(self, quota_bytes: int) -> int:
+        """Say how much one tenant may have unread, as of the last `check`."""
+        if 0 < CROWDED_SHARE * self._memory_bytes < self._memory_used:
+            return min(quota_bytes, int(UNREAD_SHARE * self._memory_bytes))
+        return quota_bytes
+
+    async def _ask_memory(self) -> None:
         try:
             memory = await self._redis.info("memory")
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
-        return bool(0 < MEMORY_SHARE * memory["maxmemory"] < memory["used_memory"])
+        self._memory_used, self._memory_bytes = memory["used_memory"], memory["maxmemory"]
 
     async def place(self, body: bytes) -> str:
         """Spool a body that is too large for Redis; return its reference, or `inline`."""

@@ -32,7 +32,7 @@ class Checkpoints:
         self._redis = connection
         self._delete = async_script(connection, "checkpoint_index", "checkpoint_delete")
         self._replace = async_script(connection, "checkpoint_index", "checkpoint_replace")
-        self._copy = async_script(connection, "checkpoint_index", "checkpoint_copy")
+        self._copy = async_script(connection, "checkpoint_index", "records", "checkpoint_copy")
         self._totals = async_script(connection, "checkpoint_index", "checkpoint_totals")
 
     async def delete(self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str) -> None:

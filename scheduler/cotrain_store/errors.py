@@ -19,6 +19,7 @@ StoreError
 │   ├── RunClosed
 │   ├── RunFailed
 │   ├── SessionFinished
+│   ├── RecordQuotaReached
 │   └── MalformedPath
 ├── Busy                            (nothing is wrong; try again later)
 │   ├── QueueFull
@@ -117,6 +118,10 @@ class RunFailed(Refused):
 
 class SessionFinished(Refused):
     """The session has finished."""
+
+
+class RecordQuotaReached(Refused):
+    """This tenant has as many sessions and runs, with their metadata, as are kept; the operator can raise COTRAIN_QUOTA_RECORD_BYTES."""
 
 
 class MalformedPath(Refused):

@@ -15,6 +15,7 @@ from cotrain_store.capacity import Capacity
 from cotrain_store.connection import CONNECTION_LOST, async_script
 from cotrain_store.errors import (
     QueueFull,
+    RecordQuotaReached,
     RunClosed,
     RunFailed,
     RunNotFound,
@@ -65,6 +66,8 @@ class TenantLimits:
     """In all pools, those of saves that wait with them."""
     sampler_bytes: int = 100_000_000_000
     """Of weights that saves without a name left. Over it, samplers at rest make room for new ones."""
+    record_bytes: int = 200_000_000
+    """Of records of sessions and runs, which are kept for ever."""
 
 
 class Intake:
@@ -79,9 +82,17 @@ class Intake:
     ) -> None:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
-        self._submit = async_script(connection, "unread", "samplers", "submit")
+        self._submit = async_script(connection, "unread", "samplers", "records", "submit")
         self._close = async_script(connection, "run_close", "close")
         self._redis = connection
+
+    async def check_room(self) -> None:
+        """Return when there is room to keep something new: a session, a sampler, a copy.
+
+        Raises:
+            StoreFull, DiskReserveReached, StoreUnavailable: later.
+        """
+        await self._capacity.check()
 
     async def create_run(
         self,
@@ -103,6 +114,7 @@ class Intake:
         Raises:
             SeqConflict: the same run id with other settings.
             WeightsGone: some of `uses` are forgotten.
+            RecordQuotaReached: for good.
             RunQuotaReached, QueueFull, UnreadQuotaReached, StoreFull, DiskReserveReached,
             StoreUnavailable: later.
         """
@@ -206,9 +218,10 @@ class Intake:
             run.id, run.tenant, "" if seq is None else seq, digest, "", b"", "",
             tokens, len(body), int(now * 1000), limits.ops, limits.tokens, limits.bytes,
             MAX_AHEAD, limits.runs, record, idempotency_key,
-            fleet_keys.hash_tag(run.pool), repr(run.created_at), limits.unread_bytes,
+            fleet_keys.hash_tag(run.pool), repr(run.created_at),
+            self._capacity.unread_bytes(limits.unread_bytes),
             *following, sampler or "", sample_keys.EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_REST_MS,
-            limits.samplers, limits.sampler_bytes, *uses,
+            limits.samplers, limits.sampler_bytes, limits.record_bytes, *uses,
         ]  # fmt: skip
         answer, place = b"ROOM", list[int]()
         if len(body) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
@@ -262,5 +275,6 @@ _REFUSALS: dict[str, Callable[[str], Exception]] = {
     "BUSY": lambda _: QueueFull(),
     "UNREAD": lambda _: UnreadQuotaReached(),
     "RUNS": lambda _: RunQuotaReached(),
+    "RECORDS": lambda _: RecordQuotaReached(),
     "SAMPLERS": lambda _: SamplerQuotaReached(),
 }

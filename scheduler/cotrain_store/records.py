@@ -17,6 +17,7 @@ from cotrain_store.errors import (
     BaseModelNotServed,
     CheckpointNotFound,
     MalformedPath,
+    RecordQuotaReached,
     RunNotFound,
     SamplerNotFound,
     SamplerQuotaReached,
@@ -57,10 +58,11 @@ _PATH = re.compile(
 
 @dataclass(frozen=True)
 class RecordLimits:
-    """How many living sessions and samplers one tenant may have."""
+    """How many living sessions and samplers one tenant may have, and what is kept of all."""
 
     sessions: int = 10_000
     samplers: int = 10_000
+    record_bytes: int = 200_000_000
 
 
 class Records:
@@ -69,7 +71,7 @@ class Records:
     def __init__(self, connection: Connection, limits: RecordLimits | None = None) -> None:
         self._redis = connection
         self._limits = limits or RecordLimits()
-        self._session = async_script(connection, "session")
+        self._session = async_script(connection, "records", "session")
         self._sampler = async_script(connection, "unread", "samplers", "sampler")
 
     async def create_session(
@@ -89,6 +91,7 @@ class Records:
 
         Raises:
             SessionQuotaReached: later.
+            RecordQuotaReached: for good.
         """
         session = SessionRecord(
             id=session_id or SessionId(secrets.token_hex(16)),
@@ -106,12 +109,22 @@ class Records:
         ]  # fmt: skip
         args = [
             session.id, encode(session), repr(session.created_at), int(session.created_at * 1000),
-            tenant_keys.SESSION_BEAT_TTL_MS, self._limits.sessions,
+            tenant_keys.SESSION_BEAT_TTL_MS, self._limits.sessions, tenant,
+            self._limits.record_bytes,
         ]  # fmt: skip
-        if await self._session(script_keys, args) == b"SESSIONS":
+        answer = await self._session(script_keys, args)
+        if answer == b"SESSIONS":
             raise SessionQuotaReached
+        if answer == b"RECORDS":
+            raise RecordQuotaReached
         await self._mark_alive(session)
         return session
+
+    async def check_record_room(self, tenant: TenantId) -> None:
+        """Return when another session or run of a tenant may be kept; raises RecordQuotaReached."""
+        kept = await self._redis.get(tenant_keys.record_bytes(tenant))
+        if int(kept or 0) >= self._limits.record_bytes:
+            raise RecordQuotaReached
 
     async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
         """Find a session; raises SessionNotFound."""

@@ -138,7 +138,7 @@ class SampleIntake:
             fleet_keys.prefix(pool), weights, ref, segment, len(content),
             content if ref == "inline" else b"", repr(time.time()), clone,
             sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral), limits.requests, limits.bytes,
-            sample_keys.ANY_LANE, limits.unread_bytes,
+            sample_keys.ANY_LANE, self._capacity.unread_bytes(limits.unread_bytes),
         ]  # fmt: skip
         try:
             answer: bytes = await self._submit(script_keys, args)

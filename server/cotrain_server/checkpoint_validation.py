@@ -41,8 +41,18 @@ def check_ttl(ttl_seconds: int | None) -> None:
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> None:
     """Check the size of what a tenant notes about a checkpoint or a run. Raises Invalid."""
-    if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
-        raise Invalid(f"user_metadata may have at most {MAX_METADATA_BYTES} bytes as JSON.")
+    _check_size("user_metadata", metadata)
+
+
+def check_notes(metadata: Mapping[str, Any] | None, tags: Sequence[str]) -> None:
+    """Check the size of what a tenant notes about a session. Raises Invalid."""
+    _check_size("user_metadata", metadata)
+    _check_size("tags", tags)
+
+
+def _check_size(name: str, notes: Mapping[str, Any] | Sequence[str] | None) -> None:
+    if notes and len(json.dumps(notes)) > MAX_METADATA_BYTES:
+        raise Invalid(f"{name} may have at most {MAX_METADATA_BYTES} bytes as JSON.")
 
 
 def check_recipients(recipients: Sequence[str]) -> None:

@@ -51,6 +51,8 @@ class ServerSettings(StoreSettings):
     quota_runs: Annotated[int, Field(ge=1)] = 1_000
     quota_unread_bytes: Annotated[int, Field(ge=1)] = 2_000_000_000
     """Results of one tenant that were never fetched; over it, nothing new is accepted."""
+    quota_record_bytes: Annotated[int, Field(ge=1)] = 200_000_000
+    """What is kept for ever of one tenant's sessions and runs, with their metadata: it is in memory."""
     quota_sessions: Annotated[int, Field(ge=1)] = 10_000
     quota_samplers: Annotated[int, Field(ge=1)] = 10_000
     """Sessions whose client is alive, and samplers, that one tenant may have."""
@@ -90,6 +92,7 @@ class ServerSettings(StoreSettings):
         return TenantLimits(
             self.quota_ops, self.quota_tokens, self.quota_bytes, self.quota_runs,
             self.quota_unread_bytes, self.quota_samplers, self.quota_sampler_bytes,
+            self.quota_record_bytes,
         )  # fmt: skip
 
     @property
@@ -99,5 +102,5 @@ class ServerSettings(StoreSettings):
 
     @property
     def record_limits(self) -> RecordLimits:
-        """What one tenant may have of sessions and samplers."""
-        return RecordLimits(self.quota_sessions, self.quota_samplers)
+        """What one tenant may have of sessions and samplers, and of records of what it had."""
+        return RecordLimits(self.quota_sessions, self.quota_samplers, self.quota_record_bytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api
 from tests.support.stand_in import stand_in
 
@@ -105,3 +107,110 @@ async def test_who_fetches_nothing_is_told_to_and_can_go_on_after_it(
             await api.services.futures._unread.tell()  # it does so every now and then
             assert await unread_bytes(api) == [0, 0, dict.fromkeys(everybody, 0)]
             assert (await api.post("forward_backward", pass_body(run, 2))).status_code == 200
+
+
+async def records_kept(api: Api) -> dict[str, int]:
+    """Read what is counted of each tenant's records."""
+    redis = api.services.connection
+    keys = await redis.keys("cotrain:tenant:*:record_bytes")
+    return {key.decode(): int(await redis.get(key)) for key in keys}
+
+
+async def test_sessions_and_runs_that_have_ended_count_for_ever_and_repeats_do_not(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, quota_record_bytes=5_000) as api:
+        session = (await api.post("create_session", {})).json()["session_id"]
+        run = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": POOL.base_model,
+            "user_metadata": {"note": "x" * 5_000},
+        }
+        made = await api.post("create_model", run)
+        before = await records_kept(api)
+        assert [kept > 7_000 for kept in before.values()] == [True]
+        assert (await api.post("create_model", run)).json() == made.json()
+        await api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+        for path, body in (
+            ("create_session", {}),
+            ("copy_weights", {"source_path": f"tinker://{session}:train:0/weights/a",
+                              "destination_project_id": "p"}),
+        ):  # fmt: skip
+            over = await api.post(path, body)
+            assert (over.status_code, over.json()["code"]) == (400, "record_quota_reached")
+            assert "COTRAIN_QUOTA_RECORD_BYTES" in over.json()["detail"]
+        assert await records_kept(api) == before
+        assert (await api.post("create_session", {}, BOB)).status_code == 200
+
+
+async def test_a_run_over_the_quota_of_records_is_refused_in_a_session_that_lives(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, quota_record_bytes=1_500) as api:
+        await api.new_run()
+        session = (await api.get("sessions")).json()["sessions"][0]
+        body = {"session_id": session, "model_seq_id": 1, "base_model": POOL.base_model}
+        over = await api.post("create_model", body)
+        assert (over.status_code, over.json()["code"]) == (400, "record_quota_reached")
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [{"user_metadata": {"a": "x" * 70_000}}, {"tags": ["x" * 1_000] * 70}],
+    ids=["metadata", "tags"],
+)
+async def test_a_session_is_no_place_for_large_notes(
+    empty_redis: EmbeddedRedis, notes: dict[str, Any]
+) -> None:
+    async with running_api(empty_redis.url) as api:
+        over = await api.post("create_session", notes)
+        assert (over.status_code, over.json()["code"]) == (400, "invalid")
+        assert f"{next(iter(notes))} may have at most 65536 bytes" in over.json()["detail"]
+        too_long = await api.post("create_session", {"sdk_version": "x" * 257})
+        assert too_long.status_code == 422
+
+
+async def test_without_memory_nothing_that_is_kept_is_made(
+    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_api(empty_redis.url) as api:
+        session = (await api.post("create_session", {})).json()["session_id"]
+        monkeypatch.setattr("cotrain_store.capacity._ASK_MEMORY_EVERY_S", 0.0)
+        monkeypatch.setattr("cotrain_store.capacity.MEMORY_SHARE", 1e-9)
+        sampler = {
+            "session_id": session,
+            "sampling_session_seq_id": 0,
+            "base_model": POOL.base_model,
+        }
+        for path, body in (("create_session", {}), ("create_sampling_session", sampler)):
+            assert refusal(await api.post(path, body)) == (429, "store_full")
+
+
+async def test_in_a_crowded_memory_a_tenant_may_leave_less_unread(
+    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.capacity._ASK_MEMORY_EVERY_S", 0.0)
+    async with running_api(empty_redis.url) as api:
+        run, other = await api.new_run(), await api.new_run(BOB)
+        sampler = await api.new_sampler()
+        with stand_in(api.services) as worker:
+            await worker.run_log()
+            fetched = await api.post("retrieve_future", {"request_id": f"{other}:0"}, BOB)
+            assert fetched.status_code == 200
+            await api.services.futures._unread.tell()
+            monkeypatch.setattr("cotrain_store.capacity.UNREAD_SHARE", 1e-9)
+            assert (await api.post("forward_backward", pass_body(run, 1))).status_code == 200
+            monkeypatch.setattr("cotrain_store.capacity.CROWDED_SHARE", 1e-9)
+            over = await api.post("forward_backward", pass_body(run, 2))
+            assert refusal(over) == (429, "unread_quota_reached")
+            sample = {
+                "sampling_session_id": sampler,
+                "seq_id": 0,
+                "num_samples": 1,
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+                "sampling_params": {"max_tokens": 1},
+            }
+            assert refusal(await api.post("asample", sample)) == (429, "unread_quota_reached")
+            theirs = await api.post("forward_backward", pass_body(other, 1), BOB)
+            assert theirs.status_code == 200

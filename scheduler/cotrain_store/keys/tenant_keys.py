@@ -82,6 +82,11 @@ def sampler_bytes(tenant: TenantId) -> str:
     return f"cotrain:tenant:{tenant}:sampler_bytes"
 
 
+def record_bytes(tenant: TenantId) -> str:
+    """Name the number of bytes of a tenant's records of sessions and runs, which live for ever."""
+    return f"cotrain:tenant:{tenant}:record_bytes"
+
+
 def usage(tenant: TenantId, hour: int) -> str:
     """Name the hash `<what>|<base model>|<session>|<run or sampler>` → amount of one hour.
 

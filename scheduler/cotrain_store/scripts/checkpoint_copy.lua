@@ -17,6 +17,7 @@ if original.weights ~= copy.weights or not (original.public or original.tenant =
   return 'GONE'
 end
 redis.call('HSET', record_key, 'record', record, 'state', 'closed')
+count_record(copy.tenant, record)
 redis.call('SADD', session_runs, run)
 redis.call('ZADD', training_runs, created_at, run)
 write_checkpoint(text, copy)

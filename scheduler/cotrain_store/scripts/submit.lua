@@ -18,7 +18,8 @@ local next_digest, next_envelope, next_body, next_segment, next_size =
   ARGV[21], ARGV[22], ARGV[23], ARGV[24], tonumber(ARGV[25] or 0)
 local sampler, idle_ms, rest_ms = ARGV[26], tonumber(ARGV[27]), tonumber(ARGV[28])
 local max_samplers, max_sampler_bytes = tonumber(ARGV[29]), tonumber(ARGV[30])
-local FIRST = 31 -- then the weights that the op uses
+local max_record_bytes = tonumber(ARGV[31])
+local FIRST = 32 -- then the weights that the op uses
 local ops_added = next_digest == '' and 1 or 2
 
 local state = redis.call('HGET', log, 'state')
@@ -44,6 +45,9 @@ if not state and record == '' then
 end
 if not state and redis.call('SCARD', tenant_runs) >= max_runs then
   return { 'RUNS' }
+end
+if not state and record_bytes(tenant) >= max_record_bytes then
+  return { 'RECORDS' }
 end
 local next_seq = tonumber(redis.call('HGET', log, 'next') or 0)
 local done = tonumber(redis.call('HGET', log, 'done') or -1)
@@ -79,6 +83,7 @@ end
 
 if not state then
   redis.call('HSET', record_key, 'record', record)
+  count_record(tenant, record)
   redis.call('HSET', log, 'state', 'live', 'tenant', tenant, 'next', 0, 'done', -1, 'snap', -1, 'last', -1)
   redis.call('SADD', session_runs, run)
   redis.call('SADD', tenant_runs, run)

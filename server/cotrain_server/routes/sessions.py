@@ -21,6 +21,7 @@ from cotrain.types import (
 )
 from cotrain.version import PROTOCOL, __version__
 from cotrain_server.auth import exchanges_key, is_local
+from cotrain_server.checkpoint_validation import check_notes
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.gate import TenantRoute
 from cotrain_server.sample_validation import is_sampleable
@@ -66,6 +67,8 @@ async def create_session(
     request: CreateSessionRequest, services: ServicesDep, tenant: TenantDep
 ) -> CreateSessionResponse:
     """Open a session."""
+    check_notes(request.user_metadata, request.tags)
+    await services.intake.check_room()
     session = await services.records.create_session(
         tenant.id,
         sdk_version=request.sdk_version,

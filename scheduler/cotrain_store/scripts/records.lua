@@ -1,0 +1,11 @@
+-- records: a part of other scripts: the bytes of a tenant's records of sessions and runs, which are kept
+-- for ever. A client may make any number of both, and write notes to each.
+local RECORD_OVERHEAD = 1000 -- of Redis, for the keys and lists that name one
+
+local function record_bytes(tenant)
+  return tonumber(redis.call('GET', 'cotrain:tenant:' .. tenant .. ':record_bytes') or 0)
+end
+
+local function count_record(tenant, record)
+  redis.call('INCRBY', 'cotrain:tenant:' .. tenant .. ':record_bytes', #record + RECORD_OVERHEAD)
+end
