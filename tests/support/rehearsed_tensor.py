@@ -1,0 +1,124 @@
+# typing.override begins with Python 3.12, and torch's base classes are only partly typed.
+# mypy: disable-error-code="explicit-override, override, assignment"
+"""Tensors that hold their values on the host and say that they are on CUDA; see `rehearsed_cuda.py`."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+DEVICE = torch.device("cuda", 0)
+
+
+class WouldWait(RuntimeError):
+    """The host would wait for the device."""
+
+
+class Memory:
+    """The storages that tensors on the device hold."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._users: Counter[int] = Counter()
+
+    def hold(self, tensor: OnDevice) -> None:
+        """Count a tensor's storage for as long as the tensor lives."""
+        storage = tensor.held.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        self._users[place] += 1
+        if self._users[place] == 1:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+        weakref.finalize(tensor, self._let_go, place, size)
+
+    def _let_go(self, place: int, size: int) -> None:
+        self._users[place] -= 1
+        if not self._users[place]:
+            self.now -= size
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on CUDA."""
+
+    held: torch.Tensor
+    memory: ClassVar[Memory]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> OnDevice:
+        made: OnDevice = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=torch.device("meta"),
+        )
+        made.held = held
+        cls.memory.hold(made)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return DEVICE
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    @property
+    def is_meta(self) -> bool:
+        return False
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy.")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} outside the rehearsal")
+
+
+def on_device(args: Any) -> bool:
+    """Return whether any argument is on the device."""
+    return any(isinstance(each, OnDevice) for each in tree_flatten(args)[0])
+
+
+def bare(value: Any) -> Any:
+    """Return what is on the host of a value."""
+    return value.held if isinstance(value, OnDevice) else value
+
+
+def dressed(value: Any) -> Any:
+    """Put a tensor on the device."""
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, OnDevice)
+    return OnDevice(value) if is_plain else value
+
+
+def arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name, defaults included."""
+    named = {each.name: each.default_value for each in func._schema.arguments}
+    return {**named, **dict(zip(named, args, strict=False)), **kwargs}
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Return whether host memory is pinned."""
+    return bool(getattr(tensor, "is_pinned_here", False))
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Play `Tensor.pin_memory`."""
+    if isinstance(tensor, OnDevice):
+        raise TypeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+    found = tensor.clone()
+    found.is_pinned_here = True  # type: ignore[attr-defined]
+    return found

@@ -1,0 +1,214 @@
+"""The CUDA branches of the engine, on a device that is played (`tests/support/rehearsed_cuda.py`).
+
+What stays for a real one: the kernels themselves, streams, the compiler, and how fast it all is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers import packed_step, probe
+from cotrain_workers.activation_memory import MOST_TOKENS
+from cotrain_workers.bank import AdapterBank
+from cotrain_workers.decoder import EngineDecoder
+from cotrain_workers.engine import Engine
+from cotrain_workers.ops import Failure, ReverseKl, Save, SaveOutput
+from cotrain_workers.sample_ops import SampleOutput
+from cotrain_workers.spec import AdapterSpec, Target
+from tests.support.decoding import finish, request
+from tests.support.kl import kl_datums, random_weights, started
+from tests.support.rehearsed_cuda import rehearsed_cuda
+from tests.support.rehearsed_tensor import DEVICE, WouldWait
+from tests.support.training import MIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from cotrain_workers.ops import CycleOutput, Op
+    from tests.support.rehearsed_cuda import Rehearsal
+
+    ModelFolder = Callable[..., Path]
+
+SOME = (
+    MIX[0],
+    MIX[3],
+    MIX[4],
+    MIX[5],
+)  # ranks 5 to 16, with and without the unembedding, three columns
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
+    with rehearsed_cuda(monkeypatch) as play:
+        yield play
+
+
+def load(folder: Path, **settings: Any) -> Engine:
+    given = {"fusion": False, "micro_batch_tokens": 128, "recompute": "never", **settings}
+    return Engine.load(str(folder), device="cuda:0", **given)
+
+
+def ops(cycle: int) -> list[Op]:
+    return [op for tenant in SOME for op in tenant.ops(cycle)]
+
+
+def succeeded(done: CycleOutput) -> CycleOutput:
+    failures = [out.message for out in done.outputs.values() if isinstance(out, Failure)]
+    assert not failures
+    return done
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {"lora_backend": "grouped"}),
+        ("mistral", {"lora_backend": "seg", "recompute": "always"}),
+    ],
+)
+def test_a_cycle_points_where_it_does_on_a_cpu_and_waits_twice(
+    cuda: Rehearsal, model_folder: ModelFolder, family: str, settings: dict[str, Any]
+) -> None:
+    folder = model_folder(family)
+    engine = load(folder, **settings)
+    plain = Engine.load(str(folder), dtype=torch.bfloat16)
+    for each in (engine, plain):
+        succeeded(each.run(ops(0)))
+    for tenant in SOME:
+        engine.restore(tenant.run, plain.state(tenant.run))
+    cuda.waits.clear()
+
+    for each in (engine, plain):
+        succeeded(each.run(ops(1)))
+
+    # What the passes found, and the norms of the gradients; no copy but through pinned memory.
+    assert cuda.waits == ["copy to cpu", "copy to cpu"]
+    for tenant in SOME:
+        ours, theirs = engine.state(tenant.run), plain.state(tenant.run)
+        assert torch.cosine_similarity(ours.m, theirs.m, dim=0) > 0.99, tenant.run
+        assert ours.step == theirs.step == 2
+
+
+def test_only_deterministic_algorithms_would_have_to_sort(
+    cuda: Rehearsal, model_folder: ModelFolder
+) -> None:
+    load(model_folder("qwen3"))
+    places, rows = torch.arange(3).pin_memory(), torch.zeros(8, 2, device=DEVICE)
+
+    rows.index_copy_(0, places.to(DEVICE, non_blocking=True), torch.ones(3, 2, device=DEVICE))
+
+    assert torch.are_deterministic_algorithms_enabled()
+    assert cuda.waits[-1] == "aten.index_copy_, sorted"
+
+
+def test_a_reverse_kl_does_not_wait_for_the_device(
+    cuda: Rehearsal, model_folder: ModelFolder
+) -> None:
+    engine = started(load(model_folder("qwen3")))
+    reference = random_weights(AdapterSpec(3, seed=21), engine.layout_of)
+    cuda.waits.clear()
+
+    succeeded(engine.run([ReverseKl("a", 1, kl_datums(0), reference, 0.8)]))
+
+    assert cuda.waits == ["copy to cpu"]
+
+
+def test_sizes_are_measured(
+    cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "PROBE_LENGTH", 64)
+    sizes = {"micro_batch_tokens": "auto", "recompute": "auto", "head_chunk_rows": 64}
+
+    engine = load(model_folder("qwen3"), **sizes)
+
+    assert engine.facts.numerics.micro_batch_tokens == MOST_TOKENS
+
+
+def repeat(cuda: Rehearsal) -> Callable[..., Any]:
+    """Play the recorder of CUDA graphs: nothing may be waited for while one is captured."""
+
+    def record(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        work()
+        cuda.mode = "error"
+        try:
+            output = work()
+        finally:
+            cuda.mode = "default"
+        return lambda: output.copy_(work()), output  # type: ignore[return-value]
+
+    return record
+
+
+def test_a_decoder_step_is_captured_and_samples_what_a_cpu_does(
+    cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_step, "CudaRecorder", lambda: repeat(cuda))
+    # Tensors that wrap others cannot be viewed in inference mode.
+    step = inspect.unwrap(EngineDecoder.step)
+    monkeypatch.setattr(EngineDecoder, "step", torch.no_grad()(step))
+    folder = model_folder("qwen3")
+    engine = load(folder)
+    plain = Engine.load(str(folder), dtype=torch.bfloat16)
+    succeeded(plain.run(ops(0)))
+    saved = {tenant.run: plain.run([Save(tenant.run, 5)]).outputs[tenant.run, 5] for tenant in SOME}
+    weights = {run: out.weights for run, out in saved.items() if isinstance(out, SaveOutput)}
+    asked = [
+        request(str(at), np.arange(1 + 40 * at), run, temperature=0.0, max_tokens=4)
+        for at, run in enumerate([None, "all-8", "soft-8", "all-5"])
+    ]
+    decoders = [
+        each.decoder(weights.__getitem__, kv_tokens=2048, text=None) for each in (engine, plain)
+    ]
+
+    ours, theirs = (finish(decoder, asked) for decoder in decoders)
+
+    assert decoders[0].graph_report() == "1 in use"
+    for name, expected in theirs.items():
+        found = ours[name]
+        assert isinstance(found, SampleOutput)
+        assert isinstance(expected, SampleOutput)
+        pair = zip(found.sequences, expected.sequences, strict=True)
+        for one, other in pair:  # the first token may be a near tie: log-probabilities are compared
+            assert abs(one.logprobs[0] - other.logprobs[0]) < 0.05
+
+
+def test_adapters_move_through_pinned_memory_and_nobody_waits(cuda: Rehearsal) -> None:
+    targets = (Target("q_proj", "attn", 64, 64), Target("up_proj", "mlp", 64, 96))
+    spec = AdapterSpec(8, seed=0)
+    size = 8 * (64 + 64 + 64 + 96)
+    bank = AdapterBank(targets, DEVICE, torch.bfloat16, adapter_bytes=2 * size * 18)
+    for run in "abcd":
+        bank.create(run, spec)
+    before = {run: bank.state(run).digest() for run in "abcd"}
+    cuda.mode = "error"
+
+    for runs in ("ab", "cd", "ad", "bc"):
+        bank.make_room(list(runs))
+        bank.release()
+        bank.prefetch(["d", "a"])
+
+    cuda.mode = "default"
+    assert bank.parked == 2
+    assert {run: bank.state(run).digest() for run in "abcd"} == before
+
+
+def test_the_rehearsal_refuses_what_cuda_does(cuda: Rehearsal) -> None:
+    here, there = torch.ones(2, 2), torch.ones(2, 2, device=DEVICE)
+    with pytest.raises(RuntimeError, match="on the host"):
+        there + here
+    with pytest.raises(TypeError, match="can't convert"):
+        there.numpy()
+    cuda.mode = "error"
+    with pytest.raises(WouldWait):
+        there.sum().item()
+    with pytest.raises(WouldWait, match="copy to cuda"):
+        here.to(DEVICE, non_blocking=True)
+    odd = torch.zeros(8, 12, device=DEVICE, dtype=torch.bfloat16)
+    ends = torch.full((1,), 8, device=DEVICE, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        torch.nn.functional.grouped_mm(odd, odd.t()[None], offs=ends)
