@@ -91,4 +91,6 @@ class ServerStatus(WireModel):
     version: str
     uptime_s: float | None = None
     ready: bool | None = None
+    reasons: list[str] = Field(default=[])
+    """Why it is not ready, in sentences."""
     pools: list[PoolStatus]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cotrain.commands.terminal import AsJson, print_json
+from cotrain.commands.terminal import AsJson, examples, print_json
 from cotrain_server.folder import DataFolder, FolderInUse, UnsafeFolder
 from cotrain_server.programs import Plan
 from cotrain_server.supervisor import Announcement, Supervisor
@@ -39,6 +39,15 @@ RedisUrl = Annotated[
     str | None,
     typer.Option(envvar="COTRAIN_REDIS_URL", help="Use this Redis; by default one is started."),
 ]
+ServersRedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        envvar="COTRAIN_REDIS_URL", help="The server's Redis; by default the one in its folder."
+    ),
+]
+
+#: A Redis that stands still is not waited for: nobody would know what `cotrain keys` waits for.
+KEYS_TIMEOUT_S = 10.0
 
 keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 console = Console(highlight=False, soft_wrap=True)
@@ -87,6 +96,12 @@ def serve(
     """Serve base models on this host: Redis, API, scheduler and workers in one command.
 
     Every option is also a COTRAIN_* variable, and so is every other setting of these processes.
+
+    Examples:
+
+    cotrain serve --base-model Qwen/Qwen3-0.6B
+
+    cotrain serve --base-model my-model=/models/mine --host 0.0.0.0 --clock-mode metronome
     """
     misspelt = unknown_variables()
     if misspelt:
@@ -111,7 +126,7 @@ def serve(
     _run(plan)
 
 
-@keys.command()
+@keys.command(epilog=examples("cotrain keys create ada", "cotrain keys create ci --days 30"))
 def create(
     name: Annotated[str, typer.Argument(help="Whose key this is.")],
     tenant: Annotated[
@@ -123,7 +138,7 @@ def create(
         typer.Option(help="How it starts: the tinker SDK takes tml-…, the mint SDK also sk-…."),
     ] = "tml",
     data_dir: DataDir = DEFAULT_DATA_DIR,
-    redis_url: RedisUrl = None,
+    redis_url: ServersRedisUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Make an API key and print it; it is shown only now."""
@@ -140,9 +155,9 @@ def create(
     _with_tenants(issue, data_dir, redis_url)
 
 
-@keys.command("list")
+@keys.command("list", epilog=examples("cotrain keys list --json | jq -r '.[].name'"))
 def list_keys(
-    data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: RedisUrl = None, as_json: AsJson = False
+    data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: ServersRedisUrl = None, as_json: AsJson = False
 ) -> None:
     """List the API keys, without their secrets."""
 
@@ -156,11 +171,11 @@ def list_keys(
     _with_tenants(show, data_dir, redis_url)
 
 
-@keys.command()
+@keys.command(epilog=examples("cotrain keys revoke 3f9c2a71"))
 def revoke(
     key_id: Annotated[str, typer.Argument(help="As `cotrain keys list` shows it.")],
     data_dir: DataDir = DEFAULT_DATA_DIR,
-    redis_url: RedisUrl = None,
+    redis_url: ServersRedisUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Stop accepting an API key; within five seconds everywhere."""
@@ -228,14 +243,20 @@ def _with_tenants(
     async def run() -> None:
         connection = open_connection(url)
         try:
-            await work(Tenants(connection))
+            async with asyncio.timeout(KEYS_TIMEOUT_S):
+                await work(Tenants(connection))
         finally:
             await connection.aclose()
 
     try:
         asyncio.run(run())
-    except CONNECTION_LOST:
-        _fail("The server's Redis does not answer. Is `cotrain serve` running on this folder?")
+    except (TimeoutError, *CONNECTION_LOST):
+        _fail(
+            "The server's Redis does not answer. Is it the one of --redis-url?"
+            if redis_url
+            else f"The server's Redis does not answer. Is `cotrain serve` running on {data_dir}? "
+            "--data-dir (COTRAIN_DATA_DIR) names its folder."
+        )
 
 
 def _as_json(record: KeyRecord) -> dict[str, str | float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from cotrain_server.readiness import LOOK_TIMEOUT_S
 from cotrain_store import metrics
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.messages.ids import TenantId
@@ -58,11 +60,18 @@ async def scrape(services: Services) -> bytes:
     free_bytes = shutil.disk_usage(services.settings.data_dir).free
     found.gauge("cotrain_disk_free_bytes", "Free space under the data folder.", free_bytes)
     try:
-        _add_redis(found, await redis_status(services.connection))
-        for pool in await services.records.pools():
-            _add_pool(found, pool, await pool_status(services.connection, pool.id))
-    except CONNECTION_LOST:
+        async with asyncio.timeout(LOOK_TIMEOUT_S):
+            redis = await redis_status(services.connection)
+            pools = [
+                (pool, await pool_status(services.connection, pool.id))
+                for pool in await services.records.pools()
+            ]
+    except (TimeoutError, *CONNECTION_LOST):
         found.gauge("cotrain_redis_up", "Whether Redis answers.", 0)
+    else:
+        _add_redis(found, redis)
+        for pool, status in pools:
+            _add_pool(found, pool, status)
     registry = CollectorRegistry()
     registry.register(found)
     return generate_latest(metrics.REGISTRY) + generate_latest(registry)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from cotrain_store.connection import Connection
 
 REDIS_TIMEOUT_S = 1.0
+#: Whoever looks at a server whose Redis stands still hears of it in time: Prometheus waits 10 s.
+LOOK_TIMEOUT_S = 5.0
 #: Written by the supervisor beside the data: what it cannot keep running, process by process.
 TROUBLES_FILE = "troubles.json"
 

@@ -12,7 +12,8 @@ import structlog
 import zstandard
 
 from cotrain.codec import PROTOBUF
-from cotrain_server import bodies
+from cotrain_server import bodies, collector
+from cotrain_server.routes import status
 from cotrain_store.logs import configure_logs
 from tests.support.http_api import ALICE, BOB, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
@@ -157,6 +158,25 @@ async def test_while_redis_is_away_submits_say_when_to_come_back_and_polls_are_h
         own_redis.restart()
         answer = await api.post("forward_backward", pass_body(run, 1))
         assert answer.json()["request_id"] == f"{run}:1"
+
+
+async def test_a_redis_that_stands_still_is_told_and_not_waited_for(
+    own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (collector, status):
+        monkeypatch.setattr(module, "LOOK_TIMEOUT_S", 0.2)
+    async with running_api(own_redis.url) as api:
+        own_redis.stand_still()
+        try:
+            metrics = (await api.http.get("/metrics")).text.splitlines()
+            assert [line for line in metrics if line.startswith("cotrain_redis_up")] == [
+                "cotrain_redis_up 0.0"
+            ]
+            answer = await api.http.get("/status")
+        finally:
+            own_redis.go_on()
+        assert (answer.status_code, answer.json()["detail"]) == (503, "Redis does not answer.")
+        assert (await api.http.get("/status")).json()["reasons"][0] == "No scheduler is running."
 
 
 async def test_a_poll_by_a_key_not_seen_lately_is_held_as_well(own_redis: EmbeddedRedis) -> None:

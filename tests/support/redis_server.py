@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import tempfile
 import time
@@ -41,6 +42,13 @@ class EmbeddedRedis:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def stand_still(self) -> None:
+        """Take connections, and answer none, until `kill` or `go_on`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
         self._process = self._start()

@@ -43,10 +43,11 @@ def _headline(status: ServerStatus) -> Text:
     line = Text(f"cotrain {status.version}", style="bold")
     if status.uptime_s is not None:
         line.append(f"  up {_duration(status.uptime_s)}", style="not bold")
-    if status.ready is not None:
-        line.append(
-            "  ready" if status.ready else "  not ready", "green" if status.ready else "red"
-        )
+    if status.ready:
+        line.append("  ready", "green")
+    elif status.ready is not None:
+        line.append(f"  not ready{': ' if status.reasons else ''}", "red")
+        line.append(" ".join(status.reasons), "not bold")
     return line
 
 

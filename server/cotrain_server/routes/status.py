@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from dataclasses import asdict
@@ -15,9 +16,10 @@ from cotrain.types import HealthResponse
 from cotrain.version import __version__
 from cotrain_server.auth import authenticate, is_operator
 from cotrain_server.collector import scrape
-from cotrain_server.deps import ServicesDep  # noqa: TC001  # FastAPI reads it at run time
+from cotrain_server.deps import ServicesDep
 from cotrain_server.errors import OperatorsOnly
-from cotrain_server.readiness import reasons_not_ready
+from cotrain_server.readiness import LOOK_TIMEOUT_S, reasons_not_ready
+from cotrain_store.errors import StoreUnavailable
 from cotrain_store.status import cycle_records, pool_status, redis_status, scheduler_epoch
 from cotrain_store.unread import unread_bytes
 
@@ -52,14 +54,13 @@ async def readyz(services: ServicesDep) -> Response:
 @router.get("/status")
 async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
     """Show the operator everything, and a tenant (by its API key) its own part."""
-    if is_operator(request, services.settings):
-        return await _everything(services)
-    tenant = await authenticate(request, services)
-    return {
-        "version": __version__,
-        "unread_bytes": (await unread_bytes(services.connection, [tenant.id]))[tenant.id],
-        "pools": await _own_pools(services, tenant.id),
-    }
+    try:
+        async with asyncio.timeout(LOOK_TIMEOUT_S):
+            if is_operator(request, services.settings):
+                return await _everything(services)
+            return await _own_part(services, (await authenticate(request, services)).id)
+    except TimeoutError:
+        raise StoreUnavailable from None
 
 
 @router.get("/metrics")
@@ -74,10 +75,12 @@ async def _everything(services: Services) -> dict[str, Any]:
     connection, settings = services.connection, services.settings
     pools = [await _whole_pool(services, pool) for pool in await services.records.pools()]
     tenants = sorted({queue["tenant"] for pool in pools for queue in pool["tenants"]})
+    reasons = await reasons_not_ready(services)
     return {
         "version": __version__,
         "uptime_s": round(time.time() - _STARTED_AT, 1),
-        "ready": not await reasons_not_ready(services),
+        "ready": not reasons,
+        "reasons": reasons,
         "scheduler": {"epoch": await scheduler_epoch(connection)},
         "pools": pools,
         "unread_bytes": await unread_bytes(connection, tenants),
@@ -108,14 +111,19 @@ async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
     }
 
 
-async def _own_pools(services: Services, tenant: TenantId) -> list[dict[str, Any]]:
-    pools = await services.records.pools()
-    return [
-        _own_part(pool, await pool_status(services.connection, pool.id), tenant) for pool in pools
-    ]
+async def _own_part(services: Services, tenant: TenantId) -> dict[str, Any]:
+    connection = services.connection
+    return {
+        "version": __version__,
+        "unread_bytes": (await unread_bytes(connection, [tenant]))[tenant],
+        "pools": [
+            _own_pool(pool, await pool_status(connection, pool.id), tenant)
+            for pool in await services.records.pools()
+        ],
+    }
 
 
-def _own_part(pool: PoolRecord, found: PoolStatus, tenant: TenantId) -> dict[str, Any]:
+def _own_pool(pool: PoolRecord, found: PoolStatus, tenant: TenantId) -> dict[str, Any]:
     own = [queue for queue in found.queues if queue.tenant == tenant]
     return {
         "base_model": pool.base_model,

@@ -44,6 +44,7 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
             "version": "1",
             "uptime_s": 90_061.0,
             "ready": False,
+            "reasons": ["No worker for m is running."],
             "pools": [
                 {
                     "base_model": "m",
@@ -60,7 +61,14 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(view(status))
     text = console.export_text()
-    for expected in ("not ready", "1 d 01:01:01", "1,234", "2 optim_step", "isolated", "ann"):
+    for expected in (
+        "not ready: No worker for m is running.",
+        "1 d 01:01:01",
+        "1,234",
+        "2 optim_step",
+        "isolated",
+        "ann",
+    ):
         assert expected in text
 
 
