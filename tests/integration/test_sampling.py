@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.token_stream import TokenStream
+from cotrain_workers.decoder import EngineDecoder
 from tests.support.program import LORA, submit
 from tests.support.sampling import (
     LONG,
@@ -27,12 +30,13 @@ from tests.support.sampling import (
     submit_save,
 )
 from tests.support.stack import POOL, Stack, worker
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_workers.engine import Engine
+    from cotrain_workers.sample_ops import Progress
     from tests.support.redis_server import EmbeddedRedis
 
 
@@ -76,14 +80,26 @@ async def test_what_cannot_run_fails_with_a_reason_and_alone(
 
 
 async def test_a_running_request_can_be_cancelled_and_its_neighbours_go_on(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    decode, are_running = EngineDecoder.step, threading.Event()
+
+    def step(decoder: EngineDecoder) -> Progress:
+        if len(decoder._groups) == 2:
+            are_running.set()
+        return decode(decoder)
+
+    monkeypatch.setattr(EngineDecoder, "step", step)
     sampler = await base_sampler(server)
-    with worker(empty_redis.url, tmp_path, engine) as loop:
+    with worker(empty_redis.url, tmp_path, engine):
         alone = await sample(server, sampler, 1, LONG)
         gone = await submit_sample(server, sampler, 2, LONG, max_tokens=2_000 - 39)
         stays = await submit_sample(server, sampler, 3, LONG)
-        await until(lambda: loop._sampler.running == 2, look_every_s=0.001)
+        assert await asyncio.to_thread(are_running.wait, PATIENCE_S)
         await server.samples.cancel(sampler.tenant, gone)
         assert await ended(server, sampler, gone) == CANCELLED
         assert await sampled(server, sampler, stays) == alone
