@@ -55,6 +55,7 @@ def choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor
     rows = torch.tensor(drawn, device=device)
     wanted = [choices[at] for at in drawn]
     temperatures = torch.tensor([c.temperature for c in wanted], device=device, dtype=logits.dtype)
+    temperatures.clamp_(min=torch.finfo(logits.dtype).tiny)  # one that becomes 0 here makes 0 / 0
     some = logits.index_select(0, rows)
     scaled = (some - some.amax(dim=-1, keepdim=True)) / temperatures[
         :, None

@@ -82,8 +82,10 @@ def test_the_ends_of_the_unit_interval_draw_a_possible_token(point: float) -> No
     assert choose(row, [Choice(1.0, -1, 1.0, point)]).tolist() == [7]
 
 
-def test_a_tiny_temperature_does_not_overflow() -> None:
-    assert choose(logits(1), [Choice(1e-38, -1, 0.9, 0.5)]).tolist() == [int(logits(1).argmax())]
+@pytest.mark.parametrize("temperature", [1e-38, 1e-310, 5e-324])
+def test_a_tiny_temperature_draws_the_most_probable_token(temperature: float) -> None:
+    choice = Choice(temperature, -1, 0.9, 0.5)
+    assert choose(logits(1), [choice]).tolist() == [int(logits(1).argmax())]
 
 
 def test_a_row_is_chosen_as_if_alone() -> None:
