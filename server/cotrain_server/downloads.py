@@ -7,6 +7,7 @@ through a link. Once open, a file that a worker sweeps away is still sent to its
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 import tarfile
@@ -14,10 +15,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
+import structlog
 from starlette.responses import FileResponse, StreamingResponse
 from typing_extensions import override
 
-from cotrain_store.errors import CheckpointNotFound
+from cotrain_store.errors import CheckpointNotFound, StoreUnavailable
 from cotrain_store.messages.weights import external_folder
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 
+log = structlog.get_logger()
+
 #: What PEFT reads, and all that a download holds.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ARCHIVE = "checkpoint.tar"
@@ -35,6 +39,8 @@ ARCHIVE = "checkpoint.tar"
 COMPLETE = "checkpoint_complete"
 CHUNK_BYTES = 1024**2
 _BLOCK = tarfile.BLOCKSIZE
+#: Errors of this process, or of this moment: the file may well be there.
+_SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
 #: Never through a link, and without waiting for the other end of a pipe.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -81,8 +87,11 @@ def _open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
 def _open(folder: Path, name: str, opened: ExitStack) -> OpenFile:
     try:
         descriptor = os.open(folder / name, _FLAGS)
-    except OSError as missing:
-        raise CheckpointNotFound from missing
+    except OSError as error:
+        if error.errno in _SAYS_NOTHING:
+            log.error("file_unreadable", file=name, reason=error.strerror)
+            raise StoreUnavailable("The file cannot be read now.") from error
+        raise CheckpointNotFound from error
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)

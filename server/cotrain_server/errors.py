@@ -235,6 +235,7 @@ async def _answer_lost(request: Request, error: Exception) -> JSONResponse:
 
 async def _answer_schema(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    metrics.REQUESTS_REJECTED.labels("invalid").inc()
     return error_response(422, sentence(error.errors()), "invalid", request.state.request_id)
 
 

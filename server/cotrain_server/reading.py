@@ -63,6 +63,22 @@ class Op:
         """Make of an op that may not run one that takes its place and fails."""
         return Op(OpKind.REJECTED, _failure(message), 0, self.digest)
 
+    def fitting(self, most_tokens: int, most_bytes: int) -> Op:
+        """Give an op that an empty queue can take: this one, or one that fails and says why not.
+
+        Of one that never fits its client would be told to wait, for ever.
+        """
+        for size, most, unit in (
+            (self.tokens, most_tokens, "tokens"),
+            (len(self.body), most_bytes, "bytes"),
+        ):
+            if size > most:
+                return self.refused(
+                    f"data has {size} {unit}; of one tenant no more than {most} may wait at once. "
+                    "Send it in several calls."
+                )
+        return self
+
 
 @dataclass(frozen=True)
 class AddressedPass:

@@ -10,6 +10,8 @@ from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 from typing import IO, TYPE_CHECKING
 
+import structlog
+
 from cotrain_server.errors import BodyTooLarge, BodyTooSlow, TooManyUploads, UnsupportedMediaType
 from cotrain_store.errors import DiskReserveReached
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from cotrain_store.messages.ids import TenantId
+
+log = structlog.get_logger()
 
 UPLOADS_PER_TENANT = 2
 #: Who sends nothing for this long has gone.
@@ -110,6 +114,7 @@ def _write(file: IO[bytes], piece: bytes, folder: Path, reserve_bytes: int) -> N
         file.write(piece)
         file.flush()
     except OSError as full:
+        log.error("upload_not_written", reason=full.strerror)
         raise DiskReserveReached from full
 
 

@@ -303,6 +303,18 @@ async def test_a_full_queue_is_answered_429_with_a_time_to_wait(
         assert answer.headers["retry-after"] == "5"
 
 
+async def test_what_no_empty_queue_could_take_fails_and_is_not_told_to_wait(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, quota_tokens=2) as api:
+        run = await api.new_run()
+        for seq, tokens in ((1, [1, 2, 3]), (2, [1, 2])):
+            answer = await api.post("forward_backward", pass_body(run, seq, tokens))
+            assert answer.status_code == 200
+        queued = await kinds(api, run)
+        assert [queued[seq].split("|")[0] for seq in (1, 2)] == ["rejected", "forward_backward"]
+
+
 async def test_each_sdk_is_told_what_it_needs(api: Api) -> None:
     new = (await api.post("client/config", {"sdk_version": "0.38.0"})).json()
     old = (await api.post("client/config", {"sdk_version": "0.22.0"})).json()

@@ -74,6 +74,7 @@ async def forward_backward_reverse_kl(
 async def _submit(
     services: Services, run: RunRecord, asked: AddressedKl, op: Op, idempotency_key: str
 ) -> UntypedAPIFuture:
+    op = op.fitting(services.settings.quota_tokens, services.settings.quota_bytes)
     request_id = await services.intake.submit(
         run, asked.seq, op.kind, op.body, op.tokens, op.digest,
         uses=op.uses, idempotency_key=idempotency_key,

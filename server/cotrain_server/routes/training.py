@@ -98,6 +98,7 @@ async def _queue_pass(
 
 async def submit(services: Services, run: RunRecord, seq: int, op: Op) -> UntypedAPIFuture:
     """Put an op into its run's log and answer with the future of its result."""
+    op = op.fitting(services.settings.quota_tokens, services.settings.quota_bytes)
     request_id = await services.intake.submit(
         run, seq, op.kind, op.body, op.tokens, op.digest, uses=op.uses, sampler=op.sampler
     )

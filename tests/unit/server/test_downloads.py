@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tarfile
@@ -19,7 +20,7 @@ from cotrain_server.downloads import (
     open_files,
     tar_size,
 )
-from cotrain_store.errors import CheckpointNotFound
+from cotrain_store.errors import CheckpointNotFound, StoreUnavailable
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -48,6 +49,17 @@ async def test_a_file_is_sent_whole_with_its_length_and_name(folder: Path, name:
     assert answer.headers["content-length"] == str(len(CONTENTS[name]))
     assert answer.headers["content-disposition"] == f'attachment; filename="{name}"'
     assert file.content.closed
+
+
+async def test_a_file_that_cannot_be_opened_now_is_not_said_to_be_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptor(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("cotrain_server.downloads.os.open", no_descriptor)
+    with pytest.raises(StoreUnavailable, match="cannot be read now"):
+        await open_files(folder, ["empty"])
 
 
 async def test_a_broken_download_goes_on_where_it_stopped(folder: Path) -> None:

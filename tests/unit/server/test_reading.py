@@ -57,6 +57,16 @@ def test_json_and_protobuf_of_one_request_are_one_op() -> None:
     assert binary_op(message()) == json_op()
 
 
+def test_an_op_that_no_empty_queue_could_take_fails_at_once() -> None:
+    op = json_op()
+    size = len(op.body)
+    assert op.fitting(3, size) is op
+    over = op.fitting(2, size)
+    assert why(over).startswith("data has 3 tokens; of one tenant no more than 2 may wait at once")
+    assert over.digest == op.digest
+    assert why(op.fitting(3, size - 1)).startswith(f"data has {size} bytes; of one tenant")
+
+
 def test_an_op_counts_the_tokens_the_base_model_reads() -> None:
     assert json_op(tokens=[1, 2, 3, 4, 5]).tokens == 5
 
