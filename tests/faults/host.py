@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 #: One per tenant.
 KEYS = tuple(f"tml-faults{number}_secret-of-faults" for number in range(8))
 MODEL = "tiny"
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 #: How soon a process that died is started again.
 RESTART_S = 0.02
 REDIS = "redis"
 #: What a process says when it starts while Redis is away; whoever started it starts it again.
 NO_REDIS = {1, 3}
-START_S = 20.0
-TIDY_S = 60.0
+START_S = 60.0
+TIDY_S = 120.0
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ WORKERS = ("w0", "w1")
 SOON = {"REASSIGN_AFTER_S": "0.5"}
 
 
-@pytest.mark.timeout(400)
 async def test_what_a_dead_worker_had_is_given_away_whatever_the_scheduler_dies_of(
     nursery: Nursery, folder: Path, calm: Calm
 ) -> None:
@@ -50,7 +49,6 @@ async def test_what_a_dead_worker_had_is_given_away_whatever_the_scheduler_dies_
     assert outcome.killed == {"scheduler": 6, **dict.fromkeys(gone, 1)}
 
 
-@pytest.mark.timeout(400)
 async def test_a_worker_that_was_paused_while_another_took_its_runs_changes_nothing(
     nursery: Nursery, folder: Path, calm: Calm
 ) -> None:

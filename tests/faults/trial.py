@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Disturb = Callable[[Host], Running]
 
 #: A trial that takes longer has lost something (I1).
-LIMIT_S = 180.0
+LIMIT_S = 400.0
 #: Cycles so short that not everybody's work is in each.
 CROWDED = {"CLOCK_PERIOD_S": "0.001", "QUANTUM_TOKENS": "8"}
 
