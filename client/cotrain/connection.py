@@ -11,6 +11,7 @@ from cotrain.background import BackgroundLoop
 from cotrain.compress import can_compress
 from cotrain.errors import NotFoundError, VersionMismatch
 from cotrain.flow import Dispatch, Lane, Room
+from cotrain.sample_traffic import SampleTraffic
 from cotrain.transport import Transport, read
 from cotrain.types import ClientConfigRequest, ClientConfigResponse
 from cotrain.version import PROTOCOL, __version__
@@ -38,6 +39,7 @@ class Connection:
         )
         self.loop = BackgroundLoop("cotrain-client")
         self.room = Room(self.loop.is_here)
+        self.samples = SampleTraffic(self.transport)
         self._dispatch = Dispatch()
         self._asking = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
@@ -61,6 +63,7 @@ class Connection:
                 self._config = config = await self._ask()
                 self.transport.compresses = config.proto_compress_fwdbwd and can_compress()
                 self._dispatch.limit_bytes = config.fwdbwd_dispatch_bytes_semaphore_size
+                self.samples.limit(config.sample_max_concurrent_requests)
         return self._config
 
     async def _ask(self) -> ClientConfigResponse:
@@ -75,7 +78,7 @@ class Connection:
             raise VersionMismatch(
                 f"the server is cotrain {config.cotrain_version} and speaks protocol"
                 f" {config.cotrain_protocol}, this client is cotrain {__version__} and speaks"
-                f" {PROTOCOL}: install cotrain=={config.cotrain_version} here"
+                f" {PROTOCOL}: install cotrain {config.cotrain_version} here"
             )
         return config
 

@@ -30,8 +30,12 @@ class SampleTraffic:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._posts = asyncio.Semaphore(POSTS_AT_ONCE)
-        self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
+        self.limit(POLLS_AT_ONCE)
+
+    def limit(self, samples: int) -> None:
+        """Have no more than so many on their way; the server says so before the first is sent."""
+        self._posts = asyncio.Semaphore(min(samples, POSTS_AT_ONCE))
+        self._polls = asyncio.Semaphore(min(samples, POLLS_AT_ONCE))
 
     async def accept(self, request: SampleRequest) -> UntypedAPIFuture:
         """POST a sample request until the server has it, however long it is busy.

@@ -6,7 +6,6 @@ import itertools
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from cotrain.sample_traffic import SampleTraffic
 from cotrain.sampling import SamplingClient
 from cotrain.transport import read
 from cotrain.types import (
@@ -26,7 +25,6 @@ class Samplers:
     def __init__(self, connection: Connection, session: Session) -> None:
         self._connection = connection
         self._session = session
-        self._traffic = SampleTraffic(connection.transport)
         self._seq_ids = itertools.count()
 
     def reserve(self) -> int:
@@ -54,7 +52,6 @@ class Samplers:
         config = await self._connection.config()
         return SamplingClient(
             self._connection,
-            self._traffic,
             sampler_id,
             base_model,
             polls_in_batches=config.sample_use_retrieve_futures,

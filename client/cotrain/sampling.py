@@ -16,7 +16,6 @@ from cotrain.connection import shared_connection
 from cotrain.errors import APIStatusError, MalformedMessage, UnsupportedInput
 from cotrain.futures import Future
 from cotrain.hosted_gaps import absent, hosted
-from cotrain.sample_traffic import SampleTraffic
 from cotrain.sampler_handle import SamplerHandle
 from cotrain.sampling_types import CLONE_SEQ_IDS
 from cotrain.settings import client_settings
@@ -50,7 +49,6 @@ class SamplingClient:
     def __init__(
         self,
         connection: Connection,
-        traffic: SampleTraffic,
         sampler_id: str,
         base_model: str,
         *,
@@ -58,7 +56,7 @@ class SamplingClient:
         clone: int = 0,
     ) -> None:
         self._connection = connection
-        self._traffic = traffic
+        self._traffic = connection.samples
         self._sampler_id = sampler_id
         self._base_model = base_model
         self._polls_in_batches = polls_in_batches
@@ -235,7 +233,6 @@ def _clone(
     connection = shared_connection(settings)
     return SamplingClient(
         connection,
-        SampleTraffic(connection.transport),
         sampler_id,
         base_model,
         polls_in_batches=polls_in_batches,

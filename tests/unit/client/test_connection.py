@@ -85,7 +85,7 @@ def test_a_server_of_another_protocol_is_not_talked_to(
     api: FakeApi, service: ServiceClient, protocol: int
 ) -> None:
     configure(api, cotrain_version="9.8.7", cotrain_protocol=protocol)
-    with pytest.raises(VersionMismatch, match=r"install cotrain==9\.8\.7") as caught:
+    with pytest.raises(VersionMismatch, match=r"install cotrain 9\.8\.7 here") as caught:
         service.create_lora_training_client("m")
     assert f"the server is cotrain 9.8.7 and speaks protocol {protocol}" in str(caught.value)
     assert api.paths() == ["client/config"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from cotrain import ModelInput, SamplingParams, UnprocessableEntityError
+from cotrain import ModelInput, SamplingParams, ServiceClient, UnprocessableEntityError
 from cotrain.sample_traffic import POSTS_AT_ONCE, SampleTraffic
 from cotrain.transport import RetryPolicy, Transport
 from cotrain.types import SampleRequest
@@ -62,6 +62,20 @@ def test_a_busy_server_is_asked_by_a_few_while_the_others_wait() -> None:
     refused = {body["seq_id"] for body in api.bodies("asample")[:many]}
     assert len(refused) == POSTS_AT_ONCE
     assert len(api.samples) == many
+
+
+def test_no_more_are_on_their_way_than_the_server_said() -> None:
+    config = httpx.Response(200, json={"sample_max_concurrent_requests": 2})
+    api = FakeSampling(
+        answers={"client/config": [config], "asample": [refusal(429) for _ in range(10)]}
+    )
+    policy = RetryPolicy(first_delay_s=0.0)
+    with ServiceClient("http://server", "k", network=api.network, policy=policy) as service:
+        sampler = service.create_sampling_client(base_model="m")
+        prompt = ModelInput.from_ints([1])
+        for future in [sampler.sample(prompt) for _ in range(10)]:
+            future.result()
+    assert {body["seq_id"] for body in api.bodies("asample")[:10]} == {0, 1}
 
 
 def test_a_server_is_never_too_busy_for_too_long() -> None:
