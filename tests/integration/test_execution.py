@@ -232,6 +232,30 @@ async def test_a_closed_run_is_forgotten_once_its_planned_ops_are_committed(log:
     assert not log.redis.exists(run_keys.ops(POOL, run.id), run_keys.bodies(POOL, run.id))
 
 
+async def test_nothing_but_records_is_left_of_a_run_that_was_closed_before_it_was_planned(
+    log: Log,
+) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1, body=LARGE)
+    await log.intake.close_run(run)
+    assert not log.redis.exists(run_keys.ops(POOL, run.id), run_keys.bodies(POOL, run.id))
+    assert 0 < log.redis.pttl(run_keys.digests(POOL, run.id)) <= result_keys.SMALL_RESULT_TTL_MS
+    assert log.references() == {}
+    assert await log.submit(run, 1, body=LARGE) == request_id(run.id, 1)  # a repeat
+
+
+async def test_the_files_of_a_forgotten_run_may_go_even_if_its_worker_died_before_it_removed_them(
+    log: Log,
+) -> None:
+    run = await log.new_run()
+    await log.run_all()
+    await log.cover(run, 0)
+    assert log.execution.logs.bases(run.id) == {"f0", "f1"}
+    await log.intake.close_run(run)
+    assert log.execution.forget(run.id)
+    assert log.execution.logs.bases(run.id) == set()
+
+
 async def test_a_failed_run_stops_alone(log: Log) -> None:
     broken, neighbour = await log.new_run("a"), await log.new_run("b")
     await log.submit(broken, 1)

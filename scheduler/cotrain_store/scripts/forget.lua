@@ -25,5 +25,6 @@ for _, envelope in ipairs(redis.call('HVALS', ops)) do
   end
 end
 redis.call('DEL', ops, bodies, digests, riders)
+redis.call('HDEL', log, 'snapfile', 'snapsha', 'oldfile', 'oldsha') -- its files may go, whoever removes them
 redis.call('SREM', drops, run)
 return 'OK'

@@ -39,6 +39,9 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
     if worker and state == 'closed' then
       redis.call('SADD', prefix .. 'drops:' .. worker, run)
       redis.call('PUBLISH', prefix .. 'notify:' .. worker, run)
+    elseif state == 'closed' then -- never planned: no worker forgets it; repeats are known as long as results
+      redis.call('PEXPIRE', prefix .. 'digests:' .. run, ttl_ms)
+      redis.call('PEXPIRE', prefix .. 'riders:' .. run, ttl_ms)
     end
   end
   return resolved

@@ -185,9 +185,9 @@ async def test_a_save_without_room_holds_its_own_run_back_until_there_is_room(
     await clock._tick(NOW)
     assert [(op.run, op.seq) for op in store.steps[-1].ops] == [("a", 0), ("a", 1), ("b", 0)]
     store.finish()
-    for now in (NOW + 1, NOW + 2):
-        again = await clock._tick(now)
-    assert (again, len(store.steps)) == (NOW + 2 + SWEEP_S, 1)
+    await clock._tick(NOW + 1)
+    assert await clock._tick(NOW + 2) == NOW + 2 + SWEEP_S
+    assert len(store.steps) == 1
     store.takes_saves = True
     await clock._tick(NOW + 3)
     assert [op.kind for op in store.steps[-1].ops] == [OpKind.SAVE]
