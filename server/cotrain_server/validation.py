@@ -7,7 +7,6 @@ must never meet an op that cannot run. What is refused here still takes its plac
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +20,12 @@ if TYPE_CHECKING:
     from cotrain.types import AdamParams
     from cotrain_store.bodies import DatumArrays, PassBody
     from cotrain_store.messages.pools import PoolRecord
+
+
+#: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass, which then
+#: has to be run in parts, for the neighbours too.
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def check_pass(request: PassBody, pool: PoolRecord) -> None:
@@ -44,9 +49,14 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
 
 def check_adam(params: AdamParams) -> None:
     """Check what the wire type leaves open about an optim_step's numbers. Raises Invalid."""
+    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        if abs(getattr(params, name)) > LARGEST:
+            raise Invalid(f"adam_params.{name} is larger than a float32 can be.")
     # A row that never got a gradient has m = v = 0, and 0 / (0 + 0) is not a number.
     if params.eps <= 0:
         raise Invalid("adam_params.eps must be greater than 0.")
+    if params.eps < SMALLEST:
+        raise Invalid("adam_params.eps is 0 as a float32.")
 
 
 def check_rank(rank: int, max_rank: int) -> None:
@@ -69,7 +79,7 @@ def _check_config(loss_fn: str, needs: LossNeeds, config: Mapping[str, float | s
             raise Invalid(
                 f"loss_fn_config.{name:.80} is not a setting of {loss_fn}. Known: {known}."
             )
-        if isinstance(value, str) or not isfinite(value) or value < 0:
+        if isinstance(value, str) or not 0 <= value <= LARGEST:
             raise Invalid(f"loss_fn_config.{name} must be a finite number, 0 or more.")
         numbers[name] = value
     low = numbers.get("clip_low_threshold", 0.0)

@@ -117,7 +117,7 @@ def test_a_number_that_is_not_finite_is_named_by_datum_and_place(value: float) -
     assert message == "data[1].loss_fn_inputs.advantages[1] is not finite."
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, "0.8"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, "0.8", 3.5e38])
 def test_a_loss_setting_must_be_a_usable_number(value: float | str) -> None:
     message = refusal(request(loss_fn="ppo", clip_low_threshold=value))
     assert message == "loss_fn_config.clip_low_threshold must be a finite number, 0 or more."
@@ -174,6 +174,18 @@ def test_a_rank_within_the_limit_passes(rank: int) -> None:
 def test_a_rank_outside_the_limit_is_refused(rank: int) -> None:
     with pytest.raises(Invalid, match=r"rank must be between 1 and 128\."):
         check_rank(rank, 128)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "eps", "weight_decay", "grad_clip_norm"])
+def test_a_number_of_an_optimizer_fits_a_float32(name: str) -> None:
+    check_adam(AdamParams(**{name: 3.4e38}))
+    with pytest.raises(Invalid, match=f"{name} is larger than a float32 can be"):
+        check_adam(AdamParams(**{name: 3.5e38}))
+
+
+def test_an_epsilon_that_is_zero_to_a_worker_is_none() -> None:
+    with pytest.raises(Invalid, match="eps is 0 as a float32"):
+        check_adam(AdamParams(eps=1e-46))
 
 
 def test_an_optimizer_without_epsilon_would_divide_zero_by_zero() -> None:
