@@ -8,6 +8,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+import structlog
+
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.errors import DiskReserveReached, StoreFull, StoreUnavailable
 from cotrain_store.spool import INLINE_LIMIT_BYTES
@@ -15,6 +17,8 @@ from cotrain_store.spool import INLINE_LIMIT_BYTES
 if TYPE_CHECKING:
     from cotrain_store.connection import Connection
     from cotrain_store.spool import Spool
+
+log = structlog.get_logger()
 
 #: Above this share of Redis' memory nothing new is taken: without memory a commit fails too, and
 #: then nothing that was accepted could ever finish.
@@ -72,4 +76,5 @@ class Capacity:
         try:
             return await asyncio.wrap_future(self._spool.put(body))
         except OSError as full:
+            log.error("body_not_written", reason=full.strerror)
             raise DiskReserveReached from full

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cotrain_store import metrics
 from cotrain_store.capacity import Capacity
 from cotrain_store.connection import CONNECTION_LOST, async_script
 from cotrain_store.errors import (
@@ -234,6 +235,10 @@ class Intake:
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
             raise refusal("This request" if seq is None else f"seq_id {seq}")
+        if answer == b"DUP":
+            metrics.REQUESTS_DUPLICATE.inc()
+        else:
+            metrics.REQUESTS_ACCEPTED.labels(kind).inc()
         return request_id(run.id, place[0])
 
     async def _run_submit(self, run: RunRecord, args: list[Any]) -> list[Any]:

@@ -22,6 +22,9 @@ LONGPOLL_WAITERS = Gauge(
 REQUESTS_ACCEPTED = Counter(
     "cotrain_requests_accepted_total", "Ops accepted into the log.", ["op"], registry=REGISTRY
 )
+REQUESTS_DUPLICATE = Counter(
+    "cotrain_requests_duplicate_total", "Ops sent again, and accepted before.", registry=REGISTRY
+)
 REQUESTS_REJECTED = Counter(
     "cotrain_requests_rejected_total", "Requests refused.", ["reason"], registry=REGISTRY
 )

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cotrain_store import metrics
 from cotrain_store.capacity import Capacity
 from cotrain_store.connection import CONNECTION_LOST, async_script
 from cotrain_store.errors import (
@@ -93,6 +94,10 @@ class SampleIntake:
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
             raise refusal(seq)
+        if answer == b"DUP":
+            metrics.REQUESTS_DUPLICATE.inc()
+        else:
+            metrics.REQUESTS_ACCEPTED.labels("sample").inc()
         return request
 
     async def cancel(self, tenant: TenantId, request: RequestId) -> None:

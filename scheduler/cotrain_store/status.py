@@ -38,6 +38,8 @@ class PoolStatus:
     pool: PoolId
     workers: tuple[WorkerBeat, ...]
     workers_known: int
+    workers_away: tuple[WorkerId, ...]
+    """Known places whose process gives no sign of life."""
     open_cycles: int
     last_cycle: int
     queues: tuple[QueueStatus, ...]
@@ -86,6 +88,7 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
         pool=pool,
         workers=tuple(decode(WorkerBeat, json.loads(beat)) for beat in beats if beat),
         workers_known=len(ids),
+        workers_away=tuple(worker for worker, beat in zip(ids, beats, strict=True) if beat is None),
         open_cycles=sum(opened),
         last_cycle=int(cycle or 0),
         queues=tuple(queues),

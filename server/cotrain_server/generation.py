@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Self
 from cotrain.sample_codec import decode_sample_response
 from cotrain_server.bodies import away_from_the_loop
 from cotrain_server.errors import RequestError
-from cotrain_store import metrics
 from cotrain_store.connection import CONNECTION_LOST
 from cotrain_store.errors import StoreError
 from cotrain_store.futures import Pending
@@ -151,7 +150,6 @@ class Generation:
             feed = self._held.enter_context(self._services.token_stream.follow(request))
         self._running.add(request)
         await self._services.sample_intake.submit(self._sampler, seq, body)
-        metrics.REQUESTS_ACCEPTED.labels("sample").inc()
         task = asyncio.create_task(self._follow(prompt, request, body, feed))
         task.add_done_callback(self._note_end)
         self._tasks.append(task)

@@ -118,7 +118,7 @@ MUTANTS = {
         [
             Edit(
                 f"{STORE}/futures.py",
-                "                await self._resolve(list(self._waiters))\n",
+                "        await self._resolve(list(self._waiters))\n",
                 "",
             ),
             Edit(

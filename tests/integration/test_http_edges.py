@@ -15,6 +15,7 @@ from cotrain.codec import PROTOBUF
 from cotrain_server import bodies, collector
 from cotrain_server.routes import status
 from cotrain_store.logs import configure_logs
+from cotrain_store.metrics import REGISTRY
 from tests.support.http_api import ALICE, BOB, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
 
@@ -198,17 +199,34 @@ async def test_readyz_names_what_is_missing(empty_redis: EmbeddedRedis) -> None:
         ]
 
 
+def counted() -> list[float]:
+    """Read how many passes and samples this process accepted, and how many it had accepted before."""
+    names = [
+        ("accepted", {"op": "forward_backward"}),
+        ("accepted", {"op": "sample"}),
+        ("duplicate", {}),
+    ]
+    return [
+        REGISTRY.get_sample_value(f"cotrain_requests_{name}_total", labels) or 0.0
+        for name, labels in names
+    ]
+
+
 async def test_one_scrape_tells_of_this_process_and_of_the_pool(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         run = await api.new_run()
-        await api.post("forward_backward", pass_body(run, 1))
         sampler = await api.new_sampler()
-        await api.post("asample", sample_body(sampler, 0))
+        before = counted()
+        for _ in range(2):
+            await api.post("forward_backward", pass_body(run, 1))
+            await api.post("asample", sample_body(sampler, 0))
+        assert [now - then for now, then in zip(counted(), before, strict=True)] == [1, 1, 2]
         lines = (await api.http.get("/metrics")).text.splitlines()
         assert 'cotrain_samples_waiting{pool="tiny/model",tenant="t-1994bb2433c006e8"} 1.0' in lines
         assert 'cotrain_queue_tokens{pool="tiny/model",tenant="t-1994bb2433c006e8"} 3.0' in lines
         assert 'cotrain_cycles_total{pool="tiny/model"} 0.0' in lines
         assert "cotrain_redis_up 1.0" in lines
+        assert 'cotrain_worker_up{pool="tiny/model",worker="w0"} 0.0' in lines  # it never beat
         route = 'cotrain_http_requests_total{code="200",route="/api/v1/forward_backward"}'
         assert any(line.startswith(route) for line in lines)
         assert not any(run in line or sampler in line for line in lines)

@@ -20,7 +20,6 @@ from cotrain_server.reading import Op, canonical_json, digest_of, json_object, r
 from cotrain_server.routes.training import submit
 from cotrain_server.sources import WRONG_PATH, find_loadable, reader_of
 from cotrain_server.validation import check_rank
-from cotrain_store import metrics
 from cotrain_store.errors import RunNotFound, SessionFinished
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind
@@ -74,7 +73,6 @@ async def _create(
         reader = await reader_of(request, services, tenant.id, wanted.weights_access_token)
         source = await find_loadable(services, reader, wanted.path)
         request_id = await _start(services, session, wanted, source, digest)
-        metrics.REQUESTS_ACCEPTED.labels(OpKind.LOAD).inc()
     model_id = run_id(session.id, wanted.model_seq_id)
     return UntypedAPIFuture(request_id=request_id, model_id=model_id)
 

@@ -19,7 +19,6 @@ from cotrain_server.reverse_kl_reading import read_reverse_kl, refused_reverse_k
 from cotrain_server.routes.weights import quota_reached
 from cotrain_server.sources import WRONG_PATH, find_loadable
 from cotrain_server.validation import check_rank
-from cotrain_store import metrics
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import request_id, run_id
 from cotrain_store.messages.ops import OpKind
@@ -79,7 +78,6 @@ async def _submit(
         run, asked.seq, op.kind, op.body, op.tokens, op.digest,
         uses=op.uses, idempotency_key=idempotency_key,
     )  # fmt: skip
-    metrics.REQUESTS_ACCEPTED.labels(op.kind).inc()
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 
@@ -122,7 +120,6 @@ async def interpolate_checkpoints(
     save = mix_save_body(wanted)
     await services.intake.create_run(run, kind=OpKind.LOAD, body=body, uses=uses, save=save)
     await services.records.finish(tenant.id, run.session, "success")
-    metrics.REQUESTS_ACCEPTED.labels(OpKind.LOAD).inc()
     return UntypedAPIFuture(request_id=request_id(run.id, 1), model_id=run.id)
 
 

@@ -25,10 +25,8 @@ from cotrain_server.errors import Invalid
 from cotrain_server.gate import TenantRoute
 from cotrain_server.language import published_tokenizer
 from cotrain_server.validation import check_rank
-from cotrain_store import metrics
 from cotrain_store.errors import SessionFinished
 from cotrain_store.messages.ids import RunId, run_id
-from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 
 if TYPE_CHECKING:
@@ -67,7 +65,6 @@ async def create_model(
         user_metadata=request.user_metadata or {},
     )
     request_id = await services.intake.create_run(run)
-    metrics.REQUESTS_ACCEPTED.labels(OpKind.CREATE).inc()
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 

@@ -13,7 +13,6 @@ from cotrain_server.gate import DataRoute
 from cotrain_server.openapi import body_of
 from cotrain_server.sample_reading import read_sample
 from cotrain_server.sample_validation import check_sample
-from cotrain_store import metrics
 from cotrain_store.errors import BaseModelNotServed
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ async def asample(request: Request, services: ServicesDep, tenant: TenantDep) ->
         raise BaseModelNotServed(f"Base model {sampler.base_model!r} is not served here any more.")
     await away_from_the_loop(len(content), check_sample, sample.body, pool)
     request_id = await services.sample_intake.submit(sampler, sample.seq, sample.body)
-    metrics.REQUESTS_ACCEPTED.labels("sample").inc()
     return UntypedAPIFuture(
         request_id=request_id,
         sample_sequence_ids=_sequence_ids(request_id, sample.body.num_samples),

@@ -29,7 +29,6 @@ from cotrain_server.reading import (
     read_json_pass,
     step_op,
 )
-from cotrain_store import metrics
 from cotrain_store.errors import BaseModelNotServed
 
 if TYPE_CHECKING:
@@ -102,7 +101,6 @@ async def submit(services: Services, run: RunRecord, seq: int, op: Op) -> Untype
     request_id = await services.intake.submit(
         run, seq, op.kind, op.body, op.tokens, op.digest, uses=op.uses, sampler=op.sampler
     )
-    metrics.REQUESTS_ACCEPTED.labels(op.kind).inc()
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 

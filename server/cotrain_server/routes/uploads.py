@@ -27,7 +27,6 @@ from cotrain_server.routes.weights import quota_reached
 from cotrain_server.strict_json import read_object
 from cotrain_server.uploads import received
 from cotrain_server.validation import check_rank
-from cotrain_store import metrics
 from cotrain_store.audit import AuditEvent
 from cotrain_store.errors import RunClosed, SeqConflict, SessionFinished
 from cotrain_store.imports import PeftAdapter, encode_import
@@ -108,7 +107,6 @@ async def upload_checkpoint(
     with services.uploads.slot(tenant.id):
         run = await _import(request, services, wanted)
     path = f"tinker://{run.id}/weights/{query.name}"
-    metrics.REQUESTS_ACCEPTED.labels(OpKind.IMPORT).inc()
     await services.audit.note(tenant.id, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
     return UploadResponse(
         request_id=request_id(run.id, 1),
