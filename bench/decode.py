@@ -27,20 +27,20 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "workers")]
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import numpy as np
+import torch
+import transformers
 
-from bench.machine import machine, show  # noqa: E402
-from bench.model import SHAPES, build  # noqa: E402
-from bench.roofline import copy_bandwidth  # noqa: E402
-from bench.timing import timed  # noqa: E402
-from cotrain_workers.engine import Engine  # noqa: E402
-from cotrain_workers.ops import Create, Save, SaveOutput  # noqa: E402
-from cotrain_workers.sample_ops import HostWeights, SampleOutput  # noqa: E402
-from cotrain_workers.spec import AdapterSpec  # noqa: E402
-from tests.support.decoding import request  # noqa: E402
-from tests.support.training import PeftOracle  # noqa: E402
+from bench.machine import machine, show
+from bench.model import SHAPES, build
+from bench.roofline import copy_bandwidth
+from bench.timing import timed
+from cotrain_workers.engine import Engine
+from cotrain_workers.ops import Create, Save, SaveOutput
+from cotrain_workers.sample_ops import HostWeights, SampleOutput
+from cotrain_workers.spec import AdapterSpec
+from tests.support.decoding import request
+from tests.support.training import PeftOracle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

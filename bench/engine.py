@@ -25,21 +25,21 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "workers")]
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
-from bench.cycle import tables  # noqa: E402
-from bench.cycle.by_hand import forget, measure_by_hand  # noqa: E402
-from bench.cycle.memory import measure_memory  # noqa: E402
-from bench.cycle.phases import measure_phases  # noqa: E402
-from bench.cycle.plot import plot  # noqa: E402
-from bench.cycle.presets import PRESETS  # noqa: E402
-from bench.cycle.tenants import beside_ceiling, measure_tenants  # noqa: E402
-from bench.cycle.verdict import judge  # noqa: E402
-from bench.machine import machine, show  # noqa: E402
-from bench.model import SHAPES, build  # noqa: E402
-from bench.roofline import measure_rates  # noqa: E402
-from cotrain_workers.engine import Engine  # noqa: E402
+from bench.cycle import tables
+from bench.cycle.by_hand import forget, measure_by_hand
+from bench.cycle.memory import measure_memory
+from bench.cycle.phases import measure_phases
+from bench.cycle.plot import plot
+from bench.cycle.presets import PRESETS
+from bench.cycle.tenants import beside_ceiling, measure_tenants
+from bench.cycle.verdict import judge
+from bench.machine import machine, show
+from bench.model import SHAPES, build
+from bench.roofline import measure_rates
+from cotrain_workers.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "workers")]
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
-from bench.machine import machine, show  # noqa: E402
-from cotrain_workers.engine import Engine  # noqa: E402
-from tests.support.decoding import gap_to_trainer, is_same_alone  # noqa: E402
-from tests.support.engine_checks import (  # noqa: E402
+from bench.machine import machine, show
+from cotrain_workers.engine import Engine
+from tests.support.decoding import gap_to_trainer, is_same_alone
+from tests.support.engine_checks import (
     bf16_gradient_cosine,
     mixed_against_alone,
     parity_with_peft,
 )
-from tests.support.tiny_models import FAMILIES, build_tiny  # noqa: E402
+from tests.support.tiny_models import FAMILIES, build_tiny
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

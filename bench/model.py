@@ -66,7 +66,7 @@ def build(
     )
     torch.manual_seed(0)
     with torch.device(device):
-        network = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
     network.save_pretrained(folder)
     return folder
 

@@ -91,7 +91,7 @@ class ByHand:
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum"
         )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def _step(self, tenant: int) -> None:
         self._optimizers[tenant].step()

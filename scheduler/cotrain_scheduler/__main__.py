@@ -45,10 +45,10 @@ def main() -> None:
     try:
         sys.exit(asyncio.run(serve(settings)))
     except UnsafeRedis as unsafe:
-        log.error("redis_refused", reason=str(unsafe))  # noqa: TRY400  # the reason says it all
+        log.error("redis_refused", reason=str(unsafe))  # the reason says it all
         sys.exit(2)
     except StoreUnavailable:
-        log.error("redis_away")  # noqa: TRY400  # whoever started this process starts it again
+        log.error("redis_away")  # whoever started this process starts it again
         sys.exit(1)
 
 

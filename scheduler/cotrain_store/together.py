@@ -33,7 +33,7 @@ class SharedRedis(redis.asyncio.Redis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command with the next batch and return its answer; raises what Redis says to it."""
         # Here, so that what cannot be sent fails alone.
-        encode = self.get_encoder().encode  # type: ignore[no-untyped-call]
+        encode = self.get_encoder().encode  # type: ignore[no-untyped-call]  # redis-py gives it no types
         args = (args[0], *map(encode, args[1:]))
         answer = asyncio.get_running_loop().create_future()
         if self._sending is None:

@@ -61,10 +61,10 @@ def main() -> None:
     try:  # before uvicorn, which would show the operator where in our code it happened
         _check_store(settings)
     except UnsafeRedis as unsafe:
-        log.error("redis_refused", reason=str(unsafe))  # noqa: TRY400  # the reason says it all
+        log.error("redis_refused", reason=str(unsafe))  # the reason says it all
         sys.exit(2)
     except StoreUnavailable:
-        log.error("redis_away")  # noqa: TRY400  # whoever started this process starts it again
+        log.error("redis_away")  # whoever started this process starts it again
         sys.exit(3)
     allow_many_connections()
     app = create_app(settings)

@@ -97,8 +97,9 @@ async def test_two_hundred_requests_finish_and_training_beside_them_keeps_its_sh
     share: float,
 ) -> None:
     """Over 8 adapters, with room for 16 in memory."""
-    room = {"sampling_share": share, "kv_cache_tokens": 16 * 64}
-    with worker(empty_redis.url, tmp_path, small_steps, **room) as loop:
+    with worker(
+        empty_redis.url, tmp_path, small_steps, sampling_share=share, kv_cache_tokens=16 * 64
+    ) as loop:
         samplers = []
         for number in range(8):
             run = await server.create(f"t{number}", f"t{number}", LoraSpec(rank=2, seed=number))

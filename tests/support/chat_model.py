@@ -64,7 +64,7 @@ def chat_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(standard_library_text(CORPUS_BYTES), trainer)
     tokenizer.add_tokens(list(MARKUP_TOKENS))
-    fast = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=SPECIAL_TOKENS[2],
         pad_token=SPECIAL_TOKENS[0],

@@ -81,7 +81,7 @@ def kl_parity(engine: Engine, folder: Path, op: ReverseKl) -> KlParity:
     output = found(engine.run([op]).outputs[op.run, op.seq])
     losses = dense_losses(student, reference_oracle(folder, op.reference, engine.layout_of), op)
     total = torch.cat(losses).sum()
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     ours = torch.from_numpy(np.concatenate(output.losses)).double()
     theirs = torch.cat(losses).detach()
     return KlParity(

@@ -91,9 +91,7 @@ def build_tiny(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.float32
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if tied:
             model.tie_weights()
     model.save_pretrained(folder)
@@ -109,7 +107,7 @@ def build_tiny_qwen3(
     (256 bytes and the special tokens).
     """
     build_tiny("qwen3", folder, vocab=vocab, hidden=hidden, layers=layers, seed=seed)
-    tokenizer = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(trained_tokenizer(vocab)),
         eos_token=SPECIAL_TOKENS[2],
         pad_token=SPECIAL_TOKENS[0],

@@ -153,7 +153,7 @@ class PeftOracle:
             value = loss.compute(
                 self.logprobs(datum), inputs, {**loss.defaults, **op.loss_config}
             ).sum()
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             total += value.item()
         return total
 

@@ -72,7 +72,7 @@ def serve(settings: WorkerSettings) -> int:
         log.warning("worker_fenced")
         return 0
     except DeviceLost as lost:
-        log.error("device_lost", reason=str(lost))  # noqa: TRY400  # all there is to it is in its name
+        log.error("device_lost", reason=str(lost))  # all there is to it is in its name
         sys.stdout.flush()
         os._exit(EXIT_CODE)  # an orderly end would call the device
     log.info("worker_stopped")
@@ -166,13 +166,13 @@ def main() -> None:
     try:
         sys.exit(serve(settings))
     except PlaceTaken as taken:
-        log.error("place_taken", reason=str(taken))  # noqa: TRY400
+        log.error("place_taken", reason=str(taken))
         sys.exit(2)
     except UnsafeRedis as unsafe:
-        log.error("redis_refused", reason=str(unsafe))  # noqa: TRY400
+        log.error("redis_refused", reason=str(unsafe))
         sys.exit(2)
     except StoreUnavailable:
-        log.error("redis_away")  # noqa: TRY400  # whoever started this process starts it again
+        log.error("redis_away")  # whoever started this process starts it again
         sys.exit(1)
 
 

@@ -169,7 +169,7 @@ def find_targets(config: Any) -> tuple[Target, ...]:
     PEFT is injected into a copy without weights, so that an exported adapter names the same modules.
     """
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        skeleton = AutoModelForCausalLM.from_config(config)
     with warnings.catch_warnings():
         # Of tied embeddings: true of PEFT's own modules, not of ours, which never merge or untie.
         warnings.simplefilter("ignore", UserWarning)

@@ -178,7 +178,7 @@ class CudaRecorder:
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Warm up beside the current stream (libraries allocate on first use), then capture."""
-        beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        beside: Any = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             work()

@@ -218,7 +218,7 @@ class Keeper:
                 snapshot, copy_s = writing.result()
             except OSError as failed:
                 del self._writing[run]
-                log.error("snapshot_failed", run=run, reason=str(failed))  # noqa: TRY400
+                log.error("snapshot_failed", run=run, reason=str(failed))
                 if run in self._debts:
                     self._debts[run].ops += 1  # still owed
                 continue

@@ -48,7 +48,7 @@ class SegmentLora:
         parts = self.parts(module)
         if not parts:
             return functional.linear(x, weight, bias)
-        out: torch.Tensor = SegmentedLora.apply(  # type: ignore[no-untyped-call]
+        out: torch.Tensor = SegmentedLora.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
             x, anchor(any(part.grads for part in parts)), weight, bias, parts
         )
         return out

@@ -41,7 +41,7 @@ class GroupedLora:
         if not groups:
             return functional.linear(x, weight, bias)
         lows = self._take_lows(module, x, groups)
-        out: torch.Tensor = GroupedLinear.apply(x, weight, bias, module, groups, *lows)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = GroupedLinear.apply(x, weight, bias, module, groups, *lows)  # type: ignore[no-untyped-call]  # torch gives it none
         return out
 
     def parts(self, module: str) -> Sequence[Part]:
@@ -70,7 +70,7 @@ class GroupedLora:
         if self._kept_x is not x or module not in self._kept_lows:
             siblings = groups[0].pack.layout.siblings[module]
             needs_grad = any(each.rounds for each in groups)
-            lows = SharedLow.apply(x, anchor(needs_grad), siblings, groups)  # type: ignore[no-untyped-call]
+            lows = SharedLow.apply(x, anchor(needs_grad), siblings, groups)  # type: ignore[no-untyped-call]  # torch gives it none
             size = len(groups)
             self._kept_x = x
             self._kept_lows = {

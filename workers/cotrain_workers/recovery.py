@@ -86,7 +86,7 @@ def restore(
                 exact=exact and not _is_foreign(engine, base.numerics_id), between=between,
             )  # fmt: skip
         except (SnapshotUnreadable, SpoolCorrupt) as unusable:
-            log.error("base_unusable", run=run, seq=base.seq, reason=str(unusable))  # noqa: TRY400
+            log.error("base_unusable", run=run, seq=base.seq, reason=str(unusable))
             lost = SpoolCorrupt(str(unusable))
             continue
         if replayed or base.file:

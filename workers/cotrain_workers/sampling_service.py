@@ -243,7 +243,7 @@ class SamplingService:
         try:
             self._sampling.resolve(self._finished, self._uncounted, self._usage)
         except OSError as full:
-            log.error("results_not_written", reason=str(full))  # noqa: TRY400
+            log.error("results_not_written", reason=str(full))
             self._answer_at = time.monotonic() + RETRY_S
             return
         failpoint("sample.after_resolve", self._finished)

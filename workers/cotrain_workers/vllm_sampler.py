@@ -105,7 +105,7 @@ class VllmSampler:
                 except (VllmAway, VllmUnusable) as problem:
                     if str(problem) != last:
                         last = str(problem)
-                        log.error("vllm_not_ready", reason=last)  # noqa: TRY400
+                        log.error("vllm_not_ready", reason=last)
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, PAUSE_S[1])
                 else:
@@ -153,7 +153,7 @@ class VllmSampler:
                 body = completion_body(request, number, model, facts.context_tokens)
                 return await self._server.complete(body)
         except AdapterRefused as refused:
-            log.error("vllm_refuses_adapter", folder=str(folder), reason=str(refused))  # noqa: TRY400
+            log.error("vllm_refuses_adapter", folder=str(folder), reason=str(refused))
             raise _Failed(NOT_LOADED) from refused
         except VllmRefused as refused:
             if refused.status in (401, 403):  # the key is wrong by now, and no request's fault

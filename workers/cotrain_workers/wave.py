@@ -211,7 +211,7 @@ class Wave:
                 batch, passes, route, hidden.detach()[0], referred
             )
             if hidden.requires_grad:
-                hidden.backward(hidden_grad[None])  # type: ignore[no-untyped-call]
+                hidden.backward(hidden_grad[None])
         collect(batch, passes, results)
         return [*ran, batch]
 

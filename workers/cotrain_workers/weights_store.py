@@ -176,7 +176,7 @@ class WeightsStore:
         try:
             return self._files.read_optimizer(record.optimizer_digest, self._layout_of)
         except OptimizerUnreadable as unreadable:
-            log.error("optimizer_unreadable", weights=ref, reason=str(unreadable))  # noqa: TRY400
+            log.error("optimizer_unreadable", weights=ref, reason=str(unreadable))
             raise WeightsGone(ref) from unreadable
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
@@ -201,7 +201,7 @@ class WeightsStore:
         try:
             return self._files.read_adapter(self._digests[ref], self._layout_of)
         except FolderUnreadable as unreadable:
-            log.error("weights_unreadable", weights=ref, reason=str(unreadable))  # noqa: TRY400
+            log.error("weights_unreadable", weights=ref, reason=str(unreadable))
             raise WeightsGone(ref) from unreadable
 
     def tend(self) -> list[WeightsRef]:
@@ -259,7 +259,7 @@ class WeightsStore:
         try:
             written = writing.result()
         except OSError as failed:
-            log.error("weights_not_written", weights=ref, reason=str(failed))  # noqa: TRY400
+            log.error("weights_not_written", weights=ref, reason=str(failed))
             owed.writing, owed.retry_at = None, time.monotonic() + RETRY_S
             return
         failpoint("weights.before_stored", ref)

@@ -19,7 +19,7 @@ from cotrain.usage_types import (
     UsageResponse,
     UsageSession,
 )
-from cotrain.wire_model import Name  # noqa: TC001  # FastAPI reads it at run time
+from cotrain.wire_model import Name
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
 from cotrain_server.gate import TenantRoute

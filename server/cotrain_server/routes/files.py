@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Response
 
-from cotrain_server.deps import ServicesDep  # noqa: TC001  # FastAPI reads it at run time
+from cotrain_server.deps import ServicesDep
 from cotrain_server.downloads import (
     ARCHIVE,
     FileDownload,

@@ -11,7 +11,7 @@ from cotrain.rest_types import (
 )
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.gate import TenantRoute
-from cotrain_server.paging import Limit, Offset, Scope  # noqa: TC001  # FastAPI reads them
+from cotrain_server.paging import Limit, Offset, Scope
 from cotrain_server.rest_answers import text_by_name
 from cotrain_store.audit import AuditEvent
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 
 from cotrain.rest_types import CheckpointsListResponse, Cursor, TrainingRun, TrainingRunsResponse
-from cotrain.wire_model import Name  # noqa: TC001  # FastAPI reads it at run time
+from cotrain.wire_model import Name
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.gate import TenantRoute
-from cotrain_server.paging import Limit, Offset, Scope  # noqa: TC001  # FastAPI reads them
+from cotrain_server.paging import Limit, Offset, Scope
 from cotrain_server.rest_answers import checkpoint_of, training_run_of
 
 if TYPE_CHECKING:

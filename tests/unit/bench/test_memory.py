@@ -22,7 +22,7 @@ def test_what_backward_needs_is_counted_once_and_until_it_has_run() -> None:
         z = (y * y).sum()  # keeps the same, twice
     assert counter.now == 4000
 
-    z.backward()  # type: ignore[no-untyped-call]
+    z.backward()
     assert counter.now == 0
     assert counter.peak == 4000
 

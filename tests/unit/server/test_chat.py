@@ -62,7 +62,7 @@ def folder_of(path: Path, template: str) -> Any:
     """Write a tokenizer as a worker does; the `transformers` tokenizer itself."""
     import transformers
 
-    tokenizer = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(trained_tokenizer(512)),
         bos_token=transformers.AddedToken("<s>", special=True),
         eos_token=SPECIAL_TOKENS[2],

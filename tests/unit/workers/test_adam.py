@@ -123,11 +123,11 @@ def test_there_is_one_launch_for_each_set_of_parameters(monkeypatch: pytest.Monk
     assert len(launches) == 2
 
 
-class HostTransfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class HostTransfers(TorchDispatchMode):
     """Counts the reads of a tensor's values by the host."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.count = 0
 
     def __torch_dispatch__(  # type: ignore[explicit-override]
