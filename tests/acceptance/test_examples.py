@@ -17,6 +17,7 @@ import pytest
 from tests.support.ports import free_port
 from tests.support.processes import ROOT, environment_of
 from tests.support.serving import Serving
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -183,6 +184,6 @@ def started(example: str, address: str, *options: str) -> subprocess.Popen[str]:
 
 def await_cycle(address: str, number: int) -> None:
     """Wait until the server's clock has come that far."""
-    headers = {"X-API-Key": KEY}
-    while httpx.get(f"{address}/status", headers=headers).json()["pools"][0]["last_cycle"] < number:
-        time.sleep(0.05)
+    with httpx.Client(headers={"X-API-Key": KEY}, timeout=PATIENCE_S) as http:
+        while http.get(f"{address}/status").json()["pools"][0]["last_cycle"] < number:
+            time.sleep(0.05)

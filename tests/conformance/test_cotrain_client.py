@@ -22,6 +22,7 @@ from cotrain import (
 )
 from tests.conformance.running import KEYS, LOSES_ANSWERS_OF
 from tests.support.lossy_proxy import LossyProxy
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,6 +156,7 @@ def test_another_tenants_run_does_not_exist(
         f"{server.address}/api/v1/{endpoint}",
         headers={"X-API-Key": KEYS[1]},
         json={"model_id": run.model_id, "seq_id": 1, "adam_params": {}},
+        timeout=PATIENCE_S,
     )
     assert answer.status_code == 404
     assert answer.json()["detail"] == "Training run not found."
@@ -189,6 +191,7 @@ def test_another_tenants_result_does_not_exist(service: ServiceClient, server: S
             f"{server.address}/api/v1/retrieve_future",
             headers={"X-API-Key": key},
             json={"request_id": f"{run.model_id}:1"},
+            timeout=PATIENCE_S,
         )
         for key in KEYS
     ]

@@ -106,7 +106,8 @@ class Bench:
 
     def get(self, path: str) -> Any:
         """GET something of the tenant's."""
-        answer = httpx.get(f"{self.address}/api/v1/{path}", headers={"X-API-Key": self.key})
+        url, headers = f"{self.address}/api/v1/{path}", {"X-API-Key": self.key}
+        answer = httpx.get(url, headers=headers, timeout=TIMEOUT_S)
         assert answer.status_code == 200, answer.text
         return answer.json()
 

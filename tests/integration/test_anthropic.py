@@ -18,6 +18,7 @@ from tests.support.talking import (
     talking_api,
     write_language,
 )
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -207,7 +208,8 @@ def test_a_wrong_key_is_told_so(served: Talking) -> None:
 def test_a_key_is_taken_in_either_header(
     served: Talking, script: Script, header: dict[str, str]
 ) -> None:
-    answer = httpx.post(f"{served.address}/anthropic/api/v1/messages", json=HI, headers=header)
+    url = f"{served.address}/anthropic/api/v1/messages"
+    answer = httpx.post(url, json=HI, headers=header, timeout=PATIENCE_S)
     assert answer.json()["content"] == [{"type": "text", "text": script.text}]
 
 
@@ -273,6 +275,7 @@ def test_a_model_without_a_usable_template_takes_texts_but_no_chats(
         f"{served.address}/oai/api/v1/completions",
         json={"model": MODEL, "prompt": "Hi"},
         headers={"x-api-key": ALICE},
+        timeout=PATIENCE_S,
     )
     assert text.json()["choices"][0]["text"] == script.text
 

@@ -95,7 +95,9 @@ def _api(
 
 
 async def _new_run(url: str) -> str:
-    async with httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"X-API-Key": ALICE}) as client:
+    async with httpx.AsyncClient(
+        base_url=f"{url}/api/v1", headers={"X-API-Key": ALICE}, timeout=PATIENCE_S
+    ) as client:
         session = (await client.post("/create_session", json={})).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model"}
         answer = await client.post("/create_model", json={**body, "lora_config": {"rank": 4}})

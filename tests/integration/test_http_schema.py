@@ -29,6 +29,7 @@ from cotrain_server.settings import ServerSettings
 from cotrain_store.connection import open_connection
 from tests.support.http_api import ALICE, BOB, POOL, pass_body, publish_pool, sample_body
 from tests.support.stand_in import FILES, stand_in
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +109,9 @@ def test_no_request_of_a_stranger_is_our_error(server: Server) -> None:
         @settings(max_examples=2, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy())
         def ask(case: Any) -> None:
-            case.call_and_validate(headers={"X-API-Key": "tml-wrong_key"}, checks=CHECKS)
+            case.call_and_validate(
+                headers={"X-API-Key": "tml-wrong_key"}, checks=CHECKS, timeout=PATIENCE_S
+            )
 
         ask()
 
@@ -127,7 +130,9 @@ def fuzz(server: Server, mode: GenerationMode, examples: int) -> Counter[str]:
             assume(len(str(case.query)) < LONGEST_QUERY)
             if asks_for_real:  # past the 404, where there is more to break
                 put_in(case, real)
-            answer = case.call_and_validate(headers={"X-API-Key": ALICE}, checks=CHECKS)
+            answer = case.call_and_validate(
+                headers={"X-API-Key": ALICE}, checks=CHECKS, timeout=PATIENCE_S
+            )
             answered["served" if answer.status_code < 400 else "refused"] += 1
 
         if mode is GenerationMode.POSITIVE or can_be_wrong(operation):
@@ -158,7 +163,8 @@ def put_in(case: Any, real: dict[str, Any]) -> None:
 def make_ids(server: Server) -> dict[str, Any]:
     """Make one of everything there is to ask for; its names, by field and parameter."""
     headers = {"X-API-Key": ALICE}
-    with httpx.Client(base_url=f"{server.address}/api/v1", headers=headers) as http:
+    base_url = f"{server.address}/api/v1"
+    with httpx.Client(base_url=base_url, headers=headers, timeout=PATIENCE_S) as http:
         session = http.post("create_session", json={}).json()["session_id"]
         body = {"session_id": session, "base_model": POOL.base_model}
         run = http.post("create_model", json={**body, "model_seq_id": 0}).json()["model_id"]

@@ -12,6 +12,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from tests.support.http_api import ALICE, POOL
 from tests.support.talking import talking_api
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +38,7 @@ def test_no_request_in_another_apis_words_is_our_error(
             def ask(case: Any) -> None:
                 if isinstance(case.body, dict):  # past the 404, where there is more to break
                     case.body["model"] = POOL.base_model
-                case.call_and_validate(headers=headers, checks=CHECKS)
+                case.call_and_validate(headers=headers, checks=CHECKS, timeout=PATIENCE_S)
 
             ask()
         assert talking.script.seen, "nothing came as far as the worker"
