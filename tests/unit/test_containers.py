@@ -92,6 +92,14 @@ def test_the_compose_files_keep_to_what_old_and_new_compose_understand(name: str
     assert top <= TOP_LEVEL
 
 
+def test_every_limit_of_the_server_can_be_set() -> None:
+    limits = {
+        name for name in SETTINGS["api"].model_fields
+        if name.startswith(("quota_", "max_")) or name == "disk_reserve_bytes"
+    }  # fmt: skip
+    assert {f"{PREFIX}{name}".upper() for name in limits} <= set(SERVICES["api"]["environment"])
+
+
 def test_everything_that_can_be_set_is_told_at_the_top_of_the_compose_file() -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     header = text.partition("\nx-process")[0]
