@@ -33,6 +33,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 """Name → the values that ask for nothing, and why there are no others."""
 
 METHODS = {
+    "create_custom_loss": "a loss is a plain function: run.forward_backward_custom(data, loss_fn)",
     "get_console_url": "there is no console; `cotrain top` and `cotrain runs` show what is there",
     "get_telemetry": "nothing is collected",
     "holder": "a client is made of a client here: service.create_sampling_client(…)",

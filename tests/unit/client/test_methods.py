@@ -28,7 +28,6 @@ CLIENTS = {
     RestClient: "RestClient",
 }
 METHODS_LEFT_OUT = {
-    "a loss of one's own is a plain function": {"create_custom_loss"},
     "it takes an inner part of that SDK": {"create"},
     "there is nothing to log: the server says why it waits": {"on_queue_state_change"},
     "said in a sentence": set(METHODS),
