@@ -7,8 +7,9 @@ exists and says nothing otherwise; this function cannot run without the table.
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +18,21 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from cotrain_workers import flex
+from cotrain_workers.attn_check import PROBE, agrees
+from cotrain_workers.route import SequenceTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-    from cotrain_workers.route import Router, SequenceTable, Stretch
+    from cotrain_workers.route import Router, Stretch
 
 PACKED = "cotrain_packed"
+NARROW = (torch.bfloat16, torch.float16)
 UNSUPPORTED_ARGUMENTS = ("s_aux", "sinks", "head_mask", "attention_bias")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def packed_attention(
     if attention_mask is not None and attention_mask.numel() > 1:  # one value: ours, of no meaning
         raise NotImplementedError("Packed attention does not implement attention_mask.")
     table = router.route.sequences
-    if varlen_takes(query, rule):
+    if varlen_takes(q, k, rule):
         return varlen_attention(q, k, v, table, rule)[None], None
     if flex.takes(q, k, rule):
         return flex.attention(q, k, v, table, rule)[None], None
@@ -142,13 +148,29 @@ def softcapped_attention(
     return torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype) @ v
 
 
-def varlen_takes(query: torch.Tensor, rule: Rule) -> bool:
-    """Return whether the flash kernel for ragged batches computes this: no cap, 16 bits, and a window
-    only from torch 2.11 on.
+def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> bool:
+    """Return whether the flash kernel for ragged batches computes this: on CUDA, in 16 bits, no cap."""
+    if rule.softcap is not None or not (q.is_cuda and q.dtype in NARROW):
+        return False
+    return varlen_is_right(q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule)
+
+
+@cache
+def varlen_is_right(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rule: Rule
+) -> bool:
+    """Compare the flash kernel with dense attention, once; where it cannot be used, the log says why.
+
+    `shape` is query heads, key-value heads and head size.
     """
-    can = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and varlen_kernel()
-    has_windows = rule.window is None or "window_size" in varlen_parameters()
-    return bool(can) and rule.softcap is None and has_windows
+    known = varlen_parameters()
+    if not known or (rule.window is not None and "window_size" not in known):
+        lacking = "windows in varlen_attn" if known else "varlen_attn"
+        log.warning("Attention is slow here: torch %s has no %s", torch.__version__, lacking)
+        return False
+    table = SequenceTable(PROBE, device)
+    attends = partial(varlen_attention, table=table, rule=rule)
+    return agrees("The flash kernel", attends, device, dtype, shape, rule)
 
 
 @cache

@@ -5,6 +5,7 @@ Not run by the CPU tests; `tests/gpu` compares both with the plain parts, which 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from cotrain_workers.attn import varlen_kernel, varlen_parameters
+from cotrain_workers.attn import NARROW, varlen_kernel, varlen_parameters
 from cotrain_workers.paged_attn import positions
 
 if TYPE_CHECKING:
@@ -25,17 +26,27 @@ if TYPE_CHECKING:
 
 NEEDED = {"block_table", "seqused_k", "window_size", "scale", "enable_gqa"}
 MOST_GROUPS = 1023  # of one grouped product
-NARROW = (torch.bfloat16, torch.float16)
+
+log = logging.getLogger(__name__)
 
 
 def kernel_takes(weight: torch.Tensor, score_softcap: float | None) -> bool:
-    """Return whether this torch's flash kernel can attend over pages for a model of this kind."""
-    return (
-        weight.is_cuda
-        and weight.dtype in NARROW
-        and score_softcap is None
-        and varlen_parameters() >= NEEDED
-    )
+    """Return whether this torch's flash kernel can attend over pages for a model of this kind.
+
+    If not on CUDA, the log says why.
+    """
+    if not weight.is_cuda:
+        return False
+    reasons = {
+        f"no kernel for {weight.dtype}": weight.dtype not in NARROW,
+        "no kernel for a score cap": score_softcap is not None,
+        f"torch {torch.__version__} has no flash kernel over pages": not varlen_parameters()
+        >= NEEDED,
+    }
+    lacking = [reason for reason, is_so in reasons.items() if is_so]
+    if lacking:
+        log.warning("Decoding is slow here: %s", ", ".join(lacking))
+    return not lacking
 
 
 def groups_take(weight: torch.Tensor, slots: Sequence[Slot | None]) -> bool:

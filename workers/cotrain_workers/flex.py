@@ -7,7 +7,6 @@ exists, and the device is not waited for.
 
 from __future__ import annotations
 
-import logging
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from cotrain_workers.compiled import difference
+from cotrain_workers.attn_check import PROBE, agrees
 from cotrain_workers.device import unordered_writes
 from cotrain_workers.transfer import to_device
 
@@ -26,12 +25,6 @@ if TYPE_CHECKING:
     from cotrain_workers.route import SequenceTable
 
 BLOCK = 128
-#: Lengths of the sequences of the start-up comparison: across blocks, short, and a block of their own.
-PROBE = (200, 1, 3, 180, 256)
-#: Over the largest value, of results in 16 bits against fp32: rounded probabilities, twice in backward.
-TOLERANCE = 2e-2
-
-log = logging.getLogger(__name__)
 
 
 def blocks_needed(
@@ -146,40 +139,11 @@ def kernel(device: str) -> Callable[..., Any]:
 def is_right(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rule: Rule
 ) -> bool:
-    """Compare the compiled kernel with dense attention, once, forward and backward.
+    """Compare the compiled kernel with dense attention, once.
 
-    `shape` is query heads, key-value heads and head size. A kernel that fails or differs is not used:
-    attention then holds dense masks and scores, and the log says so.
+    `shape` is query heads, key-value heads and head size. Where it cannot be used, attention holds dense
+    masks and scores.
     """
-    heads, kv_heads, size = shape
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (
-        torch.randn(sum(PROBE), n, size, generator=generator, device=device, dtype=dtype)
-        for n in (heads, kv_heads, kv_heads)
-    )
     mask = block_mask(PROBE, rule.window, device)
-    try:
-        found = difference(
-            partial(attend, mask=mask, rule=rule), partial(dense, rule=rule), q, k, v
-        )
-    except Exception:  # whatever the compiler does not like
-        log.exception("flex attention cannot run here; dense masks are used")
-        return False
-    if not found < TOLERANCE:
-        log.error("flex attention is off by %.3g; dense masks are used", found)
-    return found < TOLERANCE
-
-
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Attend over a row of sequences of the lengths `PROBE`, in fp32 with all scores; `[T, heads, d]`."""
-    groups = q.shape[1] // k.shape[1]
-    q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
-    k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))
-    which = torch.repeat_interleave(torch.tensor(PROBE)).to(q.device)
-    at = torch.arange(len(which), device=q.device)
-    back = at[:, None] - at[None, :]
-    seen = (which[:, None] == which) & (back >= 0) & (back < (rule.window or len(which)))
-    scores = q @ k.transpose(-1, -2) * rule.scaling
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    attends = partial(attend, mask=mask, rule=rule)
+    return agrees("Flex attention", attends, device, dtype, shape, rule)

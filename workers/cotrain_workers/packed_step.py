@@ -19,6 +19,7 @@ from cotrain_workers.cuda_step import (
 from cotrain_workers.decode_graphs import CudaRecorder, DecodeGraphs
 from cotrain_workers.pack import bucket
 from cotrain_workers.paged_attn import PagedAttention, Span, positions
+from cotrain_workers.paged_check import kernel_is_right
 from cotrain_workers.projection import capped, raw_logits
 from cotrain_workers.row_lora import RowLora
 from cotrain_workers.step_plan import Chunk
@@ -66,7 +67,9 @@ class PackedStep:
         self._last_lora = RowLora([], self._device)
         # No method of this object: whoever drops it frees its memory at once.
         self._run_model = partial(run_model, base)
-        self._has_kernel = kernel_takes(base.head_weight, base.score_softcap)
+        self._has_kernel = kernel_takes(base.head_weight, base.score_softcap) and kernel_is_right(
+            base.kv, query_heads(base), cache.page_tokens, self._device, base.head_weight.dtype
+        )
         if self._has_kernel and groups_take(base.head_weight, []):
             record = CudaRecorder()
             self.graphs = DecodeGraphs(self._run_model, cache, most_pages, self._device, record)
@@ -130,6 +133,12 @@ def run_model(
         )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
+
+
+def query_heads(base: BaseModel) -> int:
+    """Return how many heads of queries a layer has."""
+    width = next(each.outputs for each in base.targets if each.name.endswith("q_proj"))
+    return width // base.kv.head_dim
 
 
 def padded(rows: int) -> int:

@@ -206,6 +206,33 @@ def test_every_signature_of_the_ragged_kernel_means_the_same(
     torch.testing.assert_close(ragged, torch.cat(outs), rtol=1e-5, atol=1e-6)
 
 
+def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = attn.Rule(0.2, 16, None)
+
+    def check(kernel: Callable[..., torch.Tensor] | None) -> bool:
+        known = frozenset(inspect.signature(kernel).parameters) if kernel else frozenset()
+        monkeypatch.setattr(attn, "varlen_kernel", lambda: kernel)
+        monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
+        attn.varlen_is_right.cache_clear()
+        return attn.varlen_is_right(torch.device("cpu"), torch.float32, (4, 2, 8), rule)
+
+    def one_too_few(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> torch.Tensor:
+        return kernel_of_torch_2_13(*args, window_size=(window_size[0] - 1, 0), **kwargs)
+
+    one_too_few.__signature__ = inspect.signature(kernel_of_torch_2_13)  # type: ignore[attr-defined]
+    assert check(kernel_of_torch_2_13)
+    assert not caplog.records
+    assert not check(one_too_few)
+    assert "The flash kernel is off by" in caplog.text
+    assert not check(kernel_of_torch_2_10)
+    assert "has no windows in varlen_attn" in caplog.text
+    assert not check(None)
+    assert "has no varlen_attn" in caplog.text
+    attn.varlen_is_right.cache_clear()
+
+
 @pytest.mark.parametrize(
     "asked", [{"s_aux": torch.zeros(1)}, {"is_causal": False}, {"dropout": 0.1}]
 )

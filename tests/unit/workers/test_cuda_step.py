@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -229,3 +229,32 @@ def test_grouped_lora_is_row_lora(new_engine: NewEngine) -> None:
 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         assert ours.abs().max() > 0
+
+
+def test_a_kernel_over_pages_that_is_off_is_not_used(
+    new_engine: NewEngine,
+    as_on_cuda: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def forgets_the_window(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> torch.Tensor:
+        return plain_kernel(*args, window_size=(-1, 0), **kwargs)
+
+    def cannot(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("page size")
+
+    engine = new_engine()
+    assert decoder_of(engine, {}).graph_report() == "0 in use"
+    assert not caplog.records
+    for kernel, said in ((forgets_the_window, "is off by"), (cannot, "cannot run")):
+        monkeypatch.setattr(cuda_step, "varlen_kernel", lambda kernel=kernel: kernel)
+        assert decoder_of(engine, {}).graph_report() == "none: the plain steps run"
+        assert said in caplog.text
+
+
+def test_why_the_kernel_over_pages_is_not_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class OnCuda:
+        is_cuda, dtype = True, torch.float32
+
+    assert not cuda_step.kernel_takes(OnCuda(), 50.0)  # type: ignore[arg-type]
+    assert "no kernel for torch.float32, no kernel for a score cap" in caplog.text

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers import attn, flex
+from cotrain_workers import attn, attn_check, flex
 from cotrain_workers.route import SequenceTable
 
 LENGTHS = [(17, 5, 40, 40, 1, 33), (300, 129, 1, 1, 250, 127, 128, 128), (1000,), (5,), (128, 128)]
@@ -75,11 +75,11 @@ def test_its_own_check_knows_right_from_wrong(
         monkeypatch.setattr(flex, "attend", attend)
         return flex.is_right(torch.device("cpu"), torch.float32, shape, rule)
 
-    assert check(lambda q, k, v, mask, rule: flex.dense(q, k, v, rule))
+    assert check(lambda q, k, v, mask, rule: attn_check.dense(q, k, v, rule))
     assert not caplog.records
     wider = attn.Rule(0.2, 65, 5.0)
-    assert not check(lambda q, k, v, mask, rule: flex.dense(q, k, v, wider))
-    assert "dense masks are used" in caplog.text
+    assert not check(lambda q, k, v, mask, rule: attn_check.dense(q, k, v, wider))
+    assert "is not used for" in caplog.text
     flex.is_right.cache_clear()
 
 
