@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cotrain_workers import adam
-from cotrain_workers.adam import Due, adamw_steps, gradient_norms, refuse_step
+from cotrain_workers.adam import Due, adamw_steps, clip, gradient_norms, refuse_step
 from cotrain_workers.bank import AdapterBank
 from cotrain_workers.ops import OptimStep
 from cotrain_workers.spec import AdapterSpec, Target
@@ -23,17 +23,18 @@ def bank(dtype: torch.dtype = torch.float32) -> AdapterBank:
     return AdapterBank(TARGETS, torch.device("cpu"), dtype)
 
 
-@pytest.mark.parametrize("clip", [0.0, -1.0, 0.5, 1e9])
-def test_every_step_may_bring_its_own_parameters(clip: float) -> None:
+@pytest.mark.parametrize("longest", [0.0, -1.0, 0.5, 1e9])
+def test_every_step_may_bring_its_own_parameters(longest: float) -> None:
     adapter = bank().create("a", AdapterSpec(4, seed=0))
     theirs = torch.nn.Parameter(adapter.weights.clone())
     optimizer = torch.optim.AdamW([theirs])
     for number in range(1, 11):
         op = replace(
-            STEP, learning_rate=1e-2 / number, beta1=0.5 + number / 30, grad_clip_norm=clip
+            STEP, learning_rate=1e-2 / number, beta1=0.5 + number / 30, grad_clip_norm=longest
         )
         grad = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(number))
         adapter.gradient.flat.copy_(grad)
+        adapter.grads_pending = True
         theirs.grad = grad.clone()
 
         (norm,) = gradient_norms([adapter])
@@ -42,21 +43,38 @@ def test_every_step_may_bring_its_own_parameters(clip: float) -> None:
         optimizer.param_groups[0].update(
             lr=op.learning_rate, betas=(op.beta1, op.beta2), eps=op.eps, weight_decay=0.1
         )
-        if clip > 0:
-            torch.nn.utils.clip_grad_norm_([theirs], clip)
+        if longest > 0:
+            torch.nn.utils.clip_grad_norm_([theirs], longest)
         optimizer.step()
         assert norm == pytest.approx(float(grad.double().norm()))
         assert adapter.step == number
         assert not adapter.gradient.flat.any()
+        assert not adapter.grads_pending
     torch.testing.assert_close(adapter.weights, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_almost_vanishes_is_clipped_as_torch_does() -> None:
+    adapter = bank().create("a", AdapterSpec(4, seed=0))
+    theirs = torch.nn.Parameter(adapter.weights.clone())
+    theirs.grad = torch.full_like(theirs, 1e-8)
+    adapter.gradient.flat.fill_(1e-8)
+
+    (norm,) = gradient_norms([adapter])
+    clip([Due(adapter, replace(STEP, grad_clip_norm=norm / 2), norm)])
+
+    torch.nn.utils.clip_grad_norm_([theirs], norm / 2)
+    torch.testing.assert_close(adapter.gradient.flat, theirs.grad, rtol=1e-5, atol=0.0)
 
 
 def test_the_compute_copy_follows_the_weights() -> None:
     adapter = bank(torch.bfloat16).create("a", AdapterSpec(4, seed=0))
+    before = adapter.compute["q_proj"].a.clone()
     adapter.gradient.flat.fill_(1.0)
 
     (norm,) = gradient_norms([adapter])
     adamw_steps([Due(adapter, replace(STEP, learning_rate=0.1), norm)])
+
+    assert not torch.equal(adapter.compute["q_proj"].a, before)
 
     assert adapter.weights.dtype == torch.float32
     views = adapter.layout.views(adapter.weights)["q_proj"]

@@ -121,6 +121,18 @@ def test_a_token_without_advantage_cannot_spoil_the_sum(name: str) -> None:
     assert slope.tolist() == [-1.0, 0.0]
 
 
+@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
+def test_a_token_that_counts_nothing_may_be_impossible(name: str) -> None:
+    lp = torch.tensor([-1.0, -math.inf])
+    counts = torch.tensor([1.0, 0.0])
+    inputs = {"weights": counts, "advantages": counts, "logprobs": torch.tensor([-1.0, -1.0])}
+
+    total, slope = value_and_slope(LOSSES[name], lp, inputs, LOSSES[name].defaults)
+
+    assert math.isfinite(float(total))
+    assert slope.tolist() == [-1.0, 0.0]
+
+
 def test_cross_entropy_takes_several_targets_per_token() -> None:
     lp = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
     weights = torch.tensor([[0.5, 0.25], [-1.0, 0.0]])
