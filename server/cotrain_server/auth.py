@@ -29,6 +29,9 @@ _SPEAKS_FOR_OTHERS = (
     "authorization",
     "forwarded",
     "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+    "cf-connecting-ip",
     "x-real-ip",
     "via",
 )
@@ -70,8 +73,13 @@ async def identify(request: Request, services: Services, credential: str) -> Ten
     except (AuthenticationFailed, InvalidToken) as error:
         # Nobody guesses a token that expired: a busy client shows one many times at once.
         if not (isinstance(error, InvalidToken) and error.expired):
-            services.failures.note(request.client.host if request.client else "")
+            note_failure(request, services)
         raise
+
+
+def note_failure(request: Request, services: Services) -> None:
+    """Count a wrong key of this address; raises TooManyFailures where there were too many of those."""
+    services.failures.note(request.client.host if request.client else "")
 
 
 async def _tenant_of(services: Services, credential: str) -> Tenant:
@@ -102,12 +110,14 @@ def exchanges_key(request: Request, settings: ServerSettings) -> bool:
 def is_operator(request: Request, settings: ServerSettings) -> bool:
     """Tell whether a request is the operator's: it has the admin key, or is made on this host.
 
-    Loopback counts only while no admin key is set, without a tenant's key, and never through a
-    proxy: then everybody would come from loopback. (Where a proxy names its client, uvicorn has put
-    that address in place already.)
+    Loopback counts only while no admin key is set, without a tenant's key, under a name of loopback
+    (a browser on this host may be told that another name leads here), and never through a proxy:
+    then everybody would come from loopback. (Where a proxy names its client, uvicorn has put that
+    address in place already.)
     """
     if settings.admin_key is None:
-        return is_local(request) and not any(name in request.headers for name in _SPEAKS_FOR_OTHERS)
+        speaks_for_others = any(name in request.headers for name in _SPEAKS_FOR_OTHERS)
+        return is_local(request) and _is_asked_as_local(request) and not speaks_for_others
     expected = settings.admin_key.get_secret_value()
     return hmac.compare_digest(shown_key(request).encode(), expected.encode())
 
@@ -121,7 +131,17 @@ def shown_key(request: Request) -> str:
 
 def is_local(request: Request) -> bool:
     """Tell whether a client runs on this host."""
+    return request.client is not None and _is_loopback(request.client.host)
+
+
+def _is_asked_as_local(request: Request) -> bool:
+    host = request.headers.get("host", "")
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    return name == "localhost" or _is_loopback(name.strip("[]"))
+
+
+def _is_loopback(address: str) -> bool:
     try:
-        return request.client is not None and ip_address(request.client.host).is_loopback
+        return ip_address(address).is_loopback
     except ValueError:
         return False

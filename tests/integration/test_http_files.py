@@ -278,7 +278,10 @@ async def test_links_lead_where_the_client_reaches_the_server(
     empty_redis: EmbeddedRedis,
 ) -> None:
     public = {"public_url": "https://gpu.example/cotrain/"}
-    for settings, base in [({}, "http://server/api"), (public, "https://gpu.example/cotrain/api")]:
+    for settings, base in [
+        ({}, "http://localhost/api"),
+        (public, "https://gpu.example/cotrain/api"),
+    ]:
         async with running_api(empty_redis.url, **settings) as api:
             with stand_in(api.services) as worker:
                 checkpoint, _ = await save(api, worker)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_server.app import create_app
+from cotrain_server.auth import FAILURES_PER_MINUTE
 from cotrain_server.settings import ServerSettings
 from tests.support.http_api import ALICE, BOB, pass_body, running_api, sample_body
 from tests.support.id_questions import ask, ids_of, questions_of, unasked_fields, unknown_ids
@@ -172,7 +173,15 @@ async def test_a_tenant_sees_its_own_queue_and_nobody_elses(empty_redis: Embedde
     ("address", "headers", "settings", "code"),
     [
         ("127.0.0.1", {}, {}, 200),
+        ("127.0.0.1", {"host": "127.0.0.1:8000"}, {}, 200),
+        ("::1", {"host": "[::1]:8000"}, {}, 200),
+        ("127.0.0.1", {"host": "[::1]"}, {}, 200),
+        # A page from elsewhere, in a browser on this host, whose name leads here by now.
+        ("127.0.0.1", {"host": "rebound.example:8000"}, {}, 404),
+        ("127.0.0.1", {"host": "127.0.0.1.rebound.example"}, {}, 404),
+        ("127.0.0.1", {"host": ""}, {}, 404),
         ("127.0.0.1", {"x-forwarded-for": "192.0.2.1"}, {}, 404),
+        ("127.0.0.1", {"x-forwarded-host": "gpu.example"}, {}, 404),
         ("192.0.2.1", {}, {}, 404),
         ("127.0.0.1", {}, {"admin_key": "s3cret"}, 404),
         ("192.0.2.1", {"x-api-key": "s3cret"}, {"admin_key": "s3cret"}, 200),
@@ -189,3 +198,14 @@ async def test_metrics_are_for_the_operator(
 ) -> None:
     async with running_api(empty_redis.url, address, **settings) as api:
         assert (await api.http.get("/metrics", headers=headers)).status_code == code
+
+
+async def test_the_admin_key_cannot_be_guessed_for_long(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, "192.0.2.1", admin_key="s3cret") as api:
+        guesses = [
+            (await api.http.get("/metrics", headers={"X-API-Key": f"{number}"})).status_code
+            for number in range(FAILURES_PER_MINUTE + 1)
+        ]
+        assert guesses == [404] * FAILURES_PER_MINUTE + [429]
+        right = await api.http.get("/metrics", headers={"X-API-Key": "s3cret"})
+        assert right.status_code == 200

@@ -179,7 +179,7 @@ async def running_api(
     publish_pool(redis_url, folder)
     app = create_app(settings)
     transport = httpx.ASGITransport(app, client=(address, 12345))
-    http = httpx.AsyncClient(transport=transport, base_url="http://server")
+    http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
     try:
         async with app.router.lifespan_context(app), http:
             await listening(app.state.services)

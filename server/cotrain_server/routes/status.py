@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from cotrain.types import HealthResponse
 from cotrain.version import __version__
-from cotrain_server.auth import authenticate, is_operator
+from cotrain_server.auth import authenticate, is_operator, note_failure
 from cotrain_server.collector import scrape
 from cotrain_server.deps import ServicesDep
 from cotrain_server.errors import OperatorsOnly
@@ -67,6 +67,7 @@ async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
 async def metrics(request: Request, services: ServicesDep) -> Response:
     """Show Prometheus everything: this process, and what the others wrote to the store."""
     if not is_operator(request, services.settings):
+        note_failure(request, services)
         raise OperatorsOnly
     return Response(await scrape(services), media_type=CONTENT_TYPE_LATEST)
 
