@@ -40,8 +40,10 @@ _STEP_BY_SYMBOL[[ord("]"), ord("}")]] = -1
 _QUOTE = ord('"')
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """Read, decompress and depth-check the body of a request.
+async def read_body(
+    request: Request, limit_bytes: int, take: Callable[[int], None] = lambda _: None
+) -> bytes:
+    """Read, decompress and depth-check the body of a request; `take` counts the bytes as they come.
 
     Raises:
         BodyTooLarge: it exceeds `limit_bytes` as sent or once decompressed.
@@ -51,12 +53,13 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     """
     try:
         async with asyncio.timeout(RECEIVE_TIMEOUT_S):
-            body = await _receive(request, limit_bytes)
+            body = await _receive(request, limit_bytes, take)
     except TimeoutError as late:
         raise BodyTooSlow from late
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "zstd":
         body = await away_from_the_loop(len(body), decompress, body, limit_bytes)
+        take(len(body))
     elif encoding != "identity":
         raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; use zstd.")
     if is_json(request):
@@ -125,12 +128,13 @@ def refuse_deep_json(body: bytes) -> None:
         depth, quotes = depths[-1], quotes_before[-1]
 
 
-async def _receive(request: Request, limit_bytes: int) -> bytes:
+async def _receive(request: Request, limit_bytes: int, take: Callable[[int], None]) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise BodyTooLarge(_too_large("Request body", limit_bytes))
     received = bytearray()
     async for piece in request.stream():
+        take(len(piece))
         received += piece
         if len(received) > limit_bytes:
             raise BodyTooLarge(_too_large("Request body", limit_bytes))

@@ -11,6 +11,7 @@ RequestError
 ├── UnsupportedMediaType
 ├── TooManyFailures         (wrong API keys from one address)
 ├── TooManyPolls            (held open by one tenant)
+├── TooManyBodies           (sent at once by one tenant)
 ├── TooManyUploads          (sent at once by one tenant)
 ├── InvalidToken            (not ours, expired, or its key was revoked)
 ├── BadLink                 (to a file)
@@ -98,6 +99,12 @@ class KeyOfTheOperator(RequestError):
     """This API key stands in the server's settings; only its operator can take it back."""
 
 
+class TooManyBodies(RequestError):
+    """Too many bytes of this tenant are on their way; send fewer requests at once."""
+
+    retry_after_s = 1.0
+
+
 class TooManyUploads(RequestError):
     """Too many uploads of this tenant are on their way."""
 
@@ -117,6 +124,7 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (UnsupportedMediaType, 415),
     (TooManyFailures, 429),
     (TooManyPolls, 429),
+    (TooManyBodies, 429),
     (TooManyUploads, 429),
     (InvalidToken, 401),
     (BadLink, 403),

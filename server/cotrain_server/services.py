@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cotrain_server.auth import FailureCounter
+from cotrain_server.body_room import BodyRoom
 from cotrain_server.errors import TooManyPolls
 from cotrain_server.signing import Signer
 from cotrain_server.uploads import Uploads
@@ -56,6 +57,7 @@ class Services:
     audit: Audit
     failures: FailureCounter = field(default_factory=FailureCounter)
     polls_by_tenant: Counter[TenantId] = field(default_factory=Counter)
+    body_room: BodyRoom = field(default_factory=BodyRoom)
     uploads: Uploads = field(default_factory=Uploads)
     draining: bool = False
 

@@ -290,3 +290,33 @@ async def test_no_key_token_or_text_of_a_tenant_gets_into_the_log(
     for secret in (str(CANARY_TOKEN), CANARY_TEXT, "secret-of-alice"):
         assert secret not in written
     assert logging.getLogger("uvicorn.access").handlers == []
+
+
+async def test_slow_senders_of_one_tenant_cannot_fill_the_memory(
+    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_api(empty_redis.url) as api:
+        monkeypatch.setattr(api.services.body_room, "_most_bytes", 300)
+        arrived, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b"[" + b" " * 250
+            arrived.set()
+            await go_on.wait()
+            yield b"]"
+
+        headers = {"X-API-Key": ALICE, "Content-Type": "application/json"}
+        url = "/api/v1/forward_backward"
+        sending = asyncio.create_task(api.http.post(url, content=slowly(), headers=headers))
+        await arrived.wait()
+        over = await api.http.post(url, content=b"[" + b" " * 60 + b"]", headers=headers)
+        assert (over.status_code, over.json()["code"]) == (429, "too_many_bodies")
+        assert over.headers["retry-after"] == "1"
+        zeros = zstandard.compress(b"[" + b" " * 60 + b"]")
+        packed = {**headers, "Content-Encoding": "zstd"}
+        assert (await api.http.post(url, content=zeros, headers=packed)).status_code == 429
+        other = {**headers, "X-API-Key": BOB}
+        assert (await api.http.post(url, content=b"[]", headers=other)).status_code == 400
+        go_on.set()
+        assert (await sending).status_code == 400
+        assert (await api.post("create_session", {"tags": ["x" * 100]})).status_code == 200
