@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from cotrain.data import Datum
 from cotrain.tensors import TensorData
-from cotrain.wire_model import ModelSeqId, Name, SequencedRequest, WireModel
+from cotrain.wire_model import Argument, ModelSeqId, Name, SequencedRequest, WireModel
 
 # ---- Run -----------------------------------------------------------------------------------------
 
@@ -20,7 +20,7 @@ MAX_ALPHA = 655_360.0
 """Ten times the largest rank that any LoRA has: a larger alpha is a mistake."""
 
 
-class LoraConfig(WireModel):
+class LoraConfig(Argument):
     """The adapter to train: it adds `alpha / rank * B @ A` to every weight that it is attached to.
 
     A is `[rank, inputs]` and begins random, B is `[outputs, rank]` and begins as zeros. Raises
@@ -185,7 +185,7 @@ class ForwardBackwardOutput(WireModel):
         return weighted
 
 
-class AdamParams(WireModel):
+class AdamParams(Argument):
     """One AdamW step as `torch.optim.AdamW` takes it; the defaults are those of the hosted SDK."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from cotrain.data import ModelInput, Token
 from cotrain.tensors import TensorData
-from cotrain.wire_model import Name, SequencedRequest, WireModel
+from cotrain.wire_model import Argument, Name, SequencedRequest, WireModel
 
 CLONE_SEQ_IDS = 10**9
 """Clone k of a sampling client, made by unpickling it, numbers its requests from k times this."""
@@ -82,7 +82,7 @@ class SaveWeightsForSamplerResponse(WireModel):
 # ---- Sample --------------------------------------------------------------------------------------
 
 
-class SamplingParams(WireModel):
+class SamplingParams(Argument):
     """How tokens are chosen. Log-probs are the model's own, whatever stands here."""
 
     max_tokens: Count | None = None

@@ -2,15 +2,29 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import pickle
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 import cotrain
 from cotrain import exceptions, types
-from cotrain.types import ForwardBackwardOutput, LoraConfig, RequestErrorCategory
+from cotrain.errors import UnsupportedInput
+from cotrain.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStepRequest,
+    RequestErrorCategory,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Names of the hosted SDK's types that stay out, and why.
 LEFT_OUT = {
@@ -108,6 +122,29 @@ def test_a_category_is_equal_to_its_text() -> None:
     failure = cotrain.RequestFailed("no", "r1", "user")
     assert failure.category in set(RequestErrorCategory)
     assert str(RequestErrorCategory.User) == failure.category
+
+
+# ---- what a caller makes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: AdamParams(lr=1e-3), "AdamParams has no lr; it has learning_rate, beta1"),
+        (lambda: SamplingParams(max_token=1), "SamplingParams has no max_token; it has max_tokens"),
+        (lambda: LoraConfig(r=8), "LoraConfig has no r; it has rank"),
+    ],
+)
+def test_a_name_that_is_misspelt_is_refused(made: Callable[[], object], words: str) -> None:
+    with pytest.raises(UnsupportedInput, match=words):
+        made()
+
+
+def test_what_a_newer_client_sends_beside_is_passed_over() -> None:
+    sent = {"model_id": "a", "seq_id": 1, "adam_params": {"learning_rate": 0.5, "newer": 1}}
+    read = OptimStepRequest.model_validate(sent).adam_params
+    assert read == OptimStepRequest.model_validate_json(json.dumps(sent)).adam_params
+    assert read == pickle.loads(pickle.dumps(read)) == AdamParams(learning_rate=0.5)
 
 
 # ---- LoRA ----------------------------------------------------------------------------------------
