@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,3 +59,11 @@ def empty_redis(redis_server: EmbeddedRedis) -> EmbeddedRedis:
     """The session's Redis, emptied."""
     redis_server.flush()
     return redis_server
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged from here on; what an earlier test left behind says so before."""
+    gc.collect()
+    caplog.clear()
+    return caplog

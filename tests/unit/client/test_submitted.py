@@ -32,14 +32,6 @@ def run(api: FakeApi) -> Iterator[TrainingClient]:
         yield service.create_lora_training_client("m")
 
 
-@pytest.fixture
-def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged from now on; a future that an earlier test left says so before."""
-    gc.collect()
-    caplog.clear()
-    return caplog
-
-
 def send(run: TrainingClient, datums: int = 1) -> Submitted[ForwardBackwardOutput]:
     return run.forward_backward_async([DATUM] * datums, "cross_entropy")
 
@@ -182,18 +174,18 @@ def test_to_take_it_for_the_result_is_an_error_that_says_what_to_do(
 
 
 def test_a_failure_that_nobody_met_is_logged_once(
-    api: FakeApi, run: TrainingClient, heard: pytest.LogCaptureFixture
+    api: FakeApi, run: TrainingClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     api.answers["forward_backward"] = [refusal(400, "too odd")]
     send(run)  # collected before it fails
-    asyncio.run(until(lambda: bool(heard.records)))
+    asyncio.run(until(lambda: bool(caplog.records)))
     run.optim_step().result()
-    assert [record.message for record in heard.records] == [
+    assert [record.message for record in caplog.records] == [
         "forward_backward 1 of run s1:train:0 failed, and nobody asked for its result: 400: too odd"
     ]
 
 
-def test_a_failure_that_somebody_met_is_not_logged(heard: pytest.LogCaptureFixture) -> None:
+def test_a_failure_that_somebody_met_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
     outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
     met, unmet = Future(accepted, outcome), Future(accepted, outcome, what="b")
@@ -204,16 +196,16 @@ def test_a_failure_that_somebody_met_is_not_logged(heard: pytest.LogCaptureFixtu
     with pytest.raises(RequestFailed):
         met.result()
     del met
-    assert not heard.records
+    assert not caplog.records
     del unmet  # it was waited for, and left, before it failed
-    assert [record.message for record in heard.records] == [
+    assert [record.message for record in caplog.records] == [
         "b failed, and nobody asked for its result: no"
     ]
 
 
-def test_what_was_given_up_is_not_logged(heard: pytest.LogCaptureFixture) -> None:
+def test_what_was_given_up_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
     future = Future(concurrent.futures.Future(), outcome)
     assert future.cancel()
     del future
-    assert not heard.records
+    assert not caplog.records
