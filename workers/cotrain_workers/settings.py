@@ -21,7 +21,7 @@ class WorkerSettings(StoreSettings):
     base_model: str
     """A hub id, a local folder, or `NAME=FOLDER` to serve a folder under another name."""
     worker_id: str = Field(default="w0", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Its place in the pool. A second process with the same id takes the place over."""
+    """Its place in the pool. A second process with the same id does not start while the first one lives."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: float32 on the CPU, bfloat16 on CUDA."""
