@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import structlog
 from jinja2 import TemplateSyntaxError
 
-from cotrain_server.bodies import away_from_the_loop
 from cotrain_server.chat import ChatTemplate
 from cotrain_server.errors import Invalid
 from cotrain_server.text import Tokenizer
@@ -53,7 +52,7 @@ class Language:
         text = await asyncio.to_thread(
             self.template.render, messages, options, continue_final=continue_final
         )
-        return await away_from_the_loop(len(text), self.tokenizer.encode, text, special=False)
+        return await asyncio.to_thread(self.tokenizer.encode, text, special=False)
 
 
 def published_tokenizer(pool: PoolRecord, data_dir: Path) -> Path | None:

@@ -43,13 +43,17 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Cut text into tokens; `special` adds what the model wants at the start of a plain text.
 
+        A million characters take seconds: call it in a thread.
+
         Raises:
             Unreadable: half a surrogate pair, which JSON can hold and UTF-8 cannot.
         """
         try:
-            ids: list[int] = self._vocabulary.encode(text, add_special_tokens=special).ids
+            # Unlike `encode`, this lets other threads run meanwhile.
+            [cut] = self._vocabulary.encode_batch_fast([text], add_special_tokens=special)
         except TypeError as error:
             raise Unreadable("The text is not valid Unicode: it holds half a character.") from error
+        ids: list[int] = cut.ids
         return ids
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:

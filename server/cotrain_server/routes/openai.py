@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from typing_extensions import override
 
-from cotrain_server.bodies import away_from_the_loop
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.generation import Generation
@@ -88,7 +87,7 @@ async def continue_texts(request: Request, services: ServicesDep, tenant: Tenant
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
     tokenizer = target.language.tokenizer
-    bodies = [asked.body(await _tokens(tokenizer, prompt)) for prompt in asked.prompts]
+    bodies = [asked.body(await tokens_of(tokenizer, prompt)) for prompt in asked.prompts]
     echoes = [_text(tokenizer, prompt) for prompt in asked.prompts] if asked.echo else []
     reply = Reply(
         **_reply(asked, target, bodies),
@@ -147,9 +146,10 @@ async def _generate(
     return JSONResponse(await asyncio.to_thread(answer, reply, complete))
 
 
-async def _tokens(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
+async def tokens_of(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
+    """Cut a prompt into tokens, unless it is tokens already."""
     if isinstance(prompt, str):
-        return await away_from_the_loop(len(prompt), tokenizer.encode, prompt, special=True)
+        return await asyncio.to_thread(tokenizer.encode, prompt, special=True)
     return prompt
 
 

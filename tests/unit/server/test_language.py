@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ import pytest
 
 from cotrain_server.errors import Invalid
 from cotrain_server.language import language_of
+from cotrain_server.routes.openai import tokens_of
+from cotrain_server.text import Tokenizer
 from tests.support.http_api import POOL
 from tests.support.talking import write_language
 
@@ -39,3 +42,22 @@ async def test_a_model_that_is_none_for_chats_says_so(tmp_path: Path) -> None:
     language = await language_of(POOL, tmp_path)
     with pytest.raises(Invalid, match="no chat template"):
         await language.chat_tokens([{"role": "user", "content": "Hi"}])
+
+
+async def test_no_text_is_cut_on_the_loop_that_answers_everybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_language(tmp_path)
+    language = await language_of(POOL, tmp_path)
+    cut_by: list[threading.Thread] = []
+    encode = Tokenizer.encode
+
+    def watched(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+        cut_by.append(threading.current_thread())
+        return encode(tokenizer, text, special=special)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    await language.chat_tokens([{"role": "user", "content": "Hi"}])
+    await tokens_of(language.tokenizer, "Hi")
+    assert len(cut_by) == 2
+    assert threading.current_thread() not in cut_by
