@@ -244,7 +244,7 @@ def cancelled(bench: Bench) -> Facts:
     inner = future if IS_OLD else future.future()
     was_cancelled = inner.cancel()
     try:
-        future.result(timeout=10)
+        future.result(timeout=120)
         outcome = "done"
     except CancelledError:
         outcome = "cancelled"

@@ -27,7 +27,7 @@ from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.sampling import base_sampler, ended, submit_sample
 from tests.support.stack import POOL, Stack, worker
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -193,7 +193,7 @@ async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_die
     blocked, write = threading.Event(), CheckpointFiles.write
 
     def held(*args: Any) -> Any:
-        blocked.wait(60)
+        blocked.wait(PATIENCE_S)
         return write(*args)
 
     with monkeypatch.context() as slow:

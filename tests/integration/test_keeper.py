@@ -26,7 +26,7 @@ from tests.support.program import (
     undisturbed,
 )
 from tests.support.stack import POOL, worker
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -224,7 +224,7 @@ async def test_a_drain_gives_up_at_its_deadline_and_the_rest_is_replayed(
     released = threading.Event()
 
     def slow(*args: Any) -> Any:
-        released.wait(60)
+        released.wait(PATIENCE_S)
         return write_snapshot(*args)
 
     monkeypatch.setattr("cotrain_workers.keeper.write_snapshot", slow)

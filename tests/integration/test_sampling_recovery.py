@@ -26,7 +26,7 @@ from tests.support.sampling import (
     submit_save,
 )
 from tests.support.stack import POOL, Stack, make_worker, worker
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +110,9 @@ async def test_weights_whose_file_was_never_written_are_made_again(
     run = await server.create("a", "a", LORA)
     blocked = threading.Event()
     with monkeypatch.context() as slow:
-        slow.setattr("cotrain_workers.checkpoint_files.write_folder", lambda *_: blocked.wait(60))
+        slow.setattr(
+            "cotrain_workers.checkpoint_files.write_folder", lambda *_: blocked.wait(PATIENCE_S)
+        )
         loop, spools = make_worker(url, tmp_path, engine, snapshot_debt_ops=1)
         life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
         await train_and_save(server, run)

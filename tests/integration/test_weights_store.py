@@ -27,6 +27,7 @@ from tests.support.saved_files import (
     weights_store,
     written,
 )
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +132,7 @@ async def test_a_named_save_has_all_its_files_before_it_has_its_name(
     write = CheckpointFiles.write
 
     def held(*args: Any) -> Any:
-        may_write.wait(60)
+        may_write.wait(PATIENCE_S)
         return write(*args)
 
     monkeypatch.setattr(CheckpointFiles, "write", held)
