@@ -55,6 +55,8 @@ def test_the_scripts_build_only_keys_that_are_made_here() -> None:
             run_keys.log(pool, RunId(none)),
             run_keys.ops(pool, RunId(none)),
             run_keys.bodies(pool, RunId(none)),
+            run_keys.digests(pool, RunId(none)),
+            run_keys.riders(pool, RunId(none)),
             run_keys.queue(pool, TenantId(none)),
             fleet_keys.notify_worker(pool, WorkerId(none)),
             fleet_keys.worker(pool, WorkerId(none)),
