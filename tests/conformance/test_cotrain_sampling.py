@@ -16,6 +16,7 @@ from cotrain import (
     Datum,
     ModelInput,
     NotFoundError,
+    SamplingClient,
     SamplingParams,
     ServiceClient,
     TensorData,
@@ -26,7 +27,7 @@ from tests.support.lossy_proxy import LossyProxy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cotrain import SampledSequence, SamplingClient, TrainingClient
+    from cotrain import SampledSequence, TrainingClient
     from tests.conformance.running import Server
 
 TOKENS = [7, 8, 9, 10, 11]
@@ -51,6 +52,10 @@ def sampler(service: ServiceClient, server: Server) -> SamplingClient:
 def told(sampler: SamplingClient, num_samples: int = 2, params: SamplingParams = EIGHT) -> Told:
     response = sampler.sample(PROMPT, num_samples, params).result()
     return [(sequence.tokens, sequence.logprobs) for sequence in response.sequences]
+
+
+def told_by_handle(handle: str, api_key: str) -> Told:
+    return told(SamplingClient.from_sampler_handle(handle, api_key=api_key))
 
 
 def datum(sequence: SampledSequence, advantage: float) -> Datum:
@@ -180,7 +185,9 @@ def test_a_samplers_results_do_not_move_while_its_run_trains_on(
 def test_a_client_samples_from_other_processes(sampler: SamplingClient) -> None:
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
         samples = list(processes.map(told, [sampler] * 3))
+        by_handle = processes.submit(told_by_handle, sampler.get_sampler_handle(), KEYS[0])
     assert samples == [told(sampler)] * 3
+    assert by_handle.result() == samples[0]
 
 
 def test_a_sample_that_is_given_up_holds_up_nobody(sampler: SamplingClient) -> None:
