@@ -224,10 +224,7 @@ def _announce(announcement: Announcement) -> None:
 
 
 def _table(records: list[KeyRecord]) -> Table:
-    table = Table(box=None)
-    table.add_column("id", no_wrap=True, min_width=16)  # what `revoke` takes: never cut short
-    for column in ("tenant", "name", "created", "valid until"):
-        table.add_column(column)
+    table = Table("id", "tenant", "name", "created", "valid until", box=None)
     for record in records:
         until = "" if record.not_after is None else _date(record.not_after)
         table.add_row(record.id, record.tenant, record.name, _date(record.created_at), until)
