@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cotrain.commands.terminal import AsJson, examples, print_json
+from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
 from cotrain_server.folder import DataFolder, FolderInUse, UnsafeFolder
 from cotrain_server.programs import Plan
 from cotrain_server.supervisor import Announcement, Supervisor
@@ -166,7 +166,7 @@ def list_keys(
         if as_json:
             print_json([_as_json(key) for key in found])
         else:
-            console.print(_table(found))
+            print_rich(_table(found))
 
     _with_tenants(show, data_dir, redis_url)
 

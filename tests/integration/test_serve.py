@@ -155,7 +155,7 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path, empty_redis: EmbeddedR
     at = [f"--data-dir={tmp_path}", f"--redis-url={empty_redis.url}"]
     key = run_cotrain("keys", "create", "alice", *at).stdout.strip()
     key_id, _, secret = key.removeprefix("tml-").partition("_")
-    listed = run_cotrain("keys", "list", *at).stdout
+    listed = run_cotrain("keys", "list", *at, COLUMNS="40").stdout  # and nothing is cut
     assert key_id in listed
     assert "alice" in listed
     assert secret not in listed
