@@ -3,7 +3,7 @@
 Seen from outside: clients note when what was accepted, cycle records say who was served. Whoever was
 passed over in a number of cycles in a row, with a request waiting that could have run in each, was served
 at most one quantum and one request less than anybody else in these cycles. A scheduler that starts
-again begins a new round. Here every run is a tenant of its own.
+again begins a new round. Each worker gives turns to its own runs. Here every run is a tenant of its own.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Cycle:
-    """When a cycle was planned, and how many requests of each run it held."""
+    """When a cycle was planned, for which worker, and how many requests of each run it held."""
 
     planned_at: float
     served: Mapping[str, int]
+    worker: str = "w0"
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,22 @@ class Turns:
 
 
 def cycles_of(store: SyncConnection, pool: PoolId) -> list[Cycle]:
-    """Read the cycle records of a pool with one worker, the oldest first."""
+    """Read the cycle records of a pool, the oldest first."""
     records: list[dict[str, Any]] = [
         json.loads(record) for record in store.lrange(fleet_keys.cycles(pool), 0, -1)
     ]
     return [
         Cycle(
-            record["planned_at"], {row["run"]: sum(row["ops"].values()) for row in record["runs"]}
+            record["planned_at"],
+            {row["run"]: sum(row["ops"].values()) for row in record["runs"]},
+            record["worker"],
         )
         for record in sorted(records, key=lambda record: int(record["cycle"]))
     ]
 
 
 def turns(
-    cycles: Iterable[Cycle],
+    cycles: Sequence[Cycle],
     accepted: Mapping[str, Mapping[int, Accepted]],
     quantum_tokens: int,
     restarted_s: Sequence[float] = (),
@@ -82,13 +85,19 @@ def turns(
     passed_over = 0
     begun: Counter[str] = Counter()  # by run: its requests that were served
     windows: dict[str, _Window] = {}
+    workers = {cycle.worker for cycle in cycles}
+    # Where a run waits is known by who served it; before that only if there is nobody else.
+    worker_by_run = dict.fromkeys(accepted, *workers) if len(workers) == 1 else {}
     for cycle in cycles:
+        worker_by_run.update(dict.fromkeys(cycle.served, cycle.worker))
         served = {
             run: [accepted[run][begun[run] + n] for n in range(count)]
             for run, count in cycle.served.items()
         }
         begun.update(cycle.served)
         for run, asked in accepted.items():
+            if worker_by_run.get(run) != cycle.worker:
+                continue
             head = asked.get(begun[run])
             if not head or not _could_have_run(head, served.get(run, []), cycle.planned_at):
                 windows.pop(run, None)

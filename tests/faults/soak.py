@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import shutil
 import sys
@@ -26,29 +27,35 @@ PLAYS = 8
 async def soak(seed: int, minutes: float) -> int:
     """Soak from a seed on; return the exit status."""
     folder, until = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic() + 60 * minutes
-    async with Nursery(_model(folder)) as nursery:
-        while True:
-            asked = programs(seed // PLAYS)
-            calm = await trial(nursery, folder / f"{seed}-calm", asked)
-            if not _is_fine(calm, folder / f"{seed}-calm"):
+    try:
+        async with Nursery(_model(folder)) as nursery:
+            return await _trials(nursery, folder, seed, until)
+    finally:
+        shutil.rmtree(folder / "model")
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # noqa: ASYNC240  # at the end, and not where something is kept
+
+
+async def _trials(nursery: Nursery, folder: Path, seed: int, until: float) -> int:
+    while True:
+        asked = programs(seed // PLAYS)
+        calm = await trial(nursery, folder / f"{seed}-calm", asked)
+        if not _is_fine(calm, folder / f"{seed}-calm"):
+            return 1
+        for _ in range(PLAYS):
+            print(f"seed {seed}: ", end="", flush=True)
+            here = folder / str(seed)
+            mean_s = random.Random(seed).choice([0.3, 0.5, 1.0])
+            outcome = await trial(
+                nursery, here, asked, seed=seed, expected=calm.ending,
+                disturb=random_kills(seed, mean_s), settings=CROWDED,
+            )  # fmt: skip
+            print(f"{outcome.killed.total()} deaths; so far {nursery.tally}", flush=True)
+            if not _is_fine(outcome, here):
                 return 1
-            for _ in range(PLAYS):
-                print(f"seed {seed}: ", end="", flush=True)
-                here = folder / str(seed)
-                mean_s = random.Random(seed).choice([0.3, 0.5, 1.0])
-                outcome = await trial(
-                    nursery, here, asked, seed=seed, expected=calm.ending,
-                    disturb=random_kills(seed, mean_s), settings=CROWDED,
-                )  # fmt: skip
-                print(
-                    f"{outcome.killed.total()} deaths; so far {nursery.tally}",
-                    flush=True,
-                )
-                if not _is_fine(outcome, here):
-                    return 1
-                seed += 1
-                if time.monotonic() > until:
-                    return 0
+            seed += 1
+            if time.monotonic() > until:
+                return 0
 
 
 def _is_fine(outcome: Outcome, folder: Path) -> bool:

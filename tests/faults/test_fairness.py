@@ -34,6 +34,14 @@ def test_what_comes_behind_a_step_waits_for_the_next_cycle() -> None:
     assert seen.passed_over == 0
 
 
+def test_each_worker_gives_turns_to_its_own_runs() -> None:
+    of_one = [Cycle(1.0 + n, {"a": 1}, "w0") for n in range(9)]
+    of_another = [Cycle(1.5, {"b": 1}, "w1"), *(Cycle(1.6 + n, {"c": 1}, "w1") for n in range(9))]
+    cycles = sorted([*of_one, *of_another], key=lambda cycle: cycle.planned_at)
+    seen = turns(cycles, {run: asked(10) for run in "abc"}, quantum_tokens=10)
+    assert {violation.partition(" was")[0] for violation in seen.violations} == {"I9 c"}
+
+
 def test_a_scheduler_that_starts_again_begins_a_new_round() -> None:
     cycles = [Cycle(1.0 + n, {"a": 1}) for n in range(5)]
     waiting = {"a": asked(10), "b": asked(10)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.scenarios import PROGRAMS, until
-from tests.faults.trial import trial
+from tests.faults.trial import CROWDED, trial
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,6 +47,12 @@ async def test_what_a_dead_worker_had_is_given_away_whatever_the_scheduler_dies_
         moment: outcome.reached[moment] for moment in moments if outcome.reached[moment] < 3
     } == {}
     assert outcome.killed == {"scheduler": 6, **dict.fromkeys(gone, 1)}
+
+
+async def test_two_workers_give_equal_turns_to_their_runs(nursery: Nursery, folder: Path) -> None:
+    outcome = await trial(nursery, folder, PROGRAMS, workers=WORKERS, settings=CROWDED)
+    assert outcome.violations == []
+    assert outcome.passed_over > 0
 
 
 async def test_a_worker_that_was_paused_while_another_took_its_runs_changes_nothing(
