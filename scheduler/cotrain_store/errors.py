@@ -35,6 +35,7 @@ StoreError
 ├── SpoolCorrupt
 ├── MalformedBody
 ├── UnsafeRedis
+│   └── ForeignFolder               (belongs to another Redis)
 └── StoreUnavailable
 """
 
@@ -200,6 +201,10 @@ class MalformedBody(StoreError):
 
 class UnsafeRedis(StoreError):
     """This Redis could lose acknowledged writes."""
+
+
+class ForeignFolder(UnsafeRedis):
+    """The data folder belongs to another Redis."""
 
 
 class StoreUnavailable(StoreError):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store.belonging import MARK, claim_folder
 from cotrain_store.connection import (
     CONNECTION_LOST,
     DURABLE,
@@ -16,7 +17,7 @@ from cotrain_store.connection import (
     open_sync_connection,
     stop_tasks,
 )
-from cotrain_store.errors import StoreUnavailable, UnsafeRedis
+from cotrain_store.errors import ForeignFolder, StoreUnavailable, UnsafeRedis
 from cotrain_store.keys import fleet_keys
 from tests.support.log import open_log
 from tests.support.processes import ended, settings_of
@@ -104,7 +105,7 @@ async def test_a_worker_that_was_asleep_when_redis_died_still_wakes(tmp_path: Pa
             await asyncio.to_thread(log.execution.wait, 0.01)
             server.kill()
             with pytest.raises(CONNECTION_LOST):
-                log.execution.wait(5)
+                log.execution.wait(60)
             server.restart()
             await asyncio.to_thread(log.execution.wait, 0.01)
             await heard_by_a_sleeper(log)
@@ -116,7 +117,7 @@ async def test_a_worker_that_first_sleeps_while_redis_is_away_still_wakes(tmp_pa
             log.redis.close()
             server.kill()
             with pytest.raises(CONNECTION_LOST):
-                log.execution.wait(5)
+                log.execution.wait(60)
             server.restart()
             await asyncio.to_thread(log.execution.wait, 0.01)
             await heard_by_a_sleeper(log)
@@ -130,6 +131,30 @@ async def heard_by_a_sleeper(log: Log) -> None:
     await log.plan()
     await asyncio.wait_for(sleeping, 120)
     log.execution.leave()
+
+
+async def test_a_folder_is_claimed_once_and_then_refused_by_a_redis_that_lost_what_it_held(
+    empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    redis, folder = open_sync_connection(empty_redis.url), tmp_path / "data"
+    for _ in range(2):
+        claim_folder(redis, folder)
+        claim_folder(redis, tmp_path / "of-another-host")
+    empty_redis.flush()
+    with pytest.raises(ForeignFolder, match="would take them for leftovers"):
+        claim_folder(redis, folder)
+    assert [path.name for path in folder.iterdir()] == [MARK]
+    (folder / MARK).unlink()
+    claim_folder(redis, folder)
+
+
+def test_a_worker_that_would_delete_the_files_of_another_redis_does_not_start(
+    empty_redis: EmbeddedRedis, tmp_path: Path, tiny_model: Path
+) -> None:
+    (tmp_path / MARK).write_text("another")
+    process = ended("cotrain_workers", settings_of(empty_redis.url, tmp_path, tiny_model))
+    assert process.returncode == 2
+    assert "belong to another Redis" in process.stdout + process.stderr
 
 
 async def test_a_task_that_swallows_a_cancellation_is_cancelled_again() -> None:

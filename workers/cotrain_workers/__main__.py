@@ -14,6 +14,7 @@ import numpy as np
 import structlog
 import torch
 
+from cotrain_store.belonging import claim_folder
 from cotrain_store.connection import check_store_sync, open_sync_connection
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.execution import beat_at
@@ -44,6 +45,7 @@ def serve(settings: WorkerSettings) -> int:
     take_place(settings.data_dir / "run", pool, worker)
     connection = open_sync_connection(settings.redis_url)
     check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
+    claim_folder(connection, settings.data_dir)
     await_absence(partial(beat_at, connection, pool, worker), socket.gethostname())
     device = _device(settings)
     if settings.torch_threads:

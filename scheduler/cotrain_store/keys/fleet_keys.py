@@ -22,6 +22,11 @@ def schema() -> str:
     return "cotrain:schema"
 
 
+def name() -> str:
+    """Name the key with this Redis' own random name, which its data folder holds, too; lives for ever."""
+    return "cotrain:name"
+
+
 def pools() -> str:
     """Name the hash of pools (id → PoolRecord); a worker writes its own at start."""
     return "cotrain:pools"
