@@ -23,7 +23,13 @@ from cotrain_server.folder import DataFolder, FolderInUse
 from cotrain_server.probe import probe
 from cotrain_server.programs import Programs
 from cotrain_server.readiness import write_troubles
-from cotrain_store.connection import CONNECTION_LOST, check_store, open_connection
+from cotrain_store.belonging import claim_folder
+from cotrain_store.connection import (
+    CONNECTION_LOST,
+    check_store,
+    open_connection,
+    open_sync_connection,
+)
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.tenants import Tenants
 
@@ -172,6 +178,8 @@ async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None])
         while True:
             with suppress(StoreUnavailable, *CONNECTION_LOST):
                 await check_store(connection, accept_data_loss=plan.accept_data_loss)
+                with open_sync_connection(redis_url) as store:
+                    await asyncio.to_thread(claim_folder, store, plan.data_dir)
                 return await _prepare_keys(Tenants(connection), plan.api_keys)
             if time.monotonic() > patient_until:
                 say("waiting for Redis")
