@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from cotrain_store.connection import CONNECTION_LOST
@@ -49,8 +50,10 @@ def read_troubles(data_dir: Path) -> list[str]:
 def write_troubles(data_dir: Path, troubles: dict[str, str]) -> None:
     """Say what cannot be kept running, for `read_troubles` in another process."""
     partial = data_dir / f"{TROUBLES_FILE}.tmp"
-    partial.write_text(json.dumps(troubles))
-    partial.replace(data_dir / TROUBLES_FILE)
+    # On a full disk, where Redis dies again and again, its supervisor must not: `/readyz` tells of both.
+    with suppress(OSError):
+        partial.write_text(json.dumps(troubles))
+        partial.replace(data_dir / TROUBLES_FILE)
 
 
 async def _store_reasons(connection: Connection, settings: ServerSettings) -> list[str]:
