@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from cotrain_server.readiness import read_troubles, write_troubles
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_troubles_are_told_process_by_process(tmp_path: Path) -> None:
