@@ -73,6 +73,16 @@ async def test_a_repeat_long_after_its_commit_gets_the_same_request(log: Log) ->
     assert log.everything() == before
 
 
+async def test_a_repeat_whose_digest_is_kept_no_more_is_not_run_again(log: Log) -> None:
+    run = await log.new_run()
+    once = await log.submit(run, 1)
+    await log.run_all()
+    log.redis.hdel(run_keys.digests(POOL, run.id), 1)
+    before = log.everything()
+    assert await log.submit(run, 1) == once
+    assert log.everything() == before
+
+
 async def test_a_seq_used_with_other_content_is_a_conflict(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
@@ -264,6 +274,17 @@ async def test_a_run_and_its_save_are_accepted_together_or_not_at_all(
         log.commit(step)
         assert log.queued() == (0, 0, 0)
         assert log.result(first, 0)
+
+
+async def test_the_bytes_of_a_run_and_of_its_save_count_together(
+    empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    async with open_log(empty_redis.url, tmp_path, TenantLimits(bytes=7)) as log:
+        with pytest.raises(QueueFull):
+            await log.intake.create_run(
+                record_of("a"), kind=OpKind.LOAD, body=b"load", save=b"save"
+            )
+        await log.intake.create_run(record_of("a"), kind=OpKind.LOAD, body=b"lo", save=b"save")
 
 
 async def test_a_large_body_goes_to_disk_and_a_small_one_to_redis(log: Log) -> None:

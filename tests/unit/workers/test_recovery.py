@@ -31,6 +31,8 @@ def test_the_newest_copy_comes_before_its_predecessor() -> None:
 def test_a_copy_from_which_the_log_does_not_go_on_is_none() -> None:
     assert bases(**NEWEST, **OLDER) == [(8, "new", "n")]
     assert bases(**NEWEST) == [(8, "new", "n")]
+    assert bases(**NEWEST, **OLDER, cut="6") == [(8, "new", "n")]
+    assert bases(**NEWEST, oldsnap="4", cut="4") == [(8, "new", "n")]  # it has no file
 
 
 def test_a_replay_knows_whose_numbers_the_log_holds_from_each_copy_on() -> None:

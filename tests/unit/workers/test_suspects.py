@@ -41,6 +41,8 @@ def test_the_ops_of_one_run_are_halved_in_their_order() -> None:
 def test_a_half_over_which_somebody_died_is_cut_again_down_to_one_request() -> None:
     died_over = {"a:1..a:4", "a:1..a:2", "a:2"}
     assert named(parts_of(ops_of("a", 4), died_over)) == ["a:1", "a:2", "a:3..a:4"]
+    died_over = {"a:1..a:4", "a:3..a:4"}
+    assert named(parts_of(ops_of("a", 4), died_over)) == ["a:1..a:2", "a:3", "a:4"]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
