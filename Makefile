@@ -1,5 +1,6 @@
 # `make demo` and `make test` are all a newcomer types; each target makes what it needs.
 # PYTHON picks the interpreter for .venv (3.11 to 3.13), ARGS goes to pytest or the benchmark.
+# `make test ARGS="--hypothesis-profile=explore"` draws examples that no run has tried before.
 
 PYTHON ?= python3
 VENV := .venv
