@@ -42,7 +42,10 @@ def load_tokenizer(connection: Connection, base_model: str) -> Any:
     name = tokenizer_name(base_model)
     away = None if Path(name).is_dir() else _why_away()
     try:
-        return auto_tokenizer.from_pretrained(name, local_files_only=away is not None)
+        # The server said this name: code that lies there is not to be asked about, nor run.
+        return auto_tokenizer.from_pretrained(
+            name, local_files_only=away is not None, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         hub = "on the hub" if away is None else f"in the hub's cache (the hub is away: {away})"
         raise TokenizerMissing(

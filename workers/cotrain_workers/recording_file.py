@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
     from cotrain_workers.bank import AdapterState
 
 FORMAT = "cotrain-cycle-1"
+#: What Python's readers raise for bytes that are not what they should be. A RuntimeError is what is
+#: encrypted, compressed in an unknown way, or nested too deep.
+_BROKEN = (
+    OSError, EOFError, zipfile.BadZipFile, zlib.error, SafetensorError, ValueError, KeyError,
+    TypeError, AttributeError, RuntimeError,
+)  # fmt: skip
 
 
 class RecordingUnreadable(Exception):
@@ -107,7 +114,7 @@ def read_cycle(path: Path) -> RecordedCycle:
     try:
         with zipfile.ZipFile(path) as archive:
             return _read(archive, path)
-    except (OSError, zipfile.BadZipFile, SafetensorError, ValueError, KeyError, TypeError) as wrong:
+    except _BROKEN as wrong:
         raise RecordingUnreadable(f"{path} cannot be read: {wrong}") from wrong
 
 
@@ -116,7 +123,7 @@ def read_facts(path: Path) -> CycleFacts:
     try:
         with zipfile.ZipFile(path) as archive:
             return _parse_facts(_json(archive, "cycle.json"), path)
-    except (OSError, zipfile.BadZipFile, ValueError, KeyError, TypeError) as wrong:
+    except _BROKEN as wrong:
         raise RecordingUnreadable(f"{path} cannot be read: {wrong}") from wrong
 
 

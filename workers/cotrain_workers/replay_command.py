@@ -11,7 +11,7 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
-from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
+from cotrain.commands.terminal import AsJson, examples, harmless, print_json, print_rich
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,7 @@ def replay(
         engine = engine_for(cycle.facts, base_model, device)
         restore_before(engine, cycle)
     except (RecordingUnreadable, OSError, ValueError) as unusable:
-        typer.echo(str(unusable), err=True)
+        typer.echo(harmless(str(unusable)), err=True)
         raise typer.Exit(UNUSABLE) from unusable
     if not as_json:
         _tell(cycle, engine)
@@ -144,7 +144,7 @@ def export(
             cycle = only_run(_with_run(cycle, RunId(run)), RunId(run))
         write_cycle(output, cycle)
     except (RecordingUnreadable, OSError, ValueError) as unusable:
-        typer.echo(str(unusable), err=True)
+        typer.echo(harmless(str(unusable)), err=True)
         raise typer.Exit(UNUSABLE) from unusable
     if as_json:
         print_json({"file": output, **_sized(output), **_facts(cycle.facts)})

@@ -37,7 +37,9 @@ def publish_tokenizer(
 ) -> PublishedTokenizer | None:
     """Write a base model's tokenizer where the API finds it; None for a model without one."""
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source, local_files_only=local_files_only)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            source, local_files_only=local_files_only, trust_remote_code=False
+        )
     except (OSError, ValueError) as missing:
         log.warning("no_tokenizer", source=source, reason=str(missing))
         return None

@@ -99,7 +99,8 @@ def test_a_hub_that_is_away_is_not_waited_for(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     asked: list[bool] = []
 
-    def nothing(_: str, *, local_files_only: bool) -> None:
+    def nothing(_: str, *, local_files_only: bool, trust_remote_code: bool) -> None:
+        assert not trust_remote_code
         asked.append(local_files_only)
         raise OSError("not here")
 

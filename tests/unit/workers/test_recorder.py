@@ -138,6 +138,36 @@ def test_a_torn_file_is_said_to_be_one(flight: Flight) -> None:
             read(path)
 
 
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(8, 0x01), (10, 99), (10, 8), (10, 14)],
+    ids=["encrypted", "unknown compression", "no deflate", "no lzma"],
+)
+def test_a_file_made_to_break_its_reader_is_said_to_be_broken(
+    tmp_path: Path, offset: int, value: int
+) -> None:
+    path = tmp_path / "hostile.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("cycle.json", "{}" * 20)
+    content = bytearray(path.read_bytes())
+    content[content.rfind(b"PK\x01\x02") + offset] = value  # in the list of members …
+    content[offset - 2] = value  # … and before the member
+    path.write_bytes(content)
+    for read in (read_cycle, read_facts):
+        with pytest.raises(RecordingUnreadable, match="cannot be read"):
+            read(path)
+
+
+@pytest.mark.parametrize("facts", ["[" * 100_000, "[]", "1", '{"format": "cotrain-cycle-1"}'])
+def test_facts_that_are_none_are_said_to_be_unreadable(tmp_path: Path, facts: str) -> None:
+    path = tmp_path / "hostile.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("cycle.json", facts)
+    for read in (read_cycle, read_facts):
+        with pytest.raises(RecordingUnreadable, match="cannot be read"):
+            read(path)
+
+
 def test_a_file_of_another_format_is_refused_by_name(flight: Flight, tmp_path: Path) -> None:
     other = tmp_path / "other.zip"
     with zipfile.ZipFile(other, "w") as archive:
