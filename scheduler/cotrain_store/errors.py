@@ -126,7 +126,7 @@ class RecordQuotaReached(Refused):
 
 
 class MalformedPath(Refused):
-    """Malformed checkpoint path."""
+    """Malformed checkpoint path; one looks like tinker://<run>/weights/<name>."""
 
 
 class Busy(StoreError):

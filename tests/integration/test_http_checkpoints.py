@@ -317,7 +317,11 @@ async def test_no_name_leads_anywhere_else(api: Api, worker: StandIn) -> None:
             target = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}{then}"
             status, detail = await ask_raw(api, method, target)
             assert status in {400, 404, 405}, target
-            assert status != 400 or detail == "Malformed checkpoint path."
+            assert (
+                status != 400
+                or detail
+                == "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>."
+            )
     assert (await info(api, path)).status_code == 200
 
 
@@ -363,6 +367,12 @@ async def test_what_is_no_path_is_malformed_everywhere(api: Api, worker: StandIn
         path = wrong.format(run=run)
         for answer in (await info(api, path), await start(api, path), await copy(api, path)):
             assert answer.status_code == 400, path
-            assert answer.json()["detail"] == "Malformed checkpoint path."
+            assert (
+                answer.json()["detail"]
+                == "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>."
+            )
         failed = await result(api, worker, await load(api, run, seq, path))
-        assert failed == {"error": "Malformed checkpoint path.", "category": "user"}
+        assert failed == {
+            "error": "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+            "category": "user",
+        }

@@ -70,7 +70,10 @@ async def test_a_load_that_cannot_be_fails_in_its_place(api: Api, worker: StandI
     export = (await save(api, worker, run, 3, "external_weights"))["path"]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"path": path[:-1] + "b"}, "Checkpoint not found."),
-        ({"path": "tinker://a/b"}, "Malformed checkpoint path."),
+        (
+            {"path": "tinker://a/b"},
+            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+        ),
         ({"path": None}, "path: Input should be a valid string."),
         ({"path": path}, "The checkpoint has rank 4, train_attn=True"),
         ({"path": export}, "external_weights are for download only"),
@@ -141,7 +144,11 @@ async def test_a_run_that_cannot_be_started_so_is_refused_now(api: Api, worker: 
     bare = (await save(api, worker, run, 2, "sampler_weights"))["path"]
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"path": path + "b"}, 404, "Checkpoint not found."),
-        ({"path": "nothing"}, 400, "Malformed checkpoint path."),
+        (
+            {"path": "nothing"},
+            400,
+            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+        ),
         ({"path": bare}, 400, "This checkpoint has no optimizer state; load it without."),
         ({"path": path, "base_model": "other"}, 400, "The checkpoint is of base model tiny/model."),
         (

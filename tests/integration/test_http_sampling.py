@@ -104,10 +104,26 @@ async def test_a_sampler_made_again_after_its_name_moved_keeps_its_weights(
             400,
             "Base model 'other' is not served here. Available: tiny/model.",
         ),
-        ({"model_path": "tinker://run/../../etc"}, 400, "Malformed checkpoint path."),
-        ({"model_path": "tinker://%2e%2e/weights/a"}, 400, "Malformed checkpoint path."),
-        ({"model_path": "tinker://r/sampler_weights/a\0"}, 400, "Malformed checkpoint path."),
-        ({"model_path": "tinker://r/external_weights/a"}, 400, "Malformed checkpoint path."),
+        (
+            {"model_path": "tinker://run/../../etc"},
+            400,
+            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+        ),
+        (
+            {"model_path": "tinker://%2e%2e/weights/a"},
+            400,
+            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+        ),
+        (
+            {"model_path": "tinker://r/sampler_weights/a\0"},
+            400,
+            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+        ),
+        (
+            {"model_path": "tinker://r/external_weights/a"},
+            400,
+            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+        ),
         ({"model_path": "tinker://s:train:0/weights/a"}, 404, "Checkpoint not found."),
     ],
 )
