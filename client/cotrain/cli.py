@@ -7,7 +7,7 @@ command, a `typer.Typer` for several. The client imports none of those by name.
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,6 +49,7 @@ def command_line(commands: Iterable[EntryPoint]) -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_show_locals=False,
     )
+    app.callback()(_options)
     _add_own(app)
     for command in sorted(commands, key=lambda command: command.name):
         _add(app, command)
@@ -61,6 +62,23 @@ def version(as_json: AsJson = False) -> None:
         print_json({"version": __version__})
     else:
         typer.echo(f"cotrain {__version__}")
+
+
+def _version_alone(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
+def _options(
+    version_alone: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version_alone, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Take what comes before a command."""
 
 
 def _add_own(app: typer.Typer) -> None:

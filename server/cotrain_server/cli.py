@@ -7,7 +7,7 @@ import os
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -55,12 +55,13 @@ console = Console(highlight=False, soft_wrap=True)
 
 def serve(
     base_model: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             envvar=["COTRAIN_BASE_MODELS", "COTRAIN_BASE_MODEL"],
-            help="Hub id, folder, or NAME=FOLDER. Repeat it for several base models.",
+            help="Needed: hub id, folder, or NAME=FOLDER. Repeat it for several base models.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     host: Annotated[str, typer.Option(envvar="COTRAIN_HOST")] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="COTRAIN_PORT", help="0: a free one.")] = 8000,
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -106,6 +107,11 @@ def serve(
     misspelt = unknown_variables()
     if misspelt:
         _give_up(f"Unknown settings: {', '.join(misspelt)}.")
+    if not base_model:
+        _give_up(
+            "Which base model? `cotrain serve --base-model Qwen/Qwen3-0.6B`, a folder instead of "
+            "that name, or COTRAIN_BASE_MODEL."
+        )
     given = {
         "CLOCK_MODE": clock_mode,
         "CLOCK_PERIOD_S": str(clock_period_s),
@@ -275,7 +281,7 @@ def _fail(message: str) -> None:
     sys.exit(1)
 
 
-def _give_up(message: str) -> None:
+def _give_up(message: str) -> NoReturn:
     _say_why(message)
     sys.exit(os.EX_USAGE)
 

@@ -185,6 +185,12 @@ def test_keys_do_not_wait_for_a_redis_that_stands_still(
     assert "does not answer. Is it the one of --redis-url?" in capsys.readouterr().err
 
 
+def test_a_server_of_nothing_asks_for_a_base_model() -> None:
+    refused = serve()
+    assert refused.returncode == os.EX_USAGE
+    assert refused.stderr.startswith("Which base model? `cotrain serve --base-model ")
+
+
 def test_every_option_names_its_variable() -> None:
     text = serve("--help", COLUMNS="200", TERM="dumb").stdout
     options = set(re.findall(r"--([a-z][a-z-]+)", text)) - {"help"}

@@ -17,8 +17,9 @@ MISSING = EntryPoint("serve", "a_library_that_is_not_there.cli:serve", COMMANDS)
 
 
 def test_the_version_is_printed() -> None:
-    result = CliRunner().invoke(command_line([HERE]), ["version"])
-    assert (result.exit_code, result.output) == (0, f"cotrain {__version__}\n")
+    for asked in ("version", "--version"):
+        result = CliRunner().invoke(command_line([HERE]), [asked])
+        assert (result.exit_code, result.output) == (0, f"cotrain {__version__}\n")
 
 
 def test_every_command_says_what_it_does_with_examples_that_can_be_copied() -> None:
