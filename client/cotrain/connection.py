@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -88,12 +89,18 @@ _sharing = threading.Lock()
 
 
 def shared_connection(settings: ClientSettings) -> Connection:
-    """Give the one connection that all clients unpickled in this process share.
+    """Give the one connection that all clients of these settings without a service share here.
 
-    It lasts as long as the process: nobody could say when the last of them is done.
+    It is closed when the process ends: nobody could say when the last of them is done.
     """
     here = (os.getpid(), settings)  # a forked process inherits the connection, not its thread
     with _sharing:
         if here not in _shared:
             _shared[here] = Connection(settings)
+            atexit.register(_close, os.getpid(), _shared[here])
         return _shared[here]
+
+
+def _close(pid: int, connection: Connection) -> None:
+    if pid == os.getpid():  # a forked process has the handler, and no thread that could close
+        connection.loop.close(connection.transport.close)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import atexit
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -7,8 +9,10 @@ import pytest
 
 from cotrain import Datum, ModelInput, ServiceClient
 from cotrain import connection as module
-from cotrain.errors import MalformedMessage, NotFoundError, VersionMismatch
+from cotrain.connection import shared_connection
+from cotrain.errors import ClientClosed, MalformedMessage, NotFoundError, VersionMismatch
 from cotrain.proto import wire_pb2 as wire
+from cotrain.settings import ClientSettings
 from cotrain.version import PROTOCOL, __version__
 from tests.support.fake_api import FakeApi
 
@@ -78,6 +82,22 @@ def test_passes_are_compressed_where_server_and_machine_can(
     configure(api, proto_compress_fwdbwd=True)
     service.create_lora_training_client("m")
     assert service._connection.transport.compresses == is_installed
+
+
+def test_what_a_process_shares_is_closed_when_it_ends_and_only_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_exit: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(call))
+    settings = ClientSettings("http://127.0.0.1:9", "tml-at-exit")
+    shared = shared_connection(settings)
+    assert shared_connection(settings) is shared
+    ((close, pid, connection),) = at_exit
+    close(pid + 1, connection)
+    assert shared.loop.run(asyncio.sleep(0, "open")) == "open"
+    close(pid, connection)
+    with pytest.raises(ClientClosed):
+        shared.loop.run(asyncio.sleep(0))
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
