@@ -52,8 +52,9 @@ def test_every_cell_of_the_page_is_a_yes_or_has_a_reason() -> None:
             assert len(cells) == len(VERSIONS)
             for cell in cells:
                 if cell not in ("yes", ""):
-                    kind, number = re.fullmatch(r"(no|fails) \((\d+)\)", cell).groups()  # type: ignore[union-attr]
-                    assert kind == "no" or "a fault of" in reasons[number], row
+                    because = re.fullmatch(r"(no|fails) \((\d+)\)", cell)
+                    assert because, cell
+                    assert because[1] == "no" or "a fault of" in reasons[because[2]], row
 
 
 def test_every_version_of_the_page_is_fetched_or_installed() -> None:

@@ -14,6 +14,7 @@ import httpx
 import redis as redis_client
 
 from cotrain_store.embedded import find_redis_binary, redis_command
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -193,8 +194,7 @@ class Host:
         self.add_worker("sweeper", "sweeper")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TIDY_S):
-                while not is_tidy():  # noqa: ASYNC110  # of another process
-                    await asyncio.sleep(0.05)
+                await until(is_tidy, look_every_s=0.05)
         await self._end("sweeper", signal.SIGTERM)
 
     def store(self) -> SyncConnection:

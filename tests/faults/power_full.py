@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import shutil
 import subprocess
 from typing import TYPE_CHECKING
+
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,11 +59,9 @@ def full_until_something_dies(host_deaths: int = 2) -> Disturb:
     """Fill the disk to the last byte until processes have died of it, then give the room back."""
 
     async def disturb(host: Host) -> None:
-        while not host.count("worker.after_commit"):  # noqa: ASYNC110  # of another process
-            await asyncio.sleep(LOOK_S)
+        await until(lambda: host.count("worker.after_commit"), LOOK_S)
         fill(host.folder, 0)
-        while len(host.deaths) < host_deaths:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)
+        await until(lambda: len(host.deaths) >= host_deaths, LOOK_S)
         empty(host.folder)
 
     return disturb

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cotrain_store.spool import SpoolRef
 from tests.faults.traffic import programs, without_samples
 from tests.faults.trial import CROWDED, LIMIT_S, trial
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -52,20 +53,19 @@ def killed_at(*moments: str, **settings: str) -> Scenario:
     return Scenario({"FAILPOINTS": faults, **settings})
 
 
-async def until(host: Host, failpoint: str, count: int) -> None:
+async def until_reached(host: Host, failpoint: str, count: int) -> None:
     """Wait until a failpoint was reached so often."""
-    while host.count(failpoint) < count:  # noqa: ASYNC110  # another process's doing
-        await asyncio.sleep(POLL_S)
+    await until(lambda: host.count(failpoint) >= count, POLL_S)
 
 
 async def _place_taken(host: Host) -> None:
     """Pause a worker in a step, let another process take its place and train on, wake the first."""
-    await until(host, "worker.before_run", 4)
+    await until_reached(host, "worker.before_run", 4)
     await asyncio.sleep(BEAT_S)
     for lock in (host.folder / "run").glob("worker-*"):
         lock.unlink()  # as if the other one were on another host
     host.add_worker("second", "w0")
-    await until(host, "worker.after_commit", 8)
+    await until_reached(host, "worker.after_commit", 8)
     ended = host.retire("w0")
     host.nursery.tell("signal", pid=host.pid("w0"), signal=int(signal.SIGCONT))
     await asyncio.wait({ended}, timeout=LIMIT_S)
@@ -73,9 +73,9 @@ async def _place_taken(host: Host) -> None:
 
 async def _lead_taken(host: Host) -> None:
     """Pause the scheduler that leads, let another one plan, wake the first."""
-    await until(host, "scheduler.before_plan", 4)
+    await until_reached(host, "scheduler.before_plan", 4)
     host.add_scheduler("second")
-    await until(host, "scheduler.after_plan", 8)
+    await until_reached(host, "scheduler.after_plan", 8)
     host.nursery.tell("signal", pid=host.pid("scheduler"), signal=int(signal.SIGCONT))
     await asyncio.Event().wait()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.scenarios import PROGRAMS, until
+from tests.faults.scenarios import PROGRAMS, until_reached
 from tests.faults.trial import CROWDED, trial
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ async def test_what_a_dead_worker_had_is_given_away_whatever_the_scheduler_dies_
     gone = ("w1", "w2", "w3")
 
     async def remove(host: Host) -> None:
-        await until(host, "worker.after_commit", 6)
+        await until_reached(host, "worker.after_commit", 6)
         for worker in gone:
             host.kill(worker)
             host.retire(worker)
@@ -59,10 +59,10 @@ async def test_a_worker_that_was_paused_while_another_took_its_runs_changes_noth
     nursery: Nursery, folder: Path, calm: Calm
 ) -> None:
     async def pause(host: Host) -> None:
-        await until(host, "worker.after_commit", 6)
+        await until_reached(host, "worker.after_commit", 6)
         host.kill("w1", signal.SIGSTOP)
-        await until(host, "reassign.after", 1)
-        await until(host, "worker.after_commit", host.count("worker.after_commit") + 3)
+        await until_reached(host, "reassign.after", 1)
+        await until_reached(host, "worker.after_commit", host.count("worker.after_commit") + 3)
         host.kill("w1", signal.SIGCONT)
         await asyncio.Event().wait()
 

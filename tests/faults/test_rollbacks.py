@@ -13,6 +13,7 @@ from tests.faults.host import MODEL, Host
 from tests.faults.invariants import Look, unexpected
 from tests.faults.scenarios import POLL_S
 from tests.faults.traffic import Call, Player, Program, client_of
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,12 +82,10 @@ async def _lose_copies(host: Host) -> None:
     """Lose all recovery copies, and the worker, once no log reaches back to its run's beginning."""
     with host.store() as store:
         logs = list(store.scan_iter("cotrain:{*}:log:*"))
-        while any(int(store.hget(log, "cut") or -1) < 0 for log in logs):  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
+        await until(lambda: all(int(store.hget(log, "cut") or -1) >= 0 for log in logs), POLL_S)
     host.before_restart = lambda _: shutil.rmtree(host.folder / "snapshots", ignore_errors=True)
     host.kill("w0")
-    while not host.deaths:  # noqa: ASYNC110  # of another process
-        await asyncio.sleep(POLL_S)
+    await until(lambda: host.deaths, POLL_S)
     host.before_restart = lambda _: None
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.scenarios import POLL_S, PROGRAMS, until
+from tests.faults.scenarios import POLL_S, PROGRAMS, until_reached
 from tests.faults.trial import trial
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,11 +28,10 @@ def killed_over_a_full_step(before: int, after: int) -> Disturb:
     """Kill the worker twice over a step that holds much of every run, and then at two risks."""
 
     async def disturb(host: Host) -> None:
-        while _created(host) < len(PROGRAMS):  # noqa: ASYNC110  # of another process
-            await asyncio.sleep(POLL_S)
+        await until(lambda: _created(host) >= len(PROGRAMS), POLL_S)
         host.kill("scheduler", signal.SIGSTOP)
-        await until(host, "api.after_submit", FIRST_PARTS)
-        await until(host, "worker.after_commit", host.count("worker.before_run"))
+        await until_reached(host, "api.after_submit", FIRST_PARTS)
+        await until_reached(host, "worker.after_commit", host.count("worker.before_run"))
         step = host.count("worker.before_run")
         faults = [f"worker.before_run=kill@{step + nth}" for nth in (1, 2)]
         faults += [f"worker.before_risk=kill@{before}", f"worker.after_risk=kill@{after}"]

@@ -69,9 +69,9 @@ async def test_a_lost_connection_applies_nothing_twice(
     expected, digest = await undisturbed(server, url, tmp_path, engine)
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, snapshot_debt_ops=2) as loop:
-        lossy = {"losses": 2, "then_does": then_does, "lost": lambda: None}
+        lossy: dict[str, Any] = {"losses": 2, "then_does": then_does, "lost": lambda: None}
         role = loop._execution if hasattr(Execution, method) else loop._execution.logs
-        unreliable(role, method, **lossy)  # type: ignore[arg-type]
+        unreliable(role, method, **lossy)
         assert await results(server, run, await submit(server, run, 1, len(PROGRAM))) == expected
     assert engine.state(run.id).digest() == digest
     assert restored_digest(url, tmp_path, engine, run.id) == digest
@@ -181,9 +181,9 @@ async def test_a_lost_connection_loses_no_sample_and_no_weights(
         await submit(server, run, 1, 4)
         expected = await sample(server, await saved_sampler(server, run, 5), 0, LONG)
     with worker(empty_redis.url, tmp_path, engine) as loop:
-        lossy = {"losses": 2, "then_does": then_does, "lost": lambda: None}
+        lossy: dict[str, Any] = {"losses": 2, "then_does": then_does, "lost": lambda: None}
         role = loop._sampler._sampling if hasattr(Sampling, method) else loop._weights._saved
-        unreliable(role, method, **lossy)  # type: ignore[arg-type]
+        unreliable(role, method, **lossy)
         sampler = await saved_sampler(server, run, 6, number=1)
         requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(20)]
         for request in requests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -128,7 +128,7 @@ async def test_a_finished_session_samples_no_more_but_gets_what_it_asked_for(
     [(SampleLimits(requests=2), BODY), (SampleLimits(bytes=600), LARGE_BODY)],
 )
 async def test_over_the_quota_is_refused_and_leaves_nothing_but_takes_repeats(
-    empty_redis: EmbeddedRedis, tmp_path: Path, limits: SampleLimits, body: object
+    empty_redis: EmbeddedRedis, tmp_path: Path, limits: SampleLimits, body: Any
 ) -> None:
     async with open_samples(empty_redis.url, tmp_path, limits) as samples:
         sampler, other = await samples.sampler("a"), await samples.sampler("b")
@@ -136,13 +136,13 @@ async def test_over_the_quota_is_refused_and_leaves_nothing_but_takes_repeats(
         samples.claim(1)  # what runs counts as what waits does
         before = samples.log.everything()
         with pytest.raises(SamplingBusy) as busy:
-            await samples.intake.submit(sampler, 2, body)  # type: ignore[arg-type]
+            await samples.intake.submit(sampler, 2, body)
         assert busy.value.retry_after_s == 1.0
         assert samples.log.everything() == before
         await samples.submit(sampler, 1)
         await samples.submit(other, 0)
 
-        samples.resolve(f"{sampler.id}:0", f"{sampler.id}:1")  # type: ignore[arg-type]
+        samples.resolve(RequestId(f"{sampler.id}:0"), RequestId(f"{sampler.id}:1"))
         assert samples.load() == (0, 0, 0)
         await samples.submit(sampler, 2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,15 +57,18 @@ class Trained:
             layout = self.engine.layout(run)
             self.folders[run] = write_folder(root, weights, layout, BASE).path
 
-    def decoder(self, url: str, **settings: object) -> VllmDecoder:
+    def decoder(self, url: str, **settings: Any) -> VllmDecoder:
         """Return a decoder that asks the server at `url` for these runs."""
-        defaults = {"folder": self.folders.__getitem__, "targets": self.engine.targets}
+        defaults: dict[str, Any] = {
+            "folder": self.folders.__getitem__,
+            "targets": self.engine.targets,
+        }
         return VllmDecoder(
             url,
             api_key="",
             base_model=BASE,
             vocab_size=VOCAB,
-            **{**defaults, **settings},  # type: ignore[arg-type]
+            **{**defaults, **settings},
         )
 
     def logprobs(self, run: str, tokens: Sequence[int]) -> np.ndarray:
@@ -78,7 +81,7 @@ class Trained:
         return output.logprobs[0]
 
 
-def request(name: str = "q", weights: str | None = None, **changes: object) -> SampleRequest:
+def request(name: str = "q", weights: str | None = None, **changes: Any) -> SampleRequest:
     plain = SampleRequest(
         id=name,
         weights=weights,
@@ -97,7 +100,7 @@ def request(name: str = "q", weights: str | None = None, **changes: object) -> S
         prompt_logprobs_last_n=None,
         target_prompt_logprobs=None,
     )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
 def run(decoder: VllmDecoder, *requests: SampleRequest) -> dict[str, SampleOutput | Failure]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 def new_engine(model_folder: ModelFolder) -> NewEngine:
     """Return a function that loads a fresh engine over a tiny model."""
 
-    def load(family: str = "qwen3", *, tied: bool = False, **settings: object) -> Engine:
-        return Engine.load(str(model_folder(family, tied=tied)), **settings)  # type: ignore[arg-type]
+    def load(family: str = "qwen3", *, tied: bool = False, **settings: Any) -> Engine:
+        return Engine.load(str(model_folder(family, tied=tied)), **settings)
 
     return load

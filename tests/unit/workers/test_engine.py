@@ -184,7 +184,10 @@ def test_a_fresh_adapter_answers_as_the_base_model(new_engine: NewEngine) -> Non
         ]
     ).outputs
 
-    for ours, theirs in zip(out["a", 1].logprobs, out["b", 1].logprobs, strict=True):  # type: ignore[union-attr]
+    ours_of, theirs_of = out["a", 1], out["b", 1]
+    assert isinstance(ours_of, PassOutput)
+    assert isinstance(theirs_of, PassOutput)
+    for ours, theirs in zip(ours_of.logprobs, theirs_of.logprobs, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -329,12 +329,12 @@ GOOD = kl_datum(np.random.default_rng(0), 3, 4, 5)
     ],
 )
 def test_a_bad_one_is_refused_with_its_place(
-    new_engine: NewEngine, change: dict[str, object], reason: str
+    new_engine: NewEngine, change: dict[str, Any], reason: str
 ) -> None:
     op = ReverseKl("a", 1, [GOOD], None, 1.0)
     engine = started(new_engine())
 
-    answer = engine.run([replace(op, **change)]).outputs["a", 1]  # type: ignore[arg-type]
+    answer = engine.run([replace(op, **change)]).outputs["a", 1]
 
     assert answer == Failure(reason, "user")
 

@@ -39,8 +39,8 @@ REQUEST = SampleRequest(
 )
 
 
-def body(sequence: int = 0, **changes: object) -> dict[str, Any]:
-    return completion_body(replace(REQUEST, **changes), sequence, "m", 10)  # type: ignore[arg-type]
+def body(sequence: int = 0, **changes: Any) -> dict[str, Any]:
+    return completion_body(replace(REQUEST, **changes), sequence, "m", 10)
 
 
 def choice(tokens: list[int], top: list[dict[int, float]] | None = None) -> dict[str, Any]:
