@@ -7,7 +7,6 @@ never become paths.
 
 from __future__ import annotations
 
-import gzip
 import struct
 import tarfile
 import zipfile
@@ -36,6 +35,8 @@ MAX_CONFIG_BYTES = 1024**2
 #: Of a name or of other extensions of a tar header; at most this many in a row.
 MAX_EXTENSION_BYTES = 64 * 1024
 MAX_EXTENSIONS = 3
+#: Of a gzip; tools that write several fill each with 64 KiB.
+MAX_GZIP_MEMBERS = 10_000
 #: zipfile reads a list of members in one go, however long it claims to be; ours is far shorter.
 MAX_ZIP_READ_BYTES = 128 * 1024
 
@@ -47,7 +48,7 @@ _EXTENSIONS = (
 )  # fmt: skip
 #: What Python's readers raise for bytes that are not what they should be.
 _BROKEN = (
-    tarfile.TarError, zipfile.BadZipFile, zlib.error, gzip.BadGzipFile, zstandard.ZstdError,
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, zstandard.ZstdError,
     struct.error, EOFError, NotImplementedError, RuntimeError, ValueError,
 )  # fmt: skip
 
@@ -135,13 +136,53 @@ def _members(archive: IO[bytes], limit_bytes: int) -> Iterator[_Member]:
     if begin.startswith(b"PK"):
         return _zip_members(archive, limit_bytes)
     if begin.startswith(b"\x1f\x8b"):
-        stream = gzip.GzipFile(fileobj=archive)
+        stream = _Gunzip(archive)
     elif begin == b"\x28\xb5\x2f\xfd":
         decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         stream = decoder.stream_reader(archive, read_across_frames=True)
     else:
         stream = archive
     return _tar_members(_Counted(stream, limit_bytes))
+
+
+class _Gunzip:
+    """The content of a gzip, member after member.
+
+    `gzip.GzipFile` reads the name in a header byte by byte, however long, and any number of members
+    that hold nothing: for minutes, in which this process did little else.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._member = _gunzip()
+        self._members_left = MAX_GZIP_MEMBERS
+        self._compressed = b""
+
+    def read(self, size: int, /) -> bytes:
+        while True:
+            if self._member.eof and not self._begin_next():
+                return b""
+            compressed = self._compressed or self._file.read(_PIECE_BYTES)
+            piece = self._member.decompress(compressed, size)
+            self._compressed = self._member.unused_data or self._member.unconsumed_tail
+            if piece:
+                return piece
+            if not compressed and not self._member.eof:
+                raise EOFError
+
+    def _begin_next(self) -> bool:
+        self._compressed = self._compressed or self._file.read(_PIECE_BYTES)
+        if not self._compressed:
+            return False
+        self._members_left -= 1
+        if not self._members_left:
+            raise Invalid(f"The gzip has more than {MAX_GZIP_MEMBERS} members.")
+        self._member = _gunzip()
+        return True
+
+
+def _gunzip() -> zlib._Decompress:
+    return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # 16: with the header and trailer of gzip
 
 
 class _Counted:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gzip
 import io
+import os
 import tarfile
 import zipfile
 from typing import TYPE_CHECKING
@@ -9,8 +11,9 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
-from cotrain_server.archive import unpack
+from cotrain_server.archive import _Gunzip, unpack
 from cotrain_server.errors import BodyTooLarge, Invalid, RequestError, Unreadable
 from tests.support.hostile_archives import BOMBS, GOOD, HOSTILE, PACKERS
 from tests.support.uploads import CONFIG, TENSORS, tar, zipped
@@ -142,6 +145,42 @@ def test_headers_that_never_end_are_refused() -> None:
     info.size = 10**9
     with pytest.raises(Invalid, match="a header that never ends"):
         unpacked(info.tobuf() + bytes(512))
+
+
+class Counted(io.BytesIO):
+    """A file that counts how often it is read."""
+
+    reads = 0
+
+    @override
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.reads += 1
+        return super().read(size)
+
+
+def test_a_gzip_with_a_name_without_end_is_read_in_large_pieces() -> None:
+    size = 2**20
+    archive = Counted(b"\x1f\x8b\x08\x08" + bytes(6) + b"x" * size)
+    with pytest.raises(Unreadable):
+        unpack(archive, LIMIT)
+    assert archive.reads <= size / (64 * 1024) + 4
+
+
+def test_a_gzip_may_have_members_and_not_any_number_of_them() -> None:
+    whole = tar(GOOD)
+    assert (
+        unpacked(gzip.compress(whole[:700]) + gzip.compress(b"") + gzip.compress(whole[700:]))
+        == GOOD
+    )
+    with pytest.raises(Invalid, match="more than 10000 members"):
+        unpacked(gzip.compress(b"") * 10_001)
+
+
+@pytest.mark.parametrize("size", [1, 7, 511, 2**20])
+def test_a_gzip_that_is_read_in_pieces_is_whole(size: int) -> None:
+    content = os.urandom(1000) + bytes(200_000) + os.urandom(1000)
+    stream = _Gunzip(io.BytesIO(gzip.compress(content[:5]) + gzip.compress(content[5:])))
+    assert b"".join(iter(lambda: stream.read(size), b"")) == content
 
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
