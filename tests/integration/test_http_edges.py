@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from starlette.types import Message
+
+ROOT = Path(__file__).parents[2]
 
 CANARY_TOKEN = 31337
 CANARY_TEXT = "canary-prompt"
@@ -197,6 +201,17 @@ async def test_readyz_names_what_is_missing(empty_redis: EmbeddedRedis) -> None:
             "No worker for tiny/model is running.",
             "No worker for other is running.",
         ]
+
+
+async def test_what_operators_are_told_to_watch_is_there(empty_redis: EmbeddedRedis) -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    told = set(re.findall(r"`(cotrain_(?!store)[a-z_]+)`", page))
+    async with running_api(empty_redis.url) as api:
+        scraped = (await api.http.get("/metrics")).text
+    assert len(told) > 8
+    assert {
+        name for name in told if f"# TYPE {name.removesuffix('_total')}" not in scraped
+    } == set()
 
 
 def counted() -> list[float]:
