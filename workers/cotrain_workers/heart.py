@@ -53,16 +53,19 @@ class Heart:
             self._execution.beat(self._describe())
 
     def _beat_until_stopped(self) -> None:
-        while True:
-            try:
-                self.beat()
-            except Fenced:
-                self.was_replaced = True
-                self._stopping.set()
-            except (OSError, *CONNECTION_LOST):  # the former where nothing can be opened now
-                log.warning("beat_lost")
-            if self._stopping.wait(BEAT_S):
-                return
+        try:
+            while True:
+                try:
+                    self.beat()
+                except Fenced:
+                    self.was_replaced = True
+                    return
+                except (OSError, *CONNECTION_LOST):  # the former where nothing can be opened now
+                    log.warning("beat_lost")
+                if self._stopping.wait(BEAT_S):
+                    return
+        finally:  # nobody counts on a worker without a sign of life: it ends, whatever the reason
+            self._stopping.set()
 
 
 def resident_bytes() -> int:
