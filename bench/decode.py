@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers")]
+sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
 
 import numpy as np
 import torch

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers")]
+sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
 
 import torch
 import transformers
 
 from bench.cycle import tables
 from bench.cycle.by_hand import forget, measure_by_hand
+from bench.cycle.load import RANK
 from bench.cycle.memory import measure_memory
 from bench.cycle.phases import measure_phases
 from bench.cycle.plot import plot
@@ -38,7 +39,7 @@ from bench.cycle.tenants import beside_ceiling, measure_tenants
 from bench.cycle.verdict import judge
 from bench.machine import machine, show
 from bench.model import SHAPES, build
-from bench.roofline import measure_rates
+from bench.roofline import adapter_bytes, measure_rates
 from cotrain_workers.engine import Engine
 
 if TYPE_CHECKING:
@@ -68,16 +69,32 @@ class Bench:
         """Return when a part ought to stop."""
         return self.began + SHARE[part] * self.preset.limit_s
 
-    def engine(self, model: Path, backend: str) -> Engine:
-        """Load an engine with the settings of the command line."""
+    def engine(self, model: Path, backend: str, tokens: int | None = None) -> Engine:
+        """Load an engine with the settings of the command line; its micro-batches hold `tokens`, if given,
+        and are kept.
+        """
         settings: dict[str, Any] = {
             "lora_backend": backend,
             "recompute": self.args.recompute,
             "micro_batch_tokens": self.args.micro_batch_tokens,
-            "adapter_bytes": self.args.adapter_bytes,
+            "adapter_bytes": self.args.adapter_bytes or self.adapter_bytes(model.name),
         }
+        if tokens is not None:
+            settings |= {"micro_batch_tokens": tokens, "recompute": "never"}
         given = {name: value for name, value in settings.items() if value is not None}
         return Engine.load(str(model), device=self.args.device, dtype=self.dtype, **given)
+
+    def adapter_bytes(self, size: str) -> int | None:
+        """Return room for all tenants at once on CUDA, as far as it is less than 0.4 of the device.
+
+        Where it is more they run in shifts, and the forwards in the tables say so.
+        """
+        if self.args.device == "cpu":
+            return None
+        tenants = max(tenants for load in self.preset.loads for tenants in load.tenants)
+        needed = int(1.01 * tenants * adapter_bytes(SHAPES[size], RANK, self.dtype))
+        total: int = torch.cuda.get_device_properties().total_memory
+        return min(needed, int(0.4 * total))
 
     def parts(self, size: str, model: Path) -> Iterator[tuple[str, Any]]:
         """Measure and yield one part after the other, as far as time allows."""
@@ -86,6 +103,7 @@ class Bench:
         together = (
             [self.args.lora_backend] if device == "cpu" else [[b] for b in self.args.lora_backend]
         )
+        kept_tokens: int | None = None
         for backends in together:
             engines = {backend: self.engine(model, backend) for backend in backends}
             yield "numerics", [dataclasses.asdict(each.facts.numerics) for each in engines.values()]
@@ -102,6 +120,9 @@ class Bench:
                         ),
                     )
             engine = engines[backends[0]]
+            # An engine that is loaded beside PEFT would measure what PEFT leaves of the device.
+            if device == "cuda" and kept_tokens is None and not engine.recomputes:
+                kept_tokens = engine.facts.numerics.micro_batch_tokens
             if "phases" in asked and self.has_time():
                 yield "phases", list(self.phases(engine, backends[0]))
             if "memory" in asked and self.has_time():
@@ -113,7 +134,7 @@ class Bench:
                 "by_hand",
                 measure_by_hand(
                     model,
-                    lambda: self.engine(model, self.args.lora_backend[0]),
+                    lambda: self.engine(model, self.args.lora_backend[0], kept_tokens),
                     self.preset.by_hand,
                     dtype=self.dtype,
                     device=device,

@@ -228,6 +228,11 @@ class Engine:
         return self._wave.safe_tokens
 
     @property
+    def recomputes(self) -> bool:
+        """Return whether micro-batches of the full size compute their decoder layers twice."""
+        return self._wave.recomputes(self.facts.numerics.micro_batch_tokens)
+
+    @property
     def targets(self) -> Sequence[Target]:
         """Return the modules that adapters can be attached to."""
         return self._base.targets

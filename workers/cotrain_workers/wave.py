@@ -162,7 +162,12 @@ class Wave:
         """
         piece, *others = batch.pieces
         owner = passes[piece.owner]
-        if not others and self._may_recompute and piece.needs_grad and not self._recomputes(batch):
+        if (
+            not others
+            and self._may_recompute
+            and piece.needs_grad
+            and not self.recomputes(batch.padded_tokens)
+        ):
             self._keep_tokens = batch.padded_tokens - 1
             waiting.appendleft(batch)
             return
@@ -184,9 +189,9 @@ class Wave:
         self.safe_tokens = min(self.safe_tokens, max(first.tokens, second.tokens))
         waiting.extendleft((second, first))
 
-    def _recomputes(self, batch: MicroBatch) -> bool:
-        """Return whether the layers of a micro-batch are computed a second time; no bit depends on it."""
-        return batch.padded_tokens > self._keep_tokens
+    def recomputes(self, padded_tokens: int) -> bool:
+        """Return whether layers are computed a second time at this size; no bit depends on it."""
+        return padded_tokens > self._keep_tokens
 
     def _cut(self, at: int, op: Pass | ReverseKl) -> list[Piece]:
         lengths = [len(datum.tokens) for datum in op.datums]
@@ -203,7 +208,7 @@ class Wave:
         )
         segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
         route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
-        self._base.recompute.is_on = self._recomputes(batch)
+        self._base.recompute.is_on = self.recomputes(batch.padded_tokens)
         with self._base.router.use(route):
             with torch.set_grad_enabled(batch.needs_grad):
                 hidden = hidden_states(self._base, row)

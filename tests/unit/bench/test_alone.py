@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+#: Nothing of this repository is installed, and of what it needs only what a bench says it does.
+BARE = f"""
+import runpy, sys
+import peft, transformers
+absent = ("structlog", "redis", "pydantic", "pydantic_settings", "fastapi")
+for name in [*sys.modules]:
+    if name.split(".")[0] in absent:
+        del sys.modules[name]
+sys.modules.update(dict.fromkeys(absent))
+sys.path[:] = [path for path in sys.path if "site-packages" in path or not path.startswith({str(ROOT)!r})]
+for name in ("engine", "engine_check", "decode"):
+    sys.argv = [f"bench/{{name}}.py", "--help"]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code == 0
+"""
+
+
+def test_the_benches_of_the_engine_need_nothing_of_ours_installed() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", BARE],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.count("--device {cpu,cuda}") >= 3
