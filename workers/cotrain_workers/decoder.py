@@ -13,8 +13,8 @@ import torch
 
 from cotrain_workers.batch_plan import Schedule
 from cotrain_workers.choose import choose
-from cotrain_workers.decoder_sizes import MOST_SEQUENCES, STEP_TOKENS
-from cotrain_workers.kv_cache import PAGE_TOKENS, KvCache, affordable_tokens
+from cotrain_workers.decoder_sizes import MOST_SEQUENCES, STEP_TOKENS, sampler_bytes
+from cotrain_workers.kv_cache import PAGE_TOKENS, KvCache, affordable_tokens, decoder_share
 from cotrain_workers.ops import Failure
 from cotrain_workers.packed_step import PackedStep, slot_order
 from cotrain_workers.pages import Pages, PrefixIndex
@@ -27,7 +27,12 @@ from cotrain_workers.score import PromptScores, asks_about_prompt, top
 from cotrain_workers.sequence import Group
 from cotrain_workers.step_plan import Chunk, Row
 from cotrain_workers.stops import has_stopped
-from cotrain_workers.weight_slots import WeightSlots, WeightsNotFinite, WeightsUnfit
+from cotrain_workers.weight_slots import (
+    WeightSlots,
+    WeightsNotFinite,
+    WeightsUnfit,
+    default_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +62,12 @@ class EngineDecoder:
     ) -> None:
         device, dtype = base.head_weight.device, base.head_weight.dtype
         page = sizes.page_tokens or PAGE_TOKENS[device.type]
-        tokens = sizes.kv_tokens or affordable_tokens(base.kv, base.context_length, device, dtype)
+        share = decoder_share(device)
+        weights_bytes = sizes.weights_bytes
+        if weights_bytes is None:
+            weights_bytes = sampler_bytes(default_bytes(base.targets, dtype), share)
+        room = None if share is None else max(share // 2, share - weights_bytes)
+        tokens = sizes.kv_tokens or affordable_tokens(base.kv, base.context_length, dtype, room)
         pages = Pages(max(2, tokens // page))
         self.pages = pages
         self._vocab_size = base.vocab_size
@@ -65,7 +75,7 @@ class EngineDecoder:
         self._max_sequence_tokens = min(base.context_length, (pages.count - 1) * page)
         self._page_tokens = page
         self._index = PrefixIndex(pages)
-        self.slots = WeightSlots(base.targets, device, dtype, weights, sizes.weights_bytes)
+        self.slots = WeightSlots(base.targets, device, dtype, weights, weights_bytes)
         self.schedule = Schedule(
             pages,
             self._index,

@@ -17,3 +17,11 @@ class DecoderSizes:
     step_tokens: int | None
     weights_bytes: int | None
     head_chunk_rows: int
+
+
+def sampler_bytes(default: int, share: int | None) -> int:
+    """Return what sampler weights may take: on a GPU no more than a quarter of the decoder's share.
+
+    `default` is what they take where nobody counts.
+    """
+    return default if share is None else min(default, share // 4)

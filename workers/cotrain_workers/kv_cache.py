@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 CPU_TOKENS = 65_536
 CPU_BYTES = 2 * 1024**3
-CUDA_SHARE = 0.25  # of the memory that is free when the decoder is made; training needs the rest
+# Of the memory that is free when the decoder is made; training needs the rest. Sampler weights are in it.
+CUDA_SHARE = 0.25
 PAGE_TOKENS = {"cpu": 64, "cuda": 256}
 
 
@@ -77,13 +78,22 @@ class KvCache:
                     memory.index_fill_(0, empty, 0)
 
 
+def decoder_share(device: torch.device) -> int | None:
+    """Return the bytes of a GPU for keys, values and sampler weights together; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * CUDA_SHARE)
+
+
 def affordable_tokens(
-    shape: KvShape, context_length: int, device: torch.device, dtype: torch.dtype
+    shape: KvShape, context_length: int, dtype: torch.dtype, room_bytes: int | None
 ) -> int:
-    """Return how many tokens of key-value memory to allocate when nobody said."""
+    """Return how many tokens of key-value memory to allocate when nobody said: what `room_bytes` holds,
+    on a CPU a few sequences.
+    """
     token_bytes = 2 * shape.layers * shape.heads * shape.head_dim * dtype.itemsize
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * CUDA_SHARE) // token_bytes
+    if room_bytes is not None:
+        return room_bytes // token_bytes
     wanted = max(CPU_TOKENS, context_length + PAGE_TOKENS["cpu"])
     return min(wanted, CPU_BYTES // token_bytes)

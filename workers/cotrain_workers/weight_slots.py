@@ -125,8 +125,7 @@ class WeightSlots:
         self._device = device
         self._dtype = dtype
         self._load = load
-        default = DEFAULT_SLOTS * slot_layout(targets, DEFAULT_RANK).size * dtype.itemsize
-        self._limit = default if limit_bytes is None else limit_bytes
+        self._limit = default_bytes(targets, dtype) if limit_bytes is None else limit_bytes
         self._slots: OrderedDict[str, Slot] = OrderedDict()  # least used first
         self._pools: dict[int, Pool] = {}
         self._next: tuple[str, HostWeights] | None = None  # loaded, and waiting for room
@@ -202,6 +201,11 @@ class WeightSlots:
 
     def _bytes(self) -> int:
         return sum(pool.bytes for pool in self._pools.values())
+
+
+def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:
+    """Return what the cache holds when nobody said otherwise."""
+    return DEFAULT_SLOTS * slot_layout(targets, DEFAULT_RANK).size * dtype.itemsize
 
 
 def slot_layout(targets: Sequence[Target], rank: int) -> SlotLayout:

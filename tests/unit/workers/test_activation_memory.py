@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+from bench.model import SHAPES
+from bench.roofline import adapter_bytes, adapter_parameters
 from cotrain_workers.activation_memory import (
     ENOUGH_TOKENS,
     MOST_TOKENS,
+    OWN_BYTES,
     ActivationModel,
     Activations,
     TooLittleMemory,
@@ -17,6 +22,12 @@ from cotrain_workers.activation_memory import (
     room_beside,
     rounded,
 )
+from cotrain_workers.decoder_sizes import sampler_bytes
+from cotrain_workers.kv_cache import CUDA_SHARE
+from cotrain_workers.residency import adapter_budget
+
+if TYPE_CHECKING:
+    from cotrain_workers.recompute import Choice
 
 GB = 10**9
 KEPT, RECOMPUTED = ActivationModel(1 * GB, 7e6), ActivationModel(1.2 * GB, 0.3e6)
@@ -55,8 +66,8 @@ def test_where_fewer_fit_the_larger_micro_batches_are_recomputed() -> None:
 
     found = budget(BOTH, room, "auto")
 
-    assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, 6144)
-    assert budget(BOTH, room, "never").tokens == 6144
+    assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, 3072)
+    assert budget(BOTH, room, "never").tokens == 3072
     assert budget(BOTH, room, "always").keep_tokens == 0
 
 
@@ -66,8 +77,8 @@ def test_a_large_device_gets_no_micro_batch_without_end() -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "always"])
-def test_a_probe_that_fits_only_recomputed_is_an_answer(choice: str) -> None:
-    found = budget(Activations(None, RECOMPUTED), 4 * GB, choice)  # type: ignore[arg-type]
+def test_a_probe_that_fits_only_recomputed_is_an_answer(choice: Choice) -> None:
+    found = budget(Activations(None, RECOMPUTED), 4 * GB, choice)
 
     assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, 0)
 
@@ -76,10 +87,10 @@ def test_a_probe_that_fits_only_recomputed_is_an_answer(choice: str) -> None:
 @pytest.mark.parametrize("both", [BOTH, Activations(None, None)])
 @pytest.mark.parametrize("room", [GB, -GB])
 def test_where_nothing_fits_it_says_what_is_missing(
-    choice: str, both: Activations, room: int
+    choice: Choice, both: Activations, room: int
 ) -> None:
     with pytest.raises(TooLittleMemory, match="micro-batch"):
-        budget(both, room, choice)  # type: ignore[arg-type]
+        budget(both, room, choice)
 
 
 def test_sizes_are_few_and_far_apart() -> None:
@@ -105,6 +116,32 @@ def test_adapters_and_key_value_memory_keep_their_room() -> None:
     assert 0.7 < free / (124 * GB) < 0.75
     # Qwen3-8B on an H200 with 24 GB of adapters: 7 MB per token, and 8,192 tokens are kept.
     assert budget(BOTH, room_beside(141 * GB, 17 * GB, 24 * GB), "auto").keep_tokens == 8192
+
+
+@pytest.mark.parametrize(
+    ("total", "tokens", "adapters", "kv_tokens"),
+    [(150_100_000_000, 8192, 31, 180_000), (85_000_000_000, 4096, 15, 80_000)],  # H200, H100
+)
+def test_all_that_shares_a_gpu_fits_beside_qwen3_8b(
+    total: int, tokens: int, adapters: int, kv_tokens: int
+) -> None:
+    shape = SHAPES["8b"]
+    linear = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)
+    base = 2 * (linear + 2 * shape.hidden * shape.vocab)
+    of_adapters = adapter_budget(total, base)
+    # The head's chunk: logits, probabilities, their gradient in 16 bits. 1.4 times the ideal of a token.
+    line = ActivationModel(1024 * shape.vocab * 10, 1.4 * 4.94e6)
+    decoder = int((total - base - GB) * CUDA_SHARE)  # of what is free when it is made
+    weights = sampler_bytes(32 * 2 * adapter_parameters(shape, 32), decoder)
+
+    found = budget(Activations(line, RECOMPUTED), room_beside(total, base, of_adapters), "auto")
+
+    assert (found.tokens, found.keep_tokens) == (tokens, tokens)
+    micro_batch = int(line.fixed_bytes + tokens * line.bytes_per_token)
+    assert base + of_adapters + decoder + micro_batch + OWN_BYTES <= total
+    assert of_adapters // adapter_bytes(shape, 16, torch.bfloat16) == adapters
+    token_bytes = 2 * shape.layers * shape.kv_heads * shape.head * 2
+    assert (decoder - weights) // token_bytes >= kv_tokens
 
 
 @pytest.mark.parametrize(
