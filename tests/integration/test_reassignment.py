@@ -196,13 +196,16 @@ async def test_a_place_that_is_taken_again_starts_empty(log: Log) -> None:
     assert queue.worker == HEIR
 
 
-@pytest.mark.parametrize("change", ["came back", "was there in between", "heir died"])
+@pytest.mark.parametrize("change", ["woke up", "came back", "was there in between", "heir died"])
 async def test_nothing_is_given_away_when_it_changed_meanwhile(log: Log, change: str) -> None:
     await log.new_run()
     await log.plan()
     enter(log, HEIR)
     place = await place_of(log)
-    if change == "came back":
+    if change == "woke up":  # its lease had run out
+        beat = WorkerBeat(WORKER, place.epoch, "serving", "cpu", 1.0, 0, 0, 0.0)
+        log.execution.beat(beat)
+    elif change == "came back":
         enter(log, WORKER)
     elif change == "was there in between":
         log.new_worker()

@@ -231,6 +231,20 @@ async def test_who_is_cancelled_while_waiting_is_forgotten(
     await asyncio.gather(first, third)
 
 
+async def test_those_who_wait_keep_their_order_when_the_first_of_them_is_cancelled(
+    dispatch: Dispatch, lane: Lane, server: Server
+) -> None:
+    dispatch.limit_bytes = 1
+    first, second, *others = start(lane, server, 1, 2, 5, 3, 6)
+    await settled()
+    second.cancel()
+    await settled()
+    for seq_id in (1, 3, 5, 6):
+        await server.take(seq_id)
+    assert server.came == [1, 3, 5, 6]
+    await asyncio.gather(first, *others)
+
+
 async def test_who_is_cancelled_while_sending_leaves_its_share(
     dispatch: Dispatch, lane: Lane, server: Server
 ) -> None:
