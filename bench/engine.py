@@ -170,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     preset = PRESETS[args.preset]
     if args.sizes:
         preset = dataclasses.replace(preset, sizes=tuple(args.sizes))
+    if args.limit_s:
+        preset = dataclasses.replace(preset, limit_s=args.limit_s)
     args.rounds = args.rounds or preset.rounds
     bench = Bench(args, preset, time.monotonic())
     report: dict[str, Any] = {"machine": machine(args.device), "preset": args.preset, "sizes": {}}
@@ -195,6 +197,8 @@ def measure_size(bench: Bench, size: str, model: Path, report: dict[str, Any], p
     for part, rows in bench.parts(size, model):
         parts.setdefault(part, []).extend(rows)
         path.write_text(json.dumps(report, indent=1) + "\n")
+        for row in rows:
+            show({"part": part, **row})
     rates = rates.fastest(measure_rates(bench.args.device, bench.dtype))
     parts["rates"] = dataclasses.asdict(rates)
     parts["tenants"] = [beside_ceiling(row, size, rates) for row in parts.get("tenants", [])]
@@ -240,6 +244,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--adapter-bytes", type=int)
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, help="no round or part begins near it")
     args = parser.parse_args(argv)
     args.preset = args.preset or args.device
     return args

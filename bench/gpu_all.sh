@@ -1,0 +1,52 @@
+#!/bin/sh
+# Everything that wants a GPU, in three calls of less than ten minutes each, in this order:
+#
+#     bench/gpu_all.sh checks OUT      tests/gpu, then the promises as figures
+#     bench/gpu_all.sh speed OUT       Qwen3-8B: tenants, phases, memory
+#     bench/gpu_all.sh beside OUT      Qwen3-8B beside PEFT, then decoding
+#
+# Run from the root of the repository; PYTHON picks the interpreter, which needs torch, transformers, peft,
+# safetensors and numpy, and pytest for the first. Nothing of ours has to be installed. What was measured
+# before a part ran out of time is in OUT.
+set -u
+call=${1:?checks, speed or beside}
+out=${2:?a folder for what is measured}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 PYTHONPATH=.:workers:scheduler
+failed=0
+
+part() { # seconds, name, command…
+    limit=$1 name=$2
+    shift 2
+    echo "== $name"
+    if timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1; then ended=0; else ended=$?; fi
+    tail -n 40 "$out/$name.log"
+    if [ "$ended" -ne 0 ]; then
+        echo "== $name ended with $ended"
+        failed=1
+    fi
+}
+
+case $call in
+checks)
+    # Without the repository's settings, which name plugins and servers that a GPU machine lacks.
+    part 380 gpu_tests "$python" -m pytest -c /dev/null --rootdir . --noconftest -q -p no:cacheprovider \
+        --durations 10 tests/gpu
+    part 180 engine_check "$python" bench/engine_check.py --device cuda --out "$out"
+    ;;
+speed)
+    part 570 engine_8b "$python" bench/engine.py --device cuda --preset h200 \
+        --parts tenants,phases,memory --out "$out"
+    ;;
+beside)
+    part 400 by_hand_8b "$python" bench/engine.py --device cuda --preset h200 --parts by_hand \
+        --limit-s 330 --out "$out"
+    part 170 decode "$python" bench/decode.py --device cuda --out "$out"
+    ;;
+*)
+    echo "checks, speed or beside, not $call" >&2
+    exit 2
+    ;;
+esac
+exit "$failed"

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def call(folder: Path, name: str, python: str) -> tuple[int, Sequence[str]]:
+    """Run one call with a stand-in for Python; return its status and what it started."""
+    stand_in = folder / "python"
+    stand_in.write_text(f'#!/bin/sh\necho "$*" >>"{folder}/started"\n{python}\n')
+    stand_in.chmod(0o755)
+    ran = subprocess.run(
+        ["bench/gpu_all.sh", name, str(folder / "out")],
+        cwd=ROOT,
+        env={"PYTHON": str(stand_in), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        check=False,
+    )
+    started = folder / "started"
+    return ran.returncode, started.read_text().splitlines() if started.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("name", "scripts"),
+    [
+        ("checks", ["tests/gpu", "bench/engine_check.py"]),
+        ("speed", ["bench/engine.py"]),
+        ("beside", ["bench/engine.py", "bench/decode.py"]),
+    ],
+)
+def test_a_part_that_fails_keeps_no_other_from_running(
+    tmp_path: Path, name: str, scripts: Sequence[str]
+) -> None:
+    status, started = call(tmp_path, name, "exit 1")
+
+    assert status == 1
+    assert all(script in line for script, line in zip(scripts, started, strict=True))
+    assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_a_call_that_it_does_not_know_starts_nothing(tmp_path: Path) -> None:
+    assert call(tmp_path, "all", "exit 0") == (2, [])
