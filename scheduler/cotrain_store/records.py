@@ -41,6 +41,8 @@ from cotrain_store.record_rows import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from cotrain_store.connection import Connection
     from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.messages.runs import RunRecord
@@ -68,8 +70,15 @@ class RecordLimits:
 class Records:
     """Read and write the records a tenant owns."""
 
-    def __init__(self, connection: Connection, limits: RecordLimits | None = None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        limits: RecordLimits | None = None,
+        base_models: Iterable[str] = (),
+    ) -> None:
+        """`base_models` are those the operator serves now; none named: every one a worker had."""
         self._redis = connection
+        self._base_models = frozenset(base_models)
         self._limits = limits or RecordLimits()
         self._session = async_script(connection, "records", "session")
         self._sampler = async_script(connection, "unread", "samplers", "sampler")
@@ -171,13 +180,18 @@ class Records:
         return run
 
     async def pools(self) -> tuple[PoolRecord, ...]:
-        """List the base models served here, by name."""
+        """List the base models that are or were served here, by name."""
         rows = await self._redis.hvals(fleet_keys.pools())
         return tuple(sorted((pool_record(row) for row in rows), key=lambda pool: pool.base_model))
 
+    async def served_pools(self) -> tuple[PoolRecord, ...]:
+        """List the base models that new runs and samplers may have, by name."""
+        pools = await self.pools()
+        return tuple(p for p in pools if not self._base_models or p.base_model in self._base_models)
+
     async def pool_of(self, base_model: str) -> PoolRecord:
         """Find the pool that serves a base model; raises BaseModelNotServed naming those here."""
-        pools = await self.pools()
+        pools = await self.served_pools()
         for pool in pools:
             if pool.base_model == base_model:
                 return pool

@@ -95,7 +95,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
         for key in settings.api_keys:
             await tenants.register(key.get_secret_value(), "operator's key")
         reserve_bytes = settings.disk_reserve_bytes
-        records = Records(connection, settings.record_limits)
+        records = Records(connection, settings.record_limits, settings.base_models)
         checkpoints = Checkpoints(connection)
         async with (
             Futures(connection, spool) as futures,

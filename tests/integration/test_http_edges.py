@@ -227,6 +227,19 @@ def counted() -> list[float]:
     ]
 
 
+async def test_a_base_model_that_is_served_no_more_takes_no_new_runs(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, base_models="other") as api:
+        assert (await api.get("get_server_capabilities")).json()["supported_models"] == []
+        session = (await api.post("create_session", {})).json()["session_id"]
+        refused = await api.post(
+            "create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model"}
+        )
+    assert refused.status_code == 400
+    assert refused.json()["detail"].startswith("Base model 'tiny/model' is not served here.")
+
+
 async def test_one_scrape_tells_of_this_process_and_of_the_pool(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         run = await api.new_run()

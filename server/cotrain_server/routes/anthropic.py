@@ -52,7 +52,9 @@ router = APIRouter(
 @router.get("/models", response_model=None)
 async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
     """List the base models that can be sampled from; a tenant's own weights go by their paths."""
-    names = [pool.base_model for pool in await services.records.pools() if is_sampleable(pool)]
+    names = [
+        pool.base_model for pool in await services.records.served_pools() if is_sampleable(pool)
+    ]
     models = [
         {
             "type": "model",

@@ -67,7 +67,7 @@ router = APIRouter(
 @router.get("/models", response_model=None)
 async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
     """List the base models that can be sampled from; a tenant's own weights go by their paths."""
-    pools = [pool for pool in await services.records.pools() if is_sampleable(pool)]
+    pools = [pool for pool in await services.records.served_pools() if is_sampleable(pool)]
     models = [
         {"id": pool.base_model, "object": "model", "created": 0, "owned_by": "cotrain"}
         for pool in pools

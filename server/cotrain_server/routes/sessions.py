@@ -103,7 +103,7 @@ async def finish_session(
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(services: ServicesDep) -> GetServerCapabilitiesResponse:
     """List the base models."""
-    pools = await services.records.pools()
+    pools = await services.records.served_pools()
     return GetServerCapabilitiesResponse(
         supported_models=[
             SupportedModel(
