@@ -18,7 +18,7 @@ from cotrain_store.imports import PeftAdapter, PeftModule
 from cotrain_store.messages.runs import LoraSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from cotrain_server.safetensors_header import TensorEntry
 
@@ -58,7 +58,9 @@ _WITHOUT_EFFECT = {
 #: The others (PiSSA, OLoRA, LoftQ, CorDA …) change the weights of the base model as well.
 _INITS_OF_THE_ADAPTER_ALONE = (None, True, False, "gaussian", "orthogonal", "eva")
 
-_MATRIX = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<letter>[AB])\.weight", re.A)
+_MATRIX = re.compile(
+    r"base_model\.model\.(?P<module>[\w.]{1,256})\.lora_(?P<letter>[AB])\.weight", re.A
+)
 #: PEFT takes any regular expression here; one that somebody uploaded may run for ever.
 _MODULE_ENDING = re.compile(r"\^?\w+(?:\\?\.\w+)*", re.A)
 
@@ -70,8 +72,9 @@ class _Config:
     rank: int
     alpha: float
     is_rslora: bool
-    rank_by_ending: Mapping[str, int]
-    alpha_by_ending: Mapping[str, float]
+    rank_by_ending: Mapping[str, tuple[int, int]]
+    alpha_by_ending: Mapping[str, tuple[int, float]]
+    """Its place in the list, of which the first that fits counts, and what it says."""
     targets: frozenset[str] | None  # None: a pattern; the tensors' names say it
 
     def rank_of(self, module: str) -> int:
@@ -83,9 +86,7 @@ class _Config:
         return alpha / sqrt(rank) if self.is_rslora else alpha / rank
 
     def names(self, module: str) -> bool:
-        parts = module.split(".")
-        endings = (".".join(parts[start:]) for start in range(len(parts)))
-        return self.targets is None or not self.targets.isdisjoint(endings)
+        return self.targets is None or not self.targets.isdisjoint(_endings(module))
 
 
 def read_adapter(config: bytes, tensors: bytes, seed: int) -> PeftAdapter:
@@ -153,14 +154,24 @@ def _pattern(fields: Mapping[str, Any], key: str, is_valid: Any) -> dict[str, An
                 f"{CONFIG}: {key}: {named(ending)} must be a module's name or the end of one; "
                 "other patterns are not supported."
             )
-    return {ending.replace("\\", ""): value for ending, value in pattern.items()}
+    found: dict[str, Any] = {}
+    for place, (ending, value) in enumerate(pattern.items()):
+        found.setdefault(ending.replace("\\", ""), (place, value))
+    return found
 
 
-def _first_match(value_by_ending: Mapping[str, Number], module: str, otherwise: Number) -> Number:
-    for ending, value in value_by_ending.items():
-        if module == ending.removeprefix("^") or module.endswith(f".{ending}"):
-            return value
-    return otherwise
+def _first_match(
+    value_by_ending: Mapping[str, tuple[int, Number]], module: str, otherwise: Number
+) -> Number:
+    # By the module's few endings, not by all that somebody listed: a megabyte of those would take
+    # minutes for a megabyte of modules.
+    named = [value_by_ending.get(ending) for ending in (f"^{module}", *_endings(module))]
+    return min((found for found in named if found), default=(0, otherwise))[1]
+
+
+def _endings(module: str) -> Iterator[str]:
+    parts = module.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
 
 
 def _is_rank(value: Any) -> bool:

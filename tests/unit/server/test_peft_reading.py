@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from math import sqrt
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+from typing_extensions import override
 
 from cotrain_server.errors import Invalid
-from cotrain_server.peft_reading import read_adapter
+from cotrain_server.peft_reading import _first_match, read_adapter
 from tests.support.uploads import PREFIX, config, q_proj, raw_safetensors, safetensors
 
 LAYER = "base_model.model.model.layers.0"
@@ -41,6 +42,8 @@ def test_an_adapter_becomes_a_run_of_its_rank_and_its_families() -> None:
         ({"alpha_pattern": {"k_proj": 3}}, 8 / 4),
         ({"alpha_pattern": {"proj": 3}}, 8 / 4),
         ({"alpha_pattern": {"self_attn.q_proj": 3, "q_proj": 5}}, 3 / 4),
+        ({"alpha_pattern": {"q_proj": 5, "self_attn.q_proj": 3}}, 5 / 4),
+        ({"alpha_pattern": {r"self_attn\.q_proj": 3, "self_attn.q_proj": 5}}, 3 / 4),
         ({"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 3}}, 3 / 4),
         ({"alpha_pattern": {r"^model\.layers\.0\.self_attn\.q_proj": 3}}, 3 / 4),
         ({"alpha_pattern": {"^self_attn.q_proj": 3}}, 8 / 4),
@@ -165,3 +168,20 @@ def test_a_file_that_is_no_safetensors_is_refused() -> None:
         read_adapter(config(), b"PK\3\4 pickled", 0)
     with pytest.raises(Invalid, match="not readable JSON"):
         read_adapter(config(), raw_safetensors(b"{{"), 0)
+
+
+def test_patterns_are_looked_up_and_not_gone_through_for_every_module() -> None:
+    class Listed(dict[str, tuple[int, int]]):
+        @override
+        def __iter__(self) -> NoReturn:
+            raise AssertionError
+
+        items = keys = values = __iter__
+
+    assert _first_match(Listed({"b.q_proj": (7, 2), "q_proj": (9, 3)}), "a.b.q_proj", 1) == 2
+
+
+def test_a_module_has_no_name_of_any_length() -> None:
+    name = "base_model.model." + "a." * 1_000 + "q_proj.lora_A.weight"
+    with pytest.raises(Invalid, match="cannot be imported"):
+        read_adapter(config(), safetensors({name: [4, 6]}), seed=0)
