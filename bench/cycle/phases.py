@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch does not list it
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.cycle.load import RANK, create_runs, cycle

@@ -100,7 +100,7 @@ class Patience:
             raise error
         if tried_s > self._limit_s(error):
             raise self._enough(error, tried_s)
-        await self.sleep(self.policy.delay_s(self._failures, error, random.random()))  # noqa: S311
+        await self.sleep(self.policy.delay_s(self._failures, error, random.random()))  # noqa: S311  # no secret
 
     def _limit_s(self, error: APIError) -> float:
         if isinstance(error, APIConnectionError) and not self.contact.is_known:

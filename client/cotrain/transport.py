@@ -179,7 +179,7 @@ class Transport:
 
     async def pause(self, failures: int, error: APIError) -> None:
         """Wait as long as the policy says after `failures` in a row."""
-        await self.sleep(self.policy.delay_s(failures, error, random.random()))  # noqa: S311
+        await self.sleep(self.policy.delay_s(failures, error, random.random()))  # noqa: S311  # no secret
 
     async def close(self) -> None:
         """Close every connection."""

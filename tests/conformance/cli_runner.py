@@ -59,7 +59,7 @@ def _become(command: dict[str, Any], streams: list[int]) -> None:
     signal.alarm(PATIENCE_S)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  # for as long as it lives
     os.environ.update(command["env"])
     os.chdir(Path(os.environ["HOME"]))
     sys.argv = ["tinker", *command["argv"]]

@@ -118,7 +118,7 @@ def arm() -> None:
 def preload(model: str) -> None:
     """Import what children need, and load the base model for their engines."""
     import torch
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types
 
     torch.set_num_threads(1)
     for module in MODULES:
@@ -127,7 +127,7 @@ def preload(model: str) -> None:
 
     tqdm.monitor_interval = 0  # no thread that watches progress bars
     loaded = Engine.load(model)
-    Engine.load = lambda *_, **__: loaded  # type: ignore[method-assign]
+    Engine.load = lambda *_, **__: loaded  # type: ignore[method-assign]  # loaded once
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()  # pages that no child's collector touches stay shared

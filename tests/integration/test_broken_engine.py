@@ -152,7 +152,7 @@ async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
                 raise SpoolCorrupt("gone")
             return ensure_as_before(run, between)
 
-        loop._keeper.ensure = ensure  # type: ignore[method-assign]
+        loop._keeper.ensure = ensure  # type: ignore[method-assign]  # one that raises
         for seq in range(1, 5):
             assert await server.result(guilty, request_id(guilty.id, seq)) == RUN_STOPPED
         answers = [request_id(neighbour.id, seq) for seq in range(1, 5)]

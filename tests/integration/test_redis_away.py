@@ -209,7 +209,7 @@ async def test_requests_whose_claim_was_never_answered_are_claimed_again(
                 raise RedisConnectionError("lost")
             return claimed
 
-        sampling.claim = claim  # type: ignore[method-assign]
+        sampling.claim = claim  # type: ignore[method-assign]  # one that fails
         requests = [await submit_sample(server, sampler, seq) for seq in range(5)]
         answers = {await sampled(server, sampler, request) for request in requests}
         assert (lost, len(answers)) == (3, 1)

@@ -22,7 +22,7 @@ class ResultKind(StrEnum):
     #: `{"error": …, "category": …}`: the op failed.
     FAILURE = "e"
     #: A large ForwardBackwardOutput message; the payload is its spool reference.
-    SPOOLED_PASS = "r"  # noqa: S105
+    SPOOLED_PASS = "r"  # noqa: S105  # a forward pass
     #: A serialized SampleResponse message.
     SAMPLE = "s"
     #: A large SampleResponse message; the payload is its spool reference.

@@ -84,9 +84,9 @@ def test_a_sparse_tensor_encodes_as_the_official_sdk_encodes_it() -> None:
 def test_what_is_no_datum_is_named() -> None:
     datum = ours.Datum(model_input=ours.ModelInput.from_ints([1]))
     with pytest.raises(UnsupportedInput, match=r"data\[1\] is a dict, not a Datum"):
-        encode_datums([datum, {"model_input": 1}])  # type: ignore[list-item]
+        encode_datums([datum, {"model_input": 1}])  # type: ignore[list-item]  # what is refused
     with pytest.raises(UnsupportedInput, match="data is one Datum; give a list of them"):
-        encode_datums(datum)  # type: ignore[arg-type]
+        encode_datums(datum)  # type: ignore[arg-type]  # what is refused
 
 
 def test_a_datum_that_is_not_text_is_named() -> None:
