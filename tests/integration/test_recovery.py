@@ -24,6 +24,7 @@ from tests.support.program import (
     undisturbed,
 )
 from tests.support.stack import POOL, Stack, worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,6 +140,21 @@ async def test_a_newest_copy_that_cannot_be_read_costs_a_longer_replay_and_nothi
     assert answers == expected
     assert engine.state(run.id).digest() == digest
     assert restored_digest(url, tmp_path, engine, run.id) == digest
+
+
+async def test_a_copy_that_was_lost_is_written_again_at_once(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    run = await server.create("a", "a", LORA)
+    with worker(empty_redis.url, tmp_path, engine):
+        await results(server, run, await submit(server, run, 1, 4))
+    lost, *_ = snapshot_files(redis, run, tmp_path)
+    lost.unlink()
+    with worker(empty_redis.url, tmp_path, engine, drains=False):
+        data = sequences(5, 1, 9)
+        await server.result(run, await server.forward_backward(run, 5, data, OpKind.FORWARD))
+        await until(lambda: snapshot_files(redis, run, tmp_path)[0] != lost)
+    assert snapshot_files(redis, run, tmp_path)[0].exists()
 
 
 async def test_a_good_copy_takes_the_place_of_one_that_cannot_be_read(
