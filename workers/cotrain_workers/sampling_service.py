@@ -94,8 +94,10 @@ class SamplingService:
         return worked
 
     def drain(self) -> None:
-        """Answer what has ended and give the rest back to the queue."""
+        """Answer what has ended, and give the rest back to the queue: nobody works on it here any more."""
         self._answer()
+        for request in self._running:
+            self._decoder.cancel(request)
         self._sampling.give_back()
 
     def forget(self, weights: Iterable[str]) -> None:
