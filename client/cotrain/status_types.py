@@ -30,6 +30,8 @@ class TenantStatus(WireModel):
     """What one tenant has accepted and not yet got back."""
 
     tenant: str
+    tenant_name: str = ""
+    """The name of its first key."""
     ops: int
     tokens: int
     bytes: int
@@ -53,6 +55,7 @@ class CycleRun(WireModel):
 
     run: str
     tenant: str
+    tenant_name: str = ""
     tokens: int
     ops: dict[str, int]
     """Kind of op → how many."""

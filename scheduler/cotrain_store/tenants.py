@@ -19,6 +19,7 @@ from cotrain_store.errors import ExpiredKey, InvalidKey
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.sessions import Tenant
+from cotrain_store.tenant_names import name_tenant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -136,6 +137,15 @@ class Tenants:
         records = [await self._record(key_id.decode()) for key_id in ids]
         return sorted((r for r in records if r), key=lambda record: record.created_at)
 
+    async def is_known(self, tenant: TenantId) -> bool:
+        """Tell whether a tenant was ever given a key."""
+        return bool(await self._redis.hexists(tenant_keys.tenant_names(), tenant))
+
+    async def name_all(self) -> None:
+        """Name the tenants whose keys were made before tenants had names."""
+        for key in await self.list_keys():
+            await name_tenant(self._redis, key.tenant, key.name)
+
     async def _record(self, key_id: str) -> KeyRecord | None:
         row = await self._row(key_id)
         return _record(key_id, row) if row else None
@@ -157,6 +167,7 @@ class Tenants:
         }
         await self._redis.hset(tenant_keys.api_key(key_id), mapping=row)
         await self._redis.sadd(tenant_keys.api_keys(), key_id)
+        await name_tenant(self._redis, tenant, name)
 
 
 def _record(key_id: str, row: Mapping[str, str]) -> KeyRecord:

@@ -136,8 +136,12 @@ def serve(
 def create(
     name: Annotated[str, typer.Argument(help="Whose key this is.")],
     tenant: Annotated[
-        str | None, typer.Option(help="One more key of this tenant; by default a new tenant.")
+        str | None,
+        typer.Option(help="One more key of this tenant (its id); by default a new tenant."),
     ] = None,
+    new_tenant: Annotated[
+        bool, typer.Option("--new-tenant", help="--tenant is the id of a tenant to be made.")
+    ] = False,
     days: Annotated[float | None, typer.Option(help="Stop accepting it after so long.")] = None,
     prefix: Annotated[
         Literal["tml", "sk"],
@@ -149,9 +153,11 @@ def create(
 ) -> None:
     """Make an API key and print it; it is shown only now."""
     not_after = None if days is None else (datetime.now(UTC) + timedelta(days=days)).timestamp()
+    owner = None if tenant is None else TenantId(tenant)
+    if owner is not None and not new_tenant:
+        _ask_before_a_new_tenant(owner, data_dir, redis_url)
 
     async def issue(tenants: Tenants) -> None:
-        owner = None if tenant is None else TenantId(tenant)
         key = await tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix)
         if as_json:
             print_json({"name": name, "key": key})
@@ -193,6 +199,24 @@ def revoke(
             print_json({"id": key_id, "revoked": True})
 
     _with_tenants(remove, data_dir, redis_url)
+
+
+def _ask_before_a_new_tenant(tenant: TenantId, data_dir: Path, redis_url: str | None) -> None:
+    """A key of a misspelt tenant would see nothing of what that tenant has."""
+    known: list[bool] = []
+
+    async def look(tenants: Tenants) -> None:
+        known.append(await tenants.is_known(tenant))
+
+    _with_tenants(look, data_dir, redis_url)
+    if known == [True]:
+        return
+    if not sys.stdin.isatty():
+        _fail(
+            f"There is no tenant {tenant}: `cotrain keys list` shows the ids of those there are. "
+            "With --new-tenant it is made."
+        )
+    typer.confirm(f"There is no tenant {tenant}. Make it?", abort=True, err=True)
 
 
 def _run(plan: Plan) -> None:
@@ -276,7 +300,7 @@ def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
     }
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     _say_why(message)
     sys.exit(1)
 

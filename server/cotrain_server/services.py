@@ -94,6 +94,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
         tenants = Tenants(connection)
         for key in settings.api_keys:
             await tenants.register(key.get_secret_value(), "operator's key")
+        await tenants.name_all()
         reserve_bytes = settings.disk_reserve_bytes
         records = Records(connection, settings.record_limits, settings.base_models)
         checkpoints = Checkpoints(connection)

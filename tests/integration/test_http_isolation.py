@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ import pytest
 from cotrain_server.app import create_app
 from cotrain_server.auth import FAILURES_PER_MINUTE
 from cotrain_server.settings import ServerSettings
-from tests.support.http_api import ALICE, BOB, pass_body, running_api, sample_body
+from cotrain_store.keys import fleet_keys
+from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api, sample_body
 from tests.support.id_questions import ask, ids_of, questions_of, unasked_fields, unknown_ids
 from tests.support.stand_in import stand_in
 
@@ -167,6 +169,24 @@ async def test_a_tenant_sees_its_own_queue_and_nobody_elses(empty_redis: Embedde
         everything = (await api.http.get("/status")).json()
         assert everything["pools"][0]["queue"]["ops"] == 2
         assert everything["pools"][0]["samples"]["waiting"] == 1
+
+
+async def test_the_operator_sees_names_of_tenants_beside_their_ids(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url) as api:
+        key = await api.services.tenants.issue("ada")
+        ada = await api.services.tenants.authenticate(key)
+        await api.services.tenants.issue("ada's laptop", tenant=ada.id)
+        await api.new_run(key=key)
+        rows = [{"run": "r", "tenant": ada.id}, {"run": "s", "tenant": "without-a-key"}]
+        await api.services.connection.lpush(
+            fleet_keys.cycles(POOL.id), json.dumps({"cycle": 1, "runs": rows})
+        )
+        [pool] = (await api.http.get("/status")).json()["pools"]
+        named = [(row["tenant"], row["tenant_name"]) for row in pool["tenants"]]
+        assert named == [(ada.id, "ada")]
+        assert [row["tenant_name"] for row in pool["cycles"][0]["runs"]] == ["ada", ""]
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,25 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path, empty_redis: EmbeddedR
     assert key_id not in run_cotrain("keys", "list", *at).stdout
 
 
+def test_a_key_of_a_misspelt_tenant_is_not_made_without_a_word(
+    tmp_path: Path, empty_redis: EmbeddedRedis
+) -> None:
+    at = [f"--data-dir={tmp_path}", f"--redis-url={empty_redis.url}"]
+    run_cotrain("keys", "create", "ada", *at)
+    [ada] = json.loads(run_cotrain("keys", "list", "--json", *at).stdout)
+    misspelt = run_cotrain("keys", "create", "laptop", "--tenant=t-ada", *at)
+    assert misspelt.returncode == 1
+    assert misspelt.stderr.strip() == (
+        "There is no tenant t-ada: `cotrain keys list` shows the ids of those there are. "
+        "With --new-tenant it is made."
+    )
+    assert [ask_in_a_terminal(word, "--tenant=t-ada", *at) for word in ("n", "y")] == [1, 0]
+    for options in ([f"--tenant={ada['tenant']}"], ["--tenant=t-bob", "--new-tenant"]):
+        assert run_cotrain("keys", "create", "laptop", *options, *at).returncode == 0
+    listed = json.loads(run_cotrain("keys", "list", "--json", *at).stdout)
+    assert [key["tenant"] for key in listed] == [ada["tenant"], "t-ada", ada["tenant"], "t-bob"]
+
+
 def test_keys_of_a_server_that_does_not_run_are_out_of_reach(tmp_path: Path) -> None:
     answer = run_cotrain("keys", "list", f"--data-dir={tmp_path}")
     assert answer.returncode == 1
@@ -213,6 +232,21 @@ def run_cotrain(*arguments: str, **settings: str) -> subprocess.CompletedProcess
         timeout=PATIENCE_S,
         env={**os.environ, **settings},
     )
+
+
+def ask_in_a_terminal(word: str, *options: str) -> int:
+    """Make a key where a person can be asked, and answer; the exit status."""
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        [COMMAND, "keys", "create", "laptop", *options],
+        stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as command:  # fmt: skip
+        os.close(theirs)
+        os.write(ours, f"{word}\n".encode())
+        _, asked = command.communicate(timeout=PATIENCE_S)
+    os.close(ours)
+    assert "There is no tenant t-ada. Make it?" in asked
+    return command.returncode
 
 
 def find_in_files(folder: Path, secret: str) -> list[Path]:

@@ -24,6 +24,11 @@ def api_keys() -> str:
     return "cotrain:keys"
 
 
+def tenant_names() -> str:
+    """Name the hash of tenant id → what people call it: the name of its first key; lives for ever."""
+    return "cotrain:tenants:names"
+
+
 def signing_secret() -> str:
     """Name the hash of the secrets that links and tokens are signed with (current, previous)."""
     return "cotrain:secret:signing"

@@ -21,6 +21,7 @@ from cotrain_server.errors import OperatorsOnly
 from cotrain_server.readiness import LOOK_TIMEOUT_S, reasons_not_ready
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.status import cycle_records, pool_status, redis_status, scheduler_epoch
+from cotrain_store.tenant_names import tenant_names
 from cotrain_store.unread import unread_bytes
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ async def _everything(services: Services) -> dict[str, Any]:
 
 async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
     found = await pool_status(services.connection, pool.id)
+    cycles = await cycle_records(services.connection, pool.id, CYCLES_SHOWN)
+    queues = [asdict(queue) for queue in found.queues]
+    await _name_tenants(services, [*queues, *(run for each in cycles for run in each["runs"])])
     return {
         **asdict(pool),
         "workers": [asdict(worker) for worker in found.workers],
@@ -106,10 +110,17 @@ async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
             "oldest_gap_s": found.oldest_gap_s,
         },
         "samples": _samples(found.queues),
-        "tenants": [asdict(queue) for queue in found.queues],
+        "tenants": queues,
         "counters": dict(found.counters),
-        "cycles": await cycle_records(services.connection, pool.id, CYCLES_SHOWN),
+        "cycles": cycles,
     }
+
+
+async def _name_tenants(services: Services, rows: Sequence[dict[str, Any]]) -> None:
+    """Put the tenant's name beside its id in each row; empty where it has none."""
+    names = await tenant_names(services.connection, {row["tenant"] for row in rows})
+    for row in rows:
+        row["tenant_name"] = names.get(row["tenant"], "")
 
 
 async def _own_part(services: Services, tenant: TenantId) -> dict[str, Any]:
