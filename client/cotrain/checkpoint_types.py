@@ -14,7 +14,7 @@ from cotrain.wire_model import ModelSeqId, Name, SequencedRequest, WireModel
 
 #: `tinker://<run>/<kind>/<name>`.
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
-Seconds = Annotated[int, Field(strict=True, ge=1, lt=2**40)]
+Seconds = Annotated[int, Field(ge=1, lt=2**40)]
 Credential = Annotated[str, Field(min_length=1, max_length=4096)]
 UserMetadata = dict[str, str]
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cotrain.errors import UnsupportedInput
-from cotrain.tensors import DType, TensorData
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from cotrain.tensors import DType, TensorData, read_numbers
+from cotrain.wire_model import in_a_sentence
 
 Token = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
 """A token id as the wire can carry it; the server checks it against the base model's vocabulary."""
@@ -29,10 +28,27 @@ DTYPE_BY_INPUT: dict[str, DType] = {
 
 
 class EncodedTextChunk(BaseModel):
-    """A stretch of token ids."""
+    """A stretch of token ids: a list, an array, a tensor, or what a tokenizer gave.
+
+    Raises UnsupportedInput, naming the first that is no token id.
+    """
 
     tokens: list[Token]
     type: Literal["encoded_text"] = "encoded_text"
+
+    def __init__(self, tokens: Any, type: Literal["encoded_text"] = "encoded_text") -> None:
+        try:
+            super().__init__(tokens=token_ids(tokens), type=type)
+        except ValidationError as refused:
+            raise UnsupportedInput(in_a_sentence(refused)) from None
+
+    # For those who make one; what reads the wire has pydantic read it, strictly and faster.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # of pydantic itself
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
 
 
 class ImageChunk(BaseModel):
@@ -65,9 +81,25 @@ class ModelInput(BaseModel):
     chunks: list[ModelInputChunk]
 
     @classmethod
-    def from_ints(cls, tokens: Iterable[int]) -> ModelInput:
-        """Make an input of token ids."""
-        return cls(chunks=[EncodedTextChunk(tokens=list(tokens))])
+    def from_ints(cls, tokens: Any) -> ModelInput:
+        """Make an input of token ids: a list, an array, a tensor, or what a tokenizer gave.
+
+        Raises UnsupportedInput, naming the first that is no token id.
+        """
+        return cls(chunks=[EncodedTextChunk(tokens=tokens)])
+
+    @classmethod
+    def empty(cls) -> ModelInput:
+        """Make an input of nothing."""
+        return cls(chunks=[])
+
+    def append(self, chunk: ModelInputChunk) -> ModelInput:
+        """Give an input with one chunk more; this one stays as it is."""
+        return ModelInput(chunks=[*self.chunks, chunk])
+
+    def append_int(self, token: int) -> ModelInput:
+        """Give an input with one token more; this one stays as it is."""
+        return self.append(EncodedTextChunk(tokens=[token]))
 
     def to_ints(self) -> list[int]:
         """Join the token ids of every chunk. Raises UnsupportedInput where one is not text."""
@@ -96,6 +128,19 @@ class Datum(BaseModel):
     model_input: ModelInput
     loss_fn_inputs: dict[str, TensorData] = Field(default_factory=dict)
 
+    def __init__(
+        self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any] | None = None
+    ) -> None:
+        given = loss_fn_inputs or {}
+        try:
+            inputs = {name: as_tensor(name, value) for name, value in given.items()}
+            super().__init__(model_input=model_input, loss_fn_inputs=inputs)
+        except ValidationError as refused:
+            raise UnsupportedInput(in_a_sentence(refused)) from None
+
+    # For those who make one; what reads the wire has pydantic read it, strictly and faster.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # of pydantic itself
+
     @field_validator("loss_fn_inputs", mode="before")
     @classmethod
     def _convert_arrays(cls, inputs: Any) -> Any:
@@ -116,12 +161,39 @@ def datums_of(data: Any) -> list[Datum]:
 
 
 def as_tensor(name: str, value: Any) -> Any:
-    """Make TensorData of what a caller may give for a loss input; anything else stays as it is."""
-    if isinstance(value, list | tuple):
-        return TensorData.of(value, DTYPE_BY_INPUT.get(name))
-    if hasattr(value, "tolist") and not isinstance(value, TensorData):
-        return TensorData.of(value)
-    return value  # TensorData already, or JSON of one
+    """Make TensorData of what a caller may give for a loss input; of JSON, nothing.
+
+    Raises UnsupportedInput, naming the loss input.
+    """
+    if isinstance(value, TensorData | dict):
+        return value
+    dtype = DTYPE_BY_INPUT.get(name)
+    if dtype == "float32" and hasattr(value, "tolist"):
+        dtype = None  # an array says itself what it holds
+    try:
+        return TensorData.of(value, dtype)
+    except UnsupportedInput as refused:
+        raise UnsupportedInput(f"loss_fn_inputs.{name}: {refused}") from None
+
+
+def token_ids(given: Any) -> list[int]:
+    """List the token ids in what a tokenizer gave. Raises UnsupportedInput, naming the first that is none.
+
+    A tokenizer gives a list, an array, a tensor, or all of it with its masks (`BatchEncoding`); of a
+    batch, there must be one.
+    """
+    ids: Any = given["input_ids"] if isinstance(given, Mapping) and "input_ids" in given else given
+    ids = getattr(ids, "ids", ids)  # of the library `tokenizers`
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        said = "tokens must be token ids, such as tokenizer.encode(text)"
+        raise UnsupportedInput(f"{said}, not a {type(given).__name__}")
+    ids = list(ids)
+    if any(isinstance(each, list | tuple) for each in ids[:1]):
+        if len(ids) > 1:
+            raise UnsupportedInput(f"tokens are a batch of {len(ids)} sequences: give one of them")
+        return token_ids(ids[0])
+    return read_numbers(ids, "int64", "tokens")
 
 
 def _tokens_of(chunk: ModelInputChunk) -> list[int]:

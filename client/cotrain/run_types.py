@@ -5,9 +5,10 @@ Requests ignore fields they do not know, since SDKs of several ages send them.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from cotrain.data import Datum
 from cotrain.tensors import TensorData
@@ -28,13 +29,13 @@ class LoraConfig(Argument):
     forward has to give the same numbers as the backward that follows it.
     """
 
-    rank: Annotated[int, Field(strict=True)] = 32
+    rank: int = 32
     """Rows of A and columns of B; the server bounds it by the base model's hidden size."""
     alpha: Annotated[float, Field(gt=0, le=MAX_ALPHA)] = 32.0
     """The same for every rank where nothing is said, as the hosted services have it."""
     dropout: float = 0.0
     """Only 0 is implemented."""
-    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """Of the random A; None: made of the run's id."""
     train_unembed: bool = True
     train_mlp: bool = True
@@ -185,6 +186,10 @@ class ForwardBackwardOutput(WireModel):
         return weighted
 
 
+def _finite_or_none(norm: Any) -> Any:
+    return 0.0 if norm == inf else norm  # JSON has no infinity, and 0 says the same
+
+
 class AdamParams(Argument):
     """One AdamW step as `torch.optim.AdamW` takes it; the defaults are those of the hosted SDK."""
 
@@ -193,8 +198,8 @@ class AdamParams(Argument):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     eps: Annotated[float, Field(ge=0)] = 1e-12
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    grad_clip_norm: float = 0.0
-    """L2 norm over the whole adapter that the gradient is scaled down to; 0 or less is no limit."""
+    grad_clip_norm: Annotated[float, BeforeValidator(_finite_or_none)] = 0.0
+    """L2 norm over the whole adapter that the gradient is scaled down to; 0 or less, and inf, is no limit."""
 
 
 class OptimStepRequest(SequencedRequest):

@@ -6,9 +6,8 @@ from math import isnan
 from typing import TYPE_CHECKING, Literal
 
 from google.protobuf.message import DecodeError
-from pydantic import ValidationError
 
-from cotrain.errors import MalformedMessage
+from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.packed import unpack
 from cotrain.proto import wire_pb2 as wire
 from cotrain.sampling_types import SampledSequence, SampleResponse
@@ -100,5 +99,5 @@ def _tensor(message: wire.Tensor) -> TensorData:
             sparse_crow_indices=unpack("q", csr.crow_indices).tolist() if is_sparse else None,
             sparse_col_indices=unpack("q", csr.col_indices).tolist() if is_sparse else None,
         )
-    except ValidationError as error:
+    except UnsupportedInput as error:
         raise MalformedMessage("a tensor does not fill its shape") from error

@@ -6,12 +6,12 @@ checks. `cotrain.types` names them all.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cotrain.data import ModelInput, Token
-from cotrain.tensors import TensorData
+from cotrain.tensors import TensorData, read_numbers
 from cotrain.wire_model import Argument, Name, SequencedRequest, WireModel
 
 CLONE_SEQ_IDS = 10**9
@@ -20,8 +20,8 @@ CLONE_SEQ_IDS = 10**9
 SamplingSessionSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 SampleSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """Names a sample request within its sampler; says nothing of an order."""
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Seconds = Annotated[int, Field(strict=True, ge=1, lt=2**40)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Seconds = Annotated[int, Field(ge=1, lt=2**40)]
 LogProb = Annotated[float, Field(allow_inf_nan=True)]
 TopK = list[tuple[int, LogProb]]
 """The likeliest tokens of one position with their log-probs, likeliest first."""
@@ -82,21 +82,37 @@ class SaveWeightsForSamplerResponse(WireModel):
 # ---- Sample --------------------------------------------------------------------------------------
 
 
+def _listed(stop: Any) -> Any:
+    """Take tokens from an array or a tensor. Raises ValueError, once, for what is no stop at all."""
+    stop = stop.tolist() if hasattr(stop, "tolist") else stop
+    if stop is None or isinstance(stop, str):
+        return stop
+    if isinstance(stop, list | tuple | range):
+        are_texts = {isinstance(each, str) for each in stop}
+        if are_texts == {False}:
+            return read_numbers(list(stop), "int64", "stop")
+        if are_texts <= {True}:
+            return stop
+    raise ValueError("stop must be a text, a list of texts, or a list of token ids")
+
+
 class SamplingParams(Argument):
     """How tokens are chosen. Log-probs are the model's own, whatever stands here."""
 
+    _warns_only: ClassVar[bool] = True
+
     max_tokens: Count | None = None
     """None: until a stop, or until the context is full."""
-    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     """The same seed gives the same tokens, alone and among any neighbours."""
-    stop: str | list[str] | list[Token] | None = None
+    stop: Annotated[str | list[str] | list[Token] | None, BeforeValidator(_listed)] = None
     """None: at the end-of-sequence token. `[]`: nowhere. Else: there, and at end of sequence.
 
     What completes the stop stays in the output.
     """
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """0 takes the likeliest token every time."""
-    top_k: Annotated[int, Field(strict=True, ge=-1, lt=2**31)] = -1
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     """Choose among the likeliest so many; -1 is no limit."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Choose among the likeliest whose probabilities add up to this."""
@@ -109,7 +125,7 @@ class SampleRequest(WireModel):
     seq_id: SampleSeqId | None = None
     base_model: Name | None = None
     model_path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    num_samples: Annotated[int, Field(strict=True, ge=1, lt=2**31)] = 1
+    num_samples: Annotated[int, Field(ge=1, lt=2**31)] = 1
     prompt: ModelInput
     sampling_params: SamplingParams
     prompt_logprobs: bool | None = None
@@ -118,7 +134,7 @@ class SampleRequest(WireModel):
     target_prompt_logprobs: TensorData | None = None
     """int64 `[len(prompt) - 1, K]`: token ids to score at prompt position `i + 1`; -1 asks for none."""
     prompt_alt_tokens_k: Count = 0
-    prompt_logprobs_last_n: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
 

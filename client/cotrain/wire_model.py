@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+import reprlib
+import warnings
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cotrain.errors import UnsupportedInput
 
@@ -30,12 +32,17 @@ class Argument(WireModel):
     over what it does not know, a newer client's fields: to read, pydantic calls `__new__` bare.
     """
 
+    _warns_only: ClassVar[bool] = False
+    """Where the hosted SDK passes over a name in silence: then it is passed over here with a warning."""
+
     def __new__(cls, *_: Any, **fields: Any) -> Self:
         """Raises UnsupportedInput for a name that is no field."""
         unknown = fields.keys() - cls.model_fields.keys()
         if unknown:
-            known = ", ".join(cls.model_fields)
-            raise UnsupportedInput(f"{cls.__name__} has no {min(unknown)}; it has {known}")
+            said = f"{cls.__name__} has no {min(unknown)}; it has {', '.join(cls.model_fields)}"
+            if not cls._warns_only:
+                raise UnsupportedInput(said)
+            warnings.warn(f"{said}. It is passed over", stacklevel=2)
         return super().__new__(cls)
 
 
@@ -44,3 +51,11 @@ class SequencedRequest(WireModel):
 
     model_id: Name
     seq_id: SeqId
+
+
+def in_a_sentence(refused: ValidationError) -> str:
+    """Say what is wrong with the first thing that pydantic refused."""
+    first = refused.errors(include_url=False)[0]
+    where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+    said = first["msg"].removeprefix("Value error, ").replace("Input", "it", 1)
+    return f"{where.lstrip('.')} is {reprlib.repr(first['input'])}: {said}" if where else said

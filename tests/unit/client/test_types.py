@@ -20,7 +20,6 @@ from cotrain.types import (
     LoraConfig,
     OptimStepRequest,
     RequestErrorCategory,
-    SamplingParams,
 )
 
 if TYPE_CHECKING:
@@ -131,7 +130,6 @@ def test_a_category_is_equal_to_its_text() -> None:
     ("made", "words"),
     [
         (lambda: AdamParams(lr=1e-3), "AdamParams has no lr; it has learning_rate, beta1"),
-        (lambda: SamplingParams(max_token=1), "SamplingParams has no max_token; it has max_tokens"),
         (lambda: LoraConfig(r=8), "LoraConfig has no r; it has rank"),
     ],
 )

@@ -113,7 +113,7 @@ def test_other_targets_are_refused(tensor: dict[str, Any], message: str) -> None
             "sampling_session_id and seq_id are needed",
         ),
         ({"num_samples": 0}, "num_samples: "),
-        ({"num_samples": True}, "num_samples: "),
+        ({"num_samples": 1.5}, "num_samples: "),
         ({"seq_id": 2**63}, "seq_id: "),
         ({"seq_id": -1}, "seq_id: "),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature: "),
