@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.connection import async_script
 from cotrain_store.errors import Fenced, PlanOutdated
+from cotrain_store.gaps import client_seq, given_up
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys
 from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
@@ -80,7 +81,7 @@ class Dispatch:
         self._plan = async_script(connection, "plan")
         self._lease = async_script(connection, "lease")
         self._reassign = async_script(connection, "sample_finish", "sample_put_back", "reassign")
-        self._expire_gap = async_script(connection, "reject", "expire_gap")
+        self._expire_gap = async_script(connection, "reject", "given_up", "expire_gap")
 
     @property
     def epoch(self) -> int:
@@ -200,13 +201,13 @@ class Dispatch:
     async def expire_gap(self, pool: PoolId, run: RunId, tenant: TenantId) -> None:
         """Fail what waits behind a seq that never came; the gap itself is not skipped.
 
+        What fails counts in no queue any more, until the missing request comes after all.
+
         Raises:
             Fenced: a newer scheduler leads.
         """
-        message = (
-            "An earlier request of this run (a lower seq_id) never reached the server; "
-            "requests behind it were given up."
-        )
+        missing = int(await self._redis.hget(run_keys.log(pool, run), "next") or 0)
+        message = given_up(await client_seq(self._redis, pool, run, missing))
         failure = Result.failed(message, "server")
         rejected = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
         script_keys = [
@@ -215,8 +216,8 @@ class Dispatch:
             run_keys.queue(pool, tenant), result_keys.notify_results(),
         ]  # fmt: skip
         args = [
-            self._epoch, run, result_keys.SMALL_RESULT_TTL_MS, failure.pack(), failure.payload,
-            rejected.envelope(),
+            self._epoch, run, missing, result_keys.SMALL_RESULT_TTL_MS, failure.pack(),
+            failure.payload, rejected.envelope(),
         ]  # fmt: skip
         if await self._expire_gap(script_keys, args) == b"FENCED":
             raise Fenced

@@ -61,7 +61,7 @@ class Execution:
         self._snapshot = sync_script(connection, "log_cut", "snapshot")
         self._roll_back = Rollback(connection, pool, worker)
         self._forget = sync_script(connection, "forget")
-        self._close = sync_script(connection, "run_close", "close")
+        self._close = sync_script(connection, "given_up", "run_close", "close")
         self.epoch = 0
         self._numerics_id = ""
         self._base_model = ""

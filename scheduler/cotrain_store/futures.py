@@ -22,6 +22,7 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SpoolCorrupt,
 )
+from cotrain_store.gaps import client_seq, still_waiting
 from cotrain_store.keys import result_keys, run_keys, sample_keys, weights_keys
 from cotrain_store.messages.ids import RequestId, WeightsRef, run_of
 from cotrain_store.messages.results import Result
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from cotrain_store.connection import Connection
-    from cotrain_store.messages.ids import PoolId, RunId, TenantId
+    from cotrain_store.messages.ids import PoolId, TenantId
     from cotrain_store.sample_ends import SampleName
     from cotrain_store.spool import Spool
 
@@ -205,8 +206,8 @@ class Futures:
         if int(place) <= int(log[1]) and await self._has_expired(request):
             raise RequestNotFound("The result has expired.")
         if since is not None and time.time() - since / 1000 > GAP_NOTICE_S:
-            missing = await self._client_seq(pool, run, int(log[0]))
-            return Pending("paused_capacity", f"waiting for seq_id {missing}, which never came")
+            missing = await client_seq(self._redis, pool, run, int(log[0]))
+            return Pending("paused_capacity", still_waiting(missing))
         return Pending()
 
     async def _has_expired(self, request: RequestId) -> bool:
@@ -215,11 +216,6 @@ class Futures:
         if await self._redis.hexists(weights_keys.weights(WeightsRef(request)), "checkpoint"):
             return False
         return await self._redis.get(result_keys.result(request)) is None
-
-    async def _client_seq(self, pool: PoolId, run: RunId, place: int) -> int:
-        """Count like the client, which knows nothing of the riders before a place."""
-        riders = await self._redis.zrange(run_keys.riders(pool, run), 0, -1)
-        return place - sum(int(rider) < place for rider in riders)
 
     async def _whole(self, packed: bytes, expired: RequestNotFound) -> Result:
         result = Result.unpack(packed)

@@ -83,8 +83,10 @@ class Intake:
     ) -> None:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
-        self._submit = async_script(connection, "unread", "samplers", "records", "submit")
-        self._close = async_script(connection, "run_close", "close")
+        self._submit = async_script(
+            connection, "unread", "samplers", "records", "given_up", "submit"
+        )
+        self._close = async_script(connection, "given_up", "run_close", "close")
         self._redis = connection
 
     async def check_room(self) -> None:

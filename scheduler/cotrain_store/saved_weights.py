@@ -45,7 +45,7 @@ class SavedWeights:
         self._worker = worker
         self._epoch = epoch
         self._epoch_key = fleet_keys.worker_epoch(pool, worker)
-        ends = ("checkpoint_index", "run_close", "save_end")
+        ends = ("checkpoint_index", "given_up", "run_close", "save_end")
         self._stored = sync_script(
             connection, "unread", "samplers", "usage_add", *ends, "weights_stored"
         )

@@ -10,6 +10,7 @@ import pytest
 
 from cotrain_store.errors import RequestNotFound
 from cotrain_store.futures import GAP_NOTICE_S, Pending
+from cotrain_store.gaps import still_waiting
 from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
 from cotrain_store.messages.results import Result, ResultKind
@@ -247,4 +248,4 @@ async def test_a_gap_is_named_once_it_is_more_than_a_client_still_sending(log: L
         assert await futures.wait(A, request_id(run.id, 4), 0.01) == Pending()
         log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - GAP_NOTICE_S - 1) * 1000})
         answer = await futures.wait(A, request_id(run.id, 4), 0.01)
-        assert answer == Pending("paused_capacity", "waiting for seq_id 1, which never came")
+        assert answer == Pending("paused_capacity", still_waiting(1))

@@ -74,13 +74,13 @@ async def test_expiry_fails_what_waits_and_skips_nothing(log: Log, run: RunRecor
         failure = log.result(run, seq)
         assert failure is not None
         assert failure.json()["category"] == "server"
-        assert "lower seq_id" in failure.json()["error"]
+        assert "seq_id 1 of this run never reached the server" in failure.json()["error"]
+        assert "a new training client from the last checkpoint" in failure.json()["error"]
     assert log.result(run, 1) is None
     assert await log.dispatch.ready(POOL) == []
     assert await gaps(log) == []
     assert log.references() == {}
-    ops, tokens, _ = log.queued()
-    assert (ops, tokens) == (2, 0)  # they keep their places
+    assert log.queued() == (0, 0, 0)  # they keep their places, and wait for nothing
 
 
 async def test_expiry_twice_is_harmless(log: Log, run: RunRecord) -> None:
@@ -107,6 +107,28 @@ async def test_the_missing_request_still_runs_after_expiry_and_the_failed_keep_t
     assert log.queued() == (0, 0, 0)
 
 
+async def test_what_was_given_up_counts_again_while_it_can_run(log: Log, run: RunRecord) -> None:
+    await log.dispatch.expire_gap(POOL, run.id, run.tenant)
+    await log.submit(run, 5)
+    await log.submit(run, 1)
+    ops, tokens, _ = log.queued()
+    assert (ops, tokens) == (4, 14)  # 1 and 5 are passes of 7 tokens; 2 and 3 only keep places
+    log.commit(await log.plan())
+    assert await gaps(log) == [run.id]  # seq 4
+    assert log.queued()[:2] == (1, 7)
+    await log.dispatch.expire_gap(POOL, run.id, run.tenant)
+    assert log.queued() == (0, 0, 0)
+
+
+async def test_a_run_that_ends_behind_its_gap_leaves_an_empty_queue(
+    log: Log, run: RunRecord
+) -> None:
+    await log.dispatch.expire_gap(POOL, run.id, run.tenant)
+    await log.submit(run, 4)
+    await log.intake.close_run(run)
+    assert log.queued() == (0, 0, 0)
+
+
 async def test_a_gap_that_closed_just_before_its_expiry_fails_nothing(
     log: Log, run: RunRecord
 ) -> None:
@@ -116,20 +138,34 @@ async def test_a_gap_that_closed_just_before_its_expiry_fails_nothing(
     assert log.everything() == before
 
 
-async def test_a_request_behind_an_expired_gap_waits_its_own_time(log: Log, run: RunRecord) -> None:
+async def test_a_request_behind_an_expired_gap_is_as_late_as_those_before(
+    log: Log, run: RunRecord
+) -> None:
+    log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     await log.submit(run, 5)
     assert log.result(run, 5) is None
-    assert await gaps(log) == [run.id]
+    assert await gaps(log, older_than_s=90) == [run.id]
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     assert log.result(run, 5) is not None
+    assert log.queued() == (0, 0, 0)
+
+
+async def test_a_new_gap_behind_one_that_closed_has_its_own_time(log: Log, run: RunRecord) -> None:
+    log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
+    await log.dispatch.expire_gap(POOL, run.id, run.tenant)
+    await log.submit(run, 1)
+    log.commit(await log.plan())
+    await log.submit(run, 5)
+    assert await gaps(log) == [run.id]
+    assert await gaps(log, older_than_s=90) == []
 
 
 async def test_a_repeat_of_a_given_up_request_gets_its_failure(log: Log, run: RunRecord) -> None:
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     assert await log.submit(run, 3) == f"{run.id}:3"
     assert log.result(run, 3) is not None
-    assert log.queued()[0] == 2
+    assert log.queued() == (0, 0, 0)
 
 
 async def test_the_scheduler_gives_up_on_old_gaps_and_on_no_young_one(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cotrain_store.errors import RunClosed, SeqConflict, SeqTooFar
 from cotrain_store.futures import Pending
+from cotrain_store.gaps import still_waiting
 from cotrain_store.intake import MAX_AHEAD
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import RequestId, TenantId
@@ -168,7 +169,7 @@ async def test_a_gap_behind_a_rider_is_named_as_the_client_counts(
     async with log.futures() as futures:
         pending = await futures.wait(A, RequestId(f"{run.id}:{waiting}"), 0.0)
     assert isinstance(pending, Pending)
-    assert pending.reason == "waiting for seq_id 1, which never came"
+    assert pending.reason == still_waiting(1)
     await log.dispatch.expire_gap(POOL, run.id, A)
     assert log.result(run, waiting)
     assert await send(log, run, 1) == 2  # should it come after all, it runs

@@ -69,7 +69,9 @@ class RunModel:
     dead: set[int] = field(default_factory=set)
     """Accepted ops that were failed because the run was closed."""
     rejected: set[int] = field(default_factory=set)
-    """Accepted ops that were failed because the run was rolled back: they keep their place."""
+    """Accepted ops that were failed for a rollback or behind a gap: they keep their place."""
+    given_up: set[int] = field(default_factory=set)
+    """Those behind a gap, while it is there."""
     rollbacks: int = 0
     unread: dict[int, int] = field(default_factory=dict)
     """Bytes of what was committed and not sent."""
@@ -151,6 +153,8 @@ class LogMachine(RuleBasedStateMachine):
         else:
             assert self.wait(call) == f"{record.id}:{seq}"
             model.accepted[seq] = (content, kind, tokens)
+            if seq == model.next:
+                model.given_up = set()
 
     @rule(number=st.integers(0, RUNS - 1))
     def submit_far_ahead(self, number: int) -> None:
@@ -336,12 +340,23 @@ class LogMachine(RuleBasedStateMachine):
             model.cut, model.snap = model.snap, seq
 
     @rule(number=st.integers(0, RUNS - 1))
+    def give_up(self, number: int) -> None:
+        model, record = self.models[number], self.records[number]
+        self.wait(self.dispatch.expire_gap(POOL, record.id, record.tenant))
+        behind = {seq for seq in model.accepted if seq > model.next}
+        if behind and model.next not in model.accepted and not model.closed:
+            event("gave up")
+            model.given_up = behind
+            model.rejected |= behind
+
+    @rule(number=st.integers(0, RUNS - 1))
     def close(self, number: int) -> None:
         model, record = self.models[number], self.records[number]
         self.wait(self.intake.close_run(record))
         if not model.closed:
             event("run closed")
             model.closed = True
+            model.given_up = set()
             model.dead = {seq for seq in model.accepted if seq >= model.next}
 
     @invariant()
@@ -363,7 +378,7 @@ class LogMachine(RuleBasedStateMachine):
                     self.redis.get(result_keys.result(request_id(record.id, seq))) is not None
                 )
                 assert answered == (seq <= model.done or seq in model.dead | model.rejected)
-                if seq > model.done and seq not in model.dead:
+                if seq > model.done and seq not in model.dead | model.given_up:
                     queued[record.tenant][0] += 1
                     queued[record.tenant][1] += (seq not in model.rejected) * model.accepted[seq][2]
         for tenant, (ops, tokens) in queued.items():

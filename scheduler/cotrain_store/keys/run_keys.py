@@ -16,7 +16,10 @@ def run(run_id: RunId) -> str:
 
 
 def log(pool: PoolId, run_id: RunId) -> str:
-    """Name a run's place in its log (next, done, snap, worker, state); kept with the run."""
+    """Name a run's place in its log (next, done, snap, worker, state); kept with the run.
+
+    While ops behind a gap are given up: `given_up_ops`, `given_up_bytes` and `given_up_since`.
+    """
     return f"{prefix(pool)}log:{run_id}"
 
 

@@ -11,6 +11,7 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   if row[1] == 'live' or row[1] == 'failed' and state == 'closed' then
     local queue = prefix .. 'queue:' .. tenant
     redis.call('HSET', log, 'state', state)
+    give_up_ops(log, queue, 0, 0)
     redis.call('HSET', 'cotrain:run:' .. run, 'state', state)
     redis.call('SREM', 'cotrain:tenant:' .. tenant .. ':runs', run)
     redis.call('ZREM', prefix .. 'ready', run)

@@ -127,9 +127,10 @@ redis.call('HINCRBY', queue, 'bytes', size + next_size)
 redis.call('SADD', queue_tenants, tenant)
 if place == next_seq then
   redis.call('ZREM', gaps, run)
+  give_up_ops(log, queue, 0, 0)
   redis.call('ZADD', ready, 'NX', now_ms, run)
   redis.call('PUBLISH', wake, 'ready')
 elseif redis.call('HEXISTS', ops, next_seq) == 0 then
-  redis.call('ZADD', gaps, 'NX', now_ms, run)
+  redis.call('ZADD', gaps, 'NX', redis.call('HGET', log, 'given_up_since') or now_ms, run)
 end
 return { 'NEW', place }

@@ -1,0 +1,18 @@
+-- given_up: a part of other scripts: ops behind a gap that expired keep their places, and wait for nothing.
+-- They leave their tenant's queue, and come back to it when the gap closes or the run ends.
+local GIVEN_UP = { 'given_up_ops', 'given_up_bytes', 'given_up_since' }
+
+-- Count ops as those that are given up now, whatever was before.
+local function give_up_ops(log, queue, ops, bytes, since)
+  local before = redis.call('HMGET', log, unpack(GIVEN_UP))
+  if ops == 0 and not before[1] then
+    return
+  end
+  redis.call('HINCRBY', queue, 'ops', tonumber(before[1] or 0) - ops)
+  redis.call('HINCRBY', queue, 'bytes', tonumber(before[2] or 0) - bytes)
+  if ops > 0 then
+    redis.call('HSET', log, 'given_up_ops', ops, 'given_up_bytes', bytes, 'given_up_since', since)
+  else
+    redis.call('HDEL', log, unpack(GIVEN_UP))
+  end
+end
