@@ -1,25 +1,53 @@
-"""Cuts a large pass into requests of bearable size, and makes one result of theirs."""
+"""Decides in how many requests a pass goes, and makes one result of theirs.
+
+To a server of ours a pass goes whole, so that it adds its whole gradient or nothing. Other servers of
+the protocol say how large a request may be, and have each one succeed or fail by itself.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cotrain.errors import UnsupportedInput
 from cotrain.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from cotrain.proto import wire_pb2 as wire
+    from cotrain.types import ClientConfigResponse
 
-MAX_DATUMS = 1024
-MAX_BYTES = 5_000_000
-"""Limits of one request, those of the hosted SDK. A single datum over the limit goes alone."""
+MIB = 1024**2
+HEAD_BYTES = 4096
+FRAME_BYTES = 6
+"""Bytes of a request beside its datums, and around each of them: no more than this."""
 
 
-def cut(
-    datums: Sequence[wire.Datum], max_datums: int = MAX_DATUMS, max_bytes: int = MAX_BYTES
-) -> list[list[wire.Datum]]:
-    """Split datums, in order, into the fewest chunks within both limits; no datums, one chunk."""
+def chunks_of(
+    datums: Sequence[wire.Datum], config: ClientConfigResponse
+) -> list[Sequence[wire.Datum]]:
+    """Split a pass as its server wants it: not at all, where that is one of ours.
+
+    Raises UnsupportedInput for more than such a server reads at once.
+    """
+    most = config.cotrain_max_pass_bytes
+    if most is None:
+        return [*cut(datums, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)]
+    size = HEAD_BYTES + sum(datum.ByteSize() + FRAME_BYTES for datum in datums)
+    if size > most:
+        raise UnsupportedInput(
+            f"data has {size / MIB:.1f} MiB; one call takes up to {most / MIB:.1f} MiB here "
+            "(COTRAIN_MAX_BODY_BYTES of the server), because it adds all of its gradient or "
+            "nothing. Send it in several calls: their gradients add up"
+        )
+    return [datums]
+
+
+def cut(datums: Sequence[wire.Datum], max_datums: int, max_bytes: int) -> list[list[wire.Datum]]:
+    """Split datums, in order, into the fewest chunks within both limits; no datums, one chunk.
+
+    A single datum over the limit goes alone.
+    """
     chunks: list[list[wire.Datum]] = [[]]
     chunk_bytes = 0
     for datum in datums:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from cotrain.chunks import combine, cut
+from cotrain.chunks import chunks_of, combine
 from cotrain.codec import encode_datums, wrap_datums
 from cotrain.errors import APIError, RateLimitError
 from cotrain.futures import Future
@@ -86,9 +86,9 @@ class RunTraffic:
         *,
         forward_only: bool,
     ) -> Future[ForwardBackwardOutput]:
-        """POST a forward or forward_backward in its turn, in as many requests as its size needs.
+        """POST a forward or forward_backward in its turn, in as many requests as its server asks for.
 
-        Raises UnsupportedInput for a datum that is not text.
+        Raises UnsupportedInput for a datum that is not text, or too much for one call.
         """
         # Encoded here, so that what the caller changes afterwards changes nothing, and before a
         # place in the order is taken, so that a datum that cannot be encoded leaves no gap.
@@ -109,7 +109,7 @@ class RunTraffic:
         """POST a forward, and once `between` has seen its result a backward of as many datums.
 
         Both have their places before this returns, so whatever is sent meanwhile comes after them.
-        Raises UnsupportedInput for a datum that is not text.
+        Raises UnsupportedInput for a datum that is not text, or too much for one call.
         """
         chunks = self._cut(data)
         accepted, places = self._start(
@@ -243,11 +243,8 @@ class RunTraffic:
         backward_ids = await self._submit("forward_backward", requests, size_bytes)
         return between.finish(await self._pass_result(backward_ids))
 
-    def _cut(self, data: Sequence[Datum]) -> list[list[wire.Datum]]:
-        config = self._connection.known_config
-        return cut(
-            encode_datums(data), config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count
-        )
+    def _cut(self, data: Sequence[Datum]) -> list[Sequence[wire.Datum]]:
+        return chunks_of(encode_datums(data), self._connection.known_config)
 
     def _cross_entropy(
         self, seq_id: int, chunk: Sequence[wire.Datum], *, forward_only: bool

@@ -31,6 +31,8 @@ class ClientConfigResponse(WireModel):
     sample_max_concurrent_requests: Annotated[int, Field(ge=1)] = 2000
     """Samples of one client that may be on their way at once where it does not."""
     use_pyqwest_transport: bool = True
+    cotrain_max_pass_bytes: Annotated[int, Field(ge=1)] | None = None
+    """What one pass may have, before compression, where the server is one of ours: a pass goes whole."""
     cotrain_version: str | None = None
     """Version of the server, where it is one of ours."""
     cotrain_protocol: int | None = None

@@ -99,8 +99,9 @@ class TrainingClient:
     ) -> Future[ForwardBackwardOutput]:
         """Compute the loss and add its gradient to what the run has accumulated.
 
-        Losses are sums over tokens and datums, so splitting a batch over calls changes nothing.
-        Raises UnsupportedInput for a datum that is not text.
+        All of it or, where it fails, nothing. Losses are sums over tokens and datums, so splitting
+        a batch over calls changes no sum. Raises UnsupportedInput for a datum that is not text, or
+        more than the server reads at once.
         """
         return self._traffic.pass_over(data, loss_fn, loss_fn_config, forward_only=False)
 

@@ -69,9 +69,10 @@ class ServerSettings(StoreSettings):
     batch_polling: bool = True
     """Whether SDKs that can (0.38) wait for all results of a sampler with one poll."""
 
-    chunk_datums: Annotated[int, Field(ge=1)] = 1024
-    """SDKs cut larger forward_backward calls into requests of this many datums."""
-    chunk_bytes: Annotated[int, Field(ge=1)] = 5_000_000
+    chunk_datums: Annotated[int, Field(ge=1)] = 65_536
+    """SDK 0.38 cuts larger calls of forward_backward into requests of this many datums."""
+    chunk_bytes: Annotated[int, Field(ge=1)] = 32_000_000
+    """As it counts them: arrays alone, before compression. No more than half a body is promised it."""
     compress_requests: bool | None = None
     """Whether SDKs send zstd; by default those do that are not on this host."""
 

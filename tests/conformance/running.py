@@ -27,6 +27,7 @@ SCENARIOS = (
     "train",
     "train_async",
     "chunked",
+    "one_bad",
     "accumulate",
     "forward",
     "losses",

@@ -122,7 +122,7 @@ def train_async(bench: Bench) -> Facts:
 
 
 def chunked(bench: Bench) -> Facts:
-    """Send more datums than fit one request, and two of them alone."""
+    """Send more datums than 0.22 puts into one request, and two of them alone."""
     run = bench.run()
     data = [datum(2 + index % 3, seed=index) for index in range(1030)]
     whole = run.forward_backward(data, "cross_entropy").result()
@@ -136,6 +136,22 @@ def chunked(bench: Bench) -> Facts:
         "ends": logprobs(ends),
         "grad_norm": run.optim_step(types.AdamParams()).result().metrics["grad_norm"],
     }
+
+
+def one_bad(bench: Bench) -> Facts:
+    """Send 1,500 datums of which number 1,300 is bad, and then do without what it left."""
+    data = [datum(2, seed=index) for index in range(1500)]
+    first_part = bench.run()
+    first_part.forward_backward(data[:1024], "cross_entropy")
+    data[1300] = datum(2, seed=0, weights=torch.tensor([1.0, float("nan")]))
+    left, dropped = bench.run(), bench.run()
+    facts = error_of(lambda: left.forward_backward(data, "cross_entropy").result())
+    error_of(lambda: dropped.forward_backward(data, "cross_entropy").result())
+    saved = dropped.save_state("without-a-gradient").result()
+    dropped.load_state_with_optimizer(saved.path).result()
+    for name, run in (("first_part", first_part), ("left", left), ("dropped", dropped)):
+        facts[name] = run.optim_step(types.AdamParams()).result().metrics["grad_norm"]
+    return facts
 
 
 def accumulate(bench: Bench) -> Facts:
@@ -263,15 +279,14 @@ def failures(bench: Bench) -> Facts:
         model_input=types.ModelInput.from_ints([1, VOCAB, 3]),
         loss_fn_inputs={"target_tokens": torch.tensor([1, 2, 3]), "weights": torch.ones(3)},
     )
+    nan = datum(3, seed=0, weights=torch.tensor([1.0, float("nan"), 1.0]))
     wrong = {
         "unknown_loss": lambda: run.forward_backward(data, "no_such_loss"),
         "token": lambda: run.forward_backward([out_of_range], "cross_entropy"),
         "missing_input": lambda: run.forward_backward(data, "ppo"),
         "learning_rate": lambda: run.optim_step(types.AdamParams(learning_rate=-1.0)),
+        "nan": lambda: run.forward_backward([nan], "cross_entropy"),
     }
-    if not IS_OLD:  # which cannot send one: its JSON encoder raises
-        nan = datum(3, seed=0, weights=torch.tensor([1.0, float("nan"), 1.0]))
-        wrong["nan"] = lambda: run.forward_backward([nan], "cross_entropy")
     facts: Facts = {}
     for name, send in wrong.items():
         facts[name] = error_of(lambda send=send: send().result())

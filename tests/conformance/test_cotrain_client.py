@@ -91,6 +91,34 @@ def test_1030_datums_come_back_whole(service: ServiceClient, server: Server) -> 
     assert output.metrics["loss:sum"] == pytest.approx(-sum(map(sum, logprobs(output))))
 
 
+@pytest.mark.parametrize("bad", [0, 1300, 1499])
+@pytest.mark.parametrize(
+    ("targets", "weights", "named"),
+    [
+        ([1, VOCAB], [1.0, 1.0], "Target token id 512 at datum {}, position 1"),
+        ([1, 2], [1.0, float("nan")], r"data\[{}\].loss_fn_inputs.weights\[1\] is not finite"),
+        ([1, 2], [3e38, 3e38], "Loss is not finite"),
+    ],
+)
+def test_a_large_pass_that_fails_adds_nothing(
+    service: ServiceClient,
+    server: Server,
+    bad: int,
+    targets: list[int],
+    weights: list[float],
+    named: str,
+) -> None:
+    run = service.create_lora_training_client(server.base_model, rank=1)
+    data = [datum(2, seed=index) for index in range(1500)]
+    data[bad] = Datum(
+        model_input=data[bad].model_input,
+        loss_fn_inputs={"target_tokens": targets, "weights": weights},
+    )
+    with pytest.raises(RequestFailed, match=named.format(bad)):
+        run.forward_backward(data, "cross_entropy").result()
+    assert (run.optim_step().result().metrics or {})["grad_norm"] == 0.0
+
+
 def test_a_failed_request_leaves_the_run_going(service: ServiceClient, server: Server) -> None:
     run = service.create_lora_training_client(server.base_model, rank=2)
     with pytest.raises(RequestFailed, match="no_such_loss") as caught:

@@ -321,6 +321,16 @@ async def test_each_sdk_is_told_what_it_needs(api: Api) -> None:
     assert (new["use_pyqwest_transport"], old["use_pyqwest_transport"]) == (True, False)
     assert not new["pjwt_auth_enabled"]
     assert "grpc_target" not in old
+    assert old["proto_write_fwdbwd"]
+
+
+async def test_a_request_of_the_size_that_clients_are_told_fits_a_body(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, max_body_bytes=1_000_000) as api:
+        told = (await api.post("client/config", {"sdk_version": "0.38.0"})).json()
+    assert told["cotrain_max_pass_bytes"] == 1_000_000
+    assert told["fwdbwd_max_chunk_bytes_count"] == 500_000
 
 
 async def test_clients_on_other_hosts_are_asked_to_compress(empty_redis: EmbeddedRedis) -> None:

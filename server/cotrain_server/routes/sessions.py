@@ -44,13 +44,17 @@ async def client_config(
     return ClientConfigResponse(
         pjwt_auth_enabled=exchanges_key(request, settings),
         fwdbwd_max_chunk_len=settings.chunk_datums,
-        fwdbwd_max_chunk_bytes_count=settings.chunk_bytes,
+        # It counts arrays alone; what is around them takes as much where they are small.
+        fwdbwd_max_chunk_bytes_count=min(settings.chunk_bytes, settings.max_body_bytes // 2),
         proto_compress_fwdbwd=not is_local(request) if compress is None else compress,
+        # 0.22 writes JSON otherwise, which knows no NaN: its encoder raises once the place is taken.
+        proto_write_fwdbwd=True,
         sample_use_retrieve_futures=settings.batch_polling,
         # More at once than the quota holds would only be sent to be told to slow down.
         sample_max_concurrent_requests=min(settings.quota_samples, MAX_SAMPLES_AT_ONCE),
         # The transport of 0.22 follows redirects that its checkpoint download must see.
         use_pyqwest_transport=not body.sdk_version.startswith("0.22."),
+        cotrain_max_pass_bytes=settings.max_body_bytes,
         cotrain_version=__version__,
         cotrain_protocol=PROTOCOL,
     )

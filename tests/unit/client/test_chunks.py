@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain.chunks import combine, cut
+from cotrain import UnsupportedInput
+from cotrain.chunks import chunks_of, combine, cut
 from cotrain.proto import wire_pb2 as wire
-from cotrain.types import ForwardBackwardOutput, TensorData
+from cotrain.types import ClientConfigResponse, ForwardBackwardOutput, TensorData
 
 
 def output(datums: int, **metrics: float) -> ForwardBackwardOutput:
@@ -35,11 +36,24 @@ def test_chunks_keep_every_datum_in_order_within_both_limits(
 
 
 def test_a_pass_without_datums_is_still_one_request() -> None:
-    assert cut([]) == [[]]
+    assert cut([], 1, 1) == [[]]
 
 
-def test_1030_datums_are_two_chunks() -> None:
-    assert [len(chunk) for chunk in cut([datum_of(1)] * 1030)] == [1024, 6]
+def test_1030_datums_are_two_chunks_where_the_server_says_nothing() -> None:
+    chunks = chunks_of([datum_of(1)] * 1030, ClientConfigResponse())
+    assert [len(chunk) for chunk in chunks] == [1024, 6]
+
+
+@given(st.lists(st.integers(0, 3000), max_size=20), st.integers(5_000, 40_000))
+def test_to_a_server_of_ours_a_pass_goes_whole_or_not_at_all(sizes: list[int], most: int) -> None:
+    datums = [datum_of(size) for size in sizes]
+    config = ClientConfigResponse(cotrain_max_pass_bytes=most, fwdbwd_max_chunk_len=1)
+    request = wire.ForwardBackwardRequest(model_id="m" * 100, seq_id=2**31 - 1, data=datums)
+    if request.ByteSize() <= most - 5_000:
+        assert chunks_of(datums, config) == [datums]
+    elif request.ByteSize() > most:
+        with pytest.raises(UnsupportedInput, match="Send it in several calls"):
+            chunks_of(datums, config)
 
 
 def test_one_chunk_is_the_whole_result() -> None:

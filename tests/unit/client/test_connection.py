@@ -10,7 +10,13 @@ import pytest
 from cotrain import Datum, ModelInput, ServiceClient
 from cotrain import connection as module
 from cotrain.connection import shared_connection
-from cotrain.errors import ClientClosed, MalformedMessage, NotFoundError, VersionMismatch
+from cotrain.errors import (
+    ClientClosed,
+    MalformedMessage,
+    NotFoundError,
+    UnsupportedInput,
+    VersionMismatch,
+)
 from cotrain.proto import wire_pb2 as wire
 from cotrain.settings import ClientSettings
 from cotrain.version import PROTOCOL, __version__
@@ -62,6 +68,7 @@ def test_the_server_is_asked_once_before_anything_else(
         ({}, [5]),
         ({"fwdbwd_max_chunk_len": 2}, [2, 2, 1]),
         ({"fwdbwd_max_chunk_bytes_count": 30_000}, [2, 2, 1]),
+        ({"fwdbwd_max_chunk_len": 2, "cotrain_max_pass_bytes": 70_000}, [5]),
     ],
 )
 def test_the_server_says_how_large_a_request_may_be(
@@ -72,6 +79,16 @@ def test_the_server_says_how_large_a_request_may_be(
     messages = [wire.ForwardBackwardRequest.FromString(call.content) for call in passes(api)]
     assert [len(message.data) for message in messages] == chunks
     assert [message.seq_id for message in messages] == list(range(1, len(chunks) + 1))
+
+
+def test_what_is_more_than_one_request_takes_no_place(api: FakeApi, service: ServiceClient) -> None:
+    configure(api, cotrain_max_pass_bytes=30_000)
+    run = service.create_lora_training_client("m")
+    datum = Datum(model_input=ModelInput.from_ints([1] * 3_000), loss_fn_inputs={})
+    with pytest.raises(UnsupportedInput, match="Send it in several calls"):
+        run.forward_backward([datum] * 5, "cross_entropy")
+    run.forward([datum], "cross_entropy").result()
+    assert list(api.passes) == ["pass:1"]
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
