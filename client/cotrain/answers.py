@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import httpx
 from pydantic import BaseModel, ValidationError
 
-from cotrain.errors import APIStatusError, MalformedMessage, status_error
-
-if TYPE_CHECKING:
-    import httpx
+from cotrain.errors import (
+    APIConnectionError,
+    APIStatusError,
+    APITimeoutError,
+    CotrainError,
+    MalformedMessage,
+    SettingsMissing,
+    status_error,
+)
 
 Model = TypeVar("Model", bound=BaseModel)
 
 LONGEST_DETAIL = 1_000
-UNAUTHORIZED = 401
+BAD_REQUEST, UNAUTHORIZED = 400, 401
+NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+"""What OpenSSL, older and newer, says of an answer that is plain text."""
 
 
 def read(response: httpx.Response, model: type[Model]) -> Model:
@@ -43,16 +51,47 @@ def refusal(response: httpx.Response) -> APIStatusError:
     )
 
 
+def unreached(
+    error: httpx.TransportError, url: httpx.URL, *, is_known: bool = False
+) -> CotrainError:
+    """Make an error of no answer; `is_known` where this server has answered before.
+
+    One that has not, and sounds as if it spoke plain HTTP where TLS was tried, is no matter of waiting:
+    SettingsMissing.
+    """
+    said = f"cannot reach {url}: {error}"
+    if isinstance(error, httpx.TimeoutException):
+        return APITimeoutError(f"{url} did not answer in time")
+    if is_known:
+        return APIConnectionError(said)
+    if url.scheme == "https" and any(sign in str(error) for sign in NO_TLS):
+        return SettingsMissing(f"{_place(url)} does not speak https: try http://{_host(url)}")
+    if url.scheme == "http" and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        return APIConnectionError(f"{said} If it speaks https, try https://{_host(url)}")
+    return APIConnectionError(said)
+
+
 def _hint(response: httpx.Response) -> str:
     """Say what to look at: the key, or the address where no server of this protocol answers like this."""
     if target := response.headers.get("Location"):
         return f"; it redirects to {target}: is that the base URL?"
+    is_400 = response.status_code == BAD_REQUEST
+    if is_400 and response.url.scheme == "http" and "HTTPS" in response.text[:LONGEST_DETAIL]:
+        return f"; try https://{_host(response.url)}"
     if _is_page(response):
-        host = f"{response.url.scheme}://{response.url.netloc.decode()}"
-        return f"; a web page came back, so {host} is no cotrain server: is the base URL right?"
+        place = _place(response.url)
+        return f"; a web page came back, so {place} is no cotrain server: is the base URL right?"
     if response.status_code == UNAUTHORIZED:
         return "; is the key right? (`api_key=`, or COTRAIN_API_KEY)"
     return ""
+
+
+def _place(url: httpx.URL) -> str:
+    return f"{url.scheme}://{_host(url)}"
+
+
+def _host(url: httpx.URL) -> str:
+    return url.netloc.decode()
 
 
 def _is_page(response: httpx.Response) -> bool:

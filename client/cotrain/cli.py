@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from cotrain.commands import checkpoints, runs
 from cotrain.commands.models import models
@@ -121,5 +122,5 @@ def _explain(command: EntryPoint, error: ModuleNotFoundError) -> Callable[[], No
         )
         raise typer.Exit(1)
 
-    explain.__doc__ = f"Needs {INSTALL}: {error.name} is missing."
+    explain.__doc__ = f"Needs {escape(INSTALL)}: {error.name} is missing."  # help is markup
     return explain

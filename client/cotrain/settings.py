@@ -32,7 +32,7 @@ def client_settings(base_url: str | None = None, api_key: str | None = None) -> 
 def checked_url(base_url: object) -> str:
     """Give a server's address as it is used. Raises SettingsMissing where no request could go there."""
     if isinstance(base_url, str):
-        url = base_url.strip().rstrip("/")
+        url = base_url.strip().rstrip("/").removesuffix("/api/v1").rstrip("/")
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.netloc:
             return url

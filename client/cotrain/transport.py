@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import httpx
 from pydantic import BaseModel
 
-from cotrain.answers import read, refusal
+from cotrain.answers import read, refusal, unreached
 from cotrain.codec import PROTOBUF
 from cotrain.compress import SMALLEST_BYTES, ZSTD, compress
 from cotrain.download import Download, size_of
-from cotrain.errors import APIConnectionError, APIError, APITimeoutError, RateLimitError
+from cotrain.errors import APIError, RateLimitError
 from cotrain.lines import Lines
 from cotrain.patience import Contact, Patience, RetryPolicy, is_transient
 from cotrain.version import __version__
@@ -216,10 +216,8 @@ class Transport:
     async def _send(self, request: httpx.Request) -> httpx.Response:
         try:
             response = await self._lines.send(request)
-        except httpx.TimeoutException as error:
-            raise APITimeoutError(f"{request.url} did not answer in time") from error
         except httpx.TransportError as error:
-            raise APIConnectionError(f"cannot reach {request.url}: {error}") from error
+            raise unreached(error, request.url, is_known=self._contact.is_known) from error
         self._contact.heard()
         if response.is_error:
             raise refusal(response)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
-from cotrain_server.folder import DataFolder, FolderInUse, UnsafeFolder
+from cotrain_server.folder import FolderInUse, UnsafeFolder, found_socket
 from cotrain_server.programs import Plan
 from cotrain_server.supervisor import Announcement, Supervisor
 from cotrain_server.variables import unknown_variables
@@ -268,9 +268,8 @@ def _date(timestamp: float) -> str:
 def _with_tenants(
     work: Callable[[Tenants], Awaitable[None]], data_dir: Path, redis_url: str | None
 ) -> None:
-    url = redis_url or f"unix://{DataFolder(data_dir.absolute()).socket()}"
-
     async def run() -> None:
+        url = redis_url or f"unix://{found_socket(data_dir.absolute())}"
         connection = open_connection(url)
         try:
             async with asyncio.timeout(KEYS_TIMEOUT_S):
@@ -280,6 +279,8 @@ def _with_tenants(
 
     try:
         asyncio.run(run())
+    except UnsafeFolder as error:
+        _fail(str(error))
     except (TimeoutError, *CONNECTION_LOST):
         _fail(
             "The server's Redis does not answer. Is it the one of --redis-url?"

@@ -60,11 +60,9 @@ class DataFolder:
         return file
 
     def socket(self) -> Path:
-        """Name the socket of the embedded Redis; its folder is ours alone."""
-        if len(str(self.path / "run" / SOCKET_NAME)) <= MAX_SOCKET_PATH:
-            return _private(self.path / "run") / SOCKET_NAME
-        name = f"cotrain-{sha256(str(self.path).encode()).hexdigest()[:16]}"
-        return _private(Path(tempfile.gettempdir()) / name) / SOCKET_NAME
+        """Name the socket of the embedded Redis; its folder is ours alone. Raises UnsafeFolder."""
+        _socket_name(self.path).parent.mkdir(mode=0o700, exist_ok=True)
+        return found_socket(self.path)
 
     def log_of(self, process: str) -> Path:
         """Name a process's log."""
@@ -87,9 +85,18 @@ class DataFolder:
                 os.truncate(path, 0)
 
 
-def _private(folder: Path) -> Path:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UnsafeFolder(f"{folder} is not a folder that only this user can read.")
-    return folder
+def found_socket(path: Path) -> Path:
+    """Name the socket of the server that uses this data folder, and make nothing. Raises UnsafeFolder."""
+    socket = _socket_name(path)
+    if socket.parent.exists():
+        found = socket.parent.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise UnsafeFolder(f"{socket.parent} is not a folder that only this user can read.")
+    return socket
+
+
+def _socket_name(path: Path) -> Path:
+    if len(str(path / "run" / SOCKET_NAME)) <= MAX_SOCKET_PATH:
+        return path / "run" / SOCKET_NAME
+    name = f"cotrain-{sha256(str(path).encode()).hexdigest()[:16]}"
+    return Path(tempfile.gettempdir()) / name / SOCKET_NAME

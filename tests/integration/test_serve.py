@@ -188,9 +188,11 @@ def test_a_key_of_a_misspelt_tenant_is_not_made_without_a_word(
 
 
 def test_keys_of_a_server_that_does_not_run_are_out_of_reach(tmp_path: Path) -> None:
-    answer = run_cotrain("keys", "list", f"--data-dir={tmp_path}")
+    folder = tmp_path / "none"
+    answer = run_cotrain("keys", "list", f"--data-dir={folder}")
     assert answer.returncode == 1
-    assert f"Is `cotrain serve` running on {tmp_path}?" in answer.stderr
+    assert f"Is `cotrain serve` running on {folder}?" in answer.stderr
+    assert not folder.exists()
 
 
 def test_keys_do_not_wait_for_a_redis_that_stands_still(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from cotrain.answers import refusal
-from cotrain.errors import APIConnectionError, APITimeoutError
+from cotrain.answers import refusal, unreached
+from cotrain.errors import APIConnectionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,9 +29,9 @@ def plain_http(settings: ClientSettings) -> Iterator[httpx.Client]:
     try:
         with httpx.Client(base_url=settings.base_url, headers=headers, timeout=TIMEOUT) as client:
             yield client
-    except httpx.TimeoutException as error:
-        raise APITimeoutError(f"{settings.base_url} did not answer in time") from error
-    except (httpx.TransportError, httpx.InvalidURL) as error:
+    except httpx.TransportError as error:
+        raise unreached(error, httpx.URL(settings.base_url)) from error
+    except httpx.InvalidURL as error:
         raise APIConnectionError(f"cannot reach {settings.base_url}: {error}") from error
 
 

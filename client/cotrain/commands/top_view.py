@@ -74,10 +74,11 @@ def _pool(pool: PoolStatus) -> Table:
 
 
 def _tenants(tenants: Sequence[TenantStatus]) -> Table:
-    table = Table("tenant", "ops", "tokens", "size", "sampling", "waiting", box=None)
+    table = Table("tenant", "name", "ops", "tokens", "size", "sampling", "waiting", box=None)
     for each in sorted(tenants, key=lambda each: (-each.tokens, each.tenant)):
         table.add_row(
             each.tenant,
+            each.tenant_name,
             f"{each.ops:,}",
             f"{each.tokens:,}",
             decimal(each.bytes),

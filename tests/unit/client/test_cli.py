@@ -53,3 +53,4 @@ def test_a_command_whose_libraries_are_missing_says_what_to_install() -> None:
     assert "a_library_that_is_not_there is not installed" in result.output
     assert "pip install -c constraints.txt '.[all]'" in result.output
     assert CliRunner().invoke(app, ["version"]).exit_code == 0
+    assert "'.[all]'" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output

@@ -116,7 +116,9 @@ def test_an_address_that_is_none_is_refused_at_once(url: Any) -> None:
 
 
 def test_what_surrounds_an_address_and_a_key_is_no_part_of_them() -> None:
-    assert client_settings(" http://here/ ", "tml-a\n") == client_settings("http://here", "tml-a")
+    here = client_settings("http://here", "tml-a")
+    for address in (" http://here/ ", "http://here/api/v1", "http://here/api/v1/"):
+        assert client_settings(address, "tml-a\n") == here
 
 
 @pytest.mark.parametrize("key", ["tml-ü", "tml-a\nb", b"tml-a"])

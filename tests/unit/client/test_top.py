@@ -52,7 +52,15 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
                     "last_cycle": 8,
                     "queue": {"ops": 1234, "tokens": 99, "oldest_s": 2.0},
                     "samples": {"waiting": 3, "running": 2},
-                    "tenants": [{"tenant": "ann", "ops": 1, "tokens": 5, "bytes": 2000}],
+                    "tenants": [
+                        {
+                            "tenant": "t-1",
+                            "tenant_name": "ann",
+                            "ops": 1,
+                            "tokens": 5,
+                            "bytes": 2000,
+                        }
+                    ],
                     "cycles": cycles,
                 }
             ],
@@ -67,6 +75,7 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
         "1,234",
         "2 optim_step",
         "isolated",
+        "t-1",
         "ann",
     ):
         assert expected in text

@@ -1,0 +1,79 @@
+"""An address of the wrong scheme: which one to try is said, at once where it is certain."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from cotrain import APIConnectionError, BadRequestError, RetryPolicy, ServiceClient, SettingsMissing
+from cotrain.cli import command_line
+from tests.support.fake_api import FakeApi
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+AT_ONCE = RetryPolicy(give_up_after_s=0.0)
+PLAIN = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Answer whatever comes with these bytes, and hang up; gives host and port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer:
+                    peer.recv(65_536)
+                    peer.sendall(answer)
+                    peer.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(timeout=120)
+
+
+def test_https_to_a_server_of_http_says_so_and_is_not_tried_again() -> None:
+    with answering(PLAIN) as host, ServiceClient(f"https://{host}", "tml-a") as service:
+        said = rf"^https://{host} does not speak https: try http://{host}$"
+        with pytest.raises(SettingsMissing, match=said):
+            service.get_server_capabilities()
+
+
+def test_top_says_so_too() -> None:
+    with answering(PLAIN) as host:
+        asked = ["top", "--once", "--base-url", f"https://{host}"]
+        result = CliRunner().invoke(command_line([]), asked)
+    assert (result.exit_code, f"try http://{host}" in result.output) == (1, True)
+
+
+def test_http_to_a_server_that_hangs_up_names_the_other() -> None:
+    with (
+        answering(b"") as host,
+        ServiceClient(f"http://{host}", "tml-a", policy=AT_ONCE) as service,
+        pytest.raises(APIConnectionError, match=f"If it speaks https, try https://{host}"),
+    ):
+        service.get_server_capabilities()
+
+
+def test_http_to_a_proxy_of_https_names_the_other() -> None:
+    page = "<html>400 The plain HTTP request was sent to HTTPS port</html>"
+    refusal = httpx.Response(400, text=page, headers={"Content-Type": "text/html"})
+    api = FakeApi(answers={"get_server_capabilities": [refusal]})
+    with (
+        ServiceClient("http://proxy:8443", "tml-a", network=api.network) as service,
+        pytest.raises(BadRequestError, match=r"Bad Request; try https://proxy:8443$"),
+    ):
+        service.get_server_capabilities()
