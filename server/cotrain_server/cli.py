@@ -268,8 +268,10 @@ def _date(timestamp: float) -> str:
 def _with_tenants(
     work: Callable[[Tenants], Awaitable[None]], data_dir: Path, redis_url: str | None
 ) -> None:
+    folder = data_dir.absolute()
+
     async def run() -> None:
-        url = redis_url or f"unix://{found_socket(data_dir.absolute())}"
+        url = redis_url or f"unix://{found_socket(folder)}"
         connection = open_connection(url)
         try:
             async with asyncio.timeout(KEYS_TIMEOUT_S):
