@@ -106,6 +106,19 @@ def loop(bench: Bench) -> Facts:
     }
 
 
+def not_a_number(bench: Bench) -> Facts:
+    """Send a NaN in a datum, and go on with the same run."""
+    run, n = bench.run(), len(STUDENT)
+
+    def loss(weight: float) -> Any:
+        inputs = {"target_tokens": torch.tensor(STUDENT), "weights": torch.tensor([weight] * n)}
+        tokens = types.ModelInput.from_ints(STUDENT)
+        data = [types.Datum(model_input=tokens, loss_fn_inputs=inputs)]
+        return run.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
+
+    return {"said": error_of(lambda: loss(float("nan"))), "next_loss": loss(1.0)}
+
+
 def distilled(bench: Bench) -> Facts:
     """Pull a fresh run towards a taught one that sees another prompt, without counting requests."""
     teacher = bench.taught(7, TEACHER).save_weights_for_sampler(name="teacher").result().path

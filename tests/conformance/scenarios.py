@@ -297,6 +297,21 @@ def failures(bench: Bench) -> Facts:
     return facts
 
 
+def unsent(bench: Bench) -> Facts:
+    """Ask for what 0.22 numbers and then cannot encode; go on behind it, and with a new client."""
+    run, data = bench.run(), batch()
+    nan = datum(3, seed=0, weights=torch.tensor([1.0, float("nan"), 1.0]))
+    facts: Facts = {}
+    for name, send in (
+        ("itself", lambda: run.forward([nan], "cross_entropy")),
+        ("behind", lambda: run.forward_backward(data, "cross_entropy")),
+        ("later", lambda: run.optim_step(types.AdamParams())),
+    ):
+        facts[name] = error_of(lambda send=send: send().result(), ValueError)
+    facts["next_loss"] = step(bench.run(), data)[0].metrics["loss:sum"]
+    return facts
+
+
 def two_tenants(bench: Bench) -> Facts:
     """Train two tenants' runs alone, one after the other, and then again at the same time."""
     benches = [bench, Bench(bench.base_url, bench.base_model, "OTHER_API_KEY")]
@@ -326,11 +341,11 @@ def _final_logprobs(bench: Bench, seed: int) -> list[list[float]]:
     return logprobs(run.forward(data, "cross_entropy").result())
 
 
-def error_of(act: Any) -> Facts:
-    """Do something that should fail, and tell how it did."""
+def error_of(act: Any, *also: type[Exception]) -> Facts:
+    """Do something that should fail, with an error of the SDK or one of these; tell how it did."""
     try:
         act()
-    except tinker.TinkerError as error:
+    except (tinker.TinkerError, *also) as error:
         return {
             "error": type(error).__name__,
             "message": str(error),

@@ -11,7 +11,7 @@ from tests.conformance.running import MINT_KEY, ROOT, SDKS, run_scenarios
 if TYPE_CHECKING:
     from tests.conformance.running import Facts, Server
 
-SCENARIOS = ("loop", "distilled", "referred", "refused", "interpolated")
+SCENARIOS = ("loop", "not_a_number", "distilled", "referred", "refused", "interpolated")
 PINNED = "0.22.0"  # the SDK that mint 0.2.0 asks for
 MINT = ROOT / ".sdk" / "mindlab-toolkit-0.2.0"
 
@@ -38,6 +38,13 @@ def test_the_ordinary_loop_trains_saves_and_samples(facts: Facts) -> None:
     assert loop["path"].endswith("/sampler_weights/taught")
     assert loop["tokens"] == [21, 22, 23]
     assert loop["restored"] == loop["scores"]
+
+
+def test_a_nan_fails_its_request_and_the_run_goes_on(facts: Facts) -> None:
+    said = facts["not_a_number"]["said"]
+    assert "RequestFailedError" in said
+    assert "data[0].loss_fn_inputs.weights[0] is not finite" in said
+    assert facts["not_a_number"]["next_loss"] > 0
 
 
 def test_distillation_closes_in_on_the_teacher(facts: Facts) -> None:
