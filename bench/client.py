@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     #: Ask this often, keeping so many in flight, until every result is there.
     Way = Callable[[int, int], None]
 
-KEYS = {name: f"tml-bench{name}" for name in ("httpx", "cotrain", "tinker")}
+KEYS = {name: f"tml-bench-key-of-{name}" for name in ("httpx", "cotrain", "tinker")}
 SHAPES = ("alone", "many")
 
 

@@ -44,7 +44,7 @@ def main() -> None:
     os.environ["COTRAIN_KV_CACHE_TOKENS"] = str(args.room * (args.prompt + args.generate))
     with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
         model = build(Path(scratch) / "model")
-        keys = [f"tml-bench{number}" for number in range(args.adapters + 1)]
+        keys = [f"tml-bench-{number:012}" for number in range(args.adapters + 1)]
         url = stack.enter_context(serving(model, Path(scratch) / "data", keys, args.threads))
         loads = [tenant(args, url, key, stack, args.batch, seed=i) for i, key in enumerate(keys)]
         trainer, *others = loads

@@ -57,7 +57,7 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
         model = build(Path(scratch) / "model")
-        keys = [f"tml-bench{number}" for number in range(max(args.tenants) + 1)]
+        keys = [f"tml-bench-{number:012}" for number in range(max(args.tenants) + 1)]
         url = stack.enter_context(serving(model, Path(scratch) / "data", keys, args.threads))
         rows = [measure(args, url, keys, model, stack, tenants) for tenants in args.tenants]
         overhead = measure_overhead(args, url, keys[-1], stack)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 mpl.use("Agg")  # draws into a file; needs no screen
 from matplotlib import pyplot
 
-KEY = "tml-eve_demo-key"
+KEY = "tml-eve_key-of-the-demo"
 STEPS = 48
 QUESTIONS, ANSWERS = 24, 16
 """Questions per step, and answers to each."""

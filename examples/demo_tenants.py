@@ -49,17 +49,28 @@ def targets(*parts: str) -> dict[str, bool]:
 
 
 TENANTS = (
-    Tenant("Ada", "algebra code", "tml-ada_demo-key", 8, "cross_entropy", targets("attn", "mlp")),
-    Tenant("Ben", "package READMEs", "tml-ben_demo-key", 32, "importance_sampling", targets("mlp")),
+    Tenant(
+        "Ada", "algebra code", "tml-ada_key-of-the-demo", 8, "cross_entropy", targets("attn", "mlp")
+    ),
+    Tenant(
+        "Ben",
+        "package READMEs",
+        "tml-ben_key-of-the-demo",
+        32,
+        "importance_sampling",
+        targets("mlp"),
+    ),
     Tenant(
         "Cleo",
         "operator headers",
-        "tml-cleo_demo-key",
+        "tml-cleo_key-of-the-demo",
         16,
         "ppo",
         targets("attn", "mlp", "unembed"),
     ),
-    Tenant("Dan", "character tables", "tml-dan_demo-key", 4, "cispo", targets("attn", "unembed")),
+    Tenant(
+        "Dan", "character tables", "tml-dan_key-of-the-demo", 4, "cispo", targets("attn", "unembed")
+    ),
 )
 
 

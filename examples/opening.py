@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 FOLDER = Path(__file__).parents[1] / ".demo" / "model"
-KEY = "tml-example_key"
+KEY = "tml-example_key-of-mine"
 
 Cell = str | float
 """What stands in a table; numbers are shown with three digits, and in full as JSON."""

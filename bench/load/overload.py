@@ -41,7 +41,7 @@ class Seen:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Offer FACTOR times the capacity, in open loop, for `args.seconds`."""
-    keys = [f"tml-load{number}" for number in range(TENANTS)]
+    keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
     with a_place() as place:
         place.start_api(keys, QUOTA_OPS=str(QUOTA_OPS))
         place.start_scheduler()

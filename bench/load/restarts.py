@@ -94,7 +94,7 @@ async def _ask(place: Place, key: str, seen: Counter[str]) -> None:
 
 def measure_redis(args: argparse.Namespace) -> dict[str, Any]:
     """Kill Redis under load and start it again; then let it stand still for STANDSTILL_S."""
-    keys = [f"tml-load{number}" for number in range(TENANTS)]
+    keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
     with a_place() as place:
         place.start_api(keys)
         place.start_scheduler()

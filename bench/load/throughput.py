@@ -121,7 +121,7 @@ async def _through_the_store(place: Place, args: argparse.Namespace) -> dict[str
 
 def measure_http(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the same through HTTP."""
-    keys = [f"tml-load{number}" for number in range(args.tenants)]
+    keys = [f"tml-load-{number:012}" for number in range(args.tenants)]
     with a_place() as place:
         place.start_scheduler()
         place.start_worker()

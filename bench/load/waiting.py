@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bench.load.http import Client, pass_body, persist
 from bench.load.null_worker import POOL, TOKENS_PER_OP
 from bench.load.place import PATIENCE_S, Place, a_place, percentile
+from cotrain_store.api_keys import read_chosen_keys
 from cotrain_store.connection import open_shared_connection
 from cotrain_store.intake import Intake, TenantLimits
 from cotrain_store.messages.ids import RequestId, SessionId, run_id
@@ -91,7 +92,7 @@ async def _answered_at(place: Place, one: Waiting, seen: Counter[str]) -> tuple[
 
 def keys_for(requests: int) -> list[str]:
     """Give the keys of as many tenants as that many requests need."""
-    return [f"tml-load{number}" for number in range(-(-requests // REQUESTS_PER_TENANT))]
+    return [f"tml-load-{number:012}" for number in range(-(-requests // REQUESTS_PER_TENANT))]
 
 
 async def accept(place: Place, keys: Sequence[str], count: int) -> list[Waiting]:
@@ -99,9 +100,11 @@ async def accept(place: Place, keys: Sequence[str], count: int) -> list[Waiting]
     connection = open_shared_connection(place.redis_url)
     spool = Spool(place.folder / "data" / "spool", new_writer("bench"))
     intake = Intake(connection, spool, TenantLimits())
+    tenants = Tenants(connection)
+    await tenants.take(read_chosen_keys(keys))  # as the API did
 
     async def of_one_tenant(number: int, key: str) -> list[Waiting]:
-        tenant = await Tenants(connection).register(key, "load")
+        tenant = await tenants.authenticate(key)
         session = SessionId(f"{number:032x}")
         run = RunRecord(
             id=run_id(session, 0), tenant=tenant.id, session=session, pool=POOL.id,

@@ -20,7 +20,8 @@ StoreError
 │   ├── RunFailed
 │   ├── SessionFinished
 │   ├── RecordQuotaReached
-│   └── MalformedPath
+│   ├── MalformedPath
+│   └── KeyInSettings
 ├── Busy                            (nothing is wrong; try again later)
 │   ├── QueueFull
 │   ├── RunQuotaReached
@@ -127,6 +128,10 @@ class RecordQuotaReached(Refused):
 
 class MalformedPath(Refused):
     """Malformed checkpoint path; one looks like tinker://<run>/weights/<name>."""
+
+
+class KeyInSettings(Refused):
+    """This API key stands in the server's settings: take it out of --api-key, COTRAIN_API_KEYS or the key file there, and restart the server. Until then it stays good."""
 
 
 class Busy(StoreError):

@@ -17,7 +17,7 @@ from cotrain_server.listening import ImpatientProtocol, allow_many_connections
 from cotrain_server.settings import ServerSettings
 from cotrain_server.variables import unknown_variables
 from cotrain_store.connection import check_store_sync, open_sync_connection
-from cotrain_store.errors import StoreUnavailable, UnsafeRedis
+from cotrain_store.errors import InvalidKey, StoreUnavailable, UnsafeRedis
 from cotrain_store.logs import configure_logs
 
 if TYPE_CHECKING:
@@ -57,6 +57,10 @@ def main() -> None:
     if misspelt:
         sys.exit(f"Unknown settings: {', '.join(misspelt)}.")
     settings = ServerSettings()
+    try:
+        _ = settings.chosen_keys
+    except (InvalidKey, OSError) as error:
+        sys.exit(f"COTRAIN_API_KEYS or COTRAIN_API_KEYS_FILE: {error}")
     configure_logs("api", settings.log_level)
     try:  # before uvicorn, which would show the operator where in our code it happened
         _check_store(settings)

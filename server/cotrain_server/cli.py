@@ -16,19 +16,21 @@ from rich.table import Table
 
 from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
 from cotrain_server.folder import FolderInUse, UnsafeFolder, found_socket
+from cotrain_server.given_keys import all_keys, out_of_sight
 from cotrain_server.programs import Plan
+from cotrain_server.settings import split_words
 from cotrain_server.supervisor import Announcement, Supervisor
 from cotrain_server.variables import unknown_variables
 from cotrain_store.connection import CONNECTION_LOST, open_connection
 from cotrain_store.embedded import NoRedisFound
-from cotrain_store.errors import InvalidKey, UnsafeRedis
+from cotrain_store.errors import InvalidKey, KeyInSettings, UnsafeRedis
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from cotrain_store.tenants import KeyRecord
+    from cotrain_store.api_keys import KeyRecord
 
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"
 
@@ -69,7 +71,15 @@ def serve(
         list[str] | None,
         typer.Option(
             envvar="COTRAIN_API_KEYS",
-            help="Accept this key (tml-… or sk-…); repeat it for several tenants. By default one is made.",
+            help="Accept this key (tml-… or sk-…, or NAME=KEY); repeat it for several tenants. By default "
+            "one is made.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="COTRAIN_API_KEYS_FILE",
+            help="Accept the keys in this file, too; -: standard input.",
         ),
     ] = None,
     clock_mode: Annotated[
@@ -112,6 +122,12 @@ def serve(
             "Which base model? `cotrain serve --base-model Qwen/Qwen3-0.6B`, a folder instead of "
             "that name, or COTRAIN_BASE_MODEL."
         )
+    keys_given = split_words(",".join(api_key or ()))
+    out_of_sight(keys_given)
+    try:
+        api_keys = all_keys(keys_given, api_key_file)
+    except (InvalidKey, OSError) as error:
+        _give_up(f"--api-key: {error}")
     given = {
         "CLOCK_MODE": clock_mode,
         "CLOCK_PERIOD_S": str(clock_period_s),
@@ -125,7 +141,7 @@ def serve(
         port=port,
         data_dir=data_dir.absolute(),
         redis_url=redis_url,
-        api_keys=tuple(key for keys in api_key or () for key in keys.split(",") if key),
+        api_keys=api_keys,
         accept_data_loss=accept_data_loss,
         given=given,
     )
@@ -171,7 +187,7 @@ def create(
 def list_keys(
     data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: ServersRedisUrl = None, as_json: AsJson = False
 ) -> None:
-    """List the API keys, without their secrets."""
+    """List the API keys, without their secrets: those made here, and those of the server's settings."""
 
     async def show(tenants: Tenants) -> None:
         found = await tenants.list_keys()
@@ -190,11 +206,17 @@ def revoke(
     redis_url: ServersRedisUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop accepting an API key; within five seconds everywhere."""
+    """Stop accepting an API key; within five seconds everywhere.
+
+    One that stands in the server's settings is taken back there.
+    """
 
     async def remove(tenants: Tenants) -> None:
-        if not await tenants.revoke(key_id):
-            _fail(f"There is no key {key_id}.")
+        try:
+            if not await tenants.revoke(key_id):
+                _fail(f"There is no key {key_id}.")
+        except KeyInSettings as error:
+            _fail(str(error))
         if as_json:
             print_json({"id": key_id, "revoked": True})
 
@@ -224,10 +246,6 @@ def _run(plan: Plan) -> None:
         asyncio.run(Supervisor(plan, _say, _announce).run())
     except (FolderInUse, UnsafeFolder, NoRedisFound, UnsafeRedis) as error:
         _give_up(str(error))
-    except InvalidKey as error:
-        _give_up(
-            f"--api-key: {error} A key is `tml-` or `sk-` and letters, digits, `_`, `.` or `-`."
-        )
     except OSError as error:
         _give_up(f"Cannot listen on {plan.host}:{plan.port}: {error.strerror}.")
 
@@ -254,11 +272,18 @@ def _announce(announcement: Announcement) -> None:
 
 
 def _table(records: list[KeyRecord]) -> Table:
-    table = Table("id", "tenant", "name", "created", "valid until", box=None)
+    table = Table("id", "key", "tenant", "name", "from", "since", "valid until", box=None)
     for record in records:
         until = "" if record.not_after is None else _date(record.not_after)
-        table.add_row(record.id, record.tenant, record.name, _date(record.created_at), until)
+        table.add_row(
+            record.id, f"{record.prefix}…", record.tenant, record.name, _source(record),
+            _date(record.created_at), until,
+        )  # fmt: skip
     return table
+
+
+def _source(record: KeyRecord) -> str:
+    return "settings" if record.in_settings else "keys create"
 
 
 def _date(timestamp: float) -> str:
@@ -298,6 +323,8 @@ def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
         "id": record.id,
         "tenant": record.tenant,
         "name": record.name,
+        "prefix": record.prefix,
+        "source": _source(record),
         "created_at": record.created_at,
         "not_after": record.not_after,
     }

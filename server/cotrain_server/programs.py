@@ -41,7 +41,7 @@ class Plan:
     redis_url: str | None
     """None: start our own Redis."""
     api_keys: tuple[str, ...]
-    """None given and none known: one is made."""
+    """As the API's settings have them. None given and none known: one is made."""
     accept_data_loss: bool
     given: Mapping[str, str]
     """Settings given by flag, by variable name without its prefix."""
@@ -99,6 +99,8 @@ class Programs:
             HOST=self.plan.host,
             PORT=str(self.plan.port),
             LISTEN_FD=str(self.listener),
+            # By its environment, which other users of this host cannot read.
+            API_KEYS=",".join(self.plan.api_keys),
         )
         return replace(api, pass_fds=(self.lock, self.listener))
 
@@ -109,8 +111,9 @@ class Programs:
             "REDIS_URL": self.redis_url,
             "DATA_DIR": str(self.folder.path),
             "ACCEPT_DATA_LOSS": str(self.plan.accept_data_loss).lower(),
-            # Registered by us already, and no other process needs to hold them.
+            # The API alone gets them, all in one variable.
             "API_KEYS": "",
+            "API_KEYS_FILE": "",
         }
         # -P: a file of the folder we were started in must not be taken for a module.
         command = [sys.executable, "-P", "-m", module]

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import structlog
+
 from cotrain_server.auth import FailureCounter
 from cotrain_server.body_room import BodyRoom
 from cotrain_server.errors import TooManyPolls
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
     from cotrain_server.settings import ServerSettings
     from cotrain_store.messages.ids import TenantId
+
+
+log = structlog.get_logger()
 
 
 @dataclass
@@ -79,9 +84,20 @@ class Services:
         self.completions.release_all()
 
 
+async def _take_keys(tenants: Tenants, settings: ServerSettings) -> None:
+    for key in await tenants.take(settings.chosen_keys):
+        log.warning(
+            "key_left_settings",
+            key=key.id,
+            name=key.name,
+            tenant=key.tenant,
+            hint="it opens nothing now; `cotrain keys create NAME --tenant` makes its tenant another one",
+        )
+
+
 @asynccontextmanager
 async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
-    """Open everything, register the operator's keys, and close it all again.
+    """Open everything, take the keys of the settings, and close it all again.
 
     Raises:
         UnsafeRedis, StoreUnavailable: this process must not take requests.
@@ -92,8 +108,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
     try:
         await check_store(connection, accept_data_loss=settings.accept_data_loss)
         tenants = Tenants(connection)
-        for key in settings.api_keys:
-            await tenants.register(key.get_secret_value(), "operator's key")
+        await _take_keys(tenants, settings)
         await tenants.name_all()
         reserve_bytes = settings.disk_reserve_bytes
         records = Records(connection, settings.record_limits, settings.base_models)

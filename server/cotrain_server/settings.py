@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path  # pydantic reads the annotation at run time
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
+from cotrain_store.api_keys import read_chosen_keys
 from cotrain_store.intake import TenantLimits
 from cotrain_store.records import RecordLimits
 from cotrain_store.sample_intake import SampleLimits
 from cotrain_store.settings import StoreSettings
 
+if TYPE_CHECKING:
+    from cotrain_store.api_keys import ChosenKey
+
 MIB = 1024**2
 
 Words = Annotated[tuple[str, ...], NoDecode]
 """A list in one variable, separated by commas or white space."""
+
+
+def split_words(text: str) -> list[str]:
+    """Split a list in one text, as `Words` is written."""
+    return text.replace(",", " ").split()
 
 
 class ServerSettings(StoreSettings):
@@ -28,7 +38,10 @@ class ServerSettings(StoreSettings):
     base_models: Words = ()
     """Base models that must have a live worker before `/readyz` says yes; by default any one."""
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """Keys to accept beside those made with `cotrain keys create`; each is a tenant of its own."""
+    """Keys to accept beside those made with `cotrain keys create`, `KEY` or `NAME=KEY`; each is a
+    tenant of its own. They are good as long as they stand here."""
+    api_keys_file: Path | None = None
+    """A file with more of them, separated like those."""
     admin_key: SecretStr | None = None
     """Opens `/metrics` and the whole of `/status`. Without it, only callers on loopback get them."""
     public_url: Annotated[str | None, Field(pattern=r"^https?://[^\s?#]+$")] = None
@@ -79,13 +92,21 @@ class ServerSettings(StoreSettings):
     @field_validator("base_models", "api_keys", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        return value.replace(",", " ").split() if isinstance(value, str) else value
+        return split_words(value) if isinstance(value, str) else value
 
-    @field_validator("admin_key", "public_url", mode="before")
+    @field_validator("admin_key", "public_url", "api_keys_file", mode="before")
     @classmethod
     def _unset_if_empty(cls, value: object) -> object:
         # A container passes an unset variable on as an empty one; no empty key may open anything.
         return value or None
+
+    @property
+    def chosen_keys(self) -> tuple[ChosenKey, ...]:
+        """Read the keys to accept; raises InvalidKey, or OSError for a file that cannot be read."""
+        written = [key.get_secret_value() for key in self.api_keys]
+        if self.api_keys_file is not None:
+            written += split_words(self.api_keys_file.read_text())
+        return read_chosen_keys(written)
 
     @property
     def tenant_limits(self) -> TenantLimits:

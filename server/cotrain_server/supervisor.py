@@ -75,7 +75,7 @@ class Supervisor:
 
         Raises:
             FolderInUse, UnsafeFolder, NoRedisFound, OSError: the server cannot start at all.
-            UnsafeRedis, InvalidKey: it must not.
+            UnsafeRedis: it must not.
         """
         for signum in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
@@ -180,7 +180,7 @@ async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None])
                 await check_store(connection, accept_data_loss=plan.accept_data_loss)
                 with open_sync_connection(redis_url) as store:
                     await asyncio.to_thread(claim_folder, store, plan.data_dir)
-                return await _prepare_keys(Tenants(connection), plan.api_keys)
+                return None if plan.api_keys else await _first_key(Tenants(connection))
             if time.monotonic() > patient_until:
                 say("waiting for Redis")
                 patient_until = math.inf
@@ -189,10 +189,10 @@ async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None])
         await connection.aclose()
 
 
-async def _prepare_keys(tenants: Tenants, given: Sequence[str]) -> str | None:
-    for key in given:
-        await tenants.register(key, "operator's key")
-    return None if await tenants.list_keys() else await tenants.issue("first tenant")
+async def _first_key(tenants: Tenants) -> str | None:
+    # One that stood in the settings of an earlier start is good no more.
+    issued = [key for key in await tenants.list_keys() if not key.in_settings]
+    return None if issued else await tenants.issue("first tenant")
 
 
 async def _ready(url: str, say: Callable[[str], None]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXAMPLES = ROOT / "examples"
-KEY = "tml-example_key"
+KEY = "tml-example_key-of-mine"
 MODEL_STEPS = 120
 """Of the 500 that the demo's base model takes: enough to have something to learn from."""
 PNG = b"\x89PNG\r\n\x1a\n"

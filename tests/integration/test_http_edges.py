@@ -186,9 +186,15 @@ async def test_a_redis_that_stands_still_is_told_and_not_waited_for(
 
 async def test_a_poll_by_a_key_not_seen_lately_is_held_as_well(own_redis: EmbeddedRedis) -> None:
     async with running_api(own_redis.url) as api:
+        key = await api.services.tenants.issue("carol")
+        request = {"request_id": f"{await api.new_run(key)}:0"}
+        api.services.tenants._known.clear()
         own_redis.kill()
-        poll = await api.post("retrieve_future", {"request_id": "x"})
-        assert poll.status_code == 408
+        for poll in (
+            await api.post("retrieve_future", request, key),
+            await api.post("retrieve_future", request),
+        ):
+            assert poll.status_code == 408
         own_redis.restart()
 
 
@@ -249,9 +255,10 @@ async def test_one_scrape_tells_of_this_process_and_of_the_pool(empty_redis: Emb
             await api.post("forward_backward", pass_body(run, 1))
             await api.post("asample", sample_body(sampler, 0))
         assert [now - then for now, then in zip(counted(), before, strict=True)] == [1, 1, 2]
+        alice = (await api.services.tenants.authenticate(ALICE)).id
         lines = (await api.http.get("/metrics")).text.splitlines()
-        assert 'cotrain_samples_waiting{pool="tiny/model",tenant="t-1994bb2433c006e8"} 1.0' in lines
-        assert 'cotrain_queue_tokens{pool="tiny/model",tenant="t-1994bb2433c006e8"} 3.0' in lines
+        assert f'cotrain_samples_waiting{{pool="tiny/model",tenant="{alice}"}} 1.0' in lines
+        assert f'cotrain_queue_tokens{{pool="tiny/model",tenant="{alice}"}} 3.0' in lines
         assert 'cotrain_cycles_total{pool="tiny/model"} 0.0' in lines
         assert "cotrain_redis_up 1.0" in lines
         assert 'cotrain_worker_up{pool="tiny/model",worker="w0"} 0.0' in lines  # it never beat

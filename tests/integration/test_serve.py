@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,7 +90,7 @@ def test_a_new_server_makes_a_key_survives_every_death_and_ends_in_order(
 def test_a_supervisor_that_is_killed_takes_everything_with_it_and_can_start_again(
     tmp_path: Path, base_model: str
 ) -> None:
-    key = "tml-given"
+    key = "tml-given_by-the-operator"
     with Serving(tmp_path, [base_model], [key]) as serving:
         refused = run_cotrain("keys", "revoke", "nobody", f"--data-dir={tmp_path}")
         assert "There is no key nobody." in refused.stderr
@@ -101,6 +102,51 @@ def test_a_supervisor_that_is_killed_takes_everything_with_it_and_can_start_agai
         assert readiness == {"ready": True, "reasons": []}
         with ServiceClient(base_url=serving.address, api_key=key) as service:
             train(service.create_lora_training_client(base_model, rank=4))
+
+
+def test_a_key_is_good_as_long_as_it_stands_in_the_settings_and_is_seen_by_no_other_user(
+    tmp_path: Path, base_model: str
+) -> None:
+    old, new, at = "tml-0ld_key-of-the-lab", "tml-new_key-of-the-lab", f"--data-dir={tmp_path}"
+    with Serving(tmp_path, [base_model], [f"lab={old}"]) as serving:
+        assert status_of(serving, old) == 200
+        (listed,) = json.loads(run_cotrain("keys", "list", "--json", at).stdout)
+        assert (listed["name"], listed["prefix"], listed["source"]) == (
+            "lab",
+            "tml-0ld_",
+            "settings",
+        )
+        refused = run_cotrain("keys", "revoke", listed["id"], at)
+        assert refused.returncode == 1
+        assert "take it out of --api-key, COTRAIN_API_KEYS" in refused.stderr
+        assert status_of(serving, old) == 200
+        for pid in (serving._process.pid, *pids(serving).values()):
+            assert old.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        tenant = f"--tenant={listed['tenant']}"
+        laptop = run_cotrain("keys", "create", "laptop", tenant, at).stdout.strip()
+    key_file = tmp_path / "keys"
+    key_file.write_text(new + "\n")
+    with Serving(tmp_path, [base_model], [], [f"--api-key-file={key_file}"]) as serving:
+        assert [status_of(serving, key) for key in (old, new, laptop)] == [401, 200, 200]
+        names = [
+            key["name"] for key in json.loads(run_cotrain("keys", "list", "--json", at).stdout)
+        ]
+        assert sorted(names) == ["key new_…", "laptop"]
+        log = DataFolder(tmp_path).log_of("api").read_text()
+        assert listed["tenant"] in next(line for line in log.splitlines() if "key_left" in line)
+
+
+def status_of(serving: Serving, key: str) -> int:
+    headers = {"X-API-Key": key}
+    request = urllib.request.Request(
+        f"{serving.address}/api/v1/get_server_capabilities", None, headers
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            status: int = answer.status
+            return status
+    except urllib.error.HTTPError as refused:
+        return refused.code
 
 
 def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path) -> None:
@@ -126,18 +172,26 @@ def test_a_mistake_on_the_command_line_is_one_sentence(
     assert answer.stderr.strip() == message
 
 
-def test_a_key_that_no_sdk_would_send_is_refused_at_once(
-    tmp_path: Path, empty_redis: EmbeddedRedis
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("secret", "An API key is not `tml-` or `sk-` and letters"),
+        ("ada=tml-dev", "API key 'ada' is too easy to guess"),
+    ],
+)
+def test_a_key_that_no_sdk_would_send_or_that_is_easy_to_guess_is_refused_at_once(
+    tmp_path: Path, empty_redis: EmbeddedRedis, key: str, says: str
 ) -> None:
     answer = serve(
         "--base-model=a/b",
-        "--api-key=secret",
+        f"--api-key={key}",
         f"--data-dir={tmp_path}",
         f"--redis-url={empty_redis.url}",
         "--port=0",
     )
     assert answer.returncode == os.EX_USAGE
-    assert answer.stderr.startswith("--api-key: Invalid API key.")
+    assert answer.stderr.startswith(f"--api-key: {says}")
+    assert len(answer.stderr.splitlines()) == 1
 
 
 def test_a_redis_that_could_lose_writes_is_refused(tmp_path: Path) -> None:
@@ -163,7 +217,10 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path, empty_redis: EmbeddedR
     assert other.startswith("sk-")
     [alice, bob] = json.loads(run_cotrain("keys", "list", "--json", *at).stdout)
     assert {alice["name"], bob["name"]} == {"alice", "bob"}
-    assert set(alice) == {"id", "tenant", "name", "created_at", "not_after"}
+    assert set(alice) == {
+        "id", "tenant", "name", "prefix", "source", "created_at", "not_after",
+    }  # fmt: skip
+    assert key.startswith(alice["prefix"])
     assert run_cotrain("keys", "revoke", key_id, *at).returncode == 0
     assert key_id not in run_cotrain("keys", "list", *at).stdout
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store.api_keys import read_chosen_keys
 from cotrain_store.errors import (
     BaseModelNotServed,
     ExpiredKey,
     InvalidKey,
+    KeyInSettings,
     RunNotFound,
     SessionFinished,
     SessionNotFound,
@@ -25,6 +28,7 @@ from cotrain_store.tenants import CACHE_S, Tenants
 from tests.support.stack import MODEL, POOL
 
 if TYPE_CHECKING:
+    from cotrain_store.api_keys import ChosenKey
     from tests.support.log import Log
 
 A, B = TenantId("a"), TenantId("b")
@@ -92,17 +96,109 @@ async def test_a_revoked_key_stops_within_the_cache_time(
     assert await here.list_keys() == []
 
 
-async def test_a_key_the_operator_chose_is_one_tenant_for_ever(log: Log) -> None:
+LAB, DEV = "tml-lab_secret-of-the-lab", "sk-0123456789abcdef"
+
+
+def chosen(*entries: str) -> tuple[ChosenKey, ...]:
+    return read_chosen_keys(entries)
+
+
+async def test_a_chosen_key_is_one_tenant_for_ever_in_every_process(log: Log) -> None:
+    here, there = Tenants(log.connection), Tenants(log.connection)
+    await asyncio.gather(here.take(chosen(LAB, DEV)), there.take(chosen(f"lab={LAB}", DEV)))
+    for key in (LAB, DEV):
+        assert (await here.key(key)).id == (await there.key(key)).id
+        assert (await here.key(key)).tenant == (await there.key(key)).tenant
+    assert (await here.key(LAB)).tenant != (await here.key(DEV)).tenant
+    assert (await there.authenticate(LAB)).name == "lab"
+    assert (await here.authenticate(LAB)).name == "key lab_…"
+
+
+async def test_a_key_is_good_as_long_as_it_stands_in_the_settings(log: Log) -> None:
+    before = Tenants(log.connection)
+    await before.take(chosen(LAB, DEV))
+    lab = await before.key(LAB)
+    laptop = await before.issue("laptop", tenant=lab.tenant)
+    after = Tenants(log.connection)
+    assert await after.take(chosen(DEV)) == [lab]
+    with pytest.raises(InvalidKey):
+        await after.key(LAB)
+    assert not await after.is_live(lab.id)
+    assert (await after.key(laptop)).tenant == lab.tenant
+    assert [key.name for key in await after.list_keys()] == ["key 0123…", "laptop"]
+    again = Tenants(log.connection)
+    assert await again.take(chosen(LAB)) == [await after.key(DEV)]
+    assert await again.key(LAB) == lab
+    assert await again.is_live(lab.id)
+
+
+async def test_no_process_takes_a_key_of_anothers_settings(log: Log) -> None:
+    here, there = Tenants(log.connection), Tenants(log.connection)
+    await here.take(chosen(LAB))
+    with pytest.raises(InvalidKey):
+        await there.key(LAB)
+    assert (await here.key(LAB)).in_settings
+
+
+async def test_a_chosen_key_is_taken_back_in_the_settings_and_says_so(log: Log) -> None:
     tenants = Tenants(log.connection)
-    for key in ("tml-lab_secret", "tml-dev", "tml-a.b_c.d"):
-        tenant = await tenants.register(key, "lab")
-        assert await tenants.register(key, "lab") == tenant
-        assert await tenants.authenticate(key) == tenant
-    with pytest.raises(InvalidKey, match="another secret"):
-        await tenants.register("tml-lab_other", "lab")
-    for malformed in ("lab", "tml-", "tml-with space", "xx-other_secret", "sk-lab_secret"):
-        with pytest.raises(InvalidKey):
-            await tenants.register(malformed, "lab")
+    await tenants.take(chosen(LAB))
+    (record,) = await Tenants(log.connection).list_keys()
+    assert record.in_settings
+    with pytest.raises(KeyInSettings, match="take it out of --api-key, COTRAIN_API_KEYS"):
+        await Tenants(log.connection).revoke(record.id)
+    assert await tenants.key(LAB) == record
+
+
+async def test_of_a_chosen_key_nothing_is_shown_that_leads_back_to_it(log: Log) -> None:
+    tenants = Tenants(log.connection)
+    await tenants.take(chosen(LAB))
+    record = await tenants.key(LAB)
+    digest = hashlib.sha256(LAB.encode()).hexdigest()
+    for shown in (record.id, record.tenant):
+        assert shown.removeprefix("t-")[:8] not in digest
+    assert record.prefix == "tml-lab_"
+    assert LAB not in str(log.everything())
+
+
+async def write_as_earlier_versions_did(log: Log, api_key: str, key_id: str) -> TenantId:
+    digest = hashlib.sha256(api_key.encode()).hexdigest()
+    tenant = TenantId(f"t-{digest[:16]}")
+    row = {
+        "digest": digest, "tenant": tenant, "name": "operator's key", "created_at": "1.0",
+        "not_after": "",
+    }  # fmt: skip
+    await log.connection.hset(tenant_keys.api_key(key_id), mapping=row)
+    await log.connection.sadd(tenant_keys.api_keys(), key_id)
+    return tenant
+
+
+@pytest.mark.parametrize("key", [LAB, DEV])
+async def test_a_key_that_an_earlier_version_kept_is_good_no_more_and_keeps_its_tenant(
+    log: Log, key: str
+) -> None:
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    key_id = "lab" if key == LAB else f"d{digest[:32]}"
+    tenant = await write_as_earlier_versions_did(log, key, key_id)
+    tenants = Tenants(log.connection)
+    await tenants.take(())
+    with pytest.raises(InvalidKey):
+        await tenants.key(key)
+    assert not await tenants.is_live(key_id)
+    assert await tenants.list_keys() == []
+    assert not await tenants.revoke(key_id)
+    await tenants.take(chosen(key))
+    assert (await tenants.key(key)).tenant == tenant
+    assert [record.tenant for record in await tenants.list_keys()] == [tenant]
+
+
+async def test_what_a_key_had_that_was_revoked_under_an_earlier_version_is_found(log: Log) -> None:
+    digest = hashlib.sha256(LAB.encode()).hexdigest()
+    tenant = TenantId(f"t-{digest[:16]}")
+    await Records(log.connection).create_session(tenant)
+    tenants = Tenants(log.connection)
+    await tenants.take(chosen(LAB))
+    assert (await tenants.key(LAB)).tenant == tenant
 
 
 async def test_a_key_may_start_with_sk(log: Log) -> None:
@@ -111,11 +207,9 @@ async def test_a_key_may_start_with_sk(log: Log) -> None:
     assert key.startswith("sk-")
     tenant = await tenants.authenticate(key)
     assert tenant.name == "alice"
+    assert key.startswith((await tenants.key(key)).prefix)
     with pytest.raises(InvalidKey):
         await tenants.authenticate("tml-" + key.removeprefix("sk-"))
-    for chosen in ("sk-lab_secret", "sk-dev"):
-        registered = await tenants.register(chosen, "lab")
-        assert await tenants.authenticate(chosen) == registered
 
 
 async def test_a_shown_key_is_told_by_its_id_and_lives_until_it_is_revoked(

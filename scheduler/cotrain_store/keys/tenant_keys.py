@@ -15,18 +15,28 @@ USAGE_TTL_S = 100 * 24 * 3600
 
 
 def api_key(key_id: str) -> str:
-    """Name an API key's hash (digest, tenant, not_after); removed when revoked."""
+    """Name an issued API key's hash (digest, tenant, not_after); removed when revoked."""
     return f"cotrain:key:{key_id}"
 
 
 def api_keys() -> str:
-    """Name the set of all API key ids; lives for ever."""
+    """Name the set of the ids of issued API keys; lives for ever."""
     return "cotrain:keys"
 
 
 def tenant_names() -> str:
     """Name the hash of tenant id → what people call it: the name of its first key; lives for ever."""
     return "cotrain:tenants:names"
+
+
+def chosen_keys() -> str:
+    """Name the hash of a chosen key's digest → id and tenant (JSON); lives for ever, opens nothing."""
+    return "cotrain:keys:chosen"
+
+
+def settings_keys() -> str:
+    """Name the hash of key id → record (JSON) of the keys in the settings of the API started last."""
+    return "cotrain:keys:settings"
 
 
 def signing_secret() -> str:

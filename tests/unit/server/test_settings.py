@@ -27,7 +27,7 @@ def test_a_list_is_separated_by_commas_or_spaces(variables: pytest.MonkeyPatch) 
 
 
 def test_no_key_is_ever_printed(variables: pytest.MonkeyPatch) -> None:
-    variables.setenv("COTRAIN_API_KEYS", "tml-secret")
+    variables.setenv("COTRAIN_API_KEYS", "tml-secret-of-somebody")
     variables.setenv("COTRAIN_ADMIN_KEY", "admin-secret")
     assert "secret" not in repr(ServerSettings())
 
