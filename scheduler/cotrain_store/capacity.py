@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 
@@ -15,8 +16,15 @@ from cotrain_store.errors import DiskReserveReached, StoreFull, StoreUnavailable
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from concurrent.futures import Future
+
     from cotrain_store.connection import Connection
     from cotrain_store.spool import Spool
+
+    #: Spools a body that is too large for Redis, and gives its reference, or `inline`.
+    #: Raises DiskReserveReached where it cannot be written.
+    Place: TypeAlias = Callable[[bytes], Awaitable[str]]
 
 log = structlog.get_logger()
 
@@ -69,12 +77,35 @@ class Capacity:
             raise StoreUnavailable from lost
         self._memory_used, self._memory_bytes = memory["used_memory"], memory["maxmemory"]
 
-    async def place(self, body: bytes) -> str:
-        """Spool a body that is too large for Redis; return its reference, or `inline`."""
-        if len(body) <= INLINE_LIMIT_BYTES:
-            return "inline"
+    @contextmanager
+    def placing(self) -> Iterator[Place]:
+        """Give a way to place bodies. Their files stay for as long as the block takes, which is to accept
+        what refers to them.
+        """
+        refs: list[str] = []
+
+        async def place(body: bytes) -> str:
+            if len(body) <= INLINE_LIMIT_BYTES:
+                return "inline"
+            refs.append(await self._spooled(body))
+            return refs[-1]
+
         try:
-            return await asyncio.wrap_future(self._spool.put(body))
+            yield place
+        finally:
+            self._spool.settle(refs)
+
+    async def _spooled(self, body: bytes) -> str:
+        durable = self._spool.put(body)
+        try:
+            return await asyncio.wrap_future(durable)
         except OSError as full:
             log.error("body_not_written", reason=full.strerror)
             raise DiskReserveReached from full
+        except asyncio.CancelledError:  # its client has gone, and the writer may be at it
+            durable.add_done_callback(self._settle_unheard)
+            raise
+
+    def _settle_unheard(self, durable: Future[str]) -> None:
+        if not durable.cancelled() and not durable.exception():
+            self._spool.settle([durable.result()])

@@ -17,11 +17,11 @@ from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.encoding import decode, encode
-from cotrain_store.messages.ids import RunId, request_id
+from cotrain_store.messages.ids import PoolId, RunId, WorkerId, request_id
 from cotrain_store.messages.ops import QueuedOp, RunUsage, Step
 from cotrain_store.messages.runs import RunState
 from cotrain_store.op_rows import op_rows
-from cotrain_store.results import RUN_STOPPED, UNLOADED
+from cotrain_store.results import RUN_STOPPED, UNLOADED, packed_results
 from cotrain_store.rollback import DIGESTS_KEPT, Rollback
 from cotrain_store.run_logs import RunLogs
 from cotrain_store.save_rows import save_row
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from cotrain_store.connection import SyncConnection
-    from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
+    from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.messages.results import Result
     from cotrain_store.messages.saves import SaveRecords
@@ -173,8 +173,10 @@ class Execution:
             fleet_keys.CYCLES_KEPT, json.dumps(counted), self._numerics_id if is_exact else "mixed",
             json.dumps(saved), json.dumps(used), tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
-        args += op_rows(step, results, crashed, self._results)
-        answer = self._commit(script_keys, args)
+        told = [results[op.run, op.seq] for op in step.ops]
+        with packed_results(told, self._results) as packed:
+            args += op_rows(step, results, crashed, packed)
+            answer = self._commit(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
         if answer == b"ORDER":
@@ -268,6 +270,15 @@ class Execution:
     def referenced_segments(self) -> list[str]:
         """List the spool segments that some op still needs."""
         return [name.decode() for name in self._redis.hkeys(result_keys.spool_segment_refs())]
+
+    def living_writers(self) -> frozenset[str]:
+        """Name all workers of any pool that are alive, as `writer` names this one."""
+        found = set()
+        for pool in (PoolId(name.decode()) for name in self._redis.hkeys(fleet_keys.pools())):
+            members = self._redis.smembers(fleet_keys.workers(pool))
+            beats = [beat_at(self._redis, pool, WorkerId(name.decode())) for name in members]
+            found |= {f"{beat.id}-{beat.epoch}" for beat in beats if beat}
+        return frozenset(found)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there may be a step or a run to drop, at most `timeout_s`."""

@@ -41,6 +41,7 @@ from cotrain_store.spool import INLINE_LIMIT_BYTES, SpoolRef
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cotrain_store.capacity import Place
     from cotrain_store.connection import Connection
     from cotrain_store.messages.ids import SamplerId, WeightsRef
     from cotrain_store.spool import Spool
@@ -214,26 +215,27 @@ class Intake:
         await self._capacity.check()
         now, limits = time.time(), self._limits
         following: list[str | int | bytes] = ["", "", "", "", 0]
-        if save is not None:
-            placed = await self._placed(run, 1, OpKind.SAVE, save, 0, now)
-            following = [hashlib.sha256(save).hexdigest(), *placed, len(save)]
-        args = [
-            run.id, run.tenant, "" if seq is None else seq, digest, "", b"", "",
-            tokens, len(body), int(now * 1000), limits.ops, limits.tokens, limits.bytes,
-            MAX_AHEAD, limits.runs, record, idempotency_key,
-            fleet_keys.hash_tag(run.pool), repr(run.created_at),
-            self._capacity.unread_bytes(limits.unread_bytes),
-            *following, sampler or "", sample_keys.EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_REST_MS,
-            limits.samplers, limits.sampler_bytes, limits.record_bytes, *uses,
-        ]  # fmt: skip
-        answer, place = b"ROOM", list[int]()
-        if len(body) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
-            answer, *place = await self._run_submit(run, args)
-        if answer == b"ROOM":
-            args[_PLACED] = await self._placed(run, seq or 0, kind, body, tokens, now)
-            failpoint("api.before_submit", run.id)
-            answer, *place = await self._run_submit(run, args)
-            failpoint("api.after_submit", run.id)
+        with self._capacity.placing() as place:
+            if save is not None:
+                placed = await _placed(place, run, 1, OpKind.SAVE, save, 0, now)
+                following = [hashlib.sha256(save).hexdigest(), *placed, len(save)]
+            args = [
+                run.id, run.tenant, "" if seq is None else seq, digest, "", b"", "",
+                tokens, len(body), int(now * 1000), limits.ops, limits.tokens, limits.bytes,
+                MAX_AHEAD, limits.runs, record, idempotency_key,
+                fleet_keys.hash_tag(run.pool), repr(run.created_at),
+                self._capacity.unread_bytes(limits.unread_bytes),
+                *following, sampler or "", sample_keys.EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_REST_MS,
+                limits.samplers, limits.sampler_bytes, limits.record_bytes, *uses,
+            ]  # fmt: skip
+            answer, at = b"ROOM", list[int]()
+            if len(body) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
+                answer, *at = await self._run_submit(run, args)
+            if answer == b"ROOM":
+                args[_PLACED] = await _placed(place, run, seq or 0, kind, body, tokens, now)
+                failpoint("api.before_submit", run.id)
+                answer, *at = await self._run_submit(run, args)
+                failpoint("api.after_submit", run.id)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
             raise refusal("This request" if seq is None else f"seq_id {seq}")
@@ -241,7 +243,7 @@ class Intake:
             metrics.REQUESTS_DUPLICATE.inc()
         else:
             metrics.REQUESTS_ACCEPTED.labels(kind).inc()
-        return request_id(run.id, place[0])
+        return request_id(run.id, at[0])
 
     async def _run_submit(self, run: RunRecord, args: list[Any]) -> list[Any]:
         try:
@@ -250,14 +252,15 @@ class Intake:
             raise StoreUnavailable from lost
         return answer
 
-    async def _placed(
-        self, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float
-    ) -> tuple[str, bytes, str]:
-        """Put a body where it belongs; return its op's envelope, what Redis keeps, and its segment."""
-        ref = await self._capacity.place(body)
-        segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
-        op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now)
-        return op.envelope(), b"" if segment else body, segment
+
+async def _placed(
+    place: Place, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float
+) -> tuple[str, bytes, str]:
+    """Put a body where it belongs; return its op's envelope, what Redis keeps, and its segment."""
+    ref = await place(body)
+    segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
+    op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now)
+    return op.envelope(), b"" if segment else body, segment
 
 
 def _keys_of_submit(run: RunRecord) -> list[str]:

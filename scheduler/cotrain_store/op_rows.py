@@ -6,27 +6,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.results import pack_results
 from cotrain_store.spool import SpoolRef
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from cotrain_store.messages.ids import RunId
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_store.messages.results import Result
-    from cotrain_store.spool import Spool
 
 
 def op_rows(
     step: Step,
     results: Mapping[tuple[RunId, int], Result],
     crashed: Collection[tuple[RunId, int]],
-    spool: Spool,
+    all_packed: Sequence[tuple[bytes, int]],
 ) -> list[str | int | bytes]:
-    """Write the ops of a step as `commit.lua` reads them. Large results are in `spool` afterwards."""
+    """Write the ops of a step as `commit.lua` reads them; `all_packed` are their results, in order."""
     rows: list[str | int | bytes] = []
-    all_packed = pack_results([results[op.run, op.seq] for op in step.ops], spool)
     for op, (packed, ttl_ms) in zip(step.ops, all_packed, strict=True):
         tenant = step.tenant_by_run[op.run]
         has_crashed = (op.run, op.seq) in crashed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import result_keys
@@ -9,7 +10,7 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cotrain_store.spool import Spool
 
@@ -28,17 +29,26 @@ _SPOOLED = {
 _WHOLE = {spooled: whole for whole, spooled in _SPOOLED.items()}
 
 
-def pack_results(results: Sequence[Result], spool: Spool) -> list[tuple[bytes, int]]:
-    """Encode results for Redis, each with its lifetime in ms. Large ones are on disk afterwards."""
+@contextmanager
+def packed_results(
+    results: Sequence[Result], spool: Spool
+) -> Iterator[Sequence[tuple[bytes, int]]]:
+    """Encode results for Redis, each with its lifetime in ms; large ones are on disk afterwards.
+
+    Their files stay for as long as the block takes, which is to store what refers to them.
+    """
     puts = {
         index: spool.put(result.payload)  # all of them share one fsync
         for index, result in enumerate(results)
         if result.kind in _SPOOLED and len(result.payload) > INLINE_LIMIT_BYTES
     }
-    return [
-        _large(result, puts[index].result()) if index in puts else _small(result)
-        for index, result in enumerate(results)
-    ]
+    try:
+        yield [
+            _large(result, puts[index].result()) if index in puts else _small(result)
+            for index, result in enumerate(results)
+        ]
+    finally:
+        spool.settle(put.result() for put in puts.values() if not put.exception())
 
 
 def _small(result: Result) -> tuple[bytes, int]:

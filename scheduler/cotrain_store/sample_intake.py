@@ -87,10 +87,11 @@ class SampleIntake:
         if len(content) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
             answer = await self._accept(sampler, request, _clone(seq), content, "")
         if answer == b"ROOM":
-            ref = await self._capacity.place(content)
-            failpoint("api.before_submit", request)
-            answer = await self._accept(sampler, request, _clone(seq), content, ref)
-            failpoint("api.after_submit", request)
+            with self._capacity.placing() as place:
+                ref = await place(content)
+                failpoint("api.before_submit", request)
+                answer = await self._accept(sampler, request, _clone(seq), content, ref)
+                failpoint("api.after_submit", request)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
             raise refusal(seq)

@@ -17,7 +17,7 @@ from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.results import pack_results
+from cotrain_store.results import packed_results
 from cotrain_store.sample_ends import CANCELLED, lives
 from cotrain_store.samples import decode_sample
 from cotrain_store.usage_fields import sampling_amounts, usage_hour
@@ -136,12 +136,15 @@ class Sampling:
         args: list[str | int | bytes] = [
             self._epoch, json.dumps(counted), *lives(now), usage_hour(now), tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
-        all_packed = pack_results(list(results.values()), self._results)
-        for (request, result), (packed, ttl_ms) in zip(results.items(), all_packed, strict=True):
-            failed = int(result.kind is ResultKind.FAILURE)
-            used = sampling_amounts(request, (usage or {}).get(request), self._base_model)
-            args += [request, packed, ttl_ms, failed, len(result.payload), json.dumps(used)]
-        if self._resolve(script_keys, args) == b"FENCED":
+        with packed_results(list(results.values()), self._results) as all_packed:
+            for (request, result), (packed, ttl_ms) in zip(
+                results.items(), all_packed, strict=True
+            ):
+                failed = int(result.kind is ResultKind.FAILURE)
+                used = sampling_amounts(request, (usage or {}).get(request), self._base_model)
+                args += [request, packed, ttl_ms, failed, len(result.payload), json.dumps(used)]
+            answer = self._resolve(script_keys, args)
+        if answer == b"FENCED":
             raise Fenced
 
     @cached_property

@@ -2,10 +2,15 @@
 
 A record is durable before its reference is handed out. Concurrent writers of one process share one
 fdatasync (group commit): 64 KB bodies go 36 times faster than as Redis values (reliability §2.2).
+
+A writer holds a lock on each segment that it may still add to, or whose references are not accepted yet
+(`Spool.settle`). What is locked is never swept, however old it looks; a process that ends lets go.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
 import queue
@@ -17,6 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import structlog
 from typing_extensions import override
 
 from cotrain_store.errors import SpoolCorrupt
@@ -27,17 +33,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+log = structlog.get_logger()
+
 #: Larger bodies go to the spool, smaller ones beside their op in Redis.
 INLINE_LIMIT_BYTES = 16 * 1024
 SEGMENT_BYTES = 64 * 1024**2
-#: A segment without a reference may be one whose op is just being accepted; not after an hour.
-ORPHAN_AGE_S = 3600.0
-#: A writer never adds to a segment that rested this long: it may be about to be removed.
-REST_S = ORPHAN_AGE_S / 2
-#: Segments of results start so. Nothing counts their references: their records expire in Redis
-#: after two hours, and the segment an hour later.
+#: A writer adds to no segment that rested this long, so that it can be swept.
+REST_S = 300.0
+#: Segments of results start so.
 RESULTS = "results-"
-_RESULT_AGE_S = 3 * 3600.0
+#: How often a batch is written again whose file was removed meanwhile.
+_TRIES = 3
 
 _HEADER = struct.Struct("<4sQ16s")
 _MAGIC = b"CTS1"
@@ -67,6 +73,16 @@ class SpoolRef:
         return cls(match[1], int(match[2]), int(match[3]), match[4])
 
 
+@dataclass
+class _Segment:
+    """A file that is locked as long as it is open; `unsettled` counts references handed out."""
+
+    name: str
+    file: int
+    size: int = 0
+    unsettled: int = 0
+
+
 class Spool:
     """One process's writer, and a reader of every process's segments.
 
@@ -78,19 +94,30 @@ class Spool:
         self._writer = writer
         self._segment_bytes = segment_bytes
         self._waiting: queue.SimpleQueue[tuple[bytes, Future[str]] | None] = queue.SimpleQueue()
-        self._segment: tuple[str, int] | None = None
+        self._segment: _Segment | None = None
+        self._held: dict[str, _Segment] = {}
+        self._holding = threading.Lock()
         self._count = 0
-        self._size = 0
-        self._written_at = 0.0
         make_folder(folder)
         self._thread = threading.Thread(target=self._write_loop, name="spool", daemon=True)
         self._thread.start()
 
     def put(self, payload: bytes) -> Future[str]:
-        """Append a record; the future gives its reference once it is durable."""
+        """Append a record; the future gives its reference once it is durable.
+
+        Its segment stays until the reference is settled, and from then on while something refers to it.
+        """
         durable: Future[str] = Future()
         self._waiting.put((payload, durable))
         return durable
+
+    def settle(self, refs: Iterable[str]) -> None:
+        """Say that references are accepted or given up. Those of other writers are left alone."""
+        with self._holding:
+            for ref in refs:
+                if segment := self._held.get(SpoolRef.parse(ref).segment):
+                    segment.unsettled -= 1
+                    self._let_go(segment)
 
     def read(self, ref: str) -> bytes:
         """Read a record back.
@@ -120,7 +147,7 @@ class Spool:
         self._thread.join()
 
     def _write_loop(self) -> None:
-        while (first := self._waiting.get()) is not _CLOSE:
+        while (first := self._next()) is not _CLOSE:
             batch = [first]
             while not self._waiting.empty():
                 following = self._waiting.get()
@@ -129,79 +156,116 @@ class Spool:
                     break
                 batch.append(following)
             self._write(batch)
-        self._close_segment()
+        self._leave_segment()
+        with self._holding:
+            for segment in self._held.values():
+                os.close(segment.file)
+            self._held.clear()
+
+    def _next(self) -> tuple[bytes, Future[str]] | None:
+        try:
+            return self._waiting.get(timeout=REST_S)
+        except queue.Empty:
+            self._leave_segment()
+            return self._waiting.get()
 
     def _write(self, batch: list[tuple[bytes, Future[str]]]) -> None:
         # A caller that gave up has cancelled its future; from here on none can.
         batch = [put for put in batch if put[1].set_running_or_notify_cancel()]
+        payloads = [payload for payload, _ in batch]
         try:
-            segment, file = self._open_segment()
-            failpoint("spool.before_write")
-            refs = [str(self._append(segment, file, payload)) for payload, _ in batch]
-            failpoint("spool.before_sync", refs)
-            os.fdatasync(file)
-            failpoint("spool.after_sync")
+            refs = self._append_all(payloads)
         except OSError as failed:
-            self._close_segment()  # a half-written tail is never referenced
+            self._leave_segment()  # a half-written tail is never referenced
             for _, durable in batch:
                 durable.set_exception(failed)
             return
         for (_, durable), ref in zip(batch, refs, strict=True):
             durable.set_result(ref)
 
-    def _append(self, segment: str, file: int, payload: bytes) -> SpoolRef:
+    def _append_all(self, payloads: list[bytes]) -> list[str]:
+        """Append records, durable when this returns, to a file that has its name then."""
+        for _ in range(_TRIES):
+            segment = self._open_segment()
+            failpoint("spool.before_write")
+            refs = [str(self._append(segment, payload)) for payload in payloads]
+            failpoint("spool.before_sync", refs)
+            os.fdatasync(segment.file)
+            failpoint("spool.after_sync")
+            if _has_its_name(self.folder / segment.name, segment.file):
+                with self._holding:
+                    segment.unsettled += len(refs)
+                return refs
+            log.error("segment_removed", segment=segment.name)
+            self._leave_segment()
+        raise OSError(errno.ENOENT, "Another process removes the files of the spool")
+
+    def _append(self, segment: _Segment, payload: bytes) -> SpoolRef:
         digest = _digest(payload)
         record = memoryview(_HEADER.pack(_MAGIC, len(payload), digest) + payload)
-        written = os.write(file, record[: len(record) // 2])
+        written = os.write(segment.file, record[: len(record) // 2])
         failpoint("spool.half_written")
         while written < len(record):
-            written += os.write(file, record[written:])
-        ref = SpoolRef(segment, self._size, len(payload), digest.hex())
-        self._size += len(record)
+            written += os.write(segment.file, record[written:])
+        ref = SpoolRef(segment.name, segment.size, len(payload), digest.hex())
+        segment.size += len(record)
         return ref
 
-    def _open_segment(self) -> tuple[str, int]:
-        rested = time.monotonic() - self._written_at > REST_S
-        self._written_at = time.monotonic()
-        if self._segment and self._size < self._segment_bytes and not rested:
+    def _open_segment(self) -> _Segment:
+        if self._segment and self._segment.size < self._segment_bytes:
             return self._segment
-        self._close_segment()
+        self._leave_segment()
         name = f"{self._writer}-{self._count}"
         self._count += 1
-        self._size = 0
         file = os.open(
             self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600
         )
-        self._segment = (name, file)
-        sync_folder(self.folder)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            sync_folder(self.folder)
+        except OSError:
+            os.close(file)
+            raise
+        self._segment = self._held[name] = _Segment(name, file)
         return self._segment
 
-    def _close_segment(self) -> None:
-        if self._segment:
-            _, file = self._segment
-            self._segment = None
-            os.close(file)
+    def _leave_segment(self) -> None:
+        """Add no more to the present segment."""
+        with self._holding:
+            segment, self._segment = self._segment, None
+            if segment:
+                self._let_go(segment)
+
+    def _let_go(self, segment: _Segment) -> None:
+        if segment is not self._segment and segment.unsettled <= 0:
+            del self._held[segment.name]
+            os.close(segment.file)
 
 
-def unreferenced_segments(folder: Path, referenced: Iterable[str], now: float) -> list[Path]:
-    """List the segments that may go: nothing refers to them, and nobody wrote to them for long."""
-    keep = set(referenced)
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if path.name not in keep and now - _written_at(path, now) > _keep_s(path.name)
-    ]
-
-
-def _written_at(segment: Path, now: float) -> float:
+def _has_its_name(path: Path, file: int) -> bool:
     try:
-        return segment.stat().st_mtime
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def unwritten_segments(folder: Path) -> list[Path]:
+    """List the segments that no process holds: they get no new references, ever."""
+    return [path for path in sorted(folder.iterdir()) if not _is_held(path)]
+
+
+def _is_held(segment: Path) -> bool:
+    try:
+        file = os.open(segment, os.O_RDONLY)
     except FileNotFoundError:  # another worker has just removed it
-        return now
-
-
-def _keep_s(segment: str) -> float:
-    return _RESULT_AGE_S if segment.startswith(RESULTS) else ORPHAN_AGE_S
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, or this disk knows no locks, and then it stays
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def new_writer(process: str) -> str:

@@ -124,12 +124,12 @@ class Host:
                 self.nursery.tell("signal", pid=kept.pid, signal=int(signal.SIGKILL))
             await asyncio.wait([kept.task for kept in running if kept.task], timeout=0.1)
 
-    def add_worker(self, name: str, worker_id: str) -> None:
+    def add_worker(self, name: str, worker_id: str, **settings: str) -> None:
         """Start a worker, under a name of the host's own."""
         self._keep(name, "cotrain_workers", self._environment(
             BASE_MODEL=f"{MODEL}={self.folder}", WORKER_ID=worker_id, TORCH_THREADS="1",
             OFFLINE="true", DEVICE="cpu", SNAPSHOT_DEBT_OPS="3", KV_CACHE_TOKENS="4096",
-        ))  # fmt: skip
+        ) | {f"COTRAIN_{key}": value for key, value in settings.items()})  # fmt: skip
         self.workers = (*(one for one in self.workers if one != name), name)
 
     def add_scheduler(self, name: str) -> None:
@@ -188,10 +188,10 @@ class Host:
             await self._end(name, signal.SIGTERM)
 
     async def tidy(self, is_tidy: Callable[[], bool]) -> None:
-        """Let one more worker clear away what is old, until it has or TIDY_S are over; end it."""
+        """Let a worker clear away at once what nothing refers to, until it has or TIDY_S are over; end it."""
         if is_tidy():
             return
-        self.add_worker("sweeper", "sweeper")
+        self.add_worker("sweeper", "sweeper", ORPHAN_AGE_S="0")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TIDY_S):
                 await until(is_tidy, look_every_s=0.05)

@@ -1,13 +1,11 @@
 """Files that nobody refers to (I5): what is written, and who refers to it, looked at from outside.
 
-Files that nobody refers to are kept for hours, since somebody may be about to. Here they are made old, so
-that a worker clears them away at once.
+They are kept for a while, since a process may be about to refer to them. At the end of a trial a worker
+that waits for nothing clears them away at once.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import result_keys, run_keys, weights_keys
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from cotrain_store.connection import SyncConnection
     from cotrain_store.messages.ids import PoolId
 
-#: More than any file is kept for without a reference, by its age alone.
-OLD_S = 24 * 3600.0
 #: Where what lies: how deep below the data folder files, or folders that are one thing, are.
 PLACES = {
     "spool": "*",
@@ -31,13 +27,6 @@ PLACES = {
     "optimizers": "??/*",
     "external": "*",
 }
-
-
-def make_old(folder: Path) -> None:
-    """Date everything back, but large results: those go by their age alone."""
-    then = time.time() - OLD_S
-    for path in _written(folder):
-        os.utime(path, (then, then))
 
 
 def leftovers(folder: Path, store: SyncConnection, pool: PoolId) -> list[str]:

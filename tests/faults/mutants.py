@@ -196,11 +196,23 @@ MUTANTS = {
     "leftovers stay": Mutant(
         [
             Edit(
-                f"{STORE}/spool.py",
-                "        if path.name not in keep and now - _written_at(path, now) > _keep_s(path.name)\n",
-                "        if not path.name\n",
+                f"{WORKERS}/sweep.py",
+                "[path for path in free if path.name not in referenced]",
+                "[]",
             )
         ],
         "killed before a request is logged",
+    ),
+    "sweeps by mtime": Mutant(
+        [
+            Edit(f"{STORE}/spool.py", " if not _is_held(path)]", "]"),
+            Edit(
+                f"{STORE}/ages.py",
+                "        return [path for path, (_, since) in self._since.items() if now - since",
+                "        from time import time\n\n"
+                "        return [path for path, (m, _) in self._since.items() if time() - m[0][2] / 1e9",
+            ),
+        ],
+        "files look two days old",
     ),
 }

@@ -66,8 +66,8 @@ class Synced:
             folder[path.name] = Entry(identity, "f")
 
 
-def compile_shim(target: Path) -> str | None:
-    """Compile the shim to `target`; return why that cannot be done here, or None."""
+def compile_shim(target: Path, source: Path = SOURCE) -> str | None:
+    """Compile a shim to `target`; return why that cannot be done here, or None."""
     compiler = shutil.which("cc")
     if not compiler:
         return "there is no C compiler (cc)"
@@ -80,7 +80,7 @@ def compile_shim(target: Path) -> str | None:
         "-Werror",
         "-o",
         str(target),
-        str(SOURCE),
+        str(source),
     ]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"the shim cannot be compiled: {made.stderr}" if made.returncode else None

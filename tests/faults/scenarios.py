@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.spool import SpoolRef
+from tests.faults.host_clock import age_files
 from tests.faults.traffic import programs, without_samples
 from tests.faults.trial import CROWDED, LIMIT_S, trial
 from tests.support.waiting import until
@@ -95,6 +96,13 @@ async def _power_lost(host: Host) -> None:
     await asyncio.Event().wait()
 
 
+async def _make_old(host: Host) -> None:
+    """Date all files back by two days, again and again."""
+    while True:
+        age_files(host.folder)
+        await asyncio.sleep(POLL_S)
+
+
 async def _tear_copies(host: Host) -> None:
     """Spoil the newest recovery copy of every run, once, after its worker was killed."""
 
@@ -147,5 +155,13 @@ SCENARIOS = {
             "SNAPSHOT_DEBT_OPS": "1000",
         },
         _power_lost,
+    ),
+    "files look two days old": Scenario(
+        {
+            # Long enough for a sweep to look at a body that is written and not accepted.
+            "FAILPOINTS": ",".join(f"api.before_submit=sleep:0.3@{nth}" for nth in range(4, 60, 2)),
+            "ORPHAN_AGE_S": "0.2",
+        },
+        _make_old,
     ),
 }  # fmt: skip

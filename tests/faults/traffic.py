@@ -29,6 +29,8 @@ AGAIN = {408, 429, 500, 502, 503, 504}
 VOCAB = 128
 #: Bodies of this many tokens do not fit beside their op in Redis.
 LONG = 1100
+#: Datums, and tokens in each, whose log-probs do not fit into Redis either.
+LARGE = (12, 400)
 #: Nobody has its key.
 RECIPIENT = "age164q2x3vl64uamwjgl97z2hn8ryqe9l8agdcwzaztf4uwk5vljv4qftk6j7"
 
@@ -67,6 +69,30 @@ def without_samples(drawn: Sequence[Program]) -> list[Program]:
     return [replace(program, samples=0) for program in drawn]
 
 
+def with_large_results(drawn: Sequence[Program]) -> list[Program]:
+    """Let every pass have a body and a result of more than 16 KB."""
+    return [
+        replace(
+            program,
+            parts=[[_enlarged(call) for call in calls] for calls in program.parts],
+            end=[_enlarged(call) for call in program.end],
+        )
+        for program in drawn
+    ]
+
+
+def _enlarged(call: Call) -> Call:
+    name = f"{call.route}_input"
+    if name not in call.body:
+        return call
+    datums, tokens = LARGE
+    data = [
+        _datum((_tokens_of(datum) * (tokens + 1))[: tokens + 1])
+        for datum in call.body[name]["data"]
+    ]
+    return Call(call.route, {name: {**call.body[name], "data": (data * datums)[:datums]}})
+
+
 def _program(draw: random.Random, parts: int) -> Program:
     drawn = []
     for part in range(parts):
@@ -97,15 +123,23 @@ def _pass(draw: random.Random, route: str) -> Call:
     lengths = [LONG // 4] * 4 if draw.random() < 0.15 else [draw.randint(1, 12) for _ in range(2)]
     data = []
     for length in lengths:
-        tokens = [draw.randrange(VOCAB) for _ in range(length + 1)]
-        data.append({
-            "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens[:-1]}]},
-            "loss_fn_inputs": {
-                "target_tokens": {"dtype": "int64", "data": tokens[1:]},
-                "weights": {"dtype": "float32", "data": [1.0] * length},
-            },
-        })  # fmt: skip
+        data.append(_datum([draw.randrange(VOCAB) for _ in range(length + 1)]))
     return Call(route, {f"{route}_input": {"data": data, "loss_fn": "cross_entropy"}})
+
+
+def _datum(tokens: Sequence[int]) -> dict[str, Any]:
+    return {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens[:-1]}]},
+        "loss_fn_inputs": {
+            "target_tokens": {"dtype": "int64", "data": tokens[1:]},
+            "weights": {"dtype": "float32", "data": [1.0] * (len(tokens) - 1)},
+        },
+    }
+
+
+def _tokens_of(datum: Mapping[str, Any]) -> list[int]:
+    (chunk,) = datum["model_input"]["chunks"]
+    return list(chunk["tokens"])
 
 
 def _tokens(body: Mapping[str, Any]) -> int:

@@ -14,7 +14,6 @@ from tests.faults.fairness import turns
 from tests.faults.fencing import accepted_from_replaced
 from tests.faults.host import MODEL, REDIS, Host
 from tests.faults.invariants import Look, Watch, differences, unexpected
-from tests.faults.leftovers import make_old
 from tests.faults.traffic import Player, Refused, client_of
 
 if TYPE_CHECKING:
@@ -112,8 +111,7 @@ async def trial(
 
 
 async def _look(host: Host, played: Sequence[Played], outcome: Outcome) -> None:
-    """Look at a server that was stopped, once what is old has been cleared away."""
-    make_old(host.folder)
+    """Look at a server that was stopped, once what nothing refers to has been cleared away."""
     with host.store() as store:
         look = Look(store, host.folder, MODEL)
         await host.tidy(lambda: not look.leftovers())

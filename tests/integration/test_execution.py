@@ -15,7 +15,7 @@ from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
-from cotrain_store.results import RUN_STOPPED, pack_results
+from cotrain_store.results import RUN_STOPPED, packed_results
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import WORKER
 from tests.support.stack import POOL, pool_record_for_tests
@@ -290,9 +290,9 @@ async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Lo
 
 async def test_a_large_result_goes_to_disk_and_lives_shorter(log: Log) -> None:
     small, large = Result(ResultKind.PASS, b"small"), Result(ResultKind.PASS, LARGE)
-    whole, (packed, ttl_ms) = pack_results([small, large], log.results)
-    assert whole == (small.pack(), result_keys.SMALL_RESULT_TTL_MS)
-    reference = Result.unpack(packed)
+    with packed_results([small, large], log.results) as (whole, (packed, ttl_ms)):
+        assert whole == (small.pack(), result_keys.SMALL_RESULT_TTL_MS)
+        reference = Result.unpack(packed)
     assert (reference.kind, ttl_ms) == (ResultKind.SPOOLED_PASS, result_keys.LARGE_RESULT_TTL_MS)
     assert log.results.read(reference.payload.decode()) == LARGE
 

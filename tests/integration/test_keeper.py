@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.spool import INLINE_LIMIT_BYTES, ORPHAN_AGE_S
+from cotrain_store.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_workers import keeper as keeper_module
 from cotrain_workers.loop import MARGIN_S
 from cotrain_workers.snapshots import write_snapshot
@@ -173,7 +177,7 @@ async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
     assert redis.smembers(fleet_keys.drops(POOL, loop._execution.worker)) == set()
 
 
-async def test_an_old_segment_that_nothing_needs_is_removed(
+async def test_a_segment_that_no_process_holds_and_nothing_needs_is_removed(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
     run = await server.create("a", "a", LORA)
@@ -183,12 +187,49 @@ async def test_an_old_segment_that_nothing_needs_is_removed(
     (needed,) = (tmp_path / "spool").iterdir()
     orphan = tmp_path / "spool" / "api-orphan"
     orphan.write_bytes(b"x")
-    for path in (needed, orphan):
-        os.utime(path, (time.time() - 2 * ORPHAN_AGE_S,) * 2)
-    with worker(empty_redis.url, tmp_path, engine):
+    holder = Spool(tmp_path / "spool", "holder")
+    held = tmp_path / "spool" / SpoolRef.parse(holder.put(b"x").result()).segment
+    with worker(empty_redis.url, tmp_path, engine, orphan_age_s=0.05):
         await server.result(run, request)
         await until(lambda: not orphan.exists())
+        assert held.exists()
+        holder.close()
+        await until(lambda: not held.exists())
     assert needed.exists()
+
+
+async def test_files_that_look_old_and_are_not_wanted_yet_stay(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    run = await server.create("a", "a", LORA)
+    young = [tmp_path / "spool" / "api-orphan", tmp_path / "snapshots" / "ab" / "1-gone-1.tmp"]
+    for path in young:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+        os.utime(path, (0, 0))
+    with worker(empty_redis.url, tmp_path, engine) as loop:
+        await results(server, run, await submit(server, run, 1, 4))
+        assert not loop._keeper._sweep._segments.is_empty
+        assert not loop._keeper._sweep._copies.is_empty
+    assert all(path.exists() for path in young)
+
+
+async def test_a_copy_stays_while_its_worker_may_register_it(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    run = await server.create("a", "a", LORA)
+    folder = tmp_path / "snapshots" / "ab"
+    folder.mkdir(parents=True)
+    living, dead = folder / "1-w9-3.tmp", folder / "1-w9-2.tmp"
+    for path in (living, dead):
+        path.write_bytes(b"x")
+    redis.sadd(fleet_keys.workers(POOL), "w9")
+    beat = WorkerBeat(WorkerId("w9"), 3, "idle", "cpu", 1.0, 0, 0, 0.0)
+    redis.set(fleet_keys.worker(POOL, WorkerId("w9")), json.dumps(asdict(beat)))
+    with worker(empty_redis.url, tmp_path, engine, orphan_age_s=0):
+        await results(server, run, await submit(server, run, 1, 4))
+        await until(lambda: not dead.exists())
+    assert living.exists()
 
 
 async def test_a_copy_that_cannot_be_written_is_tried_again(

@@ -1,17 +1,17 @@
-"""Which files of saved weights go, and when: once they are old and nobody can ask for them."""
+"""Which files of saved weights go, and when: once nothing has referred to them for long."""
 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store.ages import ORPHAN_AGE_S
 from cotrain_store.keys import sample_keys, weights_keys
-from cotrain_store.messages.ids import SamplerId
-from cotrain_workers.checkpoint_files import ORPHAN_AGE_S, base_model_of_adapter
+from cotrain_store.messages.ids import SamplerId, WeightsRef
+from cotrain_workers.checkpoint_files import base_model_of_adapter
 from cotrain_workers.peft_folder import write_folder
 from cotrain_workers.sample_ops import WeightsGone
 from tests.support.saved_files import (
@@ -20,9 +20,9 @@ from tests.support.saved_files import (
     files_in,
     folders,
     layout_of,
-    make_old,
     saved,
     state_of,
+    sweep_files,
     weights_of,
     weights_store,
     written,
@@ -72,10 +72,11 @@ async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
     for seq in (1, 2):
         samples.log.redis.delete(sample_keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
     assert set(store.sweep()) == {gone.ref, shared.ref}
-    store._files.remove_orphans(samples.saved)
+    for folder in folders(tmp_path):
+        os.utime(folder, (0, 0))  # its date tells nothing
+    sweep_files(store, samples)
     assert len(folders(tmp_path)) == 2  # young: another worker may be about to refer to one
-    make_old(tmp_path)
-    store._files.remove_orphans(samples.saved)
+    sweep_files(store, samples, ORPHAN_AGE_S + 1)
     assert folders(tmp_path) == [store.path(kept.ref)]
 
 
@@ -85,23 +86,30 @@ async def test_folders_of_other_base_models_are_their_own_workers_business(
     store = weights_store(samples, tmp_path)
     for base_model in (MODEL, "another"):
         write_folder(tmp_path / "weights", weights_of(1.0).weights, layout_of(SPEC), base_model)
-    make_old(tmp_path)
-    store._files.remove_orphans(samples.saved)
+    sweep_files(store, samples)
+    sweep_files(store, samples, ORPHAN_AGE_S + 1)
     (left,) = folders(tmp_path)
     assert base_model_of_adapter(left) == "another"
 
 
-async def test_a_folder_that_is_found_there_is_young_again(
-    samples: Samples, tmp_path: Path
-) -> None:
+async def test_files_that_are_found_there_are_young_again(samples: Samples, tmp_path: Path) -> None:
     run = await samples.log.new_run()
-    store = weights_store(samples, tmp_path)
-    for seq in (1, 2):
-        store.put(await saved(samples, run, seq, sampler=seq), weights_of(1.0))
-        written(store)
-        (folder,) = folders(tmp_path)
-        assert time.time() - folder.stat().st_mtime < ORPHAN_AGE_S
-        os.utime(folder, (0, 0))
+    store, other = (weights_store(samples, tmp_path) for _ in range(2))
+    other._files.write(WeightsRef("dead:1"), state_of(1.0), layout_of(SPEC))
+    sweep_files(other, samples)
+    record = await saved(samples, run, 1, name="x", kind="weights")
+    store.put(record, state_of(1.0))
+    for owed in store._owed.values():
+        owed.writing and owed.writing.result(60)  # written, and not known yet
+    left = files_in(tmp_path)
+    sweep_files(other, samples, ORPHAN_AGE_S + 1)
+    assert files_in(tmp_path) == left
+    sweep_files(other, samples, 2 * (ORPHAN_AGE_S + 1))
+    assert files_in(tmp_path) == set()  # Redis was away for long
+    store._note_written()  # notices, and writes again
+    written(store)
+    assert files_in(tmp_path) == left
+    assert not store._owed
 
 
 async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
@@ -124,8 +132,7 @@ async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
     samples.log.redis.delete(weights_keys.checkpoint(run.id, "external_weights", "n2"))
     assert store.sweep() == [f"{run.id}:2"]
     everything = files_in(tmp_path)
-    store._files.remove_orphans(samples.saved)
+    sweep_files(store, samples)
     assert files_in(tmp_path) == everything  # young
-    make_old(tmp_path)
-    store._files.remove_orphans(samples.saved)
+    sweep_files(store, samples, ORPHAN_AGE_S + 1)
     assert files_in(tmp_path) == kept

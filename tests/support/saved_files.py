@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,11 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyrage
 import torch
 
-from cotrain_workers.checkpoint_files import (
-    ORPHAN_AGE_S,
-    CheckpointFiles,
-    Saved,
-)
+from cotrain_workers.checkpoint_files import CheckpointFiles, Saved
 from cotrain_workers.ops import HostOptimizer
 from cotrain_workers.sample_ops import HostWeights
 from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
@@ -75,10 +70,9 @@ def written(store: WeightsStore) -> None:
     store._note_written()
 
 
-def make_old(tmp_path: Path) -> None:
-    long_ago = time.time() - 2 * ORPHAN_AGE_S
-    for path in tmp_path.glob("[weo]*/**/*"):
-        os.utime(path, (long_ago, long_ago))
+def sweep_files(store: WeightsStore, samples: Samples, after_s: float = 0.0) -> None:
+    """Let a store look for files to remove, so long after now."""
+    store._files.remove_orphans(samples.saved, store._unwanted, time.monotonic() + after_s)
 
 
 def files_in(tmp_path: Path) -> set[str]:

@@ -79,6 +79,7 @@ def enter_pool(
         engine.layout_of,
         settings.weights_memory_bytes,
         settings.owed_memory_bytes,
+        settings.orphan_age_s,
     )
     sampler = SamplingService(
         decoder,

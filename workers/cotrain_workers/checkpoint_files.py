@@ -7,25 +7,30 @@ workers, is harmless. Workers of all pools share the folders; each tidies up beh
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
 
 from cotrain_store.files import make_folder
+from cotrain_store.messages.weights import external_folder
 from cotrain_workers.external_files import base_model_of_files, remove_external, write_external
-from cotrain_workers.optimizer_file import base_model_of_state, read_optimizer, write_optimizer
+from cotrain_workers.optimizer_file import (
+    base_model_of_state,
+    file_of,
+    read_optimizer,
+    write_optimizer,
+)
 from cotrain_workers.peft_folder import CONFIG, folder_of, read_folder, remove_folder, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from cotrain_store.ages import Unwanted
     from cotrain_store.messages.ids import WeightsRef
     from cotrain_store.saved_weights import SavedWeights
     from cotrain_workers.ops import HostOptimizer
@@ -34,9 +39,6 @@ if TYPE_CHECKING:
     from cotrain_workers.spec import Layout
 
 log = structlog.get_logger()
-
-#: A file that nothing refers to may be one that another worker is about to refer to; not after that.
-ORPHAN_AGE_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class CheckpointFiles:
     def write(self, ref: WeightsRef, saved: Saved, layout: Layout) -> WrittenFiles:
         """Write all a save owes, durable when this returns; raises OSError. Twice is harmless."""
         adapter = write_folder(self.adapters, saved.weights, layout, self.base_model)
-        os.utime(adapter.path)  # young, also if it was found there
+        os.utime(adapter.path)  # another worker may have seen it unwanted, if it was found there
         size, optimizer_digest = adapter.size, ""
         if saved.optimizer:
             written = write_optimizer(self.optimizers, saved.optimizer, self.base_model)
@@ -89,6 +91,23 @@ class CheckpointFiles:
                 self.external, ref, adapter.path, saved.recipients, self.base_model
             )
         return WrittenFiles(adapter.digest, size, optimizer_digest)
+
+    def confirm(self, ref: WeightsRef, saved: Saved, written: WrittenFiles) -> bool:
+        """Touch all files of a save, which is about to be known; False when one is gone.
+
+        There may have been a long while since they were written, if Redis was away.
+        """
+        paths = [self.adapter(written.digest)]
+        if written.optimizer_digest:
+            paths.append(file_of(self.optimizers, written.optimizer_digest))
+        if saved.recipients:
+            paths.append(self.external / external_folder(ref))
+        try:
+            for path in paths:
+                os.utime(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def adapter(self, digest: str) -> Path:
         """Name the folder of an adapter."""
@@ -102,41 +121,46 @@ class CheckpointFiles:
         """Read an optimizer state; raises OptimizerUnreadable, OSError."""
         return read_optimizer(self.optimizers, digest, layout_of)
 
-    def remove_orphans(self, saved: SavedWeights) -> None:
+    def remove_orphans(self, saved: SavedWeights, unwanted: Unwanted, now: float) -> None:
         """Delete the files of forgotten weights, and what dead processes left half done.
 
-        Another worker may just be about to refer to a file that it found there, so only old ones go:
-        whoever writes or finds one makes it young.
+        Another worker may just be about to refer to a file that it found there, so only what was
+        `unwanted` for long goes: a process that writes or finds one touches it.
         """
-        for path in self._old(self.adapters, "??/*", base_model_of_adapter, saved.knows):
-            remove_folder(self.adapters, path.name)
-        for path in self._old(
-            self.optimizers,
-            "??/*",
-            base_model_of_state,
-            lambda name: saved.knows_optimizer(name),
-        ):
-            path.unlink(missing_ok=True)
-        for path in self._old(self.external, "*", base_model_of_files, saved.knows_external):
-            remove_external(path)
+        of_adapters = self._orphans(self.adapters, "??/*", base_model_of_adapter, saved.knows)
+        of_states = self._orphans(
+            self.optimizers, "??/*", base_model_of_state, saved.knows_optimizer
+        )
+        of_external = self._orphans(self.external, "*", base_model_of_files, saved.knows_external)
+        for path in unwanted.old((*of_adapters, *of_states, *of_external), now):
+            log.info("files_removed", folder=str(path.relative_to(self.adapters.parent)))
+            self._remove(path)
 
-    def _old(
+    def _remove(self, path: Path) -> None:
+        if path.name.startswith("."):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(
+                missing_ok=True
+            )
+        elif path.is_relative_to(self.adapters):
+            remove_folder(self.adapters, path.name)
+        elif path.is_relative_to(self.external):
+            remove_external(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def _orphans(
         self,
         root: Path,
         pattern: str,
         base_model_of: Callable[[Path], str | None],
         is_known: Callable[[str], bool],
     ) -> Iterator[Path]:
-        """Yield what is old and of this base model and nobody knows; delete what is unfinished."""
+        """Yield what is unfinished, and what is of this base model and nothing refers to."""
         for path in sorted(root.glob(pattern)):
-            with contextlib.suppress(FileNotFoundError):  # another worker was faster
-                if time.time() - path.stat().st_mtime <= ORPHAN_AGE_S:
-                    continue
-                if path.name.startswith("."):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-                elif base_model_of(path) == self.base_model and not is_known(path.stem):
-                    log.info("files_removed", folder=root.name, name=path.stem)
-                    yield path
+            if path.name.startswith(".") or (
+                base_model_of(path) == self.base_model and not is_known(path.stem)
+            ):
+                yield path
 
 
 def base_model_of_adapter(folder: Path) -> str | None:

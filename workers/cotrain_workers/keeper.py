@@ -17,11 +17,11 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.files import make_folder
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.spool import ORPHAN_AGE_S, unreferenced_segments
 from cotrain_workers.debt import Debt, may_leave, needs_snapshot
 from cotrain_workers.recovery import has_other_numerics, restore
 from cotrain_workers.rollback import roll_back
-from cotrain_workers.snapshots import Snapshot, orphans, remove_snapshots, write_snapshot
+from cotrain_workers.snapshots import Snapshot, remove_snapshots, write_snapshot
+from cotrain_workers.sweep import Sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: The spool is looked over for leftovers this often, the snapshots once per ORPHAN_AGE_S.
-SWEEP_S = 60.0
 #: Copies in host memory that wait for the disk, at most.
 COPIES_AT_ONCE = 4
 
@@ -62,7 +60,7 @@ class Keeper:
         self._debts: dict[RunId, Debt] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._swept_at = self._orphans_at = -math.inf
+        self._sweep = Sweep(execution, settings)
         make_folder(settings.snapshots_dir)
 
     @property
@@ -153,9 +151,7 @@ class Keeper:
                 self.forget_state(run)
                 remove_snapshots(self._settings.snapshots_dir, run)
                 log.info("run_dropped", run=run)
-        if now - self._swept_at > SWEEP_S:
-            self._swept_at = now
-            self._sweep(now)
+        self._sweep.tend(now, self._writing)
 
     def drain(self, deadline_s: float) -> None:
         """Copy out every run that changed, so that the next start has nothing to replay."""
@@ -238,18 +234,6 @@ class Keeper:
         if position:
             keep = frozenset({position.snapshot_file, position.older_file})
             remove_snapshots(self._settings.snapshots_dir, run, keep)
-
-    def _sweep(self, now: float) -> None:
-        host_now = time.time()  # what the ages of files are told by
-        referenced = self._execution.referenced_segments()
-        for path in unreferenced_segments(self._settings.spool_dir, referenced, host_now):
-            path.unlink(missing_ok=True)
-        if now - self._orphans_at > ORPHAN_AGE_S:
-            self._orphans_at = now
-            bases = self._execution.logs.bases
-            for path in orphans(self._settings.snapshots_dir, bases, host_now):
-                path.unlink(missing_ok=True)
-                log.info("snapshot_removed", file=path.name)
 
 
 def _write(

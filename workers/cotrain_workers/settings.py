@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from cotrain_store.ages import ORPHAN_AGE_S
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.settings import StoreSettings
 
@@ -55,6 +56,8 @@ class WorkerSettings(StoreSettings):
     """Take a recovery copy of a run that changed and then rested this long."""
     evict_idle_s: float = Field(default=1800.0, gt=0)
     """Drop a run that rested this long from memory; its next request brings it back."""
+    orphan_age_s: float = Field(default=ORPHAN_AGE_S, ge=0)
+    """Remove a file once this process has seen for so long that nothing refers to it."""
     record_cycles: int = Field(default=0, ge=0)
     """Keep the last so many cycles whole, to run them again with `cotrain replay`; 0 records none."""
     stop_grace_s: float = Field(default=60.0, gt=0)

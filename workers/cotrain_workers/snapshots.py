@@ -17,7 +17,6 @@ from safetensors.torch import load, save
 from cotrain_store.failpoints import failpoint, write_past
 from cotrain_store.files import passes, sync_folder
 from cotrain_store.messages.ids import RunId
-from cotrain_store.spool import ORPHAN_AGE_S
 from cotrain_workers.bank import AdapterState
 from cotrain_workers.spec import AdapterSpec
 
@@ -48,7 +47,7 @@ def write_snapshot(
 ) -> Snapshot:
     """Write a run's state as of `seq`, durable under its final name when this returns."""
     content = encode_snapshot(run, seq, numerics_id, state)
-    name = f"{_run_folder(run)}/{seq}-{writer}.safetensors"
+    name = f"{run_folder(run)}/{seq}-{writer}.safetensors"
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_suffix(TEMPORARY)
@@ -114,21 +113,25 @@ def decode_snapshot(content: bytes) -> tuple[Mapping[str, str], AdapterState]:
 
 def remove_snapshots(folder: Path, run: str, keep: frozenset[str] = frozenset()) -> None:
     """Delete a run's files except those in `keep`. Twice is harmless."""
-    for path in (folder / _run_folder(run)).glob("*"):
+    for path in (folder / run_folder(run)).glob("*"):
         if f"{path.parent.name}/{path.name}" not in keep:
             path.unlink(missing_ok=True)
 
 
-def orphans(folder: Path, bases: Callable[[RunId], frozenset[str]], now: float) -> list[Path]:
+def orphans(
+    folder: Path,
+    bases: Callable[[RunId], frozenset[str]],
+    is_at_work: Callable[[str, str], bool],
+) -> list[Path]:
     """List the files that may go: what a dead process left half written, and what no log goes on from.
 
-    Only old ones: a file is there before it is registered, and one may be about to be. `bases` names a
-    run's registered files. A damaged file names no run, and stays.
+    A file is there before it is registered: `is_at_work` tells, of a run's folder and a writer, whether
+    one may be about to be. `bases` names a run's registered files. A damaged file names no run, and stays.
     """
     return [
         path
         for path in sorted(folder.glob("*/*"))
-        if now - _written_at(path, now) > ORPHAN_AGE_S
+        if not is_at_work(path.parent.name, path.stem.partition("-")[2])
         and (path.suffix == TEMPORARY or _is_orphan(path, bases))
     ]
 
@@ -143,18 +146,12 @@ def _is_orphan(path: Path, bases: Callable[[RunId], frozenset[str]]) -> bool:
     return f"{path.parent.name}/{path.name}" not in bases(RunId(run))
 
 
-def _written_at(path: Path, now: float) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # another worker has just removed it
-        return now
-
-
 def _header(content: bytes) -> dict[str, str]:
     length = int.from_bytes(content[:8], "little")
     metadata: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
     return metadata
 
 
-def _run_folder(run: str) -> str:
+def run_folder(run: str) -> str:
+    """Name the folder of a run's files."""
     return hashlib.sha256(run.encode()).hexdigest()[:32]

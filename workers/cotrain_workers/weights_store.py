@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_store.ages import ORPHAN_AGE_S, Unwanted
 from cotrain_store.failpoints import failpoint
-from cotrain_workers.checkpoint_files import ORPHAN_AGE_S
 from cotrain_workers.optimizer_file import OptimizerUnreadable
 from cotrain_workers.peft_folder import FolderUnreadable
 from cotrain_workers.sample_ops import WeightsGone
@@ -42,8 +42,9 @@ log = structlog.get_logger()
 RETRY_S = 5.0
 #: What a dead worker owed, whose heir this one may be, is looked for this often.
 RECALL_S = 2.0
-#: Weights that nobody uses any more are looked for this often, their files once per ORPHAN_AGE_S.
+#: Weights that nobody uses any more are looked for this often, their files less: each is opened.
 SWEEP_S = 60.0
+LOOK_S = 3600.0
 #: What a named save resolves to that cannot be made again.
 LOST = "The checkpoint was lost before it was on disk, and its run cannot be replayed; save again."
 
@@ -69,10 +70,12 @@ class WeightsStore:
         layout_of: LayoutOf,
         memory_bytes: int,
         owed_bytes: int,
+        orphan_age_s: float = ORPHAN_AGE_S,
     ) -> None:
         """`memory_bytes` is for weights that are on disk too, `owed_bytes` for what is not.
 
         What is owed stays, anyway; above its limit there is no room for more (`has_room_for`).
+        Files go once they have been unwanted for `orphan_age_s`.
         """
         self._saved = saved
         self._files = files
@@ -83,6 +86,8 @@ class WeightsStore:
         self._given_up: set[WeightsRef] = set()
         self._recent: OrderedDict[WeightsRef, HostWeights] = OrderedDict()
         self._digests: dict[WeightsRef, str] = {}
+        self._orphan_age_s = orphan_age_s
+        self._unwanted = Unwanted(orphan_age_s)
         self._recall_at = self._sweep_at = self._orphans_at = 0.0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.recall()
@@ -212,8 +217,8 @@ class WeightsStore:
         self._note_written()
         now = time.monotonic()
         if now >= self._orphans_at:
-            self._orphans_at = now + ORPHAN_AGE_S
-            self._files.remove_orphans(self._saved)
+            self._files.remove_orphans(self._saved, self._unwanted, now)
+            self._orphans_at = now + (LOOK_S if self._unwanted.is_empty else self._orphan_age_s)
         if now >= self._recall_at:
             self._recall_at = now + RECALL_S
             self.recall()
@@ -262,6 +267,11 @@ class WeightsStore:
             log.error("weights_not_written", weights=ref, reason=str(failed))
             owed.writing, owed.retry_at = None, time.monotonic() + RETRY_S
             return
+        assert owed.saved is not None
+        if not self._files.confirm(ref, owed.saved, written):
+            log.error("weights_removed", weights=ref)
+            self._write(owed)
+            return
         failpoint("weights.before_stored", ref)
         is_wanted = self._saved.stored(ref, written.digest, written.size, written.optimizer_digest)
         failpoint("weights.stored", ref)
@@ -269,7 +279,6 @@ class WeightsStore:
         if not is_wanted:
             return  # forgotten, or their commit found that their name was in use
         self._digests[ref] = written.digest
-        assert owed.saved is not None
         self._remember(ref, owed.saved.weights)
         log.info("weights_stored", weights=ref, digest=written.digest, size=written.size)
 

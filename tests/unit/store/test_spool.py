@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,18 +15,16 @@ from hypothesis import strategies as st
 
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.spool import (
-    ORPHAN_AGE_S,
-    REST_S,
     RESULTS,
     Spool,
     SpoolRef,
     new_writer,
-    unreferenced_segments,
+    unwritten_segments,
 )
+from tests.support.processes import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 #: Nothing in here takes a second; a hang fails instead of hanging.
 PATIENCE_S = 120
@@ -90,15 +91,6 @@ def test_a_full_segment_is_followed_by_a_new_one(tmp_path: Path) -> None:
     assert [SpoolRef.parse(ref).segment for ref in refs] == ["w-0", "w-0", "w-1", "w-1", "w-2"]
     assert all(spool.read(ref) == b"x" * 600 for ref in refs)
     spool.close()
-
-
-def test_a_segment_that_rested_is_never_added_to(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert SpoolRef.parse(put(spool, b"x")).segment == "w-0"
-    later = time.monotonic() + REST_S + 1
-    monkeypatch.setattr("cotrain_store.spool.time.monotonic", lambda: later)
-    assert SpoolRef.parse(put(spool, b"x")).segment == "w-1"
 
 
 def test_segments_are_readable_by_their_owner_only(spool: Spool) -> None:
@@ -257,24 +249,103 @@ def test_closing_finishes_what_waits(tmp_path: Path) -> None:
     assert [spool.read(durable.result(0)) for durable in waiting] == [b"%d" % n for n in range(20)]
 
 
-def test_segments_go_when_nothing_refers_to_them_and_nobody_writes_to_them(tmp_path: Path) -> None:
-    now = time.time()
-    ages = {
-        "api-young": ORPHAN_AGE_S - 60,
-        "api-old": ORPHAN_AGE_S + 60,
-        "api-needed": 10 * ORPHAN_AGE_S,
-        RESULTS + "w-read": 2 * ORPHAN_AGE_S + 60,
-        RESULTS + "w-expired": 3 * ORPHAN_AGE_S + 60,
-    }
-    for name, age in ages.items():
-        (tmp_path / name).write_bytes(b"")
-        os.utime(tmp_path / name, (now - age, now - age))
-    gone = unreferenced_segments(tmp_path, ["api-needed"], now)
-    assert [path.name for path in gone] == ["api-old", RESULTS + "w-expired"]
+def free(folder: Path) -> list[str]:
+    return [path.name for path in unwritten_segments(folder)]
 
 
-def test_a_segment_that_another_worker_removes_meanwhile_is_nobodys_business(
+def test_a_segment_is_held_while_it_is_written_and_until_its_references_are_settled(
     tmp_path: Path,
 ) -> None:
+    spool = Spool(tmp_path, "w", segment_bytes=100)
+    first, second = put(spool, b"x" * 60), put(spool, b"y" * 60)
+    full = put(spool, b"z")  # in the next segment
+    assert free(tmp_path) == []
+    spool.settle([first])
+    assert free(tmp_path) == []
+    spool.settle([second])
+    assert free(tmp_path) == ["w-0"]
+    spool.settle([full])
+    assert free(tmp_path) == ["w-0"]  # the other one is still written to
+    spool.close()
+    assert free(tmp_path) == ["w-0", "w-1"]
+
+
+def test_a_process_that_is_killed_holds_nothing(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\n"
+        "from cotrain_store.spool import Spool\n"
+        "Spool(pathlib.Path(sys.argv[1]), 'w').put(b'x').result()\n"
+        "print('written', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_of({}),
+    ) as process:  # fmt: skip
+        assert process.stdout
+        assert process.stdout.readline() == b"written\n"
+        assert free(tmp_path) == []
+        process.kill()
+        process.wait(PATIENCE_S)
+    assert free(tmp_path) == ["w-0"]
+
+
+def test_a_segment_that_rests_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotrain_store.spool.REST_S", 0.01)
+    spool = Spool(tmp_path, "w")
+    spool.settle([put(spool, b"x")])
+    while free(tmp_path) == []:
+        time.sleep(0.01)
+    assert SpoolRef.parse(put(spool, b"y")).segment == "w-1"
+    spool.close()
+
+
+def test_a_writer_notices_that_its_file_is_gone_and_writes_again(spool: Spool) -> None:
+    put(spool, b"lost")
+    (spool.folder / "w-0").unlink()
+    assert spool.read(put(spool, b"after")) == b"after"
+
+
+def test_a_writer_notices_that_its_file_was_replaced(spool: Spool) -> None:
+    put(spool, b"lost")
+    (spool.folder / "w-0").unlink()
+    (spool.folder / "w-0").write_bytes(b"another")
+    assert spool.read(put(spool, b"after")) == b"after"
+
+
+def test_a_file_that_is_removed_again_and_again_fails_the_put(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(file: int) -> None:
+        Path(f"/proc/self/fd/{file}").readlink().unlink()
+
+    with monkeypatch.context() as removed:
+        removed.setattr("cotrain_store.spool.os.fdatasync", remove)
+        with pytest.raises(OSError, match="removes the files of the spool"):
+            put(spool, b"lost")
+    assert spool.read(put(spool, b"after")) == b"after"
+
+
+def test_a_reference_of_another_writer_is_settled_by_that_one(tmp_path: Path) -> None:
+    spools = Spool(tmp_path, "a"), Spool(tmp_path, "b")
+    ref = put(spools[0], b"x")
+    spools[1].settle([ref])
+    spools[0].close()
+    spools[1].close()
+
+
+def test_a_disk_without_locks_keeps_all_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old").write_bytes(b"")
+
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("cotrain_store.spool.fcntl.flock", unknown)
+    assert free(tmp_path) == []
+
+
+def test_a_segment_that_another_worker_removes_meanwhile_is_not_listed(tmp_path: Path) -> None:
     (tmp_path / "api-old").symlink_to(tmp_path / "removed")
-    assert unreferenced_segments(tmp_path, [], time.time() + 10 * ORPHAN_AGE_S) == []
+    assert free(tmp_path) == []

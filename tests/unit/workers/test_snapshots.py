@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cotrain_store.spool import ORPHAN_AGE_S
 from cotrain_workers.bank import AdapterState
 from cotrain_workers.snapshots import (
     Snapshot,
@@ -15,6 +14,7 @@ from cotrain_workers.snapshots import (
     orphans,
     read_snapshot,
     remove_snapshots,
+    run_folder,
     write_snapshot,
 )
 from cotrain_workers.spec import AdapterSpec
@@ -128,18 +128,30 @@ def test_equal_digests_mean_equal_everything() -> None:
     assert len({state.digest(), *(other.digest() for other in others)}) == 1 + len(others)
 
 
-def test_only_old_files_that_no_log_goes_on_from_are_orphans(tmp_path: Path) -> None:
+def test_only_files_that_no_log_goes_on_from_are_orphans(tmp_path: Path) -> None:
     kept, gone = (written(tmp_path, a_state(), seq=seq).file for seq in (1, 2))
-    torn, half, new = ((tmp_path / gone).with_name(name) for name in ("t.x", "h.tmp", "n.tmp"))
-    for path in (torn, half, new):
+    damaged, half = ((tmp_path / gone).with_name(name) for name in ("3-x-1.x", "4-x-1.tmp"))
+    for path in (damaged, half):
         path.write_bytes(b"torn")
-    now = (tmp_path / kept).stat().st_mtime + 2 * ORPHAN_AGE_S
-    os.utime(new, (now, now))
 
-    found = orphans(tmp_path, lambda run: frozenset({kept} if run == RUN else ()), now)
+    found = orphans(tmp_path, lambda run: frozenset({kept} if run == RUN else ()), lambda *_: False)
 
     assert found == sorted([tmp_path / gone, half])
-    assert orphans(tmp_path, lambda run: frozenset(), now - 2 * ORPHAN_AGE_S) == []
+
+
+def test_what_a_worker_may_be_about_to_register_is_no_orphan(tmp_path: Path) -> None:
+    path = tmp_path / written(tmp_path, a_state(), seq=1).file
+    half = path.with_name("2-gpu-1.example.com-7.tmp")
+    half.write_bytes(b"torn")
+    asked = []
+
+    def is_at_work(folder: str, writer: str) -> bool:
+        asked.append((folder, writer))
+        return writer == "gpu-1.example.com-7"
+
+    found = orphans(tmp_path, lambda _: frozenset(), is_at_work)
+    assert found == [path]
+    assert (run_folder(RUN), "gpu-1.example.com-7") in asked
 
 
 def test_a_process_without_descriptors_does_not_take_a_copy_for_lost(
