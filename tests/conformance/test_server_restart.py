@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from cotrain import AdamParams, Datum, ModelInput, ServiceClient
+import pytest
+
+from cotrain import AdamParams, Datum, ModelInput, RequestFailed, ServiceClient
 from tests.conformance.running import KEYS
 from tests.support.ports import free_port
 from tests.support.serving import Serving
@@ -16,8 +19,6 @@ from tests.support.tiny_models import build_tiny_qwen3
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    import pytest
 
 STEPS = 12
 KILLED_AFTER = 4
@@ -78,3 +79,28 @@ def test_a_training_loop_outlives_every_process_of_its_server(
             assert disturbed.result(PATIENCE_S) == undisturbed
     assert len(undisturbed) == STEPS + 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_large_pass_that_fails_over_a_dead_server_leaves_the_gradient_before_it(
+    tmp_path: Path,
+) -> None:
+    model = str(build_tiny_qwen3(tmp_path / "tiny"))
+    options = [f"--port={free_port()}"]
+    large = [each for step in range(500) for each in batch(step)]
+    inputs = {"target_tokens": [1, 2], "weights": [3e38, 3e38]}  # a loss beyond float32
+    large[1300] = Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
+    with Serving(tmp_path / "data", [model], KEYS, options) as serving:
+        service = ServiceClient(serving.address, KEYS[0])
+        runs = [service.create_lora_training_client(model, rank=4, seed=3) for _ in range(2)]
+        for run in runs:
+            run.forward_backward(batch(0), "cross_entropy").result()
+        failing = runs[0].forward_backward(large, "cross_entropy")
+        asyncio.run(failing.accepted_async())
+        serving.kill()
+    with Serving(tmp_path / "data", [model], KEYS, options), service:
+        with pytest.raises(RequestFailed, match="Loss is not finite"):
+            failing.result(PATIENCE_S)
+        left, undisturbed = (run.optim_step().result(PATIENCE_S).metrics for run in runs)
+        assert left is not None
+        assert undisturbed is not None
+        assert left["grad_norm"] == undisturbed["grad_norm"] > 0
