@@ -15,7 +15,8 @@ from cotrain_scheduler.settings import SchedulerSettings
 from cotrain_store.connection import check_store, open_connection
 from cotrain_store.dispatch import Dispatch
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
-from cotrain_store.logs import configure_logs
+from cotrain_store.logs import start_logs
+from cotrain_store.refusal import read_settings, refuse
 
 log = structlog.get_logger()
 
@@ -40,13 +41,13 @@ async def serve(settings: SchedulerSettings) -> int:
 
 def main() -> None:
     """Start the process."""
-    settings = SchedulerSettings()
-    configure_logs("scheduler", settings.log_level)
+    start_logs("scheduler")
+    settings = read_settings(SchedulerSettings)
+    start_logs("scheduler", settings.log_level)
     try:
         sys.exit(asyncio.run(serve(settings)))
     except UnsafeRedis as unsafe:
-        log.error("redis_refused", reason=str(unsafe))  # the reason says it all
-        sys.exit(2)
+        refuse("redis_refused", str(unsafe))
     except StoreUnavailable:
         log.error("redis_away")  # whoever started this process starts it again
         sys.exit(1)

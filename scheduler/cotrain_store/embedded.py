@@ -72,7 +72,7 @@ def redis_command(binary: Path, folder: Path, socket: Path, maxmemory: str = "2g
         "auto-aof-rewrite-min-size": "64mb",
         "timeout": "0",
         "maxclients": "1000",
-        "logfile": str(folder / "redis.log"),
+        "logfile": "",  # to its output
         "daemonize": "no",
     }
     return [str(binary), *(part for name, value in flags.items() for part in (f"--{name}", value))]

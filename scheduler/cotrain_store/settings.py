@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path  # pydantic reads the annotation at run time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import BeforeValidator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 PREFIX = "COTRAIN_"
+
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error", "critical"],
+    BeforeValidator(lambda given: given.lower() if isinstance(given, str) else given),
+]
 
 
 class StoreSettings(BaseSettings):
@@ -25,7 +31,7 @@ class StoreSettings(BaseSettings):
     """Spool, snapshots, logs and, when embedded, Redis itself. One per server."""
     accept_data_loss: bool = False
     """Start even on a Redis that could lose acknowledged writes."""
-    log_level: str = "info"
+    log_level: LogLevel = "info"
     disk_reserve_bytes: int = 2 * 1024**3
     """Below this much free disk new work is refused, so that accepted work can always finish."""
 

@@ -18,7 +18,8 @@ from cotrain_server.settings import ServerSettings
 from cotrain_server.variables import unknown_variables
 from cotrain_store.connection import check_store_sync, open_sync_connection
 from cotrain_store.errors import InvalidKey, StoreUnavailable, UnsafeRedis
-from cotrain_store.logs import configure_logs
+from cotrain_store.logs import start_logs
+from cotrain_store.refusal import read_settings, refuse
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -52,21 +53,21 @@ class DrainingServer(uvicorn.Server):
 
 
 def main() -> None:
-    """Start the process; exit status 2 for a store that is refused, 3 for one that is not there."""
+    """Start the process; exit status 2 for settings or a store that are refused, 3 for no store."""
+    start_logs("api")
     misspelt = unknown_variables()
     if misspelt:
-        sys.exit(f"Unknown settings: {', '.join(misspelt)}.")
-    settings = ServerSettings()
+        refuse("settings_refused", f"Unknown settings: {', '.join(misspelt)}.")
+    settings = read_settings(ServerSettings)
+    start_logs("api", settings.log_level)
     try:
         _ = settings.chosen_keys
     except (InvalidKey, OSError) as error:
-        sys.exit(f"COTRAIN_API_KEYS or COTRAIN_API_KEYS_FILE: {error}")
-    configure_logs("api", settings.log_level)
+        refuse("settings_refused", f"COTRAIN_API_KEYS or COTRAIN_API_KEYS_FILE: {error}")
     try:  # before uvicorn, which would show the operator where in our code it happened
         _check_store(settings)
     except UnsafeRedis as unsafe:
-        log.error("redis_refused", reason=str(unsafe))  # the reason says it all
-        sys.exit(2)
+        refuse("redis_refused", str(unsafe))
     except StoreUnavailable:
         log.error("redis_away")  # whoever started this process starts it again
         sys.exit(3)
@@ -101,7 +102,7 @@ def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
         ws="none",
         lifespan="on",
         access_log=False,
-        log_level="warning",
+        log_config=None,  # its lines go the way of all others (`start_logs`)
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
         server_header=False,

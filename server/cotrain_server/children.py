@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotrain_server.restarts import Deaths
+from cotrain_store.refusal import EXIT_CODE, last_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 TETHER = Path(__file__).with_name("tether.py")
 #: A process that crashed again and again is taken for healthy once it has lived this long.
 HEALED_AFTER_S = 20.0
+LINES = Path(__file__).with_name("loglines.py")
+#: What a process wrote last is in its log by then, unless something that it started lives on.
+LAST_LINES_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -47,23 +51,34 @@ class Child:
     say: Callable[[str], None]
     report_trouble: Callable[[str, str | None], None]
     """Called with the name and what is wrong, or None when it is well again."""
+    give_up: Callable[[str], bool] = lambda reason: False
+    """Called with why it refused to start, if it did; True ends the keeping."""
     deaths: Deaths = field(default_factory=Deaths)
     _process: asyncio.subprocess.Process | None = None
+    _logged: set[asyncio.Task[int]] = field(default_factory=set)
+    """Done when all that a start of it printed is in its log."""
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def keep(self) -> None:
         """Run the program until `stop`."""
+        try:
+            await self._keep()
+        finally:
+            await self._all_logged()
+
+    async def _keep(self) -> None:
         name = self.program.name
         while not self._stopping.is_set():
-            ended = await self._run_once()
-            if self._stopping.is_set():
+            ended, refusal = await self._run_once()
+            if self._stopping.is_set() or (refusal and self.give_up(refusal)):
                 return
             self.deaths = self.deaths.plus(time.monotonic())
             again = f"starting it again in {self.deaths.delay_s:g} s"
             self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}")
             if self.deaths.is_crash_loop:
                 times = f"{len(self.deaths.times)} times in the last minute"
-                self.report_trouble(name, f"{ended}, {times}; its log says why.")
+                why = f": {refusal}" if refusal else "; its log says why."
+                self.report_trouble(name, f"{ended}, {times}{why}")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), self.deaths.delay_s)
 
@@ -88,37 +103,51 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _run_once(self) -> str:
-        """Run the program until it ends, and say how it did."""
+    async def _run_once(self) -> tuple[str, str | None]:
+        """Run the program until it ends; say how it did, and why, if it refused to start."""
         try:
             self._process = await self._start()
         except OSError as error:  # no memory, no process left, no disk for its log
-            return f"could not be started ({error.strerror})"
+            return f"could not be started ({error.strerror})", None
         if self._stopping.is_set():  # told to while it was being started
             self.kill()
         self.say(f"{self.program.name} started (pid {self._process.pid})")
-        return _ended(await self._outlived(self._process))
+        status = await self._outlived(self._process)
+        return _ended(status), await self._refusal() if status == EXIT_CODE else None
 
     async def _start(self) -> asyncio.subprocess.Process:
         program = self.program
-        log = self.folder.open_log(program.name)
-        # -I -S: the tether needs no packages, and nothing of this environment should change it.
-        tether = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid())]
+        lines_end, written_end = os.pipe()
         try:
-            return await asyncio.create_subprocess_exec(
-                *tether,
-                str(int(program.death_signal)),
-                *program.command,
-                env=program.environment,
+            lines = await self._start_lines(lines_end)
+            self._logged = {task for task in self._logged if not task.done()}
+            self._logged.add(asyncio.create_task(lines.wait()))
+            return await _exec(
+                [str(TETHER), str(os.getpid()), str(int(program.death_signal)), *program.command],
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # Ctrl-C in the terminal is for the supervisor, which ends its children in order.
-                start_new_session=True,
+                output=written_end,
+                env=program.environment,
                 pass_fds=program.pass_fds,
             )
         finally:
+            os.close(lines_end)
+            os.close(written_end)
+
+    async def _start_lines(self, lines_end: int) -> asyncio.subprocess.Process:
+        """Start what writes the program's log: it ends when the last that holds the pipe does."""
+        log = self.folder.open_log(self.program.name)
+        try:
+            return await _exec([str(LINES), self.program.name], stdin=lines_end, output=log, env={})
+        finally:
             os.close(log)
+
+    async def _refusal(self) -> str | None:
+        await self._all_logged()
+        return last_reason(self.folder.log_end(self.program.name))
+
+    async def _all_logged(self) -> None:
+        if self._logged:
+            await asyncio.wait(self._logged, timeout=LAST_LINES_S)
 
     async def _outlived(self, process: asyncio.subprocess.Process) -> int:
         if not self.deaths.is_crash_loop:
@@ -128,6 +157,32 @@ class Child:
         self.report_trouble(self.program.name, None)
         self.deaths = Deaths()
         return await process.wait()
+
+
+async def _exec(
+    arguments: Sequence[str],
+    *,
+    stdin: int,
+    output: int,
+    env: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+) -> asyncio.subprocess.Process:
+    """Start one of our small scripts, which need no packages (-S), whatever this environment says (-I).
+
+    In a session of its own: Ctrl-C is for the supervisor, which ends its children in order.
+    """
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-I",
+        "-S",
+        *arguments,
+        env=env,
+        stdin=stdin,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
 
 
 def _ended(status: int) -> str:

@@ -19,7 +19,7 @@ from cotrain_server.folder import FolderInUse, UnsafeFolder, found_socket
 from cotrain_server.given_keys import all_keys, out_of_sight
 from cotrain_server.programs import Plan
 from cotrain_server.settings import split_words
-from cotrain_server.supervisor import Announcement, Supervisor
+from cotrain_server.supervisor import Announcement, CannotServe, Supervisor
 from cotrain_server.variables import unknown_variables
 from cotrain_store.connection import CONNECTION_LOST, open_connection
 from cotrain_store.embedded import NoRedisFound
@@ -244,7 +244,7 @@ def _ask_before_a_new_tenant(tenant: TenantId, data_dir: Path, redis_url: str | 
 def _run(plan: Plan) -> None:
     try:
         asyncio.run(Supervisor(plan, _say, _announce).run())
-    except (FolderInUse, UnsafeFolder, NoRedisFound, UnsafeRedis) as error:
+    except (FolderInUse, UnsafeFolder, NoRedisFound, UnsafeRedis, CannotServe) as error:
         _give_up(str(error))
     except OSError as error:
         _give_up(f"Cannot listen on {plan.host}:{plan.port}: {error.strerror}.")

@@ -16,6 +16,8 @@ SOCKET_NAME = "redis.sock"
 #: A log that is larger than this is put aside as `.1`, in place of the one before.
 LOG_BYTES = 64 * 1024**2
 
+LOG_END_BYTES = 64 * 1024
+
 
 class FolderInUse(Exception):
     """Another server uses this data folder, or a process of one is still ending."""
@@ -72,6 +74,12 @@ class DataFolder:
         """Open a process's log for appending; the caller closes the descriptor."""
         path = self.log_of(process)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def log_end(self, process: str) -> list[str]:
+        """Read the last lines of a process's log, the first of them perhaps in part."""
+        with self.log_of(process).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
+            return log.read().decode(errors="replace").splitlines()
 
     def put_logs_aside(self) -> None:
         """Copy logs that have grown large, and empty them: whoever writes one has it open.

@@ -23,6 +23,7 @@ from cotrain_server.folder import DataFolder, FolderInUse
 from cotrain_server.probe import probe
 from cotrain_server.programs import Programs
 from cotrain_server.readiness import write_troubles
+from cotrain_server.starting import NewLines, follow
 from cotrain_store.belonging import claim_folder
 from cotrain_store.connection import (
     CONNECTION_LOST,
@@ -49,6 +50,10 @@ LOGS_EVERY_S = 60.0
 SILENCE_S = 10.0
 
 
+class CannotServe(Exception):
+    """A process refused to start, and would again."""
+
+
 @dataclass(frozen=True)
 class Announcement:
     """What the operator needs to know once everything runs."""
@@ -69,6 +74,8 @@ class Supervisor:
     _kept: list[asyncio.Task[None]] = field(default_factory=list)
     _troubles: dict[str, str] = field(default_factory=dict)
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _refusal: str | None = None
+    _was_ready: bool = False
 
     async def run(self) -> None:
         """Serve until SIGINT or SIGTERM; a second one does not wait for anything.
@@ -76,6 +83,7 @@ class Supervisor:
         Raises:
             FolderInUse, UnsafeFolder, NoRedisFound, OSError: the server cannot start at all.
             UnsafeRedis: it must not.
+            CannotServe: one of its processes cannot, for a reason that does not pass.
         """
         for signum in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
@@ -100,6 +108,8 @@ class Supervisor:
                 listener.close()
                 await self._drain()
                 os.close(lock)
+        if self._refusal:
+            raise CannotServe(self._refusal)
 
     async def _start(self, folder: DataFolder, lock: int, listener: socket.socket) -> None:
         redis_url = self.plan.redis_url or f"unix://{folder.socket()}"
@@ -107,17 +117,22 @@ class Supervisor:
         if self.plan.redis_url is None:
             self._add(folder, [programs.redis()])
         new_key = await _prepare_store(redis_url, self.plan, self.say)
-        self._add(folder, programs.workers())
+        workers = programs.workers()
+        logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
+        following = asyncio.create_task(follow(logs, self.say))
+        self._add(folder, workers)
+        self.say("each worker loads its libraries first, which takes some seconds")
         self._add(folder, [programs.scheduler()])
         self._add(folder, [programs.api()])
         port = listener.getsockname()[1]
         await _ready(_url(_reachable(self.plan.host), port), self.say)
+        following.cancel()
+        self._was_ready = True
         self.announce(Announcement(_url(self.plan.host, port), new_key))
 
     def _add(self, folder: DataFolder, programs: Sequence[Program]) -> None:
-        stage = [
-            Child(program, folder, self.say, partial(self._note, folder)) for program in programs
-        ]
+        note = partial(self._note, folder)
+        stage = [Child(program, folder, self.say, note, self._give_up) for program in programs]
         self._stages.append(stage)
         self._kept += [asyncio.create_task(child.keep()) for child in stage]
 
@@ -136,6 +151,14 @@ class Supervisor:
             return
         for child in (child for stage in self._stages for child in stage):
             child.kill()
+
+    def _give_up(self, refusal: str) -> bool:
+        """End all for a process that refuses to start, unless it has run before: then that may pass."""
+        if self._was_ready:
+            return False
+        self._refusal = self._refusal or refusal
+        self._stop.set()
+        return True
 
     def _note(self, folder: DataFolder, process: str, trouble: str | None) -> None:
         self._troubles.pop(process, None)

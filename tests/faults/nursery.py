@@ -118,7 +118,7 @@ def arm() -> None:
 def preload(model: str) -> None:
     """Import what children need, and load the base model for their engines."""
     import torch
-    from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types
+    from tqdm import tqdm
 
     torch.set_num_threads(1)
     for module in MODULES:

@@ -1,4 +1,7 @@
-"""A Hugging Face hub as far as uploading a folder of small files goes: it keeps what it is sent."""
+"""A Hugging Face hub as far as uploading a folder of small files goes: it keeps what it is sent.
+
+And it refuses every file: by the name of its repository, or as absent from it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 REPOSITORY = "somebody/adapter"
+REFUSALS = {"absent": (401, "RepoNotFound"), "gated": (403, "GatedRepo")}
 
 
 class FakeHub:
@@ -30,8 +34,9 @@ class FakeHub:
                 self._answer({"name": "somebody", "type": "user", "orgs": [], "auth": {}})
 
             def do_HEAD(self) -> None:
-                self.send_response(404)
-                self.send_header("X-Error-Code", "EntryNotFound")
+                status, code = REFUSALS.get(self.path.split("/")[2], (404, "EntryNotFound"))
+                self.send_response(status)
+                self.send_header("X-Error-Code", code)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 

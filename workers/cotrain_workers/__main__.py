@@ -18,17 +18,23 @@ from cotrain_store.belonging import claim_folder
 from cotrain_store.connection import check_store_sync, open_sync_connection
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.execution import beat_at
-from cotrain_store.logs import configure_logs
+from cotrain_store.logs import start_logs
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.refusal import read_settings, refuse
 from cotrain_store.spool import RESULTS, Spool, new_writer
+from cotrain_workers.activation_memory import TooLittleMemory
 from cotrain_workers.assembly import enter_pool
 from cotrain_workers.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine import Engine
 from cotrain_workers.host_memory import free_host_bytes
 from cotrain_workers.known_sizes import KnownSizes
+from cotrain_workers.lora_backend import BackendUnfit
+from cotrain_workers.memory import is_out_of_memory
+from cotrain_workers.model_source import NoRoom, UnusableModel, no_room
 from cotrain_workers.ops import Create, Datum, Pass
 from cotrain_workers.place import PlaceTaken, await_absence, take_place
+from cotrain_workers.progress import listen, tell
 from cotrain_workers.settings import WorkerSettings, pool_of
 from cotrain_workers.spec import AdapterSpec
 from cotrain_workers.tokenizer import publish_tokenizer
@@ -50,13 +56,14 @@ def serve(settings: WorkerSettings) -> int:
     device = _device(settings)
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)
-    engine = load_engine(settings, device)
-    tokens_per_s = measure_throughput(engine)
+    engine, tokens_per_s = _measured_engine(settings, device)
     tokenizer = publish_tokenizer(
         settings.model_source, pool, settings.tokenizers_dir, local_files_only=settings.offline
     )
     record = _pool_record(settings, engine, device, tokens_per_s)
-    if tokenizer:
+    if tokenizer is None:
+        tell("it has no tokenizer: no stop strings, and no chat endpoints")
+    else:
         record = replace(record, tokenizer=tokenizer.folder)
     writer = new_writer(settings.worker_id)
     spools = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
@@ -100,6 +107,19 @@ def load_engine(settings: WorkerSettings, device: str) -> Engine:
     if asked == "auto" and device == "cuda":
         known.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
     return engine
+
+
+def _measured_engine(settings: WorkerSettings, device: str) -> tuple[Engine, float]:
+    """Load the engine and train one small batch; raises NoRoom where memory is too small for either."""
+    try:
+        engine = load_engine(settings, device)
+        tell("measuring how fast it trains")
+        return engine, measure_throughput(engine)
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            name = settings.base_model
+            raise NoRoom(f"Base model {name} cannot be served: {no_room()}") from error
+        raise
 
 
 def _circumstances(settings: WorkerSettings, device: str) -> str:
@@ -161,18 +181,22 @@ def _device(settings: WorkerSettings) -> str:
 
 
 def main() -> None:
-    """Start the process."""
-    settings = WorkerSettings()
-    configure_logs("worker", settings.log_level)
+    """Start the process; exit status 2 (`refusal.EXIT_CODE`) where starting it again would not help."""
+    start_logs("worker")
+    settings = read_settings(WorkerSettings)
+    start_logs(f"worker-{settings.worker_id}", settings.log_level)
+    listen(lambda doing: log.info("starting", doing=doing))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         sys.exit(serve(settings))
     except PlaceTaken as taken:
-        log.error("place_taken", reason=str(taken))
-        sys.exit(2)
+        refuse("place_taken", str(taken))
     except UnsafeRedis as unsafe:
-        log.error("redis_refused", reason=str(unsafe))
-        sys.exit(2)
+        refuse("redis_refused", str(unsafe))
+    except UnusableModel as unusable:
+        refuse("base_model_refused", str(unusable))
+    except (BackendUnfit, TooLittleMemory) as unfit:
+        refuse("base_model_refused", f"Base model {settings.base_model} cannot be served: {unfit}")
     except StoreUnavailable:
         log.error("redis_away")  # whoever started this process starts it again
         sys.exit(1)

@@ -10,10 +10,14 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from cotrain_workers import attn
+from cotrain_workers.host_memory import free_host_bytes
 from cotrain_workers.lora import MultiLoraLinear
+from cotrain_workers.memory import is_out_of_memory
+from cotrain_workers.model_source import UnusableModel, no_room, read_config, read_weights
+from cotrain_workers.progress import tell
 from cotrain_workers.recompute import Recompute
 from cotrain_workers.route import Router
 from cotrain_workers.spec import Target
@@ -48,7 +52,7 @@ UNEMBED = "lm_head"
 COUPLING_ROPES = ("dynamic", "longrope")
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(UnusableModel, ValueError):
     """This base model cannot be trained here; the message says why."""
 
 
@@ -84,15 +88,35 @@ class BaseModel:
 def load_base_model(
     model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool
 ) -> BaseModel:
-    """Load a hub id or a folder. Raises UnsupportedModel; OSError if there is no such model."""
-    config = AutoConfig.from_pretrained(
-        model, local_files_only=local_files_only, trust_remote_code=False
-    )
+    """Load a hub id or a folder.
+
+    Raises:
+        UnsupportedModel: of a kind that is not trained here.
+        NoModel: there is none, or it cannot be read.
+        NoRoom: it is larger than the memory that is free.
+    """
+    try:
+        return _load(model, device, dtype, local_files_only=local_files_only)
+    except UnusableModel as unusable:
+        raise type(unusable)(f"Base model {model} cannot be served: {unusable}") from unusable
+
+
+def _load(
+    model: str, device: torch.device, dtype: torch.dtype, *, local_files_only: bool
+) -> BaseModel:
+    tell(f"reading what base model {model} is")
+    config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
-    network: Any = AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, local_files_only=local_files_only, trust_remote_code=False
-    )
-    network.to(device).eval().requires_grad_(requires_grad=False)
+    needed_bytes = make_skeleton(config).num_parameters() * dtype.itemsize
+    refuse_without_room(needed_bytes)
+    tell(f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}")
+    network = read_weights(model, dtype=dtype, local_files_only=local_files_only)
+    try:
+        network.to(device).eval().requires_grad_(requires_grad=False)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise no_room() from error
+        raise
     targets, router = find_targets(config), Router()
     num_parameters = network.num_parameters()
     adapt(network, targets, router)
@@ -137,17 +161,27 @@ def eos_token_ids(network: Any) -> tuple[int, ...]:
     return tuple(sorted({named} if isinstance(named, int) else set(named)))
 
 
+def refuse_without_room(needed_bytes: int) -> None:
+    """Raise NoRoom for a model that this host cannot hold: the kernel would end the process, without a word."""
+    free_bytes = free_host_bytes()
+    if needed_bytes > free_bytes:
+        raise no_room(needed_bytes, free_bytes)
+
+
+def refuse_type(kind: str) -> None:
+    """Raise UnsupportedModel for a `model_type` that is not trained here."""
+    if kind not in SUPPORTED:
+        names = ", ".join(SUPPORTED.values())
+        raise UnsupportedModel(f"models of type {kind!r} cannot be trained; {names} can.")
+
+
 def refuse_unsupported(config: Any) -> None:
     """Raise UnsupportedModel if training this model would be wrong or couple tenants."""
-    if config.model_type not in SUPPORTED:
-        names = ", ".join(SUPPORTED.values())
-        raise UnsupportedModel(
-            f"Models of type {config.model_type!r} cannot be trained; {names} can."
-        )
+    refuse_type(config.model_type)
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel("The weights are quantized; give the 16- or 32-bit model.")
+        raise UnsupportedModel("its weights are quantized; give the 16- or 32-bit model.")
     if getattr(config, "use_bidirectional_attention", None):
-        raise UnsupportedModel("The model attends to later tokens (use_bidirectional_attention).")
+        raise UnsupportedModel("it attends to later tokens (use_bidirectional_attention).")
     for rope_type in rope_types(config):
         if rope_type in COUPLING_ROPES:
             raise UnsupportedModel(
@@ -163,13 +197,18 @@ def rope_types(config: Any) -> set[str]:
     return {str(each["rope_type"]) for each in nested or [rope] if "rope_type" in each}
 
 
+def make_skeleton(config: Any) -> Any:
+    """Build the model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def find_targets(config: Any) -> tuple[Target, ...]:
     """Return the modules LoRA can be attached to, in model order, as PEFT itself would choose them.
 
     PEFT is injected into a copy without weights, so that an exported adapter names the same modules.
     """
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+    skeleton = make_skeleton(config)
     with warnings.catch_warnings():
         # Of tied embeddings: true of PEFT's own modules, not of ours, which never merge or untie.
         warnings.simplefilter("ignore", UserWarning)
@@ -184,7 +223,7 @@ def find_targets(config: Any) -> tuple[Target, ...]:
     ]
     missing = set(FAMILY_BY_MODULE) - {target.name.rsplit(".", 1)[-1] for target in targets}
     if missing:
-        raise UnsupportedModel(f"The model has no modules named {', '.join(sorted(missing))}.")
+        raise UnsupportedModel(f"it has no modules named {', '.join(sorted(missing))}.")
     return tuple(targets)
 
 
@@ -199,7 +238,7 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
         if target.name != UNEMBED:
             network.set_submodule(target.name, MultiLoraLinear(linear, target.name, router))
         elif linear.bias is not None:
-            raise UnsupportedModel("The unembedding has a bias, which the head does not implement.")
+            raise UnsupportedModel("its unembedding has a bias, which the head does not implement.")
     attn.register()
     network.set_attn_implementation(attn.PACKED)
     for number, layer in enumerate(network.model.layers):

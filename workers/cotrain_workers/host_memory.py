@@ -18,10 +18,20 @@ def free_host_bytes(memory: Path = MEMORY, group: Path = GROUP) -> int:
     of_host = _available(memory)
     try:
         limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
+        used = int((group / "memory.current").read_text()) - _cached(group / "memory.stat")
     except (OSError, ValueError):  # another kind of control group, or the limit "max"
         return of_host
     return max(0, min(of_host, limit - used))
+
+
+def _cached(statistics: Path) -> int:
+    """Return the bytes of files in the page cache of a control group: they count as used, and can go."""
+    try:
+        lines = statistics.read_text().splitlines()
+    except OSError:
+        return 0
+    rows = dict(line.split() for line in lines)
+    return sum(int(rows.get(name, 0)) for name in ("active_file", "inactive_file"))
 
 
 def _available(memory: Path) -> int:

@@ -43,6 +43,10 @@ def publish_tokenizer(
     except (OSError, ValueError) as missing:
         log.warning("no_tokenizer", source=source, reason=str(missing))
         return None
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # What the library makes of a folder without one: it reads every text as no tokens at all.
+        log.warning("no_tokenizer", source=source, reason="it has no vocabulary")
+        return None
 
     def text(tokens: Sequence[int]) -> str:
         decoded: str = tokenizer.decode(

@@ -64,7 +64,7 @@ def test_quantized_and_bidirectional_models_are_refused(model_folder: ModelFolde
 
 
 def test_a_missing_model_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(OSError, match="nowhere cannot be served: there is no such folder"):
         load_base_model(
             str(tmp_path / "nowhere"),
             device=torch.device("cpu"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
@@ -63,5 +64,6 @@ def test_a_torn_folder_is_written_again(tmp_path: Path) -> None:
     assert file.read_bytes() == whole
 
 
-def test_a_model_may_have_no_tokenizer(tmp_path: Path) -> None:
-    assert published(build_tiny("llama", tmp_path / "model"), tmp_path / "published") is None
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_may_have_no_tokenizer(tmp_path: Path, family: str) -> None:
+    assert published(build_tiny(family, tmp_path / "model"), tmp_path / "published") is None

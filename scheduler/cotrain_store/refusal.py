@@ -1,0 +1,54 @@
+"""A process that cannot start, and that starting again would not help: it says why, and ends.
+
+The same everywhere: a line of its log with a `reason`, which is a sentence for the operator, and an exit
+status of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import structlog
+from pydantic import ValidationError
+
+from cotrain_store.settings import PREFIX, StoreSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+log = structlog.get_logger()
+
+EXIT_CODE = 2
+
+Settings = TypeVar("Settings", bound=StoreSettings)
+
+
+def refuse(event: str, reason: str) -> NoReturn:
+    """Say why this process does not start, and end it."""
+    log.error(event, reason=reason)
+    sys.exit(EXIT_CODE)
+
+
+def read_settings(kind: type[Settings]) -> Settings:
+    """Read a process's settings; one that is wrong ends it. Values are not quoted: some are secrets."""
+    try:
+        return kind()
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = f"{PREFIX}{first['loc'][0]}: ".upper() if first["loc"] else ""
+        said = first["msg"].removeprefix("Value error, ").rstrip(".")
+        refuse("settings_refused", f"{name}{said}.")
+
+
+def last_reason(lines: Sequence[str]) -> str | None:
+    """Find the newest `reason` in lines of a log; None if there is none."""
+    for line in reversed(lines):
+        try:
+            reason = json.loads(line).get("reason")
+        except (ValueError, AttributeError):
+            continue
+        if isinstance(reason, str):
+            return reason
+    return None

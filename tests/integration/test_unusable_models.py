@@ -1,0 +1,95 @@
+"""A base model that cannot be served ends the server with a sentence, however often it would be tried."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import transformers
+
+from tests.integration.test_serve import serve
+from tests.support.processes import PATIENCE_S, environment_of, settings_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.redis_server import EmbeddedRedis
+
+
+def mixture_of_experts(folder: Path) -> Path:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_experts=2
+    )
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_a_server_of_several_says_which_one_is_not_supported(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = mixture_of_experts(tmp_path / "moe")
+    ended = serve(
+        f"--base-model=good={tiny_model}",
+        f"--base-model=experts={folder}",
+        f"--data-dir={tmp_path / 'data'}",
+        "--torch-threads=1",
+        "--port=0",
+    )
+    assert ended.returncode == os.EX_USAGE
+    said = ended.stderr.strip()
+    assert said.startswith(
+        f"Base model {folder} cannot be served: models of type 'qwen3_moe' cannot be trained; Llama,"
+    )
+    assert "\n" not in said
+    assert "starting it again" not in ended.stdout
+    assert ended.stdout.rstrip().endswith("stopped")
+
+
+def test_a_misspelt_name_without_a_network_ends_the_server(tmp_path: Path) -> None:
+    ended = serve(
+        "--base-model=somebody/misspelt",
+        f"--data-dir={tmp_path}",
+        "--port=0",
+        HF_HUB_OFFLINE="1",
+    )
+    assert ended.returncode == os.EX_USAGE
+    assert ended.stderr.startswith(
+        "Base model somebody/misspelt cannot be served: there is no such folder, the cache of this "
+        "host has no model of that name"
+    )
+
+
+def test_a_worker_alone_ends_with_the_sentence_in_its_log(
+    empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    folder = mixture_of_experts(tmp_path / "moe")
+    ended = worker(settings_of(empty_redis.url, tmp_path, folder))
+    assert ended.returncode == 2
+    refused = json.loads(ended.stderr.splitlines()[-1])
+    assert next(iter(refused)) == "ts"
+    assert refused["event"] == "base_model_refused"
+    assert refused["reason"].startswith(f"Base model {folder} cannot be served: models of type")
+
+
+def test_a_setting_that_is_none_is_named_and_not_tried_again(
+    empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    settings = settings_of(empty_redis.url, tmp_path, tmp_path)
+    ended = worker({**settings, "COTRAIN_DTYPE": "float8"})
+    assert ended.returncode == 2
+    [refused] = map(json.loads, ended.stderr.splitlines())
+    assert refused["reason"] == ("COTRAIN_DTYPE: Input should be 'auto', 'float32' or 'bfloat16'.")
+
+
+def worker(settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cotrain_workers"],
+        env=environment_of(settings),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
