@@ -16,6 +16,7 @@ from cotrain_scheduler.settings import ClockMode
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.failpoints import failpoint
+from cotrain_store.logs import log_requests
 from cotrain_store.messages.ops import Step
 
 if TYPE_CHECKING:
@@ -221,9 +222,9 @@ class Clock:
         clock.fairness, clock.planned_at = chosen.fairness, now
         clock.last = beat.LastCycle(runs)
         total = sum(op.tokens for op in chosen.ops)
-        log.info(
-            "cycle_planned", pool=pool, worker=worker.id, cycle=cycle,
-            runs=len(runs), ops=len(chosen.ops), tokens=total,
+        log_requests(
+            log, "cycle_planned", [op.request_id for op in chosen.ops], cycle=cycle,
+            pool=pool, worker=worker.id, runs=len(runs), ops=len(chosen.ops), tokens=total,
         )  # fmt: skip
         return True
 

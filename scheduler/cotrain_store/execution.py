@@ -25,6 +25,7 @@ from cotrain_store.results import RUN_STOPPED, UNLOADED, packed_results
 from cotrain_store.rollback import DIGESTS_KEPT, Rollback
 from cotrain_store.run_logs import RunLogs
 from cotrain_store.save_rows import save_row
+from cotrain_store.tenant_names import TenantNames
 from cotrain_store.usage_fields import training_amounts
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Execution:
         self.worker = worker
         self.logs = RunLogs(connection, results, pool)
         self.deaths = Deaths(connection, pool)
+        self.tenant_names = TenantNames(connection)
         self._commit = sync_script(connection, "unread", "usage_add", "samplers", "commit")
         self._snapshot = sync_script(connection, "log_cut", "snapshot")
         self._roll_back = Rollback(connection, pool, worker)

@@ -16,6 +16,7 @@ import structlog
 from typing_extensions import override
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
     from typing import TextIO
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Anything that looks like an API key, wherever it got into an event.
 _KEY = re.compile(r"\b(?:tml|sk)-[A-Za-z0-9_.-]+")
+#: Of one line: what collects logs cuts lines at 16 KB.
+REQUESTS_PER_LINE = 100
 _FIRST = ("ts", "level", "process", "event")
 
 log = structlog.get_logger()
@@ -54,6 +57,16 @@ def configure_logs(process: str, level: str = "info", stream: TextIO | None = No
         logger_factory=structlog.PrintLoggerFactory(_Unfailing(stream or sys.stderr)),  # type: ignore[arg-type]  # all it calls is write and flush
         cache_logger_on_first_use=True,
     )
+
+
+def log_requests(
+    logger: Any, event: str, requests: Sequence[str], *, cycle: int, **fields: object
+) -> None:
+    """Write down a cycle with its requests' ids, in full; those of a large one on lines of their own."""
+    logger.info(event, cycle=cycle, **fields, requests=list(requests[:REQUESTS_PER_LINE]))
+    for first in range(REQUESTS_PER_LINE, len(requests), REQUESTS_PER_LINE):
+        more = list(requests[first : first + REQUESTS_PER_LINE])
+        logger.info("cycle_requests", cycle=cycle, of=event, requests=more)
 
 
 class _Unfailing:

@@ -99,6 +99,7 @@ def _measure(scope: Scope, status: int, duration_s: float) -> None:
         "request_refused",
         request=scope["state"]["request_id"],
         tenant=tenant and tenant.id,
+        key_name=tenant and tenant.name,
         route=route,
         code=status,
         dur_ms=round(duration_s * 1000, 1),

@@ -22,6 +22,7 @@ from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.ahead import Ahead
 from cotrain_workers.beside import Beside
+from cotrain_workers.cycle_log import log_cycle
 from cotrain_workers.heart import Heart, resident_bytes
 from cotrain_workers.memory import is_out_of_memory
 from cotrain_workers.outcome import outcome_of
@@ -199,11 +200,8 @@ class WorkerLoop:
         self._measure(cost)
         self._keeper.committed(step, finished - started)
         self._beside.training_ends()
-        record = outcome.record
-        log.info(
-            "cycle_committed", cycle=step.cycle, runs=len(record["runs"]), ops=len(step.ops),
-            tokens=record["tokens"], forwards=record["forwards"], dur_ms=record["duration_ms"],
-        )  # fmt: skip
+        names = self._execution.tenant_names.of(set(step.tenant_by_run.values()))
+        log_cycle(step, outputs, outcome.record, names)
 
     def _commit(self, step: Step, outcome: Outcome, *, is_exact: bool) -> None:
         """Commit a step. While Redis is away, or the disk full, it waits: the work is done."""

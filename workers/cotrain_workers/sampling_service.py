@@ -179,7 +179,7 @@ class SamplingService:
         try:
             progress = self._decoder.step()
         except Exception:  # the guilty request, whatever it did, is found and fails alone
-            log.exception("decode_failed", requests=len(self._running))
+            log.exception("decode_failed", requests=sorted(self._running))
         else:
             self._note(progress)
             return bool(progress.finished or progress.decoded_tokens or progress.prompt_tokens)
@@ -218,6 +218,12 @@ class SamplingService:
             self._uncounted["prompt_tokens"] += used.prompt_tokens
             self._uncounted["cached_prompt_tokens"] += used.cached_tokens
             self._usage[RequestId(request)] = used
+        else:
+            reason = output.message if output.category == "server" else None
+            log.warning(
+                "request_failed", request=request, kind="sample", category=output.category,
+                reason=reason,
+            )  # fmt: skip
         self._uncounted["sample_requests"] += 1
         self._leave(request)
         self._finished[RequestId(request)] = sample_result(output)

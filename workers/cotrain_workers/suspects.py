@@ -150,7 +150,7 @@ def _run_one_by_one(
         try:
             outputs.update(engine.run([op]).outputs)
         except Exception:
-            log.exception("op_failed", run=op.run, seq=op.seq)
+            log.exception("op_failed", request=_request(op), run=op.run)
         else:
             if risks is not None:
                 risks.survived()

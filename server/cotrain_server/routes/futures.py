@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import structlog
 from fastapi import APIRouter, Request, Response
 
 from cotrain.codec import PROTOBUF, pass_output_to_json
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.results import Result
     from cotrain_store.messages.samples import SamplerRecord
+
+log = structlog.get_logger()
 
 router = APIRouter(
     prefix="/api/v1", tags=["futures"], route_class=PollRoute, dependencies=[api_key]
@@ -96,6 +99,10 @@ async def _result(
     if isinstance(outcome, Pending):
         return try_again(request, outcome.queue_state, outcome.reason)
     failpoint("api.before_answer", request)
+    if outcome.kind is ResultKind.FAILURE:
+        # Of the message only its kind: it may quote what the tenant sent.
+        category = outcome.json()["category"]
+        log.info("failure_answered", request=request, tenant=tenant, category=category)
     return await _answer(outcome, accept)
 
 
