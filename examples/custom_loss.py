@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from opening import opened, options_of, show
+from opening import counted, needed, opened, options_of, show
 from unicode_names import batch, datums, held_out
 
 from cotrain import AdamParams
@@ -17,9 +16,13 @@ from cotrain import AdamParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from cotrain import Datum, TrainingClient
 
     Loss = Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]
+else:
+    torch = needed("torch")
 
 STEPS = 20
 RANK, ROWS = 16, 16
@@ -41,7 +44,7 @@ def main() -> None:
             unseen = datums(tokenizer, held_out())
             if not rows:
                 rows.append(("before", *losses_of(run, unseen)))
-            for step in range(options.steps):
+            for step in counted(f"Training on {name}", range(options.steps), options.steps):
                 train_step(run, datums(tokenizer, batch(step, ROWS)), loss)
             rows.append((name, *losses_of(run, unseen)))
     columns = ("trained on", "all tokens", f"hardest {HARD_SHARE:.0%}")

@@ -1,9 +1,9 @@
-"""See cotrain at work: `make demo`. No hub, no GPU, a few minutes on two cores.
+"""See cotrain at work: `make demo`. No hub, no GPU, three minutes on two cores.
 
 A small base model is made and served; four tenants with keys, ranks, targets and losses of their own
-train at once on four kinds of text; then a policy learns from its own samples. Ends with an error unless
-each adapter is the best one for its own text, a loop that sends both requests of a step needs one clock
-cycle where a naive one needs two, and the policy's reward has risen.
+train at once on four kinds of text; a policy learns from its own samples; and a training loop is written in
+three ways. Ends with an error unless each adapter is the best one for its own text, the policy's reward has
+risen, and a loop that sends both requests of a step needs one clock cycle where a naive one needs two.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import demo_rl
 from demo_clock import measure_loops
-from demo_model import cached_model, tokenizer_of, write_on
 from demo_rl import Learning, plot, reinforce
 from demo_server import serving
-from demo_tenants import TENANTS, Corpus, Progress, train
+from demo_tenants import STEPS, TENANTS, Corpus, Progress, train
 from demo_view import learning_table, loops_table, matrix_table, training_table
+from how_far import told
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from demo_clock import Cost
+    from how_far import Tell
+    from rich.table import Table
 
 FOLDER = Path(__file__).parents[1] / ".demo" / "model"
 PLOT = FOLDER.with_name("reward.png")
@@ -50,15 +51,16 @@ def main() -> None:
     """Run the demo; exits with 1 if a claim is not met."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped, too
     started_at = time.monotonic()
-    model = make_model()
-    corpus = Corpus(tokenizer_of(model))
-    progress = train_everybody(model, corpus)
+    model, corpus = make_model()
+    console.print("\nServing it to four tenants and a policy", style="bold")
+    with serving(model, [*KEYS, demo_rl.KEY], say=say) as address:
+        progress = train_everybody(address, model, corpus)
+        learning = train_policy(address, model)
     costs = measure_clock(model, corpus)
-    learning = train_policy(model)
     broken = [
         *broken_claims_of_matrix(progress),
-        *broken_claims_of_loops(costs),
         *broken_claims_of_policy(learning),
+        *broken_claims_of_loops(costs),
     ]
     for claim in broken:
         console.print(f"[bold red]Not met:[/] {claim}")
@@ -66,28 +68,25 @@ def main() -> None:
     sys.exit(1 if broken else 0)
 
 
-def make_model() -> Path:
+def make_model() -> tuple[Path, Corpus]:
     """Make the base model, or take the one made before, and let it write a line or two."""
-    columns = (TextColumn("Making a base model"), BarColumn(), TextColumn("{task.fields[loss]}"))
-    with ProgressBar(*columns, TimeElapsedColumn(), console=console) as bar:
-        task = bar.add_task("", loss="")
+    console.print("Making a base model", style="bold")
+    with told("Loading torch and reading text", console):
+        # Here, and not above: it takes seconds, and what is being done is said first.
+        from demo_model import cached_model, tokenizer_of, write_on
+    with told("Training it", console) as tell:
         model = cached_model(
-            FOLDER,
-            lambda step, steps, loss: bar.update(
-                task, completed=step, total=steps, loss=f"{loss:.2f} nats/token"
-            ),
+            FOLDER, lambda step, steps, loss: tell(step, steps, f"{loss:.2f} nats/token")
         )
-        bar.update(task, completed=1, total=1)
     for prompt in PROMPTS:
-        console.print(f"[dim]{write_on(model, prompt, 40)!r}[/]", highlight=False, markup=True)
-    return model
+        say(repr(write_on(model, prompt, 40)))
+    return model, Corpus(tokenizer_of(model))
 
 
-def train_everybody(model: Path, corpus: Corpus) -> list[Progress]:
-    """Serve the model and let all tenants train at once, in sight."""
+def train_everybody(address: str, model: Path, corpus: Corpus) -> list[Progress]:
+    """Let all tenants train at once, in sight."""
     progress, leaving = [Progress() for _ in TENANTS], threading.Event()
-    with serving(model, KEYS) as address, ThreadPoolExecutor(len(TENANTS)) as threads:
-        console.print(f"cotrain serves at {address}")
+    with ThreadPoolExecutor(len(TENANTS)) as threads:
         work = [
             threads.submit(train, tenant, address, str(model), corpus, now, leaving)
             for tenant, now in zip(TENANTS, progress, strict=True)
@@ -96,42 +95,33 @@ def train_everybody(model: Path, corpus: Corpus) -> list[Progress]:
             watch(progress, work)
         finally:
             leaving.set()
-    console.print()
     console.print(matrix_table(progress))
     return progress
 
 
 def watch(progress: Sequence[Progress], work: Sequence[Future[None]]) -> None:
-    """Show the live table until all work is done; raises what a tenant's work raised."""
-    with Live(training_table(progress), console=console, auto_refresh=False) as live:
+    """Show how far all are until all work is done; raises what a tenant's work raised."""
+    with showing("Training four tenants at once", lambda: training_table(progress)) as show:
         while not all(each.done() for each in work):
             time.sleep(REFRESH_S)
-            live.update(training_table(progress), refresh=True)
+            show(sum(its.step for its in progress), STEPS * len(progress), "")
     for each in work:
         each.result()
 
 
-def measure_clock(model: Path, corpus: Corpus) -> dict[str, Cost]:
-    """Serve the model under a metronome and count cycles."""
-    options = ("--clock-mode=metronome", f"--clock-period-s={PERIOD_S}")
-    with serving(model, KEYS[:1], *options) as address:
-        costs = measure_loops(address, str(model), corpus)
-    console.print(loops_table(costs, PERIOD_S))
-    return costs
-
-
-def train_policy(model: Path) -> Learning:
-    """Serve the model and let a policy learn from its own samples, in sight."""
-    console.print()
-    with (
-        serving(model, [demo_rl.KEY]) as address,
-        Live(learning_table(Learning()), console=console, auto_refresh=False) as live,
-    ):
-        learning = reinforce(
-            address, str(model), lambda now: live.update(learning_table(now), refresh=True)
+def train_policy(address: str, model: Path) -> Learning:
+    """Let a policy learn from its own samples, in sight."""
+    learning = Learning()
+    with showing("Training a policy by its rewards", lambda: learning_table(learning)) as show:
+        reinforce(
+            address,
+            str(model),
+            learning,
+            lambda: show(
+                len(learning.rewards), demo_rl.STEPS, f"reward {learning.rewards[-1]:.2f}"
+            ),
         )
     plot(learning, PLOT)
-    console.print()
     console.print(
         f"Mean reward {learning.at_first:.2f} at first, {learning.at_last:.2f} at last, "
         f"in {learning.seconds:.0f} s; drawn in {PLOT}",
@@ -139,6 +129,36 @@ def train_policy(model: Path) -> Learning:
         soft_wrap=True,
     )
     return learning
+
+
+def measure_clock(model: Path, corpus: Corpus) -> dict[str, Cost]:
+    """Serve the model under a metronome and count cycles."""
+    console.print(f"\nServing it under a metronome of {PERIOD_S:g} s", style="bold")
+    options = ("--clock-mode=metronome", f"--clock-period-s={PERIOD_S}")
+    with (
+        serving(model, KEYS[:1], *options, say=say) as address,
+        told("Running a training loop, written in three ways", console) as tell,
+    ):
+        costs = measure_loops(address, str(model), corpus, tell)
+    console.print(loops_table(costs, PERIOD_S))
+    return costs
+
+
+def say(line: str) -> None:
+    """Print a line that is not the demo's own."""
+    console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def showing(doing: str, table: Callable[[], Table]) -> Iterator[Tell]:
+    """Say at once what is being done; give what shows how far: a live table, or lines of a log."""
+    if not console.is_terminal:
+        with told(doing, console) as tell:
+            yield tell
+        console.print(table())
+        return
+    with Live(table(), console=console, auto_refresh=False) as live:
+        yield lambda *_: live.update(table(), refresh=True)
 
 
 def broken_claims_of_matrix(progress: Sequence[Progress]) -> Iterator[str]:

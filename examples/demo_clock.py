@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from demo_tenants import Corpus
+    from how_far import Tell
 
     from cotrain import Datum, Future, TrainingClient
     from cotrain.types import ForwardBackwardOutput, OptimStepResponse
@@ -36,14 +37,18 @@ class Cost:
     seconds: float
 
 
-def measure_loops(address: str, base_model: str, corpus: Corpus) -> dict[str, Cost]:
-    """Train `STEPS` steps with each of `LOOPS`."""
+def measure_loops(address: str, base_model: str, corpus: Corpus, tell: Tell) -> dict[str, Cost]:
+    """Train `STEPS` steps with each of `LOOPS`; `tell` hears how many are done."""
+    costs = {}
     tenant = TENANTS[0]
     with ServiceClient(address, tenant.key) as service:
         run = service.create_lora_training_client(base_model, rank=8, seed=1)
         rows = corpus.batch(tenant.kind, step=0)[:2]
         data = [datum(row, weights=[1.0] * (len(row) - 1)) for row in rows]
-        return {name: _cost(loop, run, data) for name, loop in LOOPS.items()}
+        for done, (name, loop) in enumerate(LOOPS.items(), 1):
+            costs[name] = _cost(loop, run, data)
+            tell(done, len(LOOPS), name)
+    return costs
 
 
 def naive(run: TrainingClient, data: list[Datum], steps: int) -> list[float]:

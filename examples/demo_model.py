@@ -1,4 +1,4 @@
-"""The demo's base model: Qwen3 in small, with a tokenizer of its own, trained here for a minute.
+"""The demo's base model: Qwen3 in small, with a tokenizer of its own, trained here for half a minute.
 
 There is no hub in this demo, so what a hub would have given is made: a byte-level BPE tokenizer with
 a chat template, and weights under which text looks like text.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
+from demo_muon import Muon
 from demo_texts import BASE_KINDS, base_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
@@ -25,20 +26,20 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-transformers.utils.logging.disable_progress_bar()  # ours says more
+transformers.utils.logging.disable_progress_bar()  # what is done is said by ours
 
 VOCAB = 1024
 SHAPE = {
-    "hidden_size": 192,
-    "intermediate_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 384,
     "num_hidden_layers": 3,
-    "num_attention_heads": 6,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-STEPS, ROWS, LENGTH = 500, 8, 128
+STEPS, ROWS, LENGTH = 300, 8, 128
 LEARNING_RATE, MUON_LEARNING_RATE = 4e-3, 0.02
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -94,7 +95,7 @@ def _recipe() -> dict[str, str | int]:
     text = hashlib.sha256(
         "".join(piece for kind in BASE_KINDS for piece in base_text(kind)).encode()
     )
-    recipe = f"{VOCAB} {SHAPE} {STEPS} {ROWS} {LENGTH} {LEARNING_RATE} {CHAT_TEMPLATE}"
+    recipe = f"{VOCAB} {SHAPE} {STEPS} {ROWS} {LENGTH} {LEARNING_RATE} {MUON_LEARNING_RATE} {CHAT_TEMPLATE}"
     return {"recipe": recipe, "text": text.hexdigest()}
 
 
@@ -131,7 +132,7 @@ def _train_model(
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     # Muon learns from about half as much text as AdamW alone, and text is time here.
     optimizers = [
-        torch.optim.Muon(matrices, MUON_LEARNING_RATE, weight_decay=0.01),
+        Muon(matrices, MUON_LEARNING_RATE),
         torch.optim.AdamW(others, LEARNING_RATE, betas=(0.9, 0.95)),
     ]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, _share_of_rate) for o in optimizers]

@@ -1,6 +1,6 @@
 """Reinforcement: a policy that is told nothing but how good its answers were.
 
-The task is small enough to be checked by eye: continue `int('7') == ` with `7` and the end of the
+The task is small enough to be checked by eye: continue `int('4') == ` with `4` and the end of the
 line. Every step samples a group of answers to each question, rewards each, and trains on how much
 better than its group it was; the next step samples from what came of it.
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from statistics import pstdev
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 from demo_tenants import targets
 
 from cotrain import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
@@ -24,21 +23,21 @@ if TYPE_CHECKING:
 
     from cotrain import Future, SampleResponse, SamplingClient, TrainingClient
 
-mpl.use("Agg")  # draws into a file; needs no screen
-from matplotlib import pyplot
-
 KEY = "tml-eve_key-of-the-demo"
-STEPS = 48
-QUESTIONS, ANSWERS = 24, 16
+STEPS = 32
+DIGITS = "12345"
+QUESTIONS, ANSWERS = 15, 16
 """Questions per step, and answers to each."""
 PASSES = 3
 """Optimizer steps per step of sampling. It takes a clipped loss: under `importance_sampling`, whose
 ratio nothing bounds, two of three seeds forgot what they had learned."""
-RANK, LEARNING_RATE = 16, 2e-3
+CLIP = {"clip_high_threshold": 3.0}
+"""A good answer may become three times as likely in a step, not 1.2 times: they are rare at first."""
+RANK, LEARNING_RATE = 16, 4e-3
 EDGE = 5
 """The first and the last so many steps are what the claim compares."""
 MARGIN = 0.3
-"""By how much the mean reward must have risen between them; three seeds gained 0.7 and more."""
+"""By how much the mean reward must have risen between them; it gains some 0.6."""
 
 
 @dataclass
@@ -63,22 +62,21 @@ class Learning:
 
 
 def reinforce(
-    address: str, base_model: str, on_step: Callable[[Learning], None], seed: int = 1
-) -> Learning:
-    """Train a policy from its own samples; `on_step` hears how it goes."""
-    learning, started_at, digits = Learning(), time.monotonic(), random.Random(seed)
+    address: str, base_model: str, learning: Learning, on_step: Callable[[], None], seed: int = 1
+) -> None:
+    """Train a policy from its own samples; fills `learning`, and calls `on_step` after each step."""
+    started_at, digits = time.monotonic(), random.Random(seed)
     with ServiceClient(address, KEY) as service:
         run = service.create_lora_training_client(base_model, RANK, seed, **targets("attn", "mlp"))
         tokenizer = run.get_tokenizer()
         sampler = run.save_weights_and_get_sampling_client()
         for _ in range(STEPS):
-            asked = [digits.randrange(10) for _ in range(QUESTIONS)]
+            asked = [digits.choice(DIGITS) for _ in range(QUESTIONS)]
             data = _rewarded_answers(sampler, tokenizer, asked, learning)
             if data:
                 sampler = _learn(run, data)
             learning.seconds = time.monotonic() - started_at
-            on_step(learning)
-    return learning
+            on_step()
 
 
 def _learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
@@ -88,7 +86,7 @@ def _learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
     """
     sent: list[Future[Any]] = []
     for _ in range(PASSES):
-        sent.append(run.forward_backward(data, "ppo"))
+        sent.append(run.forward_backward(data, "ppo", CLIP))
         sent.append(run.optim_step(AdamParams(learning_rate=LEARNING_RATE, eps=1e-8)))
     sampler = run.save_weights_and_get_sampling_client()
     for each in sent:
@@ -98,17 +96,20 @@ def _learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
 
 def plot(learning: Learning, path: Path) -> None:
     """Draw reward by step into a PNG."""
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    # Here, and not above: its first import on a machine looks at every font there.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     axes.plot(range(1, len(learning.rewards) + 1), learning.rewards, marker=".")
-    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="int('7') == …")
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="int('4') == …")
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _rewarded_answers(
-    sampler: SamplingClient, tokenizer: Any, asked: list[int], learning: Learning
+    sampler: SamplingClient, tokenizer: Any, asked: list[str], learning: Learning
 ) -> list[Datum]:
     """Sample answers to every question, and make datums of those that say something."""
     prompts = [tokenizer.encode(_question(digit), add_special_tokens=False) for digit in asked]
@@ -133,15 +134,17 @@ def _rewarded_answers(
     return data
 
 
-def _question(digit: int) -> str:
+def _question(digit: str) -> str:
     return f"int('{digit}') == "
 
 
-def _reward(text: str, digit: int) -> float:
-    """Give 1 for the right line, and half of it for a right start."""
+def _reward(text: str, digit: str) -> float:
+    """Give 1 for the right line, half of it for a right start, and a little for a line of one digit."""
     if text == f"{digit}\n":
         return 1.0
-    return 0.5 if text.startswith(str(digit)) else 0.0
+    if text.startswith(digit):
+        return 0.5
+    return 0.2 if len(text) == 2 and text[0].isdigit() and text[1] == "\n" else 0.0
 
 
 def _datums(prompt: list[int], response: SampleResponse, rewards: list[float]) -> list[Datum]:

@@ -13,15 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 READY = "cotrain ready at "
 COTRAIN = Path(sys.executable).with_name("cotrain")
 
 
 @contextmanager
-def serving(base_model: Path, api_keys: Sequence[str], *options: str) -> Iterator[str]:
-    """Run a server and give its address. What it stores is gone afterwards."""
+def serving(
+    base_model: Path, api_keys: Sequence[str], *options: str, say: Callable[[str], None]
+) -> Iterator[str]:
+    """Run a server and give its address. What it stores is gone afterwards.
+
+    `say` hears each line that the server prints until it is ready.
+    """
     with tempfile.TemporaryDirectory(prefix="cotrain-demo-") as data_dir:
         command = [
             str(COTRAIN),
@@ -42,19 +47,20 @@ def serving(base_model: Path, api_keys: Sequence[str], *options: str) -> Iterato
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         ) as process:
             try:
-                yield _address(process)
+                yield _address(process, say)
             finally:
                 process.send_signal(signal.SIGINT)
                 process.wait()
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def _address(process: subprocess.Popen[str], say: Callable[[str], None]) -> str:
     assert process.stdout is not None
     printed = []
     for line in process.stdout:
         printed.append(line)
+        say(line.rstrip())
         if READY in line:
-            # Somebody must go on reading, or a talkative server would stop in mid-sentence.
+            # Its lines must be read on, or a talkative server would stop in mid-sentence.
             threading.Thread(target=process.stdout.read, daemon=True).start()
             return line.partition(READY)[2].strip()
     raise SystemExit("the server did not start:\n" + "".join(printed))

@@ -1,6 +1,7 @@
 """Real text of several kinds, all found in the Python installation that runs this.
 
-The base model is made of some kinds; the tenants bring others, which it has never seen.
+The base model is made of some kinds; the tenants bring others, which it has never seen. It is Python's own
+text and that of packages which cotrain needs and pins, so it does not depend on what else is installed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import random
 import sysconfig
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
@@ -18,7 +20,13 @@ if TYPE_CHECKING:
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
-TORCH = PACKAGES / "torch" / "include"
+HEADERS = PACKAGES / "torch" / "include"
+DESCRIBED = (
+    "accelerate", "fastapi", "h11", "httpcore", "httpx", "huggingface_hub", "mpmath",
+    "networkx", "numpy", "peft", "psutil", "pydantic", "redis", "regex", "rich", "structlog", "sympy",
+    "tokenizers", "torch", "tqdm", "transformers", "typer", "uvicorn",
+)  # fmt: skip
+"""Packages whose descriptions are read."""
 MAX_CHARACTERS = 1_200_000
 """Of one kind."""
 PIECE_LINES = 40
@@ -82,18 +90,18 @@ def _reference() -> Iterable[str]:
 
 def _readmes() -> Iterable[str]:
     # A package's description stands below its headers.
-    return (text.partition("\n\n")[2] for text in _files(PACKAGES, "*.dist-info/METADATA"))
+    return (metadata(name).get_payload() for name in DESCRIBED)
 
 
 BASE_KINDS: Mapping[str, Callable[[], Iterable[str]]] = {
     "standard library": lambda: _files(STDLIB, "*.py"),
     "language reference": _reference,
-    "C++ core headers": lambda: _files(TORCH, "c10/**/*.h"),
-    "licences": lambda: _files(PACKAGES, "*.dist-info/**/LICEN*"),
+    "C++ core headers": lambda: _files(HEADERS, "c10/**/*.h"),
+    "licences": lambda: _files(PACKAGES, "torch-*.dist-info/**/LICEN*"),
 }
 TENANT_KINDS: Mapping[str, Callable[[], Iterable[str]]] = {
     "algebra code": lambda: _files(PACKAGES, "sympy/[a-g]*/*.py"),
     "package READMEs": _readmes,
-    "operator headers": lambda: _files(TORCH, "ATen/native/**/*.h"),
+    "operator headers": lambda: _files(HEADERS, "ATen/native/**/*.h"),
     "character tables": lambda: _files(STDLIB, "encodings/*.py"),
 }

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import sft
-from opening import opened, options_of, show
+from opening import counted, opened, options_of, show
 from unicode_names import batch, tokens_of
 
 from cotrain import AdamParams, Datum, ModelInput, SamplingParams
@@ -33,10 +33,12 @@ def main() -> None:
     with opened(options) as (service, base_model):
         teaching = service.create_lora_training_client(base_model, TEACHER_RANK, seed=1)
         tokenizer = teaching.get_tokenizer()
-        list(sft.train(teaching, tokenizer, TEACHER_STEPS))
+        lessons = sft.train(teaching, tokenizer, TEACHER_STEPS)
+        list(counted("Teaching the teacher", lessons, TEACHER_STEPS))
         teacher = teaching.save_weights_and_get_sampling_client()
         run = service.create_lora_training_client(base_model, STUDENT_RANK, seed=2)
-        divergences = [distill(run, teacher, tokenizer, step) for step in range(options.steps)]
+        steps = counted("Teaching the student", range(options.steps), options.steps)
+        divergences = [distill(run, teacher, tokenizer, step) for step in steps]
     rows = [(f"step {step}", each) for step, each in enumerate(divergences, 1)]
     rows += [
         (f"mean of the first {EDGE}", fmean(divergences[:EDGE])),

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from opening import opened, options_of, show
+from opening import counted, needed, opened, options_of, show
 from unicode_names import Pair, batch, datums, held_out
 
 from cotrain import AdamParams
@@ -18,9 +17,13 @@ from cotrain import AdamParams
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
+
     from cotrain import Datum, TrainingClient
 
     Reference = list[torch.Tensor]
+else:
+    torch = needed("torch")
 
 STEPS = 10
 RANK, ROWS = 16, 16
@@ -41,7 +44,8 @@ def main() -> None:
         # Nothing is trained yet, so the run is still the base model: its log-probs are the reference.
         references = [logprobs(run, data) for data in batches]
         rows = [("held out, before", *judged(run, unseen, reference))]
-        for step, trained in enumerate(train(run, batches, references), 1):
+        training = counted("Training", train(run, batches, references), options.steps)
+        for step, trained in enumerate(training, 1):
             rows.append((f"step {step}", *trained))
         rows.append(("held out, after", *judged(run, unseen, reference)))
     show("Preferences", ("when", "loss", "margin", "share right"), rows, options)

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import sft
-from opening import opened, options_of, show
+from opening import counted, opened, options_of, show
 from unicode_names import Pair, held_out, tokens_of
 
 from cotrain import ModelInput, SamplingParams
@@ -43,7 +43,8 @@ async def compare(
     run = await service.create_lora_training_client_async(base_model, sft.RANK, seed=1)
     tokenizer = await asyncio.to_thread(run.get_tokenizer)
     # Training as sft.py does it blocks; in a thread of its own it leaves the event loop alone.
-    await asyncio.to_thread(list, sft.train(run, tokenizer, steps))
+    training = counted("Training", sft.train(run, tokenizer, steps), steps)
+    await asyncio.to_thread(list, training)
     base = await service.create_sampling_client_async(base_model=base_model)
     trained = await run.save_weights_and_get_sampling_client_async()
     return list(

@@ -1,7 +1,8 @@
 """What every example opens and ends with: a server, a base model on it, and a table.
 
-`COTRAIN_BASE_URL` and `COTRAIN_API_KEY` name a server that runs already. Without them the example makes
-the demo's base model, serves it, and stops the server when it is done.
+`COTRAIN_BASE_URL` and `COTRAIN_API_KEY` name a server that runs already: then the client is all an example
+needs, and transformers for its tokenizer. Without them the example makes the demo's base model, serves it,
+and stops the server when it is done. What is being done is said on stderr, results on stdout.
 """
 
 from __future__ import annotations
@@ -9,25 +10,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from demo_model import cached_model
 from demo_server import serving
+from how_far import told
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from cotrain import ServiceClient
+from cotrain.errors import TokenizerMissing
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 FOLDER = Path(__file__).parents[1] / ".demo" / "model"
 KEY = "tml-example_key-of-mine"
 
+log = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Item = TypeVar("Item")
 Cell = str | float
 """What stands in a table; numbers are shown with three digits, and in full as JSON."""
 
@@ -50,7 +56,10 @@ def options_of(about: str | None, steps: int, **own: Cell) -> Namespace:
 def opened(options: Namespace, *serve_options: str) -> Iterator[tuple[ServiceClient, str]]:
     """Give a client of the server that runs, or of one that is started here, and a base model."""
     with served(*serve_options) as (address, key), ServiceClient(address, key) as service:
-        yield service, options.base_model or base_model_of(service)
+        try:
+            yield service, options.base_model or base_model_of(service)
+        except TokenizerMissing as error:
+            sys.exit(str(error))
 
 
 @contextmanager
@@ -60,7 +69,7 @@ def served(*serve_options: str) -> Iterator[tuple[str, str | None]]:
     if address:
         yield address, None  # the key is in COTRAIN_API_KEY
         return
-    with serving(demo_model(), [KEY], *serve_options) as address:
+    with serving(demo_model(), [KEY], *serve_options, say=log.print) as address:
         yield address, KEY
 
 
@@ -71,12 +80,34 @@ def base_model_of(service: ServiceClient) -> str:
 
 
 def demo_model(folder: Path = FOLDER) -> Path:
-    """Make the demo's base model, a minute's work, or take the one made before."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("Making a base model", total=None)
+    """Make the demo's base model, half a minute's work, or take the one made before."""
+    with told("Making a base model", log) as tell:
+        try:
+            from demo_model import cached_model  # it needs torch, which a client does not
+        except ModuleNotFoundError as error:
+            sys.exit(
+                f"Serving here needs {error.name}: pip install -c constraints.txt '.[all]'. Or name a "
+                "server that runs in COTRAIN_BASE_URL and COTRAIN_API_KEY."
+            )
         return cached_model(
-            folder, lambda step, steps, _: bar.update(task, completed=step, total=steps)
+            folder, lambda step, steps, loss: tell(step, steps, f"{loss:.2f} nats/token")
         )
+
+
+def needed(package: str) -> Any:
+    """Import what an example needs beside the client; ends it with a sentence where it is missing."""
+    try:
+        return import_module(package)
+    except ModuleNotFoundError:
+        sys.exit(f"{Path(sys.argv[0]).name} needs {package} on this machine: pip install {package}")
+
+
+def counted(doing: str, items: Iterable[Item], steps: int) -> Iterator[Item]:
+    """Pass on one item per step, and say how far it is."""
+    with told(doing, log) as tell:
+        for step, item in enumerate(items, 1):
+            yield item
+            tell(step, steps, "")
 
 
 def show(

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from opening import base_model_of, opened, options_of, served, show
+from opening import base_model_of, counted, log, opened, options_of, served, show
 from unicode_names import batch, datums
 
 from cotrain import AdamParams, ServiceClient
@@ -72,11 +72,14 @@ def main() -> None:
         key = key or os.environ["COTRAIN_API_KEY"]
         with ServiceClient(address, key) as service:
             base_model = options.base_model or base_model_of(service)
-            calm = dict(train(service, base_model, f"calm-{secrets.token_hex(4)}", options.steps))
+            training = train(service, base_model, f"calm-{secrets.token_hex(4)}", options.steps)
+            calm = dict(counted("Training undisturbed", training, options.steps))
         program = [sys.executable, __file__, "--steps", str(options.steps)]
         program += ["--name", f"killed-{secrets.token_hex(4)}", "--base-model", base_model]
         settings = {**os.environ, "COTRAIN_BASE_URL": address, "COTRAIN_API_KEY": key}
+        log.print(f"Training again, to be killed after step {KILLED_AFTER} …")
         first = losses_of(program, settings, killed_after=KILLED_AFTER)
+        log.print("Training on from the checkpoint …")
         second = losses_of(program, settings)
     rows = [
         (f"step {step}", loss, first.get(step, ""), second.get(step, ""))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-from opening import opened, options_of, show
+from opening import counted, opened, options_of, show
 from unicode_names import tokens_of
 
 from cotrain import AdamParams, Datum, ModelInput, SamplingParams
@@ -37,7 +37,7 @@ def main() -> None:
         tokenizer = run.get_tokenizer()
         rewards = []
         sampler = run.save_weights_and_get_sampling_client()
-        for step in range(options.steps):
+        for step in counted("Learning from its own samples", range(options.steps), options.steps):
             answered = list(answers(sampler, tokenizer, step))
             rewards.append(fmean(reward for *_, group in answered for reward in group))
             sampler = learn(run, [datum for each in answered for datum in datums(*each)])

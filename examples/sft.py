@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from opening import opened, options_of, show
+from opening import counted, opened, options_of, show
 from unicode_names import batch, datums, held_out, tokens_of
 
 from cotrain import AdamParams, ModelInput, SamplingParams
@@ -33,7 +33,8 @@ def main() -> None:
         told = [answers(service.create_sampling_client(base_model=base_model), tokenizer)]
         unseen = datums(tokenizer, held_out())
         before = run.forward(unseen, "cross_entropy")
-        losses = list(train(run, tokenizer, options.steps))
+        steps = train(run, tokenizer, options.steps)
+        losses = list(counted("Training", steps, options.steps))
         after = run.forward(unseen, "cross_entropy")
         rows = [
             ("held out, before", before.result().loss),

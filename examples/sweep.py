@@ -11,13 +11,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from opening import opened, options_of, show
+from how_far import told
+from opening import log, opened, options_of, show
 from unicode_names import batch, datums, held_out
 
 from cotrain import AdamParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from how_far import Tell
 
     from cotrain import Datum, ServiceClient
 
@@ -70,17 +73,18 @@ async def sweep(
     batches = [datums(tokenizer, batch(step, ROWS)) for step in range(steps)]
     unseen = datums(tokenizer, held_out())
     started_at = time.monotonic()
-    outcomes = await asyncio.gather(
-        *[
-            train(run, AdamParams(learning_rate=rate, eps=1e-8), batches, unseen)
-            for run, rate in zip(runs, rates, strict=True)
-        ]
-    )
+    with told(f"Training at {len(rates)} learning rates at once", log) as tell:
+        outcomes = await asyncio.gather(
+            *[
+                train(run, AdamParams(learning_rate=rate, eps=1e-8), batches, unseen, tell)
+                for run, rate in zip(runs, rates, strict=True)
+            ]
+        )
     return outcomes, time.monotonic() - started_at
 
 
 async def train(
-    run: Any, adam: AdamParams, batches: list[list[Datum]], unseen: list[Datum]
+    run: Any, adam: AdamParams, batches: list[list[Datum]], unseen: list[Datum], tell: Tell
 ) -> Outcome:
     """Send the whole training of one run, then wait for it: its order is kept, whatever comes when."""
     sent = []
@@ -88,7 +92,10 @@ async def train(
         sent.append(await run.forward_backward_async(data, "cross_entropy"))
         sent.append(await run.optim_step_async(adam))
     sent.append(await run.forward_async(unseen, "cross_entropy"))
-    results = await asyncio.gather(*sent)
+    results = []
+    for done, future in enumerate(sent, 1):
+        results.append(await future)
+        tell(done, len(sent), "")
     return Outcome(adam.learning_rate, results[0].loss, results[-1].loss)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 EXAMPLES = ROOT / "examples"
 KEY = "tml-example_key-of-mine"
 MODEL_STEPS = 120
-"""Of the 500 that the demo's base model takes: enough to have something to learn from."""
+"""Of the 300 that the demo's base model takes: enough to have something to learn from."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 Rows = list[dict[str, Any]]
@@ -79,6 +80,41 @@ def run_at(
 
 def client_settings(address: str) -> dict[str, str]:
     return {"COTRAIN_BASE_URL": address, "COTRAIN_API_KEY": KEY}
+
+
+def test_what_is_done_is_said_before_it_is_done_and_how_far_it_is_while_it_is(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, str(EXAMPLES / "make_model.py"), str(tmp_path / "model")]
+    with subprocess.Popen(command, env=environment_of({}), stderr=subprocess.PIPE) as making:
+        assert making.stderr is not None
+        try:
+            assert making.stderr.readline().decode() == "Making a base model …\n"
+            line = making.stderr.readline().decode()
+            assert not (tmp_path / "model").exists()
+        finally:
+            making.kill()
+    assert re.fullmatch(
+        r"Making a base model: step \d+ of \d+, [\d.]+ nats/token, \d+ s left\n", line
+    )
+
+
+def test_the_demo_says_what_it_does_before_it_loads_torch() -> None:
+    # Its model may be there already; what it is made with is loaded all the same.
+    command = [sys.executable, "-X", "importtime", str(EXAMPLES / "demo.py")]
+    said = ""
+    with subprocess.Popen(
+        command, env=environment_of({}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as demo:
+        assert demo.stdout is not None
+        try:
+            for line in demo.stdout:
+                if re.search(r"\| +torch$", line):
+                    break
+                said += "" if line.startswith("import time:") else line
+        finally:
+            demo.kill()
+    assert said.splitlines() == ["Making a base model", "Loading torch and reading text …"]
 
 
 def test_fine_tuning_lowers_the_loss_on_what_was_held_out(run: Run) -> None:

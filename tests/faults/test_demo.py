@@ -44,9 +44,13 @@ def test_killing_the_worker_in_the_middle_of_the_demo_changes_nothing_in_its_fin
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     demo: Any = importlib.import_module("demo")
-    model = demo.make_model()
-    corpus = demo.Corpus(demo.tokenizer_of(model))
-    calm = demo.train_everybody(model, corpus)
+    model, corpus = demo.make_model()
+
+    def trained() -> Any:
+        with demo.serving(model, demo.KEYS, say=demo.say) as address:
+            return demo.train_everybody(address, model, corpus)
+
+    calm = trained()
 
     watch, killed = demo.watch, []
 
@@ -60,7 +64,7 @@ def test_killing_the_worker_in_the_middle_of_the_demo_changes_nothing_in_its_fin
         watch(progress, work)
 
     monkeypatch.setattr(demo, "watch", watch_and_kill)
-    disturbed = demo.train_everybody(model, corpus)
+    disturbed = trained()
     assert killed == list(KILLED_AT_STEPS)
     assert [its.before for its in disturbed] == [its.before for its in calm]
     assert [its.after for its in disturbed] == [its.after for its in calm]

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import re
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+
+from tests.support.serving import Serving
+from tests.support.tiny_models import build_tiny_qwen3
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cotrain", "cotrain_store", "cotrain_scheduler", "cotrain_server", "cotrain_workers")
 NOT_FOR_CLIENTS = ("torch", "redis", "fastapi", "uvicorn", "numpy", "transformers", "peft")
 OLDEST_PYTHON = (3, 11)
 CLIENT_BYTES = 40 * 1000**2
+KEY = "tml-example_key-of-mine"
+EXAMPLES = re.findall(r"\((\w+\.py)\) \|", (ROOT / "examples" / "README.md").read_text())
+EXAMPLES.remove("demo.py")  # it is a server
+#: A loss of the caller's own is torch's work.
+DIFFERENTIATED_HERE = ("dpo.py", "custom_loss.py")
 
 
 class Distributions(NamedTuple):
@@ -29,6 +42,24 @@ class Distributions(NamedTuple):
 class ClientInstall(NamedTuple):
     server_packages: list[str]
     size_bytes: int
+
+
+class Laptop(NamedTuple):
+    python: Path
+    server: str
+
+    def run(
+        self, example: str, *options: str, packages: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run an example against the server; `packages` is a folder of more packages."""
+        environment = {
+            "PATH": os.environ["PATH"],
+            "COTRAIN_BASE_URL": self.server,
+            "COTRAIN_API_KEY": KEY,
+            **({"PYTHONPATH": str(packages)} if packages else {}),
+        }
+        command = [str(self.python), str(ROOT / "examples" / example), *options]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +103,68 @@ def test_the_sdist_holds_the_sources_and_the_licence(distributions: Distribution
     assert {"client/cotrain/__init__.py", "workers/cotrain_workers/engine.py"} <= held
 
 
-@pytest.mark.timeout(600)
-def test_a_client_only_install_is_small_and_brings_no_server(
-    distributions: Distributions, tmp_path: Path
-) -> None:
-    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    install = ["install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python), *install, str(distributions.wheel)],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    installed = inspect_client(python)
+@pytest.fixture(scope="module")
+def client_python(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the client alone into a clean environment, as a laptop has it."""
+    folder = tmp_path_factory.mktemp("laptop") / "venv"
+    venv.create(folder, with_pip=False, symlinks=True)
+    pip_install(str(distributions.wheel), folder / "bin" / "python")
+    return folder / "bin" / "python"
+
+
+@pytest.mark.timeout(900)
+def test_a_client_only_install_is_small_and_brings_no_server(client_python: Path) -> None:
+    installed = inspect_client(client_python)
     print(f"client-only install: {installed.size_bytes / 1024**2:.1f} MB")
     assert installed.server_packages == []
     assert installed.size_bytes < CLIENT_BYTES
+
+
+@pytest.fixture(scope="module")
+def laptop(client_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
+    """The clean environment and, as if elsewhere, a server."""
+    model = build_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny")
+    beat = ("--clock-mode=metronome", "--clock-period-s=0.5")
+    with Serving(tmp_path_factory.mktemp("data"), [str(model)], [KEY], beat) as serving:
+        yield Laptop(client_python, serving.address)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_starts_with_the_client_alone_or_says_what_to_install(
+    laptop: Laptop, example: str
+) -> None:
+    done = laptop.run(example, "--help")
+    if done.returncode:
+        assert example in DIFFERENTIATED_HERE
+        assert done.stderr == f"{example} needs torch on this machine: pip install torch\n"
+    else:
+        assert done.stdout.startswith(f"usage: {example}")
+
+
+@pytest.mark.timeout(900)
+def test_an_example_without_text_runs_with_the_client_alone(laptop: Laptop) -> None:
+    done = laptop.run("clock_cycles.py", "--json", "--steps=2", "--prepare-s=0")
+    assert [row["loop"] for row in json.loads(done.stdout)] == ["naive", "submit both", "pipelined"]
+    assert done.stderr.startswith("Running each loop …\n")
+    assert done.stderr.endswith("No picture is drawn: pip install matplotlib\n")
+
+
+@pytest.mark.timeout(900)
+def test_examples_with_text_say_that_they_need_a_tokenizer_and_run_with_one(
+    laptop: Laptop, tmp_path: Path
+) -> None:
+    without = laptop.run("sft.py", "--json", "--steps=2")
+    assert without.returncode == 1
+    assert without.stderr == "get_tokenizer needs: pip install transformers\n"
+    pip_install("transformers", laptop.python, "--target", str(tmp_path))
+    assert not (tmp_path / "torch").exists()
+    for example in ("sft.py", "distill.py"):
+        done = laptop.run(example, "--json", "--steps=2", packages=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)
+        assert "step 2 of 2, 0 s left" in done.stderr
+        assert "it/s" not in done.stderr  # no bar but ours
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -94,6 +172,13 @@ def test_every_file_is_written_in_the_oldest_python_that_is_promised(package: st
     (root,) = (ROOT / "pyproject.toml").parent.glob(f"*/{package}")
     for path in root.rglob("*.py"):
         ast.parse(path.read_text(), str(path), feature_version=OLDEST_PYTHON)
+
+
+def pip_install(wanted: str, python: Path, *options: str) -> None:
+    """Install a package, and what it needs at pinned versions, for this Python."""
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    pinned = ["--constraint", str(ROOT / "constraints.txt")]
+    subprocess.run([*pip, *pinned, *options, wanted], check=True, capture_output=True, text=True)
 
 
 def inspect_client(python: Path) -> ClientInstall:

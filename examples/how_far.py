@@ -1,0 +1,57 @@
+"""What is being done and how far it is: a bar in a terminal, in a log a line every few seconds."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console
+
+    Tell = Callable[[int, int, str], None]
+
+EVERY_S = 5.0
+"""Between two lines of a log."""
+
+
+@contextmanager
+def told(doing: str, console: Console) -> Iterator[Tell]:
+    """Say at once what is being done; gives `tell(step, steps, note)` for how far it is."""
+    console.print(f"{doing} …", highlight=False)
+    if not console.is_terminal:
+        yield _lines(doing, console)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
+    times = (TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"))
+    with Progress(*columns, *times, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None, note="")
+        yield lambda step, steps, note="": bar.update(
+            task, description=f"step {step}/{steps}", completed=step, total=steps, note=note
+        )
+
+
+def _lines(doing: str, console: Console) -> Tell:
+    """Write a line when the last is old, and for the last step."""
+    first: tuple[int, float] | None = None  # before it, time went into other things
+    said = 0, time.monotonic()
+
+    def tell(step: int, steps: int, note: str = "") -> None:
+        nonlocal said, first
+        now = time.monotonic()
+        if step == said[0]:
+            return
+        first = first or (step, now)
+        if step < steps and (step == first[0] or now - said[1] < EVERY_S):
+            return
+        said = step, now
+        left_s = (now - first[1]) / max(1, step - first[0]) * (steps - step)
+        parts = (f"step {step} of {steps}", note, f"{left_s:.0f} s left")
+        line = ", ".join(part for part in parts if part)
+        console.print(f"{doing}: {line}", highlight=False, soft_wrap=True)
+
+    return tell
