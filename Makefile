@@ -20,8 +20,11 @@ help: ## Show this list
 install: $(INSTALLED) ## Make .venv with everything in it
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "Making $(VENV), some two minutes: 1/3 an empty one …"
 	$(PYTHON) -m venv $(VENV)
+	@echo "Making $(VENV): 2/3 pip …"
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@echo "Making $(VENV): 3/3 cotrain with all it needs; torch is the largest, of some 200 MB …"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[all]" --group dev
 	@touch $@
 
