@@ -61,6 +61,25 @@ def empty_redis(redis_server: EmbeddedRedis) -> EmbeddedRedis:
     return redis_server
 
 
+@pytest.fixture(scope="session")
+def redis_settings(redis_server: EmbeddedRedis) -> dict[str, str]:
+    """All settings of the session's Redis, as it came up."""
+    return redis_server.settings()
+
+
+@pytest.fixture(autouse=True)
+def settings_are_left_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test that leaves other settings in the session's Redis, instead of a later one."""
+    if "redis_server" not in request.fixturenames:
+        yield
+        return
+    server: EmbeddedRedis = request.getfixturevalue("redis_server")
+    settings: dict[str, str] = request.getfixturevalue("redis_settings")
+    yield
+    if left := server.put_back(settings):
+        pytest.fail(f"This test left other settings in the Redis that all tests share: {left}")
+
+
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What is logged from here on; what an earlier test left behind says so before."""

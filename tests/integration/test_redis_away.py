@@ -220,6 +220,7 @@ class Crowded:
 
     def __init__(self, redis_server: EmbeddedRedis) -> None:
         self._redis = open_sync_connection(redis_server.url)
+        self._memory = self._redis.config_get("maxmemory")["maxmemory"]
         self.refused = 0
 
     def until_asked_twice_more(self, role: Any, method: str) -> None:
@@ -227,7 +228,7 @@ class Crowded:
         original = getattr(role, method)
 
         def crowded(*args: Any, **kwargs: Any) -> Any:
-            self._redis.config_set("maxmemory", 1 if self.refused < 2 else 0)
+            self._redis.config_set("maxmemory", 1 if self.refused < 2 else self._memory)
             self.refused += 1
             return original(*args, **kwargs)
 

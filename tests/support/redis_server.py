@@ -57,6 +57,18 @@ class EmbeddedRedis:
         with redis.Redis.from_url(self.url) as connection:
             connection.flushall()
 
+    def settings(self) -> dict[str, str]:
+        with redis.Redis.from_url(self.url, decode_responses=True) as connection:
+            return dict(connection.config_get("*"))
+
+    def put_back(self, settings: dict[str, str]) -> dict[str, str]:
+        """Undo what was set since; return what that was."""
+        left = {name: now for name, now in self.settings().items() if now != settings.get(name)}
+        with redis.Redis.from_url(self.url) as connection:
+            for name in left:
+                connection.config_set(name, settings[name])
+        return left
+
     def _start(self) -> subprocess.Popen[bytes]:
         command = redis_command(find_redis_binary(), Path(self._folder.name), self.socket)
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

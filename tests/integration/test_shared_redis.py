@@ -1,0 +1,37 @@
+"""All tests of a process share one Redis: what one of them sets there, no other inherits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.redis
+
+ROOT = Path(__file__).parents[2]
+CARELESS = """
+import redis
+
+def test_leaves_no_memory(empty_redis):
+    with redis.Redis.from_url(empty_redis.url) as connection:
+        connection.config_set("maxmemory", 1)
+
+def test_the_next_has_memory(empty_redis):
+    with redis.Redis.from_url(empty_redis.url) as connection:
+        connection.set("written", 1)
+"""
+
+
+def test_a_test_that_leaves_a_setting_fails_and_the_next_does_not(tmp_path: Path) -> None:
+    careless = tmp_path / "test_careless.py"
+    careless.write_text(CARELESS)
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "tests.conftest", "--rootdir", ROOT]
+    ran = subprocess.run(
+        [*command, careless], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert re.search("ERROR .*::test_leaves_no_memory", ran.stdout)
+    assert "the Redis that all tests share: {'maxmemory': '1'}" in ran.stdout
+    assert "2 passed, 1 error" in ran.stdout
