@@ -28,10 +28,9 @@ def test_the_next_has_memory(empty_redis):
 def test_a_test_that_leaves_a_setting_fails_and_the_next_does_not(tmp_path: Path) -> None:
     careless = tmp_path / "test_careless.py"
     careless.write_text(CARELESS)
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "tests.conftest", "--rootdir", ROOT]
-    ran = subprocess.run(
-        [*command, careless], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    options = ["-n", "0", "-p", "tests.conftest", f"--rootdir={ROOT}", str(careless)]
+    command = [sys.executable, "-m", "pytest", *options]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert re.search("ERROR .*::test_leaves_no_memory", ran.stdout)
     assert "the Redis that all tests share: {'maxmemory': '1'}" in ran.stdout
     assert "2 passed, 1 error" in ran.stdout

@@ -2,11 +2,13 @@
 
 `lp` is the current log-probability of a target, `q` the one recorded at sampling, `A` the advantage.
 Tokens left out of a policy loss carry `A = 0`; there the ratio `exp(lp - q)` may be anything, so it is
-never computed: `0 * inf` would be NaN.
+never computed: `0 * inf` would be NaN. Nor is it where only its bound counts. Where a ratio counts as it
+is and float32 does not hold it, the loss is infinite, and its request fails.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,9 @@ class LossSpec:
     inputs: tuple[str, ...]  # required beside target_tokens, of its shape
     defaults: Mapping[str, float] = field(default_factory=dict)  # every config key it knows
     per_token: bool = True  # False: a token's loss depends on the whole datum
+    unbounded_for: tuple[
+        int, ...
+    ] = ()  # signs of an advantage with which the loss grows with the ratio
 
 
 def cross_entropy(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
@@ -46,7 +51,7 @@ def importance_sampling(logprobs: torch.Tensor, inputs: Inputs, config: Config) 
 
 def ppo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """Return `-min(r * A, clip(r) * A)` with the absolute ratio bounds of `config`."""
-    return clipped_surrogate(ratio(logprobs, inputs), inputs["advantages"], config)
+    return clipped_surrogate(logprobs - inputs["logprobs"], inputs["advantages"], config)
 
 
 def cispo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
@@ -57,9 +62,14 @@ def cispo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tenso
 
 
 def dro(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """Return `-(lp * A - beta / 2 * (lp - q)^2)`; the quadratic term holds where `A = 0`, too."""
-    distance = logprobs - inputs["logprobs"]
-    return -(logprobs * inputs["advantages"] - 0.5 * config["beta"] * distance**2)
+    """Return `-(lp * A - beta / 2 * (lp - q)^2)`, and 0 where `A` and `q` are both zero.
+
+    That is how a prompt looks: it was not sampled, so there is nothing to stay near to. A token that was
+    sampled and whose advantage happens to be zero keeps the quadratic term.
+    """
+    q, advantages = inputs["logprobs"], inputs["advantages"]
+    logprobs = torch.where((advantages != 0) | (q != 0), logprobs, 0.0)
+    return -(logprobs * advantages - 0.5 * config["beta"] * (logprobs - q) ** 2)
 
 
 def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
@@ -71,9 +81,8 @@ def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor
     masked = inputs["sequence_ratio_mask"] != 0
     frozen = logprobs.detach()
     log_ratio = torch.where(masked, frozen - inputs["logprobs"], 0.0)
-    sequence_ratio = torch.exp(log_ratio.sum() / masked.sum().clamp(min=1))
-    token_ratio = sequence_ratio * torch.exp(logprobs - frozen)
-    return clipped_surrogate(token_ratio, inputs["advantages"], config)
+    sequence_apart = log_ratio.sum() / masked.sum().clamp(min=1)
+    return clipped_surrogate(sequence_apart + (logprobs - frozen), inputs["advantages"], config)
 
 
 def ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
@@ -88,16 +97,23 @@ def clipped(ratios: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def clipped_surrogate(
-    ratios: torch.Tensor, advantages: torch.Tensor, config: Config
+    apart: torch.Tensor, advantages: torch.Tensor, config: Config
 ) -> torch.Tensor:
-    """Return `-min(r * A, clip(r) * A)`."""
+    """Return `-min(r * A, clip(r) * A)` of the ratios `r = exp(apart)`.
+
+    Well above the upper bound a rewarded token's loss no longer depends on its ratio. The exponent stops
+    there, as the slope of an infinite `r` would be `0 * inf`.
+    """
+    enough = math.log(max(config["clip_high_threshold"], 1.0)) + 1.0
+    counts = torch.where(advantages > 0, apart.clamp(max=enough), apart)
+    ratios = torch.exp(torch.where(advantages != 0, counts, 0.0))
     return -torch.minimum(ratios * advantages, clipped(ratios, config) * advantages)
 
 
 LOSSES: Mapping[str, LossSpec] = {
     "cross_entropy": LossSpec(cross_entropy, ("weights",)),
-    "importance_sampling": LossSpec(importance_sampling, POLICY_INPUTS),
-    "ppo": LossSpec(ppo, POLICY_INPUTS, RATIO_BOUNDS),
+    "importance_sampling": LossSpec(importance_sampling, POLICY_INPUTS, unbounded_for=(-1, 1)),
+    "ppo": LossSpec(ppo, POLICY_INPUTS, RATIO_BOUNDS, unbounded_for=(-1,)),
     # One-sided, as the public documentation has it now; earlier pages said 0.8 and 1.2.
     "cispo": LossSpec(
         cispo, POLICY_INPUTS, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}

@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.ops import Failure, PassOutput, ReverseKl, ReverseKlOutput
+from cotrain_workers.losses import LOSSES
+from cotrain_workers.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cotrain_workers.adapter import Adapter, Gradient
     from cotrain_workers.head import HeadResult
-    from cotrain_workers.ops import Datum, KlDatum, Pass
+    from cotrain_workers.ops import Datum, KlDatum
     from cotrain_workers.pack import Piece
+
+#: exp of more is infinite in float32, or leaves a gradient no room.
+FAR_APART = 80.0
 
 
 @dataclass
@@ -77,7 +81,9 @@ def finish(passes: Sequence[OpenPass]) -> None:
         if is_finite and done.op.needs_grad and done.results:
             done.adapter.grads_pending = True
         found = per_datum(done, values[2:].astype(np.float32))
-        done.output = output_of(done.op, found, loss_sum) if is_finite else not_finite(done.op)
+        done.output = (
+            output_of(done.op, found, loss_sum) if is_finite else not_finite(done.op, found)
+        )
 
 
 def values_on_host(passes: Sequence[OpenPass]) -> list[np.ndarray]:
@@ -154,7 +160,27 @@ def needs_memory(tokens: int) -> Failure:
     return Failure(f"Request needs more memory than the worker has ({tokens} tokens).", "server")
 
 
-def not_finite(op: Pass | ReverseKl) -> Failure:
+def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray]) -> Failure:
     """Return the answer to a pass whose loss, log-probabilities or gradient are not finite."""
     kept = "; the gradient was discarded" if op.needs_grad else ""
-    return Failure(f"Loss is not finite (seq {op.seq}){kept}.", "user")
+    why = too_far_apart(op, found) if isinstance(op, Pass) else ""
+    return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user")
+
+
+def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
+    """Name the first target whose ratio float32 cannot hold, and what to do; "" if there is none."""
+    signs = LOSSES[op.loss_fn].unbounded_for
+    for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
+        if not signs:
+            break
+        then, advantages = datum.inputs["logprobs"], datum.inputs["advantages"]
+        (far,) = np.nonzero(np.isin(np.sign(advantages), signs) & (now - then > FAR_APART))
+        if len(far):
+            place = int(far[0])
+            return (
+                f" data[{number}].loss_fn_inputs.logprobs[{place}] is {then[place]:.6g}, and the target's"
+                f" log-probability is {now[place]:.6g} now: {op.loss_fn} multiplies by exp of the"
+                " difference, which float32 cannot hold. Set that token's advantage to 0, or use cispo,"
+                " which bounds the ratio."
+            )
+    return ""

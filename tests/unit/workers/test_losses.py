@@ -54,6 +54,8 @@ def cispo(lp: float, q: float, a: float) -> tuple[float, float]:
 
 
 def dro(lp: float, q: float, a: float) -> tuple[float, float]:
+    if a == q == 0:
+        return 0.0, 0.0
     return -(lp * a - 0.5 * 0.2 * (lp - q) ** 2), -(a - 0.2 * (lp - q))
 
 
@@ -107,6 +109,125 @@ def test_gspo_uses_one_ratio_per_datum_and_a_slope_per_token(
         held = min(s * row[2], clip(s) * row[2]) != s * row[2]
         if inside(s) or abs(s - clip(s)) > 1e-6:
             assert got == pytest.approx(0.0 if held else -s * row[2], rel=1e-9, abs=1e-9)
+
+
+# (log-ratio, A, slope): where the ratio counts only as its bound, and where it counts as it is.
+FAR = [
+    *((apart, 2.0, 0.0) for apart in (1.0, 60.0, 88.0, 89.0, 104.0, 1e4, 3e38)),
+    *((apart, -2.0, 0.0) for apart in (-1.0, -89.0, -104.0, -1e4, -3e38)),
+    *((apart, 0.0, 0.0) for apart in (-1e4, 1e4)),
+    (-2.0, 2.0, -2.0 * math.exp(-2.0)),
+    (2.0, -2.0, 2.0 * math.exp(2.0)),
+    (70.0, -2.0, 2.0 * math.exp(70.0)),
+]
+
+
+@pytest.mark.parametrize(("apart", "advantage", "slope"), FAR)
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("dtype", [torch.float32, FP64])
+def test_a_clipped_ratio_has_no_slope_however_large_it_is(
+    name: str, dtype: torch.dtype, apart: float, advantage: float, slope: float
+) -> None:
+    """Beyond `exp(88.7)` a float32 ratio is infinite, and `0 * inf` would be NaN."""
+    lp = torch.tensor([-1.0, -1.5], dtype=dtype)
+    inputs = {
+        "logprobs": lp - torch.tensor([apart, 0.0], dtype=dtype),
+        "advantages": torch.tensor([advantage, 0.0], dtype=dtype),
+        "sequence_ratio_mask": torch.tensor([1.0, 0.0], dtype=dtype),
+    }
+
+    total, found = value_and_slope(LOSSES[name], lp, inputs, BOUNDS)
+
+    ratio = math.exp(min(apart, 600.0))
+    expected = -min(ratio * advantage, clip(ratio) * advantage)
+    assert float(total) == pytest.approx(expected, rel=1e-5)
+    assert found.tolist() == pytest.approx([slope, 0.0], rel=1e-5, abs=0.0)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("apart", [89.0, math.inf])
+def test_an_impossible_sample_that_is_rewarded_counts_as_the_upper_bound(
+    name: str, apart: float
+) -> None:
+    lp = torch.tensor([-1.0])
+    inputs = {"logprobs": lp - apart, "advantages": torch.ones(1)}
+    inputs["sequence_ratio_mask"] = torch.ones(1)
+
+    total, slope = value_and_slope(LOSSES[name], lp, inputs, BOUNDS)
+
+    assert float(total) == pytest.approx(lp.item() * -1.4 if name == "cispo" else -1.4)
+    assert slope.tolist() == pytest.approx([-1.4 if name == "cispo" else 0.0])
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_without_an_upper_bound_a_ratio_counts_as_it_is(name: str) -> None:
+    lp = torch.tensor([-1.0])
+    inputs = {"advantages": torch.ones(1), "sequence_ratio_mask": torch.ones(1)}
+    config = {"clip_low_threshold": 0.0, "clip_high_threshold": math.inf}
+
+    for apart in (70.0, 88.5):
+        total, slope = value_and_slope(LOSSES[name], lp, {**inputs, "logprobs": lp - apart}, config)
+        assert float(total) == pytest.approx(-math.exp(apart), rel=1e-5)
+        assert float(slope) == pytest.approx(-math.exp(apart), rel=1e-5)
+    beyond, _ = value_and_slope(LOSSES[name], lp, {**inputs, "logprobs": lp - 104.0}, config)
+    assert float(beyond) == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage"), [("importance_sampling", 1.0), ("ppo", -1.0), ("gspo", -1.0)]
+)
+def test_a_ratio_that_counts_and_is_infinite_is_never_made_smaller(
+    name: str, advantage: float
+) -> None:
+    lp = torch.tensor([-1.0])
+    inputs = {"logprobs": lp - 104.0, "advantages": torch.tensor([advantage])}
+    inputs["sequence_ratio_mask"] = torch.ones(1)
+
+    total, _ = value_and_slope(LOSSES[name], lp, inputs, LOSSES[name].defaults)
+
+    assert math.isinf(float(total))
+
+
+@given(rows=tokens)
+@settings(max_examples=60, deadline=None)
+def test_the_slope_of_ppo_in_float32_is_that_of_a_finite_difference(
+    rows: list[tuple[float, float, float, bool]],
+) -> None:
+    """Taken in float64; `lp - q` goes up to 800, where float32 has no ratio."""
+    lp, q, a, m = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
+    q = torch.where(a > 0, 100 * q, q)  # unlikely when sampled, and rewarded
+    inputs = {"logprobs": q, "advantages": a, "sequence_ratio_mask": m}
+    narrow = {name: values.float() for name, values in inputs.items()}
+    ratios = torch.exp(lp - q)
+    assume(all(float((ratios - bound).abs().min()) > 1e-3 for bound in BOUNDS.values()))
+    step = 1e-6
+
+    _, slope = value_and_slope(LOSSES["ppo"], lp.float(), narrow, BOUNDS)
+
+    assert slope.isfinite().all()
+    for place, got in enumerate(slope.tolist()):
+        above, below = lp.clone(), lp.clone()
+        above[place] += step
+        below[place] -= step
+        rise = value(LOSSES["ppo"], above, inputs, BOUNDS) - value(
+            LOSSES["ppo"], below, inputs, BOUNDS
+        )
+        assert got == pytest.approx(float(rise) / (2 * step), rel=1e-3, abs=1e-3)
+
+
+def test_dro_leaves_the_prompt_out_and_keeps_what_was_sampled() -> None:
+    """A prompt has neither an advantage nor a log-probability at sampling: both are 0."""
+    lp = torch.tensor([-8.0, -math.inf, -8.0, -8.0, -8.0], dtype=FP64)
+    inputs = {
+        "logprobs": torch.tensor([0.0, -0.0, -6.0, 0.0, -6.0], dtype=FP64),
+        "advantages": torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0], dtype=FP64),
+    }
+
+    total, slope = value_and_slope(LOSSES["dro"], lp, inputs, {"beta": 0.05})
+
+    pull = [0.0, 0.0, 0.05 * -2, 0.05 * -8 - 1, 0.05 * -2 - 1]
+    assert slope.tolist() == pytest.approx(pull)
+    assert float(total) == pytest.approx(0.025 * (4 + 64 + 4) + 8 + 8)
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
