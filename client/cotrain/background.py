@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cotrain.errors import ClientClosed
+from cotrain.progress import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -31,6 +32,11 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
     def is_here(self) -> bool:
         """Say whether this is the loop's own thread, which must wait for nothing that runs on it."""
         return threading.current_thread() is self._thread
@@ -48,8 +54,10 @@ class BackgroundLoop:
         if self.is_here():
             work.close()
             raise RuntimeError("this call, from the client's own thread, would wait for itself")
+        started = self.start(work)
         try:
-            return self.start(work).result()
+            with PROGRESS.waiting(lambda: _name_of(work)):
+                return started.result()
         except CancelledError:
             raise ClientClosed(ENDED) from None
 
@@ -60,7 +68,8 @@ class BackgroundLoop:
         """
         started = self.start(work)
         try:
-            return await asyncio.wrap_future(started)
+            with PROGRESS.waiting(lambda: _name_of(work)):
+                return await asyncio.wrap_future(started)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if started.cancelled() and task is not None and not task.cancelling():
@@ -85,6 +94,10 @@ class BackgroundLoop:
             self._loop.run_forever()
         finally:
             self._loop.close()
+
+
+def _name_of(work: Coroutine[Any, Any, Any]) -> str:
+    return getattr(work, "__name__", "the server").lstrip("_")
 
 
 async def _cancel_the_rest_and(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -8,6 +8,8 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from cotrain.background import BackgroundLoop
 from cotrain.compress import can_compress
 from cotrain.errors import NotFoundError, VersionMismatch
@@ -44,6 +46,10 @@ class Connection:
         self._dispatch = Dispatch()
         self._asking = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
+
+    @override
+    def __repr__(self) -> str:
+        return self.settings.shown_url + (", closed" if self.loop.is_closed else "")
 
     @property
     def known_config(self) -> ClientConfigResponse:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import logging
 import threading
+import time
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from cotrain.errors import RateLimitError
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-log = logging.getLogger("cotrain")
-
 ROOM_BYTES = 256_000_000
 ROOM_REQUESTS = 10_000
 """What may wait in memory to be taken by the server. One call always may, whatever its size."""
@@ -34,7 +32,6 @@ DISPATCH_REQUESTS = 32
 """What is sent at once, where the server does not say otherwise; each request holds a connection."""
 SLOWEST_REFUSAL = 3
 """A full server is asked again as after so many failures: one request of each run, every 2 s."""
-WARN_AFTER_REFUSALS = 60
 
 
 class Room:
@@ -114,7 +111,7 @@ class Lane:
     """One run's requests on their way to the server. Lives on the client's own loop."""
 
     def __init__(
-        self, dispatch: Dispatch, pause: Callable[[int, RateLimitError], Awaitable[None]]
+        self, dispatch: Dispatch, pause: Callable[[int, RateLimitError, float], Awaitable[None]]
     ) -> None:
         self._dispatch = dispatch
         self._pause = pause
@@ -132,16 +129,15 @@ class Lane:
 
         `post` raises RateLimitError where it is. Raises whatever else `post` raises.
         """
-        refusals = 0
+        refusals, began = 0, time.monotonic()
         try:
             while True:
                 try:
                     return await self._send_once(seq_id, size_bytes, post)
                 except RateLimitError as full:
                     refusals += 1
-                    if refusals % WARN_AFTER_REFUSALS == 0:
-                        log.warning("request %d still waits to be taken: %s", seq_id, full)
-                    await self._pause(min(refusals, SLOWEST_REFUSAL), full)
+                    waited_s = time.monotonic() - began
+                    await self._pause(min(refusals, SLOWEST_REFUSAL), full, waited_s)
         finally:
             self._refused.discard(seq_id)
             self._dispatch.let_go(self)

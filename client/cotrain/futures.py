@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from typing_extensions import override
 
 from cotrain.errors import ClientClosed
+from cotrain.progress import PROGRESS
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -71,9 +72,11 @@ class Future(Generic[T]):
         """Block this thread for the result.
 
         Raises RequestFailed if the server failed the request, APIError if it could not be asked,
-        TimeoutError after `timeout` seconds (the request itself goes on), and CancelledError after
-        `cancel`.
+        TimeoutError after `timeout` seconds (the request itself goes on: wait again), and
+        CancelledError after `cancel`.
         """
+        if self._outcome.done():
+            return self._value_of(self._outcome)
         with self._waiting():
             return self._value_of(self._outcome, timeout)
 
@@ -95,9 +98,13 @@ class Future(Generic[T]):
         awaited: concurrent.futures.Future[Any],
         timeout: float | None = None,  # noqa: ASYNC109 - passed on
     ) -> None:
+        if awaited.done():
+            return
         with self._waiting():
             try:
                 await _settled(awaited, timeout)
+            except TimeoutError:
+                raise self._still_running(timeout) from None
             except asyncio.CancelledError:
                 if self._ends_with_its_waits and len(self._waits) == 1:
                     self.cancel()
@@ -112,17 +119,38 @@ class Future(Generic[T]):
             if self._given_up:
                 raise
             raise ClientClosed("the client was closed before this result came") from None
-        except BaseException:
+        except BaseException as error:
             # Where it is a timeout, the failure is still to be met.
             self._was_met = self._was_met or settled.done()
+            if isinstance(error, TimeoutError) and not settled.done():
+                raise self._still_running(timeout) from None
             raise
+
+    def _still_running(self, timeout: float | None) -> TimeoutError:
+        after = "" if timeout is None else f" after {timeout:g} s"
+        said = f"{self._what} is {self._state()}{after}: wait again for the same future"
+        return TimeoutError(said)
+
+    def _state(self) -> str:
+        if not self._outcome.done():
+            is_accepted = self._accepted is not self._outcome and self._accepted.done()
+            return "still running" if is_accepted else "still on its way to the server"
+        if self._outcome.cancelled():
+            return "given up" if self._given_up else "lost: the client was closed"
+        error = self._outcome.exception()
+        return "done" if error is None else f"failed: {error}"
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._what}: {self._state()}>"
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         wait = object()
         self._waits.add(wait)
         try:
-            yield
+            with PROGRESS.waiting(lambda: f"{self._what}, {self._state()}"):
+                yield
         finally:
             self._waits.discard(wait)
 
@@ -151,6 +179,10 @@ class Submitted(Coroutine[Any, Any, Future[T]]):
     def __init__(self, future: Future[T]) -> None:
         self._future = future
         self._steps: dict[object, Coroutine[Any, Any, Future[T]]] = {}
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._future!r}>"
 
     def done(self) -> bool:
         """Say whether the result, or the failure, is there."""

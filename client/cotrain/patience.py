@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cotrain.errors import APIConnectionError, APIError, APIStatusError
+from cotrain.progress import PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("cotrain")
 
 WARN_AFTER_S = 10.0
+TELL_AGAIN_S = 600.0
+"""What was said of a wait is not said again sooner."""
+WORD_LASTS_S = 60.0
+"""For as long as a poll may take to hear another word."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,12 @@ class RetryPolicy:
         return min(doubled, self.longest_delay_s) * (1.0 - 0.25 * jitter)
 
 
+def queue_state_reason(error: APIStatusError) -> str | None:
+    """Say why a request is not done yet, where the server says it."""
+    reason = error.body.get("queue_state_reason") if isinstance(error.body, dict) else None
+    return str(reason) if reason else None
+
+
 def is_transient(error: APIError) -> bool:
     """Whether the same request may well succeed in a while."""
     if isinstance(error, APIStatusError):
@@ -60,6 +71,7 @@ class Contact:
     """Whether it has ever answered."""
     _silent_since: float | None = None
     _has_warned: bool = False
+    _told: dict[object, float] = field(default_factory=dict)
 
     def heard(self) -> None:
         """Note an answer, whatever it says."""
@@ -71,9 +83,22 @@ class Contact:
     def lost(self, error: APIConnectionError, patience_s: float) -> None:
         """Note that there was no answer; warn once each time the server goes away."""
         self._silent_since = self._silent_since or time.monotonic()
+        PROGRESS.hear(str(error), WORD_LASTS_S)
         if not self._has_warned and time.monotonic() - self._silent_since >= WARN_AFTER_S:
             self._has_warned = True
+            PROGRESS.clear()
             log.warning("still trying, for %.0f s in all: %s", patience_s, error)
+
+    def busy(self, error: APIStatusError, waited_s: float) -> None:
+        """Note why the server lets a call wait; warn of it once where the wait is long."""
+        why = queue_state_reason(error)
+        PROGRESS.hear(why or str(error), WORD_LASTS_S)
+        about = why or error.status_code  # a refusal may hold numbers that change
+        now = time.monotonic()
+        if waited_s >= WARN_AFTER_S and now - self._told.get(about, -TELL_AGAIN_S) >= TELL_AGAIN_S:
+            self._told[about] = now
+            PROGRESS.clear()
+            log.warning("still waiting, and trying again: %s", why or error)
 
 
 @dataclass
@@ -85,10 +110,17 @@ class Patience:
     sleep: Callable[[float], Awaitable[None]]
     _failures: int = 0
     _since: float = field(default_factory=time.monotonic)
+    _began: float = field(default_factory=time.monotonic)
 
     def renew(self) -> None:
         """Begin anew: the server has said something to the purpose."""
         self._failures, self._since = 0, time.monotonic()
+
+    def pending(self, error: APIStatusError) -> None:
+        """Begin anew: the result is not there yet, and maybe the server says why."""
+        self.renew()
+        if queue_state_reason(error):
+            self.contact.busy(error, time.monotonic() - self._began)
 
     async def wait_out(self, error: APIError) -> None:
         """Wait before the next try. Raises the error where it is final, or where this is enough."""
@@ -100,6 +132,8 @@ class Patience:
             raise error
         if tried_s > self._limit_s(error):
             raise self._enough(error, tried_s)
+        if isinstance(error, APIStatusError):
+            self.contact.busy(error, tried_s)
         await self.sleep(self.policy.delay_s(self._failures, error, random.random()))  # noqa: S311  # no secret
 
     def _limit_s(self, error: APIError) -> float:

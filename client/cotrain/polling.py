@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import httpx
 
 PENDING = 408
+"""The server's word, held back as long as it could, that a result is not there yet."""
 # What the server says where a request was to load what is not there; a test holds it to that.
 NOT_FOUND = "Checkpoint not found."
 # The server holds a poll for long. Should one answer at once, this keeps the loop from spinning.
@@ -64,19 +65,14 @@ async def _wait(transport: Transport, request_id: str) -> httpx.Response:
                 "retrieve_future", request, accept=f"{PROTOBUF}, {JSON}"
             )
         except APIError as error:
-            if _is_pending(error):
-                patience.renew()
+            if isinstance(error, APIStatusError) and error.status_code == PENDING:
+                patience.pending(error)
                 await transport.sleep(GAP_S)
             else:
                 await patience.wait_out(error)
         else:
             _raise_failure(response, request_id)
             return response
-
-
-def _is_pending(error: APIError) -> bool:
-    """Whether this is the server's word, held back as long as it could, that it is not done."""
-    return isinstance(error, APIStatusError) and error.status_code == PENDING
 
 
 def _raise_failure(response: httpx.Response, request_id: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from typing_extensions import override
+
 from cotrain.checkpoint_types import (
     CheckpointTtlRequest,
     CopyWeightsRequest,
@@ -64,8 +66,13 @@ class RestClient:
         api_key: str | None = None,
     ) -> None:
         connection = connection or shared_connection(client_settings(base_url, api_key))
+        self._connection = connection
         self._loop = connection.loop
         self._calls = RestCalls(connection.transport)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<RestClient of {self._connection!r}>"
 
     # ---- Server and key --------------------------------------------------------------------------
 
@@ -294,4 +301,4 @@ class RestClient:
 
     def _start(self, asked: Coroutine[Any, Any, T]) -> Future[T]:
         answer = self._loop.start(asked)
-        return Future(answer, answer, what="a call of a RestClient")
+        return Future(answer, answer, what=f"a call of {self!r}")

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import BaseModel
+from typing_extensions import override
 
 from cotrain.chunks import chunks_of, combine
 from cotrain.codec import encode_datums, wrap_datums
@@ -62,6 +63,12 @@ class RunTraffic:
         self._next_seq_id = 1
         self._lost = set[int]()
         self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
+        self._undone = set[object]()
+        """The outcomes that are still to come."""
+
+    @override
+    def __repr__(self) -> str:
+        return f"run {self._model_id}, {self._next_seq_id - 1} sent, {len(self._undone)} not done"
 
     def ask(
         self, path: str, request: type[SequencedRequest], answer: type[Result], /, **what: Any
@@ -131,6 +138,8 @@ class RunTraffic:
     ) -> Future[T]:
         accepted, places = self._start(path, requests)
         outcome = self._loop.start(self._outcome(accepted, wait))
+        self._undone.add(outcome)
+        outcome.add_done_callback(self._undone.discard)
         return Future(accepted, outcome, what=f"{path} {places.start} of run {self._model_id}")
 
     def _start(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,6 @@ from cotrain.types import CancelFutureRequest, UntypedAPIFuture
 if TYPE_CHECKING:
     from cotrain.transport import Transport
     from cotrain.types import SampleRequest, SampleResponse
-
-log = logging.getLogger("cotrain")
 
 POSTS_AT_ONCE = 32
 """Of a thousand samples that a busy server turns away, so many ask again and the others wait."""
@@ -46,10 +43,9 @@ class SampleTraffic:
             while True:
                 try:
                     answer = await self._transport.post("asample", request)
-                except RateLimitError as error:
-                    log.warning("a sample still waits for its turn: %s", error)
-                else:
-                    return read(answer, UntypedAPIFuture)
+                except RateLimitError:
+                    continue  # of which the transport has told
+                return read(answer, UntypedAPIFuture)
 
     async def retrieve(self, request_id: str) -> SampleResponse:
         """Wait for the result of a sample request. Raises RequestFailed or APIError."""

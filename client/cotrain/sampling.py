@@ -69,6 +69,11 @@ class SamplingClient:
         """The sampler's id on the server."""
         return self._sampler_id
 
+    @override
+    def __repr__(self) -> str:
+        at = f"{self._base_model} at {self._connection!r}"
+        return f"<SamplingClient of sampler {self._sampler_id}, {at}>"
+
     def result(self, timeout: float | None = None) -> Self:
         """Give this client, which is there: programs for the hosted SDK await it, or ask for it."""
         return self

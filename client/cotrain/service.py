@@ -7,6 +7,8 @@ import concurrent.futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from typing_extensions import override
+
 from cotrain.both_ways import both_ways, submitted
 from cotrain.checkpoint_types import CopyWeightsRequest, CopyWeightsResponse
 from cotrain.checkpoints import Adapter, Checkpoints
@@ -265,6 +267,10 @@ class ServiceClient:
         closed: concurrent.futures.Future[None] = concurrent.futures.Future()
         closed.set_result(None)
         return Future(closed, closed)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<ServiceClient of {self._connection!r}, {self._session!r}>"
 
     def __enter__(self) -> Self:
         return self

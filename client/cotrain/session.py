@@ -7,6 +7,8 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from cotrain.errors import APIError, APIStatusError
 from cotrain.session_types import (
     CreateSessionRequest,
@@ -55,6 +57,10 @@ class Session:
         self._id: str | None = None
         self.heart: asyncio.Task[None] | None = None
         """Beats while the session is open."""
+
+    @override
+    def __repr__(self) -> str:
+        return f"session {self._id}" if self._id else "no session yet"
 
     async def id(self) -> str:
         """Open the session if it is not open yet, and name it."""

@@ -19,6 +19,12 @@ class ClientSettings:
     base_url: str
     api_key: str = field(repr=False)
 
+    @property
+    def shown_url(self) -> str:
+        """The address without a name and a password that it may hold."""
+        scheme, _, rest = self.base_url.partition("://")
+        return f"{scheme}://{rest.rpartition('@')[2]}"
+
 
 def client_settings(base_url: str | None = None, api_key: str | None = None) -> ClientSettings:
     """Take what is given, else `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. Raises SettingsMissing."""

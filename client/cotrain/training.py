@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from typing_extensions import override
+
 from cotrain.both_ways import both_ways, submitted
 from cotrain.checkpoint_types import (
     LoadWeightsRequest,
@@ -71,6 +73,11 @@ class TrainingClient:
     def model_id(self) -> str:
         """The run's id on the server."""
         return self._model_id
+
+    @override
+    def __repr__(self) -> str:
+        at = f"{self._base_model} at {self._connection!r}"
+        return f"<TrainingClient of {self._traffic!r}, {at}>"
 
     def result(self, timeout: float | None = None) -> Self:
         """Give this client, which is there: programs for the hosted SDK await it, or ask for it."""

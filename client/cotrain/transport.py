@@ -19,7 +19,7 @@ from cotrain.answers import read, refusal, unreached
 from cotrain.codec import PROTOBUF
 from cotrain.compress import SMALLEST_BYTES, ZSTD, compress
 from cotrain.download import Download, size_of
-from cotrain.errors import APIError, RateLimitError
+from cotrain.errors import APIError, APIStatusError, RateLimitError
 from cotrain.lines import Lines
 from cotrain.patience import Contact, Patience, RetryPolicy, is_transient
 from cotrain.version import __version__
@@ -177,8 +177,9 @@ class Transport:
         """Give what one call has of it."""
         return Patience(self.policy, self._contact, self.sleep)
 
-    async def pause(self, failures: int, error: APIError) -> None:
-        """Wait as long as the policy says after `failures` in a row."""
+    async def pause(self, failures: int, error: APIStatusError, waited_s: float) -> None:
+        """Wait as long as the policy says after `failures` in a row, and `waited_s` already."""
+        self._contact.busy(error, waited_s)
         await self.sleep(self.policy.delay_s(failures, error, random.random()))  # noqa: S311  # no secret
 
     async def close(self) -> None:

@@ -55,7 +55,7 @@ WORKER = STORE | {
     "VLLM_API_KEY",
 }
 #: Read by clients, which may share a shell with a server.
-CLIENT = frozenset({"API_KEY", "BASE_URL"})
+CLIENT = frozenset({"API_KEY", "BASE_URL", "PROGRESS"})
 _KNOWN = API | SCHEDULER | WORKER | CLIENT | FAULTS
 
 

@@ -16,6 +16,7 @@ from rich.segment import Segment
 
 from cotrain.errors import CotrainError
 from cotrain.patience import RetryPolicy
+from cotrain.progress import PROGRESS
 from cotrain.service import ServiceClient
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]
     console = Console(stderr=True, markup=False, emoji=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     disable = not (shown and console.is_terminal)
-    with Progress(*columns, TransferSpeedColumn(), console=console, disable=disable) as progress:
+    with (
+        PROGRESS.hidden(),
+        Progress(*columns, TransferSpeedColumn(), console=console, disable=disable) as progress,
+    ):
         task = progress.add_task(name, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total or None)
 

@@ -53,7 +53,7 @@ class Pauses:
         self.failures: list[int] = []
         self._ends: list[asyncio.Event] = []
 
-    async def __call__(self, failures: int, _: RateLimitError) -> None:
+    async def __call__(self, failures: int, _: RateLimitError, __: float) -> None:
         self.failures.append(failures)
         self._ends.append(asyncio.Event())
         await self._ends[-1].wait()
@@ -194,7 +194,7 @@ async def test_a_later_pause_that_ends_first_does_not_let_its_request_overtake(
 
 
 async def test_a_full_server_is_asked_for_as_long_as_it_takes_and_not_ever_more_seldom(
-    lane: Lane, pauses: Pauses, server: Server, caplog: pytest.LogCaptureFixture
+    lane: Lane, pauses: Pauses, server: Server
 ) -> None:
     (send,) = start(lane, server, 1)
     await settled()
@@ -204,7 +204,6 @@ async def test_a_full_server_is_asked_for_as_long_as_it_takes_and_not_ever_more_
     await server.take(1)
     assert await send == 1
     assert Counter(pauses.failures) == {1: 1, 2: 1, 3: 58}
-    assert caplog.text.count("still waits to be taken") == 1
 
 
 async def test_a_request_that_fails_holds_nobody_up(lane: Lane, server: Server) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from cotrain.errors import ClientClosed, RequestFailed
-from cotrain.futures import Future
+from cotrain.futures import Future, Submitted
 
 
 @pytest.fixture
@@ -87,3 +87,47 @@ def test_a_closed_client_says_so(
         future.result()
     with pytest.raises(ClientClosed):
         asyncio.run(future.result_async())
+
+
+def test_a_timeout_says_what_still_runs_and_what_to_do() -> None:
+    accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
+    outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
+    future = Future(accepted, outcome, what="optim_step 4 of run s:train:0")
+    said = "^optim_step 4 of run s:train:0 is still on its way to the server after 0 s: wait again "
+    with pytest.raises(TimeoutError, match=said):
+        future.result(timeout=0)
+    accepted.set_result(None)
+    said = "is still running after 0.01 s: wait again for the same future$"
+    with pytest.raises(TimeoutError, match=said):
+        future.result(timeout=0.01)
+    with pytest.raises(TimeoutError, match=said):
+        asyncio.run(future.result_async(timeout=0.01))
+
+
+def test_a_timeout_of_the_request_itself_is_told_as_it_is(
+    future: Future[int], outcome: concurrent.futures.Future[int]
+) -> None:
+    outcome.set_exception(TimeoutError("the caller's loss took too long"))
+    with pytest.raises(TimeoutError, match="the caller's loss"):
+        future.result(timeout=0)
+
+
+def test_a_future_names_its_request_and_how_far_it_is() -> None:
+    def made(outcome: concurrent.futures.Future[int]) -> Future[int]:
+        accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
+        accepted.set_result(None)
+        return Future(accepted, outcome, what="optim_step 4 of run r")
+
+    done: concurrent.futures.Future[int] = concurrent.futures.Future()
+    done.set_result(1)
+    failed: concurrent.futures.Future[int] = concurrent.futures.Future()
+    failed.set_exception(RequestFailed("no such loss", "r:4", "user"))
+    running = made(concurrent.futures.Future())
+    assert repr(running) == "<Future of optim_step 4 of run r: still running>"
+    assert repr(Submitted(running)) == f"<Submitted: {running!r}>"
+    running.cancel()
+    assert repr(running) == "<Future of optim_step 4 of run r: given up>"
+    assert repr(made(done)) == "<Future of optim_step 4 of run r: done>"
+    assert repr(made(failed)) == "<Future of optim_step 4 of run r: failed: no such loss>"
+    with pytest.raises(RequestFailed):
+        made(failed).result()

@@ -5,8 +5,15 @@ import logging
 import pytest
 
 from cotrain import patience as module
-from cotrain.errors import APIConnectionError, APIError, APITimeoutError, RateLimitError
-from cotrain.patience import WARN_AFTER_S, Contact, Patience, RetryPolicy
+from cotrain.errors import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    APITimeoutError,
+    RateLimitError,
+    status_error,
+)
+from cotrain.patience import TELL_AGAIN_S, WARN_AFTER_S, Contact, Patience, RetryPolicy
 
 URL = "http://server:8000"
 REFUSED = APIConnectionError("cannot reach http://server:8000: refused")
@@ -33,7 +40,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def patience_with(time: Time, contact: Contact) -> Patience:
-    return Patience(RetryPolicy(), contact, time.sleep, _since=time.now)
+    return Patience(RetryPolicy(), contact, time.sleep, _since=time.now, _began=time.now)
 
 
 async def until_enough(patience: Patience, error: APIError) -> APIError:
@@ -110,3 +117,53 @@ def test_delays_double_up_to_the_longest() -> None:
     waits = [policy.delay_s(failures, REFUSED, jitter=0.0) for failures in range(1, 8)]
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
     assert policy.delay_s(10_000, REFUSED, jitter=1.0) == 7.5
+
+
+# ---- a word while waiting -------------------------------------------------------------------------
+
+FULL = "512 requests wait: COTRAIN_QUOTA_OPS is 512."
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_the_reason_of_a_long_wait_is_said_once_by_all_calls_together(
+    time: Time, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    contact = Contact(URL)
+    waiting = [patience_with(time, contact) for _ in range(5)]
+    while time.now < waiting[0]._since + 4 * WARN_AFTER_S:
+        for number, patience in enumerate(waiting):  # each is refused with numbers of its own
+            await patience.wait_out(status_error(status, f"{number}: {FULL}", None))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert FULL in caplog.messages[0]
+
+
+async def test_a_short_refusal_is_no_news(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+    patience = patience_with(time, Contact(URL))
+    while time.now < patience._since + WARN_AFTER_S - 3:
+        await patience.wait_out(status_error(429, FULL, None, retry_after_s=1.0))
+    assert not caplog.records
+
+
+async def test_a_wait_that_lasts_is_said_again_after_a_while(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    contact = Contact(URL)
+    for _ in range(2):
+        contact.busy(RateLimitError(FULL, 429, None), WARN_AFTER_S)
+        time.now += TELL_AGAIN_S
+    assert len(caplog.records) == 2
+
+
+def pending(reason: str | None) -> APIStatusError:
+    return status_error(408, "not yet", {"queue_state_reason": reason})
+
+
+async def test_why_a_result_is_not_there_yet_is_said_once(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    patience = patience_with(time, Contact(URL))
+    for reason in [None, None, "waiting for seq_id 3, which never came"] * 3:
+        time.now += 45.0  # as long as a poll is held
+        patience.pending(pending(reason))
+    (said,) = caplog.messages
+    assert said.endswith(": waiting for seq_id 3, which never came")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from cotrain import patience
 from cotrain.errors import (
     APIConnectionError,
     CheckpointNotFound,
@@ -109,3 +110,15 @@ def test_a_server_that_stays_away_is_an_error_in_the_end() -> None:
 def test_what_is_no_result_is_an_error(content: bytes) -> None:
     with pytest.raises(MalformedMessage):
         poll(wait_for_json, httpx.Response(200, content=content))
+
+
+def test_why_a_result_is_not_there_yet_reaches_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the wire to the logger; when it is said is for `test_patience.py`."""
+    monkeypatch.setattr(patience, "WARN_AFTER_S", 0.0)
+    reason = {"queue_state_reason": "the server's store is restarting"}
+    held = httpx.Response(408, json={"request_id": "r", "queue_state": "paused_capacity", **reason})
+    poll(wait_for_json, pending("r"), held, held, DONE)
+    (said,) = caplog.messages
+    assert said == "still waiting, and trying again: the server's store is restarting"

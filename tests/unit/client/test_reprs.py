@@ -1,0 +1,55 @@
+"""What a notebook or a debugger shows of a client: which one it is, and how it is; never a key."""
+
+from __future__ import annotations
+
+import threading
+
+from cotrain import AdamParams, RestClient, ServiceClient
+from tests.support.fake_api import FakeApi
+from tests.support.fake_sampling import FakeSampling
+from tests.support.waiting import until
+
+KEY = "tml-id_secret"
+
+
+async def test_a_client_names_its_run_its_model_and_its_state() -> None:
+    hold = threading.Event()
+    api = FakeApi(hold={"step:1": hold})
+    service = ServiceClient("http://ada:pass@server", KEY, network=api.network)
+    assert repr(service) == "<ServiceClient of http://server, no session yet>"
+    run = service.create_lora_training_client("m")
+    stepped = run.optim_step(AdamParams())
+    await until(lambda: "still running" in repr(stepped))
+    assert repr(stepped) == "<Future of optim_step 1 of run s1:train:0: still running>"
+    assert repr(service) == "<ServiceClient of http://server, session s1>"
+    at = "m at http://server"
+    assert repr(run) == f"<TrainingClient of run s1:train:0, 1 sent, 1 not done, {at}>"
+    hold.set()
+    stepped.result()
+    await until(
+        lambda: repr(run) == f"<TrainingClient of run s1:train:0, 1 sent, 0 not done, {at}>"
+    )
+    service.close()
+    assert repr(service) == "<ServiceClient of http://server, closed, session s1>"
+    assert repr(run).endswith("m at http://server, closed>")
+
+
+def test_a_sampler_and_a_rest_client_name_themselves() -> None:
+    with ServiceClient("http://server", KEY, network=FakeSampling().network) as service:
+        sampler = service.create_sampling_client(base_model="m")
+        rest = service.create_rest_client()
+        assert (
+            repr(sampler) == f"<SamplingClient of sampler {sampler.sampler_id}, m at http://server>"
+        )
+        assert repr(rest) == "<RestClient of http://server>"
+        asked = rest.get_server_capabilities()
+        asked.result()
+        assert repr(asked) == "<Future of a call of <RestClient of http://server>: done>"
+        for shown in (service, sampler, rest, asked):
+            assert "secret" not in repr(shown)
+
+
+def test_a_rest_client_of_its_own_shows_no_key() -> None:
+    assert (
+        repr(RestClient(base_url="http://server", api_key=KEY)) == "<RestClient of http://server>"
+    )
