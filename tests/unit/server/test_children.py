@@ -103,6 +103,36 @@ async def test_a_crash_loop_is_reported_and_goes_on(tmp_path: Path) -> None:
     await watched.kept
 
 
+REFUSING = replace(
+    SLEEPER, command=["sh", "-c", """echo '{"ts": "", "reason": "No such model."}' >&2; exit 2"""]
+)
+
+
+async def test_a_refusal_to_start_is_told_with_its_reason_and_ends_the_keeping(
+    tmp_path: Path,
+) -> None:
+    watched, refusals = Watched(tmp_path, REFUSING), list[str]()
+
+    def end(reason: str) -> bool:
+        refusals.append(reason)
+        return True
+
+    watched.child.give_up = end
+    await asyncio.wait_for(watched.kept, 120)
+    assert refusals == ["No such model."]
+    assert watched.lines.qsize() == 1  # it was started once
+
+
+async def test_a_refusal_of_what_ran_before_is_tried_again_and_reported(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, REFUSING)
+    watched.child.deaths = Deaths((time.monotonic(),) * 4)
+    await watched.pid()
+    assert "starting it again in 5 s" in await watched.lines.get()
+    assert watched.troubles == ["exited with status 2, 5 times in the last minute: No such model."]
+    await watched.child.stop()
+    await watched.kept
+
+
 async def test_a_trouble_is_over_once_the_process_has_lived_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
