@@ -32,7 +32,7 @@ import httpx
 import numpy as np
 
 from bench.model import VOCAB, build
-from bench.through_http import ADAM, Load, drive, machine, serving, tenant
+from bench.through_http import ADAM, OPERATOR, Load, drive, machine, serving, tenant
 from cotrain import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace, samplers: list[SamplingClient]) -> dict[st
 
 def share_of_time(url: str) -> float:
     """Return what training took of the time from the first to the last cycle that had company."""
-    (pool,) = httpx.get(f"{url}/status").json()["pools"]
+    (pool,) = httpx.get(f"{url}/status", headers=OPERATOR).json()["pools"]
     busy = [record for record in pool["cycles"] if record["sampling_ms"]]
     first, last = min(r["started_at"] for r in busy), max(r["started_at"] for r in busy)
     trained_ms = sum(

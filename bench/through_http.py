@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 READY_TIMEOUT_S = 120.0
+OPERATOR = {"X-API-Key": "key-of-the-operator"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def measure_overhead(
 
 def engine_ms(url: str, cycles: set[int]) -> float:
     """Read what the engine took for these cycles from the server's own records."""
-    (pool,) = httpx.get(f"{url}/status").json()["pools"]
+    (pool,) = httpx.get(f"{url}/status", headers=OPERATOR).json()["pools"]
     records = [record for record in pool["cycles"] if record["cycle"] in cycles]
     assert len(records) == len(cycles)
     return sum(record["wave_ms"] + record["optim_ms"] for record in records)
@@ -197,7 +198,9 @@ def serving(model: Path, data_dir: Path, keys: list[str], threads: int) -> Itera
     cotrain = Path(sys.executable).with_name("cotrain")
     command = [cotrain, "serve", "--base-model", f"bench={model}",
                "--port", "0", "--data-dir", str(data_dir), "--torch-threads", str(threads)]  # fmt: skip
-    environment = {**os.environ, "COTRAIN_API_KEYS": ",".join(keys)}
+    environment = {
+        **os.environ, "COTRAIN_API_KEYS": ",".join(keys), "COTRAIN_ADMIN_KEY": OPERATOR["X-API-Key"],
+    }  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout
     try:

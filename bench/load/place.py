@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT / name) for name in ("client", "scheduler", "server", "workers", ".")]
 PATIENCE_S = 60.0
+ADMIN_KEY = "key-of-the-operator"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -126,7 +127,9 @@ class Place:
         """Start an API process on the place's port."""
         descriptor = self.listener.fileno()
         os.set_inheritable(descriptor, True)
-        given = {"API_KEYS": ",".join(keys), "LISTEN_FD": str(descriptor), **settings}
+        given = {
+            "API_KEYS": ",".join(keys), "ADMIN_KEY": ADMIN_KEY, "LISTEN_FD": str(descriptor), **settings,
+        }  # fmt: skip
         return self._start(name, [sys.executable, "-m", "cotrain_server"], (descriptor,), **given)
 
     @contextlib.contextmanager

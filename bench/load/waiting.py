@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.load.http import Client, pass_body, persist
 from bench.load.null_worker import POOL, TOKENS_PER_OP
-from bench.load.place import PATIENCE_S, Place, a_place, percentile
+from bench.load.place import ADMIN_KEY, PATIENCE_S, Place, a_place, percentile
 from cotrain_store.api_keys import read_chosen_keys
 from cotrain_store.connection import open_shared_connection
 from cotrain_store.intake import Intake, TenantLimits
@@ -140,7 +140,10 @@ def held(place: Place) -> int:
     """Ask an API process how many polls it holds; -1 while none answers."""
     host, port = place.address
     try:
-        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=20) as answer:
+        request = urllib.request.Request(
+            f"http://{host}:{port}/metrics", None, {"X-API-Key": ADMIN_KEY}
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
             text = answer.read().decode()
     except OSError:
         return -1

@@ -12,6 +12,7 @@ import structlog
 import uvicorn
 from typing_extensions import override
 
+import cotrain_server.blas_threads  # noqa: F401  # its import sets them, before that of numpy
 from cotrain_server.app import create_app
 from cotrain_server.listening import ImpatientProtocol, allow_many_connections
 from cotrain_server.settings import ServerSettings
@@ -106,6 +107,10 @@ def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
         server_header=False,
+        # By default uvicorn believes what anything on this host passes on, a proxy that knows of no
+        # such header as well.
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
         # Thousands of polls may be open; a burst of them must not be refused by the kernel.
         backlog=4096,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 from starlette.requests import ClientDisconnect
 
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST, internal_error
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST, ambiguous_length, internal_error
 from cotrain_server.gate import meet
 from cotrain_server.held import answer_held
 from cotrain_store import metrics
@@ -72,6 +72,10 @@ class Edge:
         _measure(scope, statuses[0] if statuses else 0, time.perf_counter() - started_at)
 
     async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _has_two_lengths(scope):
+            scope["route"] = None
+            await ambiguous_length(scope["state"]["request_id"])(scope, receive, send)
+            return
         await meet(scope)
         # A scope of their own: what the layers below leave in it would be held with a poll.
         below = {**scope}
@@ -79,6 +83,12 @@ class Edge:
             await self.app(below, receive, send)
         finally:
             scope["route"] = below.get("route")
+
+
+def _has_two_lengths(scope: Scope) -> bool:
+    """Tell whether a request says its length twice: a proxy before us may have believed the other one."""
+    names = {name for name, _ in scope["headers"]}
+    return {b"content-length", b"transfer-encoding"} <= names
 
 
 def _is_leaving(scope: Scope) -> bool:

@@ -190,6 +190,18 @@ def error_response(
     return JSONResponse(body.model_dump(), status, headers)
 
 
+def ambiguous_length(request_id: str) -> JSONResponse:
+    """Refuse a request that says its length twice, and end its connection: what follows may be its body."""
+    answer = error_response(
+        400,
+        "Send Content-Length or Transfer-Encoding, not both.",
+        "ambiguous_length",
+        request_id,
+    )
+    answer.headers["connection"] = "close"
+    return answer
+
+
 def internal_error(request_id: str) -> JSONResponse:
     """Answer what nobody foresaw: a reference to our log, and nothing of what happened."""
     return error_response(500, f"Internal error (ref {request_id}).", "internal_error", request_id)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_server.admin_key import admin_key
 from cotrain_server.auth import FailureCounter
 from cotrain_server.body_room import BodyRoom
 from cotrain_server.errors import TooManyPolls
@@ -46,6 +47,7 @@ class Services:
     """One API process's access to the store, and whether it is on its way out."""
 
     settings: ServerSettings
+    admin_key: str = field(repr=False)
     connection: Connection
     tenants: Tenants
     records: Records
@@ -101,6 +103,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
 
     Raises:
         UnsafeRedis, StoreUnavailable: this process must not take requests.
+        InvalidKey, OSError, ValueError: a key of the settings or of a file is none.
     """
     connection = open_shared_connection(settings.redis_url)
     # The spool is created by whoever comes first, and its thread must end with this process.
@@ -120,6 +123,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
         ):
             yield Services(
                 settings=settings,
+                admin_key=await asyncio.to_thread(admin_key, settings),
                 connection=connection,
                 tenants=tenants,
                 records=records,

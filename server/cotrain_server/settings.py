@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
-from cotrain_store.api_keys import read_chosen_keys
+from cotrain_store.api_keys import MIN_CHARACTERS, read_chosen_keys
 from cotrain_store.intake import TenantLimits
 from cotrain_store.records import RecordLimits
 from cotrain_store.sample_intake import SampleLimits
@@ -43,7 +43,9 @@ class ServerSettings(StoreSettings):
     api_keys_file: Path | None = None
     """A file with more of them, separated like those."""
     admin_key: SecretStr | None = None
-    """Opens `/metrics` and the whole of `/status`. Without it, only callers on loopback get them."""
+    """Opens `/metrics` and the whole of `/status`. Without it, `admin-key` in the data folder does."""
+    trusted_proxies: Words = ()
+    """Addresses or networks whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed."""
     public_url: Annotated[str | None, Field(pattern=r"^https?://[^\s?#]+$")] = None
     """How clients reach this server, for links to files; by default as their request reached it."""
     jwt_auth: Literal["needed", "always"] = "needed"
@@ -89,7 +91,7 @@ class ServerSettings(StoreSettings):
     compress_requests: bool | None = None
     """Whether SDKs send zstd; by default those do that are not on this host."""
 
-    @field_validator("base_models", "api_keys", mode="before")
+    @field_validator("base_models", "api_keys", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_words(value) if isinstance(value, str) else value
@@ -99,6 +101,13 @@ class ServerSettings(StoreSettings):
     def _unset_if_empty(cls, value: object) -> object:
         # A container passes an unset variable on as an empty one; no empty key may open anything.
         return value or None
+
+    @field_validator("admin_key")
+    @classmethod
+    def _not_short(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and len(key.get_secret_value()) < MIN_CHARACTERS:
+            raise ValueError(f"too easy to guess: {MIN_CHARACTERS} characters or more")
+        return key
 
     @property
     def chosen_keys(self) -> tuple[ChosenKey, ...]:

@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`cotrain serve` with a tiny model and five tenants."""
     folder = build_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny")
-    with Serving(tmp_path_factory.mktemp("data"), [str(folder)], (*KEYS, MINT_KEY)) as serving:
-        yield Server(serving.address, str(folder))
+    data_dir = tmp_path_factory.mktemp("data")
+    settings = {"COTRAIN_TRUSTED_PROXIES": "127.0.0.1"}  # some clients come through one, from afar
+    with Serving(data_dir, [str(folder)], (*KEYS, MINT_KEY), settings=settings) as serving:
+        yield Server(serving.address, str(folder), data_dir)
 
 
 @pytest.fixture(scope="session", params=SDKS)
@@ -100,4 +102,4 @@ def narrow_server(server: Server, tmp_path_factory: pytest.TempPathFactory) -> I
     settings = {"COTRAIN_QUOTA_SAMPLES": "4", "COTRAIN_QUOTA_OPS": "16"}
     data = tmp_path_factory.mktemp("narrow")
     with Serving(data, [server.base_model], KEYS, settings=settings) as serving:
-        yield Server(serving.address, server.base_model)
+        yield Server(serving.address, server.base_model, data)

@@ -101,6 +101,7 @@ class Server:
 
     address: str
     base_model: str
+    data_dir: Path
 
 
 @dataclass(frozen=True)

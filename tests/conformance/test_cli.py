@@ -36,7 +36,10 @@ def cotrain(server: Server) -> Run:
     app = command_line([])
 
     def run(*arguments: str, key: str = KEY, input: str | None = None) -> Result:
-        environment = {"COTRAIN_BASE_URL": server.address, "COTRAIN_API_KEY": key}
+        environment = {
+            "COTRAIN_BASE_URL": server.address, "COTRAIN_API_KEY": key,
+            "COTRAIN_DATA_DIR": str(server.data_dir),
+        }  # fmt: skip
         return CliRunner().invoke(app, arguments, input=input, env=environment)
 
     return run

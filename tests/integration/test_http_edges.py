@@ -18,7 +18,7 @@ from cotrain_server import bodies, collector
 from cotrain_server.routes import status
 from cotrain_store.logs import configure_logs
 from cotrain_store.metrics import REGISTRY
-from tests.support.http_api import ALICE, BOB, pass_body, running_api, sample_body
+from tests.support.http_api import ALICE, BOB, OPERATOR, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ async def test_while_redis_is_away_submits_say_when_to_come_back_and_polls_are_h
             assert poll.json()["queue_state"] == "paused_capacity"
         readiness = await api.http.get("/readyz")
         assert readiness.json()["reasons"][0] == "Redis does not answer."
-        assert "cotrain_redis_up 0.0" in (await api.http.get("/metrics")).text
+        assert "cotrain_redis_up 0.0" in (await api.http.get("/metrics", headers=OPERATOR)).text
         assert (await api.http.get("/healthz")).status_code == 200
         own_redis.restart()
         answer = await api.post("forward_backward", pass_body(run, 1))
@@ -173,15 +173,17 @@ async def test_a_redis_that_stands_still_is_told_and_not_waited_for(
     async with running_api(own_redis.url) as api:
         own_redis.stand_still()
         try:
-            metrics = (await api.http.get("/metrics")).text.splitlines()
+            metrics = (await api.http.get("/metrics", headers=OPERATOR)).text.splitlines()
             assert [line for line in metrics if line.startswith("cotrain_redis_up")] == [
                 "cotrain_redis_up 0.0"
             ]
-            answer = await api.http.get("/status")
+            answer = await api.http.get("/status", headers=OPERATOR)
         finally:
             own_redis.go_on()
         assert (answer.status_code, answer.json()["detail"]) == (503, "Redis does not answer.")
-        assert (await api.http.get("/status")).json()["reasons"][0] == "No scheduler is running."
+        assert (await api.http.get("/status", headers=OPERATOR)).json()["reasons"][
+            0
+        ] == "No scheduler is running."
 
 
 async def test_a_poll_by_a_key_not_seen_lately_is_held_as_well(own_redis: EmbeddedRedis) -> None:
@@ -213,7 +215,7 @@ async def test_what_operators_are_told_to_watch_is_there(empty_redis: EmbeddedRe
     page = (ROOT / "docs" / "reliability.md").read_text()
     told = set(re.findall(r"`(cotrain_(?!store)[a-z_]+)`", page))
     async with running_api(empty_redis.url) as api:
-        scraped = (await api.http.get("/metrics")).text
+        scraped = (await api.http.get("/metrics", headers=OPERATOR)).text
     assert len(told) > 8
     assert {
         name for name in told if f"# TYPE {name.removesuffix('_total')}" not in scraped
@@ -256,7 +258,7 @@ async def test_one_scrape_tells_of_this_process_and_of_the_pool(empty_redis: Emb
             await api.post("asample", sample_body(sampler, 0))
         assert [now - then for now, then in zip(counted(), before, strict=True)] == [1, 1, 2]
         alice = (await api.services.tenants.authenticate(ALICE)).id
-        lines = (await api.http.get("/metrics")).text.splitlines()
+        lines = (await api.http.get("/metrics", headers=OPERATOR)).text.splitlines()
         assert f'cotrain_samples_waiting{{pool="tiny/model",tenant="{alice}"}} 1.0' in lines
         assert f'cotrain_queue_tokens{{pool="tiny/model",tenant="{alice}"}} 3.0' in lines
         assert 'cotrain_cycles_total{pool="tiny/model"} 0.0' in lines

@@ -13,7 +13,16 @@ from cotrain_server.app import create_app
 from cotrain_server.auth import FAILURES_PER_MINUTE
 from cotrain_server.settings import ServerSettings
 from cotrain_store.keys import fleet_keys
-from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api, sample_body
+from tests.support.http_api import (
+    ADMIN_KEY,
+    ALICE,
+    BOB,
+    OPERATOR,
+    POOL,
+    pass_body,
+    running_api,
+    sample_body,
+)
 from tests.support.id_questions import ask, ids_of, questions_of, unasked_fields, unknown_ids
 from tests.support.stand_in import stand_in
 
@@ -166,7 +175,7 @@ async def test_a_tenant_sees_its_own_queue_and_nobody_elses(empty_redis: Embedde
         assert own["pools"][0]["queue"] == {"ops": 0, "tokens": 0}
         assert own["pools"][0]["samples"] == {"waiting": 0, "running": 0}
         assert "tenants" not in own["pools"][0]
-        everything = (await api.http.get("/status")).json()
+        everything = (await api.http.get("/status", headers=OPERATOR)).json()
         assert everything["pools"][0]["queue"]["ops"] == 2
         assert everything["pools"][0]["samples"]["waiting"] == 1
 
@@ -183,7 +192,7 @@ async def test_the_operator_sees_names_of_tenants_beside_their_ids(
         await api.services.connection.lpush(
             fleet_keys.cycles(POOL.id), json.dumps({"cycle": 1, "runs": rows})
         )
-        [pool] = (await api.http.get("/status")).json()["pools"]
+        [pool] = (await api.http.get("/status", headers=OPERATOR)).json()["pools"]
         named = [(row["tenant"], row["tenant_name"]) for row in pool["tenants"]]
         assert named == [(ada.id, "ada")]
         assert [row["tenant_name"] for row in pool["cycles"][0]["runs"]] == ["ada", ""]
@@ -192,40 +201,48 @@ async def test_the_operator_sees_names_of_tenants_beside_their_ids(
 @pytest.mark.parametrize(
     ("address", "headers", "settings", "code"),
     [
-        ("127.0.0.1", {}, {}, 200),
-        ("127.0.0.1", {"host": "127.0.0.1:8000"}, {}, 200),
-        ("::1", {"host": "[::1]:8000"}, {}, 200),
-        ("127.0.0.1", {"host": "[::1]"}, {}, 200),
-        # A page from elsewhere, in a browser on this host, whose name leads here by now.
-        ("127.0.0.1", {"host": "rebound.example:8000"}, {}, 404),
-        ("127.0.0.1", {"host": "127.0.0.1.rebound.example"}, {}, 404),
-        ("127.0.0.1", {"host": ""}, {}, 404),
-        ("127.0.0.1", {"x-forwarded-for": "192.0.2.1"}, {}, 404),
-        ("127.0.0.1", {"x-forwarded-host": "gpu.example"}, {}, 404),
-        ("192.0.2.1", {}, {}, 404),
-        ("127.0.0.1", {}, {"admin_key": "s3cret"}, 404),
-        ("192.0.2.1", {"x-api-key": "s3cret"}, {"admin_key": "s3cret"}, 200),
-        ("192.0.2.1", {"authorization": "Bearer s3cret"}, {"admin_key": "s3cret"}, 200),
-        ("192.0.2.1", {"authorization": "Bearer wrong"}, {"admin_key": "s3cret"}, 404),
+        # What a proxy on this host passes on that adds no header looks like this.
+        ("127.0.0.1", {}, {}, 404),
+        ("127.0.0.1", {"host": "127.0.0.1:8000"}, {"admin_key": None}, 404),
+        ("::1", {"host": "localhost"}, {"admin_key": None}, 404),
+        ("127.0.0.1", {"x-api-key": ""}, {"admin_key": None}, 404),
+        ("127.0.0.1", {"x-api-key": ALICE}, {}, 404),
+        ("192.0.2.1", {"x-api-key": ADMIN_KEY}, {}, 200),
+        ("192.0.2.1", {"authorization": f"Bearer {ADMIN_KEY}"}, {}, 200),
+        ("192.0.2.1", {"authorization": "Bearer wrong"}, {}, 404),
+        ("127.0.0.1", {"x-api-key": ADMIN_KEY}, {"admin_key": "another-key-of-ours"}, 404),
     ],
 )
 async def test_metrics_are_for_the_operator(
     empty_redis: EmbeddedRedis,
     address: str,
     headers: dict[str, str],
-    settings: dict[str, str],
+    settings: dict[str, str | None],
     code: int,
 ) -> None:
     async with running_api(empty_redis.url, address, **settings) as api:
         assert (await api.http.get("/metrics", headers=headers)).status_code == code
+        whole = (await api.http.get("/status", headers=headers)).json()
+        assert ("redis" in whole) == (code == 200)
+
+
+async def test_without_a_key_of_the_settings_that_of_the_data_folder_is_the_operators(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url, "192.0.2.1", admin_key=None) as api:
+        kept = api.services.settings.data_dir / "admin-key"
+        assert kept.stat().st_mode & 0o077 == 0
+        key = kept.read_text().strip()
+        assert len(key) >= 43  # 256 bits
+        assert (await api.http.get("/metrics", headers={"X-API-Key": key})).status_code == 200
 
 
 async def test_the_admin_key_cannot_be_guessed_for_long(empty_redis: EmbeddedRedis) -> None:
-    async with running_api(empty_redis.url, "192.0.2.1", admin_key="s3cret") as api:
+    async with running_api(empty_redis.url, "192.0.2.1") as api:
         guesses = [
             (await api.http.get("/metrics", headers={"X-API-Key": f"{number}"})).status_code
             for number in range(FAILURES_PER_MINUTE + 1)
         ]
         assert guesses == [404] * FAILURES_PER_MINUTE + [429]
-        right = await api.http.get("/metrics", headers={"X-API-Key": "s3cret"})
+        right = await api.http.get("/metrics", headers=OPERATOR)
         assert right.status_code == 200

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api
+from tests.support.http_api import ALICE, BOB, OPERATOR, POOL, pass_body, running_api
 from tests.support.stand_in import stand_in
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ async def forget_samplers(api: Api) -> None:
 
 async def unread_bytes(api: Api) -> list[Any]:
     """Ask for what was never fetched, as two tenants and as the operator."""
-    keys: list[dict[str, str]] = [{"X-API-Key": ALICE}, {"X-API-Key": BOB}, {}]
+    keys: list[dict[str, str]] = [{"X-API-Key": ALICE}, {"X-API-Key": BOB}, OPERATOR]
     return [(await api.http.get("/status", headers=key)).json()["unread_bytes"] for key in keys]
 
 

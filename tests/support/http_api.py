@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 ALICE = "tml-alice_secret-of-alice"
 BOB = "tml-bob_secret-of-bob"
+ADMIN_KEY = "key-of-the-operator"
+OPERATOR = {"X-API-Key": ADMIN_KEY}
 SOON_S = 30.0
 """A poll that is let go ends before this; one that is forgotten is held for 40 s in these tests."""
 POOL = PoolRecord(
@@ -174,7 +176,7 @@ async def running_api(
         data_dir=folder,
         api_keys=(ALICE, BOB),
         disk_reserve_bytes=0,
-        **{"long_poll_s": 0.2, **changes},
+        **{"long_poll_s": 0.2, "admin_key": ADMIN_KEY, **changes},
     )
     publish_pool(redis_url, folder)
     app = create_app(settings)

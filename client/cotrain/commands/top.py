@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import httpx
 import typer
@@ -34,13 +36,21 @@ EXAMPLES = examples(
 
 
 TIMEOUT_S = 10.0
+ADMIN_KEY_FILE = "admin-key"
+#: Where `cotrain serve` keeps everything when it is told nothing.
+DEFAULT_DATA_DIR = Path.home() / ".cotrain"
+#: A key of this host is shown to no other.
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def top(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, for scripts.")] = False,
     all_tenants: Annotated[
-        bool, typer.Option("--all", help="As the operator on the server's host: show no API key.")
+        bool,
+        typer.Option(
+            "--all", help="As the operator on the server's host: its data folder has the key."
+        ),
     ] = False,
     base_url: Annotated[str, typer.Option(envvar="COTRAIN_BASE_URL")] = DEFAULT_BASE_URL,
     admin_key: Annotated[
@@ -49,11 +59,30 @@ def top(
     api_key: Annotated[
         str, typer.Option(envvar="COTRAIN_API_KEY", help="Without the operator's: your own part.")
     ] = "",
+    data_dir: Annotated[
+        Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")
+    ] = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
     """Watch pools, cycles, queues and tenants; Ctrl-C ends it. With --json: look once."""
-    key = admin_key or ("" if all_tenants else api_key)
-    with failing_in_a_sentence(), plain_http(ClientSettings(checked_url(base_url), key)) as http:
+    with failing_in_a_sentence():
+        url = checked_url(base_url)
+        key = admin_key or ("" if all_tenants else api_key) or _kept_key(url, data_dir)
+        _show(ClientSettings(url, key), every, as_json=as_json, once=once)
+
+
+def _kept_key(url: str, data_dir: Path) -> str:
+    """Read the operator's key of a server on this host; empty where this user cannot, or it is elsewhere."""
+    if urlsplit(url).hostname not in LOOPBACK:
+        return ""
+    try:
+        return (data_dir / ADMIN_KEY_FILE).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _show(settings: ClientSettings, every: float, *, as_json: bool, once: bool) -> None:
+    with plain_http(settings) as http:
         if as_json:
             print_json(_ask(http))
         elif once or not sys.stdout.isatty():

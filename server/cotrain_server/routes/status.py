@@ -57,7 +57,7 @@ async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
     """Show the operator everything, and a tenant (by its API key) its own part."""
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S):
-            if is_operator(request, services.settings):
+            if is_operator(request, services):
                 return await _everything(services)
             return await _own_part(services, (await authenticate(request, services)).id)
     except TimeoutError:
@@ -67,7 +67,7 @@ async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
 @router.get("/metrics")
 async def metrics(request: Request, services: ServicesDep) -> Response:
     """Show Prometheus everything: this process, and what the others wrote to the store."""
-    if not is_operator(request, services.settings):
+    if not is_operator(request, services):
         note_failure(request, services)
         raise OperatorsOnly
     return Response(await scrape(services), media_type=CONTENT_TYPE_LATEST)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -18,6 +18,9 @@ from cotrain.commands.top_view import tokens_per_s, view
 from cotrain.errors import APIConnectionError, MalformedMessage
 from cotrain.settings import ClientSettings
 from cotrain.status_types import CycleRecord, ServerStatus
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
@@ -136,6 +139,31 @@ def test_the_operator_looks_with_its_own_key_or_with_none(
     done = CliRunner().invoke(command_line([]), ["top", *arguments], env=environment)
     assert (done.exit_code, done.stderr) == (1, "nobody is there\n")
     assert asked == [ClientSettings("http://server", key)]
+
+
+@pytest.mark.parametrize(
+    ("url", "arguments", "key"),
+    [
+        ("http://127.0.0.1:1", ["--all"], "kept"),
+        ("http://localhost:1", [], "kept"),
+        ("http://127.0.0.1:1", ["--api-key", "tml-tenant"], "tml-tenant"),
+        ("http://server", ["--all"], ""),
+    ],
+)
+def test_on_the_servers_host_the_operators_key_is_found_in_the_data_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, arguments: list[str], key: str
+) -> None:
+    (tmp_path / "admin-key").write_text("kept\n")
+    asked: list[ClientSettings] = []
+
+    def record(settings: ClientSettings) -> None:
+        asked.append(settings)
+        raise APIConnectionError("nobody is there")
+
+    monkeypatch.setattr(top, "plain_http", record)
+    environment = {"COTRAIN_API_KEY": "", "COTRAIN_DATA_DIR": str(tmp_path)}
+    CliRunner().invoke(command_line([]), ["top", "--base-url", url, *arguments], env=environment)
+    assert asked == [ClientSettings(url, key)]
 
 
 def test_no_key_is_shown_where_there_is_none() -> None:

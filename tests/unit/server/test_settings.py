@@ -28,7 +28,7 @@ def test_a_list_is_separated_by_commas_or_spaces(variables: pytest.MonkeyPatch) 
 
 def test_no_key_is_ever_printed(variables: pytest.MonkeyPatch) -> None:
     variables.setenv("COTRAIN_API_KEYS", "tml-secret-of-somebody")
-    variables.setenv("COTRAIN_ADMIN_KEY", "admin-secret")
+    variables.setenv("COTRAIN_ADMIN_KEY", "secret-of-the-admin")
     assert "secret" not in repr(ServerSettings())
 
 
@@ -50,6 +50,7 @@ def test_an_empty_variable_is_one_that_is_not_set(variables: pytest.MonkeyPatch)
         ("PUBLIC_URL", "gpu.example"),
         ("PUBLIC_URL", "https://gpu.example/?a"),
         ("JWT_AUTH", "never"),
+        ("ADMIN_KEY", "fifteen-letters"),
     ],
 )
 def test_a_bad_value_stops_the_process(
