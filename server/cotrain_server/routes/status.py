@@ -96,7 +96,9 @@ async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
     found = await pool_status(services.connection, pool.id)
     cycles = await cycle_records(services.connection, pool.id, CYCLES_SHOWN)
     queues = [asdict(queue) for queue in found.queues]
-    await _name_tenants(services, [*queues, *(run for each in cycles for run in each["runs"])])
+    await _name_tenants(
+        services, [*queues, *(run for each in cycles for run in each.get("runs", ()))]
+    )
     return {
         **asdict(pool),
         "workers": [asdict(worker) for worker in found.workers],
