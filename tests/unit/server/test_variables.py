@@ -38,7 +38,7 @@ def test_a_flag_wins_over_the_environment_but_not_where_it_does_not_belong() -> 
 
 
 def test_a_misspelt_variable_is_found_and_a_clients_is_not() -> None:
-    environ = {"COTRAIN_CLOCK_MOD": "x", "COTRAIN_BASE_URL": "x", "COTRAIN_API_KEY": "x", "A": "b"}
+    environ = {"COTRAIN_CLOCK_MOD": "x", "COTRAIN_BASE_URL": "x", "COTRAIN_PROGRESS": "0", "A": "b"}
     assert variables.unknown_variables(environ) == ["COTRAIN_CLOCK_MOD"]
 
 
