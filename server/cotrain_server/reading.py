@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -23,6 +23,7 @@ from cotrain.types import (
     OptimStepRequest,
     SequencedRequest,
 )
+from cotrain.wire_model import Name, SeqId, WireModel
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.validation import check_adam, check_pass
 from cotrain_store.bodies import decode_pass, parse_pass
@@ -38,6 +39,16 @@ if TYPE_CHECKING:
 
 #: Sparse tensors are small on the wire and full size here; this many elements is 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
+
+
+class PlacedRequest(WireModel):
+    """Whose a pass or a step is, and where it stands; it may leave its place to the server."""
+
+    model_id: Name
+    seq_id: SeqId | None = None
+
+
+_Address = TypeVar("_Address", SequencedRequest, PlacedRequest)
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,8 @@ class AddressedPass:
     """A forward or forward_backward whose run and place are known."""
 
     model_id: str
-    seq: int
+    seq: int | None
+    """None: behind all that the run was sent so far."""
     message: PassMessage | None
     """What to run; None where the request does not say (`refusal` says why)."""
     refusal: str
@@ -94,8 +106,18 @@ class AddressedPass:
 
 
 @dataclass(frozen=True)
+class AddressedStep:
+    """An optim_step whose run is known; nothing else is checked yet."""
+
+    model_id: str
+    seq: int | None
+    """None: behind all that the run was sent so far."""
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class AddressedFields:
-    """An optim_step or a save whose run and place are known; nothing else is checked yet."""
+    """A save or a load whose run and place are known; nothing else is checked yet."""
 
     model_id: str
     seq: int
@@ -106,13 +128,14 @@ def read_binary_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
     """Read a pass as SDK 0.38 sends it; `forward_only` for an endpoint that is never anything else.
 
     Raises:
-        Unreadable: not the message, or without a run and a place in its order.
+        Unreadable: not the message, or without a run.
     """
     try:
         message = parse_pass(body)
     except MalformedBody as error:
         raise Unreadable(str(error)) from error
-    address = _address({"model_id": message.model_id, "seq_id": message.seq_id})
+    place = message.seq_id or None  # the wire has no other way to leave it out
+    address = address_of(PlacedRequest, {"model_id": message.model_id, "seq_id": place})
     for datum in message.data:  # says where tokens were sampled; nothing here uses it
         datum.ClearField("model_input_spans")
         datum.ClearField("loss_fn_input_spans")
@@ -125,10 +148,10 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
     """Read a pass as SDK 0.22 sends it, and turn it into the same message.
 
     Raises:
-        Unreadable: not a JSON object, or without a run and a place in its order.
+        Unreadable: not a JSON object, or without a run.
     """
     fields = json_object(body)
-    address = _address(fields)
+    address = address_of(PlacedRequest, fields)
     message, refusal = None, ""
     try:
         message = _pass_message(fields, forward_only=forward_only)
@@ -141,10 +164,17 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
 
 
 def read_fields(body: bytes) -> AddressedFields:
-    """Read an optim_step or a save. Raises Unreadable as `read_json_pass` does."""
+    """Read a save or a load. Raises Unreadable: not a JSON object, or without a run and a place in its order."""
     fields = json_object(body)
-    address = _address(fields)
+    address = address_of(SequencedRequest, fields)
     return AddressedFields(address.model_id, address.seq_id, fields)
+
+
+def read_step(body: bytes) -> AddressedStep:
+    """Read an optim_step. Raises Unreadable as `read_json_pass` does."""
+    fields = json_object(body)
+    address = address_of(PlacedRequest, fields)
+    return AddressedStep(address.model_id, address.seq_id, fields)
 
 
 def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
@@ -161,7 +191,7 @@ def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
     return Op(kind, request.content, decoded.num_tokens, digest_of(request.content))
 
 
-def step_op(request: AddressedFields) -> Op:
+def step_op(request: AddressedStep) -> Op:
     """Check an optim_step and make its op."""
     return op_or_refusal(lambda: _step_op(request.fields), canonical_json(request.fields))
 
@@ -178,7 +208,7 @@ def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
 
 
 def _step_op(fields: dict[str, Any]) -> Op:
-    params = OptimStepRequest.model_validate(fields).adam_params
+    params = OptimStepRequest.model_validate(_placed(fields)).adam_params
     check_adam(params)
     body = params.model_dump_json().encode()
     return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
@@ -195,27 +225,33 @@ def json_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _address(fields: dict[str, Any]) -> SequencedRequest:
+def address_of(kind: type[_Address], fields: dict[str, Any]) -> _Address:
+    """Read whose a request is and where it stands; raises Unreadable where it does not say."""
     try:
-        return SequencedRequest.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise Unreadable(sentence(error.errors(include_url=False, include_input=False))) from error
 
 
 def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
     content = (
-        ForwardRequest.model_validate(fields).forward_input
+        ForwardRequest.model_validate(_placed(fields)).forward_input
         if forward_only
-        else ForwardBackwardRequest.model_validate(fields).forward_backward_input
+        else ForwardBackwardRequest.model_validate(_placed(fields)).forward_backward_input
     )
     return encode_pass_request(
         fields["model_id"],
-        fields["seq_id"],
+        fields.get("seq_id") or 0,
         content.data,
         content.loss_fn,
         content.loss_fn_config,
         forward_only=forward_only,
     )
+
+
+def _placed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Put in the place that the wire's shapes ask for: the address is read already."""
+    return {**fields, "seq_id": fields.get("seq_id") or 1}
 
 
 def _refuse_vast_sparse(message: PassMessage) -> None:

@@ -11,9 +11,15 @@ from pydantic import ValidationError
 
 from cotrain.errors import UnsupportedInput
 from cotrain.mint_types import ReverseKlRequest
-from cotrain.wire_model import Name, SeqId, WireModel
-from cotrain_server.errors import Invalid, Unreadable, sentence
-from cotrain_server.reading import Op, canonical_json, digest_of, json_object
+from cotrain_server.errors import Invalid, sentence
+from cotrain_server.reading import (
+    Op,
+    PlacedRequest,
+    address_of,
+    canonical_json,
+    digest_of,
+    json_object,
+)
 from cotrain_server.validation import check_finite, check_tokens
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.reverse_kl import KlArrays, ReverseKlBody, encode_reverse_kl
@@ -24,11 +30,6 @@ if TYPE_CHECKING:
     from cotrain.tensors import TensorData
     from cotrain_store.messages.ids import WeightsRef
     from cotrain_store.messages.pools import PoolRecord
-
-
-class _Address(WireModel):
-    model_id: Name
-    seq_id: SeqId | None = None
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,7 @@ class AddressedKl:
 def read_reverse_kl(body: bytes) -> AddressedKl:
     """Read whose a reverse KL is; raises Unreadable where it does not say."""
     fields = json_object(body)
-    try:
-        address = _Address.model_validate(fields)
-    except ValidationError as error:
-        raise Unreadable(sentence(error.errors(include_url=False, include_input=False))) from error
+    address = address_of(PlacedRequest, fields)
     return AddressedKl(address.model_id, address.seq_id, fields)
 
 

@@ -360,6 +360,22 @@ NO_PATHS = [
 ]  # fmt: skip
 
 
+async def test_a_bare_name_is_no_id_and_is_told_what_one_is(api: Api) -> None:
+    run = await api.new_run()
+    at = f"/api/v1/training_runs/{run}/checkpoints"
+    for method, path in (
+        ("DELETE", "0001"), ("GET", "0001"), ("GET", "0001/archive"), ("POST", "0001/publish"),
+        ("DELETE", "0001/publish"), ("PUT", "0001/ttl"), ("GET", "0001/external_weights_urls"),
+    ):  # fmt: skip
+        answer = await api.http.request(method, f"{at}/{path}", headers={"X-API-Key": ALICE})
+        assert answer.status_code == 400, (method, path)
+        assert answer.json()["detail"].startswith("Malformed checkpoint"), answer.text
+        assert "/<name>" in answer.json()["detail"]
+        assert (await api.http.request(method, f"{at}/{path}")).status_code in {401, 429}
+    wrong_method = await api.http.get(f"{at}/weights/0001", headers={"X-API-Key": ALICE})
+    assert wrong_method.status_code == 405
+
+
 async def test_what_is_no_path_is_malformed_everywhere(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     await save(api, worker, run, 1)

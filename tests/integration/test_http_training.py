@@ -17,7 +17,7 @@ from cotrain_store.bodies import encode_pass_output
 from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.results import Result, ResultKind
-from tests.support.http_api import POOL, SOON_S, Api, pass_body, running_api
+from tests.support.http_api import ALICE, POOL, SOON_S, Api, pass_body, running_api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -61,6 +61,43 @@ async def test_a_repeated_request_is_the_same_request(api: Api) -> None:
     answers = [await api.post("forward_backward", pass_body(run, 1)) for _ in range(2)]
     assert answers[0].json() == answers[1].json()
     assert len(await kinds(api, run)) == 2  # the creation, and this one
+
+
+async def test_what_comes_without_a_place_goes_behind_all_that_was_sent(api: Api) -> None:
+    run = await api.new_run()
+    unplaced = {key: value for key, value in pass_body(run, 1).items() if key != "seq_id"}
+    binary = read_json_pass(json.dumps(unplaced).encode(), forward_only=False).message
+    assert binary is not None
+    assert binary.seq_id == 0
+    step = {"model_id": run, "adam_params": {"learning_rate": 1e-3}}
+    forward = {"model_id": run, "forward_input": unplaced["forward_backward_input"]}
+    key = {"X-API-Key": ALICE, "X-Idempotency-Key": "the first attempt"}
+    answers = [
+        await api.post("forward_backward", pass_body(run, 1)),
+        await api.post("forward_backward", unplaced),
+        await api.http.post("/api/v1/optim_step", json=step, headers=key),
+        await api.http.post("/api/v1/optim_step", json=step, headers=key),  # once more, unheard
+        await api.post("forward_backward", pass_body(run, 2)),
+        await api.http.post(
+            "/api/v1/forward_backward",
+            content=binary.SerializeToString(),
+            headers={"X-API-Key": ALICE, "Content-Type": PROTOBUF},
+        ),
+        await api.post("forward", forward),
+        await api.post("optim_step", {"model_id": run, "adam_params": "x"}),
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 8
+    places = [int(answer.json()["request_id"].rpartition(":")[2]) for answer in answers]
+    assert places == [1, 2, 3, 3, 4, 5, 6, 7]
+    by_place = await kinds(api, run)
+    assert [by_place[place] for place in range(1, 8)] == [
+        "forward_backward", "forward_backward", "optim_step", "forward_backward",
+        "forward_backward", "forward", "rejected",
+    ]  # fmt: skip
+    for wrong in (0, "1", -1, 1.5):
+        refused = await api.post("optim_step", {**step, "seq_id": wrong})
+        assert refused.status_code == 400
+        assert "seq_id" in refused.json()["detail"]
 
 
 async def test_the_same_place_with_other_content_is_refused_for_good(api: Api) -> None:

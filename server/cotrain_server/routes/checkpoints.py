@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header, HTTPException, Request
 
 from cotrain.checkpoint_types import (
     CheckpointTtlRequest,
@@ -24,9 +24,10 @@ from cotrain_server.gate import TenantRoute
 from cotrain_server.routes.weights import quota_reached
 from cotrain_server.sources import find_source, reader_of
 from cotrain_store.audit import AuditEvent
-from cotrain_store.errors import RunNotFound, SessionFinished
+from cotrain_store.errors import MalformedPath, RunNotFound, SessionFinished
 from cotrain_store.messages.ids import SessionId, run_id
 from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.messages.weights import CheckpointKind
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
@@ -40,6 +41,8 @@ router = APIRouter(
 
 #: A name has no slash in it, so a checkpoint called `publish` is none of the routes below it.
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+KINDS = get_args(CheckpointKind)
 
 #: What the metadata of a copy's run says: the path that was copied.
 COPIED_FROM = "copied_from"
@@ -100,6 +103,25 @@ async def set_ttl(
 
 async def _note(services: Services, event: AuditEvent, checkpoint: CheckpointRecord) -> None:
     await services.audit.note(checkpoint.tenant, event, {"tinker_path": checkpoint.path})
+
+
+@router.api_route(
+    "/training_runs/{run_id}/checkpoints/{name}",
+    methods=["GET", "POST", "PUT", "DELETE"],
+    include_in_schema=False,
+)
+@router.api_route(CHECKPOINT, methods=["GET", "POST", "PUT"], include_in_schema=False)
+async def refuse_bare_name(run_id: str, name: str, kind: str = "") -> None:
+    """Say what a checkpoint is called to who asks about `0001` instead of `weights/0001`.
+
+    Where its kind is there, it is the method that is wrong.
+    """
+    if kind in KINDS:
+        raise HTTPException(405)
+    raise MalformedPath(
+        f"Malformed checkpoint id {(kind or name)!r:.100}; one looks like weights/<name> or "
+        "sampler_weights/<name>."
+    )
 
 
 # ---- Copy ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from cotrain_server.gate import DataRoute
 from cotrain_server.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
 from cotrain_server.openapi import body_of
 from cotrain_server.reverse_kl_reading import read_reverse_kl, refused_reverse_kl, reverse_kl_op
+from cotrain_server.routes.training import idempotency_key, submit
 from cotrain_server.routes.weights import quota_reached
 from cotrain_server.sources import WRONG_PATH, find_loadable
 from cotrain_server.validation import check_rank
@@ -27,7 +28,6 @@ from cotrain_store.messages.runs import RunRecord
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_server.reading import Op
     from cotrain_server.reverse_kl_reading import AddressedKl
     from cotrain_server.services import Services
     from cotrain_store.messages.ids import TenantId, WeightsRef
@@ -59,26 +59,15 @@ async def forward_backward_reverse_kl(
     pool = await services.records.pool(run.pool)
     if pool is None:
         raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
-    key = request.headers.get("x-idempotency-key", "")[:256]
+    key = idempotency_key(request)
     try:
         reference = await _reference(services, tenant.id, asked, pool)
         op = await away_from_the_loop(size, reverse_kl_op, asked, reference, pool)
-        return await _submit(services, run, asked, op, key)
+        return await submit(services, run, asked.seq, op, key)
     except WRONG_PATH as error:
         message = f"reference_model_path: {error}"
         op = await away_from_the_loop(size, refused_reverse_kl, asked, message)
-        return await _submit(services, run, asked, op, key)
-
-
-async def _submit(
-    services: Services, run: RunRecord, asked: AddressedKl, op: Op, idempotency_key: str
-) -> UntypedAPIFuture:
-    op = op.fitting(services.settings.quota_tokens, services.settings.quota_bytes)
-    request_id = await services.intake.submit(
-        run, asked.seq, op.kind, op.body, op.tokens, op.digest,
-        uses=op.uses, idempotency_key=idempotency_key,
-    )  # fmt: skip
-    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
+        return await submit(services, run, asked.seq, op, key)
 
 
 async def _reference(

@@ -25,8 +25,8 @@ from cotrain_server.openapi import body_of
 from cotrain_server.reading import (
     pass_op,
     read_binary_pass,
-    read_fields,
     read_json_pass,
+    read_step,
     step_op,
 )
 from cotrain_store.errors import BaseModelNotServed
@@ -75,9 +75,9 @@ async def optim_step(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
     """Queue one AdamW step on the gradient gathered so far."""
-    step = read_fields(await json_body(request))
+    step = read_step(await json_body(request))
     run = await services.records.run(tenant.id, step.model_id)
-    return await submit(services, run, step.seq, step_op(step))
+    return await submit(services, run, step.seq, step_op(step), idempotency_key(request))
 
 
 async def _queue_pass(
@@ -92,15 +92,26 @@ async def _queue_pass(
     if pool is None:
         raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
     op = await away_from_the_loop(size, pass_op, addressed, pool)
-    return await submit(services, run, addressed.seq, op)
+    return await submit(services, run, addressed.seq, op, idempotency_key(request))
 
 
-async def submit(services: Services, run: RunRecord, seq: int, op: Op) -> UntypedAPIFuture:
-    """Put an op into its run's log and answer with the future of its result."""
+def idempotency_key(request: Request) -> str:
+    """Read what tells a repeat of a request that has no place of its own: SDKs keep it over an attempt."""
+    return request.headers.get("x-idempotency-key", "")[:256]
+
+
+async def submit(
+    services: Services, run: RunRecord, seq: int | None, op: Op, idempotency_key: str = ""
+) -> UntypedAPIFuture:
+    """Put an op into its run's log and answer with the future of its result.
+
+    Without `seq` it goes behind all that the run was sent so far; `idempotency_key` tells its repeats.
+    """
     op = op.fitting(services.settings.quota_tokens, services.settings.quota_bytes)
     request_id = await services.intake.submit(
-        run, seq, op.kind, op.body, op.tokens, op.digest, uses=op.uses, sampler=op.sampler
-    )
+        run, seq, op.kind, op.body, op.tokens, op.digest,
+        uses=op.uses, sampler=op.sampler, idempotency_key=idempotency_key,
+    )  # fmt: skip
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 

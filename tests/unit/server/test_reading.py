@@ -18,6 +18,7 @@ from cotrain_server.reading import (
     read_binary_pass,
     read_fields,
     read_json_pass,
+    read_step,
     step_op,
 )
 from cotrain_store.messages.ops import OpKind
@@ -43,7 +44,7 @@ def binary_op(request: wire_pb2.ForwardBackwardRequest) -> Op:
 
 def step(**params: Any) -> Op:
     body = {"model_id": RUN, "seq_id": 2, "adam_params": params}
-    return step_op(read_fields(json.dumps(body).encode()))
+    return step_op(read_step(json.dumps(body).encode()))
 
 
 def why(op: Op) -> str:
@@ -188,4 +189,4 @@ def test_a_step_with_a_number_out_of_range_is_rejected_by_name(params: dict[str,
 
 def test_another_optimizer_is_rejected() -> None:
     body = {"model_id": RUN, "seq_id": 1, "optimizer_params": {"type": "dimuon"}}
-    assert "AdamW" in why(step_op(read_fields(json.dumps(body).encode())))
+    assert "AdamW" in why(step_op(read_step(json.dumps(body).encode())))
