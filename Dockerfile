@@ -1,44 +1,57 @@
-# Two images from one file; torch is only in the second.
+# Three images from one file; torch is only in the second.
 #
 #   docker build --target server -t cotrain-server .     the API and the scheduler
 #   docker build --target worker -t cotrain-worker .     the engine
+#   docker build --target redis -t cotrain-redis .       Redis, with our settings and a user of no rights
+#
+# Every package is checked against pins/hashes.txt but torch, whose build is the index's. Libraries of a
+# CUDA build other than PyPI's have other versions: PINS=constraints.txt then takes packages unchecked.
 #
 # Which torch: the version stands in constraints.txt, the build comes from TORCH_INDEX_URL (CPU by
 # default; empty takes PyPI's CUDA build) or from a wheel in docker/wheels. The CUDA wheels carry
 # their own libraries, so the base image needs only Python; the driver comes from the host through
 # the NVIDIA container toolkit. No BuildKit feature is used: any builder will do.
 ARG PYTHON_IMAGE=python:3.11-slim
+ARG REDIS_IMAGE=valkey/valkey:8.1
 
 # ── what both are built with ─────────────────────────────────────────────────────────────────────
 FROM ${PYTHON_IMAGE} AS build
 # A mirror of PyPI, where there is one.
 ARG PIP_INDEX_URL
-ENV PATH=/opt/cotrain/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+ARG PINS=pins/hashes.txt
+# What is set holds for the stages below too; an ARG has to be named in each of them again.
+ENV PATH=/opt/cotrain/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PINS=$PINS
 WORKDIR /src
 COPY constraints.txt ./
-# --only-deps came with pip 26.3.
-RUN python3 -m venv /opt/cotrain && pip install --quiet "pip>=26.3"
+COPY pins ./pins
+RUN python3 -m venv /opt/cotrain && pip install --quiet --require-hashes --requirement pins/pip.txt
 COPY docker/wheels /wheels
-COPY pyproject.toml ./
 # Dependencies before sources, so that a change of code does not fetch torch again.
-RUN touch README.md LICENSE
+COPY pyproject.toml ./
+RUN python pins/requirements_of.py server >server.txt \
+ && python pins/requirements_of.py workers >workers.txt
 
 FROM build AS wheel
+ARG PIP_INDEX_URL
 COPY . ./
-RUN pip wheel --quiet --no-deps --wheel-dir /dist .
+# What builds it is checked too, which pip does only of what is there already.
+RUN echo hatchling >build.txt \
+ && pip install --quiet --constraint $PINS --requirement build.txt \
+ && pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /dist .
 
 FROM build AS server-packages
-RUN pip install --find-links /wheels --constraint constraints.txt --only-deps ".[server]"
+ARG PIP_INDEX_URL
+RUN pip install --find-links /wheels --constraint $PINS --requirement server.txt
 
 # ── what both run on ─────────────────────────────────────────────────────────────────────────────
 FROM ${PYTHON_IMAGE} AS runtime
 # Owned by the user, so that a fresh volume mounted there is writable; nothing else is written to.
 RUN groupadd --gid 10001 cotrain \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /data --shell /usr/sbin/nologin cotrain \
- && mkdir -p /data /models && chown 10001:10001 /data
+ && mkdir -p /data /models /secret && chown 10001:10001 /data /secret
 ENV PATH=/opt/cotrain/bin:$PATH \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TQDM_DISABLE=1 \
-    COTRAIN_DATA_DIR=/data HF_HOME=/data/huggingface
+    COTRAIN_DATA_DIR=/data HF_HOME=/data/huggingface HF_HUB_DISABLE_TELEMETRY=1
 WORKDIR /data
 USER 10001:10001
 
@@ -48,17 +61,20 @@ COPY --from=wheel /dist /dist
 RUN pip install --no-deps --no-index /dist/*.whl
 
 FROM runtime AS server
+# Neither the API nor the scheduler multiplies matrices: without this, numpy keeps a thread per core for it.
+ENV OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 RAYON_NUM_THREADS=2
 COPY --from=server-installed /opt/cotrain /opt/cotrain
 EXPOSE 8000
 CMD ["python", "-m", "cotrain_server"]
 
 # ── engine ───────────────────────────────────────────────────────────────────────────────────────
 FROM build AS worker-packages
+ARG PIP_INDEX_URL
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 # torch first and alone: only torch may come from that index, and its layer outlives other changes.
 RUN pip install --find-links /wheels ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} \
     --constraint constraints.txt --no-deps torch
-RUN pip install --find-links /wheels --constraint constraints.txt --only-deps ".[workers]"
+RUN pip install --find-links /wheels --constraint $PINS --requirement workers.txt
 
 FROM worker-packages AS worker-installed
 COPY --from=wheel /dist /dist
@@ -75,3 +91,13 @@ RUN if [ -n "$WORKER_PACKAGES" ]; then \
 USER 10001:10001
 COPY --from=worker-installed /opt/cotrain /opt/cotrain
 CMD ["python", "-m", "cotrain_workers"]
+
+# ── Redis ────────────────────────────────────────────────────────────────────────────────────────
+FROM ${REDIS_IMAGE} AS redis
+COPY docker/redis /etc/cotrain
+# Owned by the user, so that fresh volumes mounted there are writable.
+RUN mkdir -p /data /secret && chown 10001:10001 /data /secret && chmod 0700 /secret
+WORKDIR /data
+USER 10001:10001
+ENTRYPOINT ["/bin/sh", "/etc/cotrain/start.sh"]
+CMD []

@@ -12,21 +12,33 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cookbook test-compose test-gpu test-faults soak mutants compatibility lint format proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-cookbook test-compose test-gpu test-faults soak mutants compatibility lint format proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv with everything in it
 
-$(INSTALLED): pyproject.toml constraints.txt
-	@echo "Making $(VENV), some two minutes: 1/3 an empty one …"
+# Every file is checked against pins/hashes.txt but torch's, whose build is the index's choice. pip checks
+# hashes of a list, not of a project's folder: hence the list, then the project alone.
+$(INSTALLED): pyproject.toml constraints.txt pins/hashes.txt
+	@echo "Making $(VENV), some two minutes: 1/4 an empty one, and pip …"
 	$(PYTHON) -m venv $(VENV)
-	@echo "Making $(VENV): 2/3 pip …"
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	@echo "Making $(VENV): 3/3 cotrain with all it needs; torch is the largest, of some 200 MB …"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[all]" --group dev
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement pins/pip.txt
+	@echo "Making $(VENV): 2/4 torch, the largest, of some 200 MB …"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torch
+	@echo "Making $(VENV): 3/4 all else that cotrain needs …"
+	$(BIN)/python pins/requirements_of.py all >$(VENV)/requirements.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --requirement $(VENV)/requirements.txt --group dev
+	@echo "Making $(VENV): 4/4 cotrain …"
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
+
+hashes: ## Write pins/ anew after a change of constraints.txt (needs uv)
+	pins/make.sh
+
+pin-images: ## Write the digests of the base images into .env, where an image registry is reachable
+	docker/pin-images.sh
 
 demo: $(INSTALLED) ## Train four tenants at once on this machine, then a policy from its own samples
 	$(BIN)/python examples/demo.py

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path  # pydantic reads the annotation at run time
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import quote, urlsplit
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class StoreSettings(BaseSettings):
 
     redis_url: str
     """`unix:///path/redis.sock` or `redis://user:password@host:port/0`."""
+    redis_password_file: Path | None = None
+    """Holds the password of `redis_url`, which then names none: a file shows in no list of variables."""
     data_dir: Path
     """Spool, snapshots, logs and, when embedded, Redis itself. One per server."""
     accept_data_loss: bool = False
@@ -34,6 +37,14 @@ class StoreSettings(BaseSettings):
     log_level: LogLevel = "info"
     disk_reserve_bytes: int = 2 * 1024**3
     """Below this much free disk new work is refused, so that accepted work can always finish."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_password(cls, given: dict[str, Any]) -> dict[str, Any]:
+        url, file = given.get("redis_url"), given.get("redis_password_file")
+        if file and url:
+            return given | {"redis_url": with_password(url, Path(file))}
+        return given if file else {**given, "redis_password_file": None}
 
     @property
     def spool_dir(self) -> Path:
@@ -44,6 +55,25 @@ class StoreSettings(BaseSettings):
     def snapshots_dir(self) -> Path:
         """The workers' recovery copies."""
         return self.data_dir / "snapshots"
+
+
+def with_password(url: str, file: Path) -> str:
+    """Put the password that a file holds into the URL of a Redis.
+
+    Raises:
+        ValueError: the URL names a password of its own, or the file holds none or cannot be read.
+    """
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise ValueError("redis_url names a password, and redis_password_file another: set one.")
+    try:
+        password = file.read_text(encoding="utf-8").strip()
+    except OSError as unread:
+        raise ValueError(f"redis_password_file: {file}: {unread.strerror}.") from None
+    if not password:
+        raise ValueError(f"redis_password_file: {file} is empty.")
+    # By hand: `urlunsplit` drops the empty host of `unix:///path`.
+    return f"{parts.scheme}://:{quote(password, safe='')}@{url.partition('://')[2]}"
 
 
 def misspelt_variables(

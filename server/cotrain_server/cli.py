@@ -20,7 +20,7 @@ from cotrain_server.given_keys import all_keys, out_of_sight
 from cotrain_server.programs import Plan
 from cotrain_server.settings import split_words
 from cotrain_server.supervisor import Announcement, CannotServe, Supervisor
-from cotrain_server.variables import unknown_variables
+from cotrain_server.variables import opened, unknown_variables
 from cotrain_store.connection import CONNECTION_LOST, open_connection
 from cotrain_store.embedded import NoRedisFound
 from cotrain_store.errors import InvalidKey, KeyInSettings, UnsafeRedis
@@ -37,14 +37,29 @@ DEFAULT_DATA_DIR = Path.home() / ".cotrain"
 DataDir = Annotated[
     Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where everything durable is kept.")
 ]
+
+
+def _opened(redis_url: str | None) -> str | None:
+    try:
+        return opened(redis_url)
+    except ValueError as mistake:
+        _give_up(str(mistake))
+
+
 RedisUrl = Annotated[
     str | None,
-    typer.Option(envvar="COTRAIN_REDIS_URL", help="Use this Redis; by default one is started."),
+    typer.Option(
+        envvar="COTRAIN_REDIS_URL",
+        callback=_opened,
+        help="Use this Redis; by default one is started.",
+    ),
 ]
 ServersRedisUrl = Annotated[
     str | None,
     typer.Option(
-        envvar="COTRAIN_REDIS_URL", help="The server's Redis; by default the one in its folder."
+        envvar="COTRAIN_REDIS_URL",
+        callback=_opened,
+        help="The server's Redis; by default the one in its folder.",
     ),
 ]
 

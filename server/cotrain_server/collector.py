@@ -120,7 +120,7 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
         found.gauge("cotrain_queue_ops", "Ops accepted, not committed.", queue.ops, **labels)
         found.gauge("cotrain_queue_tokens", "Tokens accepted, not run.", queue.tokens, **labels)
         waiting, running = queue.samples_waiting, queue.samples_running
-        found.gauge("cotrain_samples_waiting", "Samples nobody runs yet.", waiting, **labels)
+        found.gauge("cotrain_samples_waiting", "Samples that wait for a worker.", waiting, **labels)
         found.gauge("cotrain_samples_running", "Samples a worker runs.", running, **labels)
 
 

@@ -109,6 +109,7 @@ class Programs:
     ) -> Program:
         shared = {
             "REDIS_URL": self.redis_url,
+            "REDIS_PASSWORD_FILE": "",  # in the URL by now
             "DATA_DIR": str(self.folder.path),
             "ACCEPT_DATA_LOSS": str(self.plan.accept_data_loss).lower(),
             # The API alone gets them, all in one variable.

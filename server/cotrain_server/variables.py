@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotrain_server.settings import ServerSettings
-from cotrain_store.settings import PREFIX, StoreSettings
+from cotrain_store.settings import PREFIX, StoreSettings, with_password
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,6 +65,12 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     present = os.environ if environ is None else environ
     ours = (name for name in present if name.startswith(PREFIX))
     return sorted(name for name in ours if name.removeprefix(PREFIX) not in _KNOWN)
+
+
+def opened(redis_url: str | None) -> str | None:
+    """Complete a Redis' URL by the password of COTRAIN_REDIS_PASSWORD_FILE. Raises ValueError."""
+    file = os.environ.get(f"{PREFIX}REDIS_PASSWORD_FILE")
+    return with_password(redis_url, Path(file)) if redis_url and file else redis_url
 
 
 def environment(

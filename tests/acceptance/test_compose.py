@@ -6,6 +6,7 @@ in the order of a server's life.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -154,6 +155,57 @@ def test_a_process_is_not_root_and_writes_only_where_it_may(
     told = containers.run(service, "sh", "-c", f'python -c "{attempt}" 2>&1 || true')
     assert told.startswith("10001 False True")
     assert "Read-only file system" in told
+
+
+def test_the_user_of_redis_is_not_root_either(containers: Containers) -> None:
+    told = containers.run("redis", "sh", "-c", "id -u; touch /etc/cotrain/x 2>&1 || true")
+    assert told.startswith("10001\n")
+    assert "Read-only file system" in told
+
+
+def test_redis_answers_only_who_knows_its_password(containers: Containers) -> None:
+    ask = "$(command -v valkey-cli || command -v redis-cli) get cotrain:schema"
+    assert "NOAUTH" in containers.run("redis", "sh", "-c", ask)
+    known = f"REDISCLI_AUTH=$(cat /secret/redis-password) {ask}"
+    assert containers.run("redis", "sh", "-c", known).strip().isdigit()
+
+
+@pytest.mark.parametrize("service", ["api", "scheduler", "worker", "redis"])
+def test_no_list_shows_the_password(containers: Containers, service: str) -> None:
+    password = containers.run(service, "cat", "/secret/redis-password").strip()
+    assert len(password) == 48
+    assert password not in json.dumps(containers.inspect(service))
+    assert password not in containers.run(service, "sh", "-c", "cat /proc/[0-9]*/cmdline")
+    attempt = "touch /secret/x 2>&1 || true"
+    if service != "redis":
+        assert "Read-only file system" in containers.run(service, "sh", "-c", attempt)
+
+
+@pytest.mark.parametrize("service", ["api", "scheduler", "worker", "redis"])
+def test_a_container_is_held_to_its_share(containers: Containers, service: str) -> None:
+    limits = containers.inspect(service)["HostConfig"]
+    assert limits["Memory"] >= 2**30
+    assert 0 < limits["PidsLimit"] <= 4096
+
+
+@pytest.mark.parametrize("service", ["scheduler", "worker"])
+def test_a_process_with_no_callers_outside_reaches_nothing_outside(
+    containers: Containers, service: str
+) -> None:
+    # An address that is kept for documents: with a way out the attempt would wait for an answer.
+    attempt = (
+        "import socket; s = socket.socket(); s.settimeout(5);"
+        "print(s.connect_ex(('192.0.2.1', 80)), socket.create_connection(('api', 8000)) is not None)"
+    )
+    told = containers.run(service, "python", "-c", attempt)
+    assert told.split() == [str(errno.ENETUNREACH), "True"]
+
+
+def test_the_threads_of_a_server_are_few(containers: Containers) -> None:
+    told = containers.run("api", "sh", "-c", "env; grep Threads /proc/1/status")
+    assert "OPENBLAS_NUM_THREADS=1\n" in told
+    (threads,) = re.findall(r"Threads:\s+(\d+)", told)
+    assert int(threads) <= 64
 
 
 @pytest.mark.parametrize("service", ["api", "scheduler", "worker", "redis"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ from redis.retry import Retry
 from cotrain_store.connection import DURABLE, check_store, open_connection
 from cotrain_store.embedded import find_redis_binary, redis_command
 from cotrain_store.keys import fleet_keys
+from cotrain_store.settings import with_password
 from tests.support.compose_files import ROOT
 
 if TYPE_CHECKING:
@@ -25,8 +28,6 @@ CONFIG = ROOT / "docker" / "redis"
 OWN_PLACE = {
     "bind", "protected-mode", "port", "aclfile", "dir", "logfile", "unixsocket", "unixsocketperm",
 }  # fmt: skip
-
-QUOTES = '""'
 
 pytestmark = pytest.mark.redis
 
@@ -45,23 +46,80 @@ def embedded_options() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start it from the files in docker/redis, but on a socket and a folder of its own."""
-    folder = tmp_path_factory.mktemp("redis")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("redis")
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    """Start it as its container does, but on a socket and a folder of its own."""
     address = f"unix://{folder}/s"
-    place = {"port": "0", "unixsocket": f"{folder}/s", "dir": f"{folder}"}
-    chosen = options() | {"aclfile": f"{CONFIG}/users.acl", "logfile": f"{folder}/log"} | place
-    config = folder / "redis.conf"
-    config.write_text("".join(f"{name} {value or QUOTES}\n" for name, value in chosen.items()))
-    process = subprocess.Popen([find_redis_binary(), config])
+    process = subprocess.Popen(
+        [CONFIG / "start.sh", "--port", "0", "--unixsocket", f"{folder}/s", "--logfile", f"{folder}/log"],
+        env=container_environment(folder),
+    )  # fmt: skip
     try:
         retry = Retry(ConstantBackoff(0.02), 500)
-        with redis.Redis.from_url(address, retry=retry) as connection:
+        with (
+            redis.Redis.from_url(address, retry=retry) as connection,
+            pytest.raises(redis.exceptions.AuthenticationError),
+        ):
             connection.ping()
-        yield address
+        yield with_password(address, folder / "redis-password")
     finally:
         process.kill()
         process.wait()
+
+
+def container_environment(folder: Path) -> dict[str, str]:
+    """Have start.sh and healthy.sh write to a folder, and find the server that we embed."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    server = programs / "redis-server"
+    if not server.exists():
+        server.symlink_to(find_redis_binary())
+    return {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "REDIS_FOLDER": str(folder),
+        "REDIS_PASSWORD_FILE": f"{folder}/redis-password",
+        "TMPDIR": str(folder),
+    }
+
+
+def test_nothing_is_answered_without_the_password(url: str, folder: Path) -> None:
+    bare = f"unix://{folder}/s"
+    with (
+        redis.Redis.from_url(bare) as stranger,
+        pytest.raises(redis.exceptions.AuthenticationError),
+    ):
+        stranger.get("cotrain:schema")
+    with redis.Redis.from_url(url) as ours:
+        assert ours.ping()
+
+
+def test_the_password_is_made_once_and_shown_to_its_user_alone(url: str, folder: Path) -> None:
+    file = folder / "redis-password"
+    password = file.read_text()
+    assert re.fullmatch("[0-9a-f]{48}", password)
+    assert file.stat().st_mode & 0o077 == 0
+    assert password not in (folder / "users.acl").read_text()
+    again = subprocess.run(
+        [CONFIG / "start.sh", "--port", "0", "--unixsocket", "/no/such/folder/s"],
+        env=container_environment(folder), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert again.returncode != 0
+    assert file.read_text() == password
+    assert password not in again.stdout + again.stderr
+
+
+def test_a_volume_of_another_user_is_told_in_a_sentence(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [CONFIG / "start.sh"],
+        env=container_environment(tmp_path) | {"REDIS_FOLDER": "/proc/1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert told.returncode == 1
+    assert "/proc/1 cannot be written by user" in told.stderr
 
 
 def test_it_is_configured_like_the_redis_we_embed() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -44,9 +46,56 @@ def test_pins_name_no_build_no_place_and_no_index() -> None:
         assert "+" not in str(pin.specifier)
 
 
-@pytest.mark.parametrize("name", ["Makefile", "README.md", "Dockerfile"])
-def test_every_command_that_installs_the_server_uses_the_pins(name: str) -> None:
-    text = (ROOT / name).read_text().replace("\\\n", " ")
-    installs = re.findall(r"pip install [^`\n]*\[\w+\][^`\n]*", text)
+def test_the_command_that_readme_shows_uses_the_pins() -> None:
+    installs = re.findall(r"pip install [^`\n]*\[\w+\]", (ROOT / "README.md").read_text())
     assert installs
-    assert all(re.search(r"(--constraint|-c) constraints\.txt", line) for line in installs)
+    assert all("-c constraints.txt" in line for line in installs)
+
+
+def test_make_installs_nothing_without_its_hash_but_torch_and_ourselves() -> None:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    unchecked = [
+        line.split()[-1] for line in lines
+        if "pip install" in line and "--require-hashes" not in line
+    ]  # fmt: skip
+    assert unchecked == ["torch", "."]
+
+
+def hashed(name: str) -> dict[str, tuple[str, list[str]]]:
+    """Read a file of hashes: version and hashes by name."""
+    text = (ROOT / "pins" / name).read_text().replace("\\\n", " ")
+    rows = [line.partition(" --hash=") for line in text.splitlines() if not line.startswith("#")]
+    found = {}
+    for pin, _, hashes in rows:
+        requirement = Requirement(pin)
+        (specifier,) = requirement.specifier
+        found[canonicalize_name(requirement.name)] = (
+            specifier.version,
+            re.findall(r"sha256:([0-9a-f]{64})\b", hashes),
+        )
+    return found
+
+
+def test_every_pin_has_its_hashes_but_torch() -> None:
+    versions = {name: str(pin.specifier).removeprefix("==") for name, pin in pins().items()}
+    del versions["torch"]
+    known = hashed("hashes.txt")
+    assert {name: known[name][0] for name in versions} == versions  # else: make hashes
+    assert all(hashes for _, hashes in known.values())
+    assert hashed("pip.txt") == {"pip": known["pip"]}
+
+
+def test_what_has_a_hash_and_no_pin_is_asked_for_by_torch_or_another_platform() -> None:
+    for name in hashed("hashes.txt").keys() - pins().keys():
+        assert re.match(r"nvidia-|cuda-|triton$|colorama$|httpx2-jsfetch$", name), name
+
+
+def test_a_list_for_pip_follows_extras_that_name_others() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "pins" / "requirements_of.py", "all"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = {*PROJECT["project"]["dependencies"]}
+    wanted |= {line for extra in ("scheduler", "server", "workers") for line in extras[extra]}
+    assert set(done.stdout.splitlines()) == {line for line in wanted if "cotrain[" not in line}

@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.compose_files import (
     ROOT,
     dockerfile_instructions,
     environment,
+    interpolate,
     module_of,
     read_compose,
 )
@@ -67,15 +69,24 @@ def test_every_variable_is_a_setting_of_the_process_that_gets_it(service: str) -
     assert misspelt_variables([SETTINGS[service]], given) == []
 
 
+@pytest.fixture
+def given(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Set what a container's process finds set; its password lies in a folder of ours."""
+    variables = image_environment() | environment(SERVICES[service])
+    (tmp_path / "redis-password").write_text("s3cret")
+    file = Path(variables["COTRAIN_REDIS_PASSWORD_FILE"])
+    assert any(volume == f"secret:{file.parent}:ro" for volume in SERVICES[service]["volumes"])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.replace(str(file.parent), str(tmp_path)))
+    return variables
+
+
 @pytest.mark.parametrize("service", SETTINGS)
-def test_a_process_starts_with_the_settings_it_is_given(
-    service: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (image_environment() | environment(SERVICES[service])).items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("given")
+def test_a_process_starts_with_the_settings_it_is_given(service: str) -> None:
     settings = SETTINGS[service]()
     assert isinstance(settings, StoreSettings)
-    assert settings.redis_url == "redis://redis:6379/0"
+    assert settings.redis_url == "redis://:s3cret@redis:6379/0"
 
 
 def test_the_gpu_file_only_adds_to_the_worker() -> None:
@@ -108,16 +119,30 @@ def test_everything_that_can_be_set_is_told_at_the_top_of_the_compose_file() -> 
     assert {name for name in settable if name not in header} == set()
 
 
-@pytest.mark.parametrize("service", SETTINGS)
+@pytest.mark.parametrize("service", SERVICES)
 def test_a_process_has_no_rights_to_lose(service: str) -> None:
     container = SERVICES[service]
     assert container["user"] == "10001:10001"
     assert container["read_only"] is True
     assert container["cap_drop"] == ["ALL"]
+    assert container["security_opt"] == ["no-new-privileges:true"]
     assert ("USER", "10001:10001") in INSTRUCTIONS
     mounts = [volume.rsplit(":", 1) for volume in container["volumes"]]
     writable = {path for *_, path in mounts if path != "ro"} | set(container["tmpfs"])
-    assert writable == WRITABLE
+    assert writable == WRITABLE | ({"/secret"} if service == "redis" else set())
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_process_takes_no_more_than_its_share_of_the_host(service: str) -> None:
+    assert interpolate(SERVICES[service]["mem_limit"]).endswith("g")
+    assert SERVICES[service]["pids_limit"] <= 4096
+
+
+def test_redis_may_hold_its_data_twice() -> None:
+    config = (ROOT / "docker" / "redis" / "redis.conf").read_text()
+    (maxmemory,) = re.findall(r"^maxmemory (\d+)gb$", config, re.MULTILINE)
+    (limit,) = re.findall(r"(\d+)g", interpolate(SERVICES["redis"]["mem_limit"]))
+    assert int(limit) > 2 * int(maxmemory)
 
 
 def test_redis_publishes_no_port_and_meets_only_our_processes() -> None:
@@ -126,19 +151,40 @@ def test_redis_publishes_no_port_and_meets_only_our_processes() -> None:
     assert COMPOSE["networks"]["store"]["internal"] is True
 
 
+def test_only_what_serves_and_what_fetches_reaches_the_world() -> None:
+    outside = {name for name, service in SERVICES.items() if service["networks"] != ["store"]}
+    assert outside == {"api", "model"}
+    assert environment(SERVICES["worker"])["COTRAIN_OFFLINE"] == "true"
+    assert environment(SERVICES["worker"])["HF_HUB_OFFLINE"] == "1"
+
+
+def test_what_fetches_the_base_model_knows_no_key_and_ends_before_the_worker_starts() -> None:
+    model, worker = SERVICES["model"], SERVICES["worker"]
+    assert {n for n in model["environment"] if n.startswith(PREFIX)} == set()
+    assert not any(volume.startswith("secret:") for volume in model["volumes"])
+    assert worker["depends_on"]["model"]["condition"] == "service_completed_successfully"
+    assert model["command"][-1] == worker["environment"]["COTRAIN_BASE_MODEL"]
+    assert find_spec(module_of(model["command"])) is not None
+
+
+def test_the_libraries_of_a_server_start_no_thread_per_core() -> None:
+    bounds = {name for _, args in INSTRUCTIONS for name in re.findall(r"(\w+_NUM_THREADS)=1", args)}
+    assert bounds == {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
+
+
 def test_all_processes_wait_for_redis_and_come_back_when_they_die() -> None:
     for service in SETTINGS:
         assert SERVICES[service]["depends_on"]["redis"]["condition"] == "service_healthy"
-    assert {service["restart"] for service in SERVICES.values()} == {"unless-stopped"}
+    restarts = {name: service["restart"] for name, service in SERVICES.items()}
+    assert restarts.pop("model") == "no"
+    assert {*restarts.values()} == {"unless-stopped"}
 
 
-def test_the_health_checks_ask_for_pages_that_the_server_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in (image_environment() | environment(SERVICES["api"])).items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("service", ["api"])
+@pytest.mark.usefixtures("given")
+def test_the_health_checks_ask_for_pages_that_the_server_has(service: str) -> None:
     paths = set(create_app(ServerSettings()).openapi()["paths"])
-    checks = [SERVICES[name]["healthcheck"]["test"] for name in ("api", "worker")]
+    checks = [SERVICES[name]["healthcheck"]["test"] for name in (service, "worker")]
     for _, *command, url in checks:
         assert find_spec(module_of(command)) is not None
         assert re.sub(r"^http://[^/]+:8000", "", url) in paths
@@ -170,14 +216,23 @@ def test_the_server_image_asks_for_nothing_that_needs_torch() -> None:
     ]
     needed = " ".join(extras["server"] + extras["scheduler"])
     assert not re.search(r"\b(torch|transformers|peft|workers)\b", needed)
-    (server,) = [args for name, args in INSTRUCTIONS if name == "RUN" and '".[server]"' in args]
-    assert "--only-deps" in server
+    installed = [args for args in installs() if "server.txt" in args]
+    assert len(installed) == 1
 
 
-def test_every_dependency_in_an_image_is_pinned() -> None:
-    installs = [args for name, args in INSTRUCTIONS if name == "RUN" and "--only-deps" in args]
-    assert len(installs) == 2
-    assert all("--constraint constraints.txt" in install for install in installs)
+def test_every_package_in_an_image_is_checked_against_its_hash_but_torch() -> None:
+    unchecked = [
+        args for args in installs()
+        if not re.search(r"--constraint \$PINS|--require-hashes|--no-index", args)
+    ]  # fmt: skip
+    assert [args.split()[-1] for args in unchecked] == ["torch"]
+    assert ("ARG", "PINS=pins/hashes.txt") in INSTRUCTIONS
+
+
+def installs() -> list[str]:
+    """List the calls of pip that install something."""
+    ran = " && ".join(args for name, args in INSTRUCTIONS if name == "RUN")
+    return [command for command in ran.split("&&") if "pip install" in command]
 
 
 def image_environment() -> dict[str, str]:

@@ -49,3 +49,38 @@ def test_misspelt_variables_are_looked_for_in_the_environment(
 ) -> None:
     monkeypatch.setenv("COTRAIN_REDDIS_URL", "x")
     assert "COTRAIN_REDDIS_URL" in misspelt_variables([StoreSettings])
+
+
+def test_the_password_of_a_file_completes_the_url(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("a/b@c\n")
+    for url, whole in (
+        ("redis://redis:6379/0", "redis://:a%2Fb%40c@redis:6379/0"),
+        ("unix:///run/s", "unix://:a%2Fb%40c@/run/s"),
+    ):
+        settings = StoreSettings(redis_url=url, data_dir=tmp_path, redis_password_file=file)
+        assert settings.redis_url == whole
+
+
+@pytest.mark.parametrize(
+    ("url", "content", "message"),
+    [
+        ("redis://:other@redis", "secret", "set one"),
+        ("redis://redis", "", "is empty"),
+        ("redis://redis", None, "No such file"),
+    ],
+)
+def test_a_password_that_is_not_one_is_told(
+    tmp_path: Path, url: str, content: str | None, message: str
+) -> None:
+    file = tmp_path / "password"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValidationError, match=message):
+        StoreSettings(redis_url=url, data_dir=tmp_path, redis_password_file=file)
+
+
+def test_no_file_is_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTRAIN_REDIS_PASSWORD_FILE", "")
+    settings = StoreSettings(redis_url="redis://redis", data_dir=Path("/data"))
+    assert (settings.redis_url, settings.redis_password_file) == ("redis://redis", None)

@@ -1,0 +1,25 @@
+#!/bin/sh
+# Start the Redis of the compose file with a password that is made here, once, and kept beside nothing else:
+# the other containers read the file. Arguments go to Redis.
+set -eu
+here=$(dirname "$0")
+password_file=${REDIS_PASSWORD_FILE:-/secret/redis-password}
+folder=${REDIS_FOLDER:-/data}
+users=${TMPDIR:-/tmp}/users.acl
+
+for writable in "$folder" "$(dirname "$password_file")"; do
+  [ -w "$writable" ] || {
+    echo "$writable cannot be written by user $(id -u). Is its volume an older version's? Make it this user's: see \"Backup, restore, upgrade\" in docs/operations.md." >&2
+    exit 1
+  }
+done
+umask 077
+if [ ! -s "$password_file" ]; then
+  od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$password_file.new"
+  mv "$password_file.new" "$password_file"
+fi
+# By its hash: no list of processes or settings shows the password.
+hash=$(tr -d '\n' <"$password_file" | sha256sum | cut -d ' ' -f 1)
+sed "s/{password}/$hash/" "$here/users.acl" >"$users"
+server=$(command -v valkey-server || command -v redis-server)
+exec "$server" "$here/redis.conf" --aclfile "$users" --dir "$folder" "$@"

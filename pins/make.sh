@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Write hashes.txt and pip.txt anew from ../constraints.txt: every file that the index has of each version,
+# so that they hold on every platform and Python. uv asks the index for them; it builds and installs nothing.
+#
+#   pins/make.sh            after a change of constraints.txt
+set -euo pipefail
+cd "$(dirname "$0")"
+uv=${UV:-uv}
+header="# Made by pins/make.sh (make hashes) from constraints.txt: change that one. docs/adr/0017-hashes.md says how they are used."
+compile() {
+  "$uv" pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
+    --no-annotate --no-header "$@"
+}
+# torch has no hash here: which build of it is installed, the index decides (CPU, CUDA). Libraries that its
+# CUDA build asks for do.
+{ echo "$header"; compile --no-emit-package torch ../constraints.txt; } >hashes.txt.new
+{ echo "$header"; grep '^pip==' ../constraints.txt | compile --no-deps -; } >pip.txt.new
+mv hashes.txt.new hashes.txt
+mv pip.txt.new pip.txt

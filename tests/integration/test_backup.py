@@ -1,0 +1,125 @@
+"""A server that was copied goes on elsewhere as docs/operations.md tells it, with the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain import AdamParams, Datum, ModelInput, ServiceClient
+from tests.support.ports import free_port
+from tests.support.serving import Serving
+from tests.support.tiny_models import build_tiny_qwen3
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from cotrain import Future, TrainingClient
+    from cotrain.types import ForwardBackwardOutput, OptimStepResponse
+
+    Sent = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
+
+KEY = "tml-restored_key-of-sixteen-letters"
+PATIENCE_S = 300
+#: Datums of a body that is too long for Redis (16 KB) and lies in the spool.
+MANY = 16
+
+ADAM = AdamParams(learning_rate=1e-2)
+
+#: Loss and gradient norm of one step.
+Numbers = tuple[float, float]
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"tiny={build_tiny_qwen3(tmp_path_factory.mktemp('models') / 'tiny')}"
+
+
+def datums(index: int) -> list[Datum]:
+    """Make the batch of a step; every other one is large."""
+    return [datum(index * 7 + number) for number in range(MANY if index % 2 else 1)]
+
+
+def datum(first: int) -> Datum:
+    tokens = [(first + place) % 97 for place in range(300)]
+    inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
+    return Datum(model_input=ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def send(run: TrainingClient, index: int) -> Sent:
+    return run.forward_backward(datums(index), "cross_entropy"), run.optim_step(ADAM)
+
+
+def wait(sent: Sent) -> Numbers:
+    passed, stepped = sent
+    metrics = stepped.result(PATIENCE_S).metrics or {}
+    return passed.result(PATIENCE_S).metrics["loss:sum"], metrics["grad_norm"]
+
+
+def train(run: TrainingClient, indices: Sequence[int]) -> list[Numbers]:
+    return [wait(sent) for sent in [send(run, index) for index in indices]]
+
+
+def copied(source: Path, target: Path) -> Path:
+    subprocess.run(["cp", "--archive", source, target], check=True)
+    return target
+
+
+def test_a_stopped_server_goes_on_from_a_copy_where_it_was(tmp_path: Path, base_model: str) -> None:
+    port = [f"--port={free_port()}"]
+    with Serving(tmp_path / "first", [base_model], [KEY], port) as serving:
+        service = ServiceClient(serving.address, KEY)
+        run = service.create_lora_training_client("tiny", rank=4, seed=3)
+        seen = train(run, range(3))
+        path = run.save_state("kept").result(PATIENCE_S).path
+        seen += train(run, range(3, 5))
+        assert serving.stop() == 0
+    copied(tmp_path / "first", tmp_path / "second")
+    shutil.rmtree(tmp_path / "first")
+    with Serving(tmp_path / "second", [base_model], [KEY], port), service:
+        undisturbed = train(service.create_lora_training_client("tiny", rank=4, seed=3), range(7))
+        again = service.create_training_client_from_state_with_optimizer(path)
+        assert train(again, range(3, 5)) == undisturbed[3:5]
+        assert seen + train(run, range(5, 7)) == undisturbed  # the same program, and its next steps
+
+
+def test_a_server_that_is_paused_can_be_copied_while_it_trains(
+    tmp_path: Path, base_model: str
+) -> None:
+    with (
+        Serving(tmp_path / "first", [base_model], [KEY]) as serving,
+        ServiceClient(serving.address, KEY) as service,
+    ):
+        run = service.create_lora_training_client("tiny", rank=4, seed=3)
+        path = run.save_state("kept").result(PATIENCE_S).path
+        sent = [send(run, index) for index in range(6)]
+        first = wait(sent[0])
+        with paused(serving):
+            copied(tmp_path / "first", tmp_path / "second")
+        original = [first, *(wait(each) for each in sent[1:])]
+    with (
+        Serving(tmp_path / "second", [base_model], [KEY]) as serving,
+        ServiceClient(serving.address, KEY) as service,
+    ):
+        again = service.create_training_client_from_state_with_optimizer(path)
+        assert train(again, range(6)) == original
+
+
+@contextlib.contextmanager
+def paused(serving: Serving) -> Iterator[None]:
+    """Hold every process of a server, as `docker compose pause` does."""
+    pids = [int(pid) for pid in re.findall(r"started \(pid (\d+)\)", serving.log)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
