@@ -26,6 +26,8 @@ SCHEDULER_GRACE_S = 5.0
 #: the same variable, if that is set.
 WORKER_GRACE_S = 60.0
 REDIS_GRACE_S = 30.0
+#: Else numpy keeps a thread per core for products of matrices, which neither API nor scheduler makes.
+ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,9 @@ class Programs:
         # -P: a file of the folder we were started in must not be taken for a module.
         command = [sys.executable, "-P", "-m", module]
         given = {**self.plan.given, **shared, **own}
-        return Program(
-            name, command, variables.environment(known, given), grace_s, pass_fds=(self.lock,)
-        )
+        threads = {} if known is variables.WORKER else ONE_THREAD
+        environment = {**threads, **variables.environment(known, given)}
+        return Program(name, command, environment, grace_s, pass_fds=(self.lock,))
 
 
 def _worker_grace_s() -> float:

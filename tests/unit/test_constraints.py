@@ -65,7 +65,7 @@ def hashed(name: str) -> dict[str, tuple[str, list[str]]]:
     """Read a file of hashes: version and hashes by name."""
     text = (ROOT / "pins" / name).read_text().replace("\\\n", " ")
     rows = [line.partition(" --hash=") for line in text.splitlines() if not line.startswith("#")]
-    found = {}
+    found: dict[str, tuple[str, list[str]]] = {}
     for pin, _, hashes in rows:
         requirement = Requirement(pin)
         (specifier,) = requirement.specifier
