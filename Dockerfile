@@ -14,6 +14,17 @@
 ARG PYTHON_IMAGE=python:3.11-slim
 ARG REDIS_IMAGE=valkey/valkey:8.1
 
+# ── Redis ────────────────────────────────────────────────────────────────────────────────────────
+FROM ${REDIS_IMAGE} AS redis
+COPY docker/redis /etc/cotrain
+# Owned by the user, so that fresh volumes mounted there are writable. Not /data, which the image below
+# declares a volume: some builders forget what is done to it.
+RUN mkdir -p /redis /secret && chown 10001:10001 /redis /secret && chmod 0700 /redis /secret
+WORKDIR /redis
+USER 10001:10001
+ENTRYPOINT ["/bin/sh", "/etc/cotrain/start.sh"]
+CMD []
+
 # ── what both are built with ─────────────────────────────────────────────────────────────────────
 FROM ${PYTHON_IMAGE} AS build
 # A mirror of PyPI, where there is one.
@@ -91,13 +102,3 @@ RUN if [ -n "$WORKER_PACKAGES" ]; then \
 USER 10001:10001
 COPY --from=worker-installed /opt/cotrain /opt/cotrain
 CMD ["python", "-m", "cotrain_workers"]
-
-# ── Redis ────────────────────────────────────────────────────────────────────────────────────────
-FROM ${REDIS_IMAGE} AS redis
-COPY docker/redis /etc/cotrain
-# Owned by the user, so that fresh volumes mounted there are writable.
-RUN mkdir -p /data /secret && chown 10001:10001 /data /secret && chmod 0700 /secret
-WORKDIR /data
-USER 10001:10001
-ENTRYPOINT ["/bin/sh", "/etc/cotrain/start.sh"]
-CMD []

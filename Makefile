@@ -12,7 +12,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-cookbook test-compose test-gpu test-faults soak mutants compatibility lint format proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-cookbook test-compose test-gpu test-faults soak mutants compatibility lint format pictures proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,10 @@ lint: $(INSTALLED) ## Check style, types and who imports whom
 format: $(INSTALLED) ## Let ruff fix and format the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+pictures: $(INSTALLED) ## Draw the guide's pictures anew; on an idle machine, or they show its neighbours
+	$(BIN)/python examples/clock_cycles.py --picture docs/guide/pictures/clock-metronome.png
+	$(BIN)/python examples/clock_cycles.py --mode eager --prepare-s 0.03 --picture docs/guide/pictures/clock-eager.png
 
 proto: ## Generate the wire messages from wire.proto
 	PYTHON=$(PYTHON) client/cotrain/proto/generate.sh

@@ -28,7 +28,7 @@ def draw(
     path: Path,
     beat_s: float | None,
 ) -> None:
-    """Write a PNG: a grey band for each cycle, a bar for each request.
+    """Write a PNG: a grey band with its number for each cycle, a bar with that of its step for each request.
 
     A bar ends where the loop reads the result, which may have been there before.
     `beat_s` is the metronome's period, whose beats are dotted; None where there is none.
@@ -59,13 +59,13 @@ def _draw_requests(axes: Any, sent: Sequence[Request]) -> None:
     """Draw a step's requests one above the other, and every other step lower, as steps may overlap."""
     for place, request in enumerate(sent):
         step, is_second = divmod(place, 2)
-        axes.barh(
-            2 * (1 - step % 2) + (0 if is_second else 0.8),
-            request.answered_at - request.sent_at,
-            left=request.sent_at - sent[0].sent_at,
-            height=0.7,
-            color=COLORS[request.op],
-        )
+        height = 2 * (1 - step % 2) + (0 if is_second else 0.8)
+        took_s, start_s = request.answered_at - request.sent_at, request.sent_at - sent[0].sent_at
+        axes.barh(height, took_s, left=start_s, height=0.7, color=COLORS[request.op])
+        axes.text(
+            start_s + took_s / 2, height, str(step + 1), ha="center", va="center", fontsize=7,
+            color="white", clip_on=True,
+        )  # fmt: skip
 
 
 def _draw_cycles(

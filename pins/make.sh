@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 uv=${UV:-uv}
-header="# Made by pins/make.sh (make hashes) from constraints.txt: change that one. docs/adr/0017-hashes.md says how they are used."
+header="# Made by pins/make.sh (make hashes) from constraints.txt: change that one. docs/adr/0018-hashes.md says how they are used."
 compile() {
   "$uv" pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
     --no-annotate --no-header "$@"

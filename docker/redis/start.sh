@@ -4,12 +4,12 @@
 set -eu
 here=$(dirname "$0")
 password_file=${REDIS_PASSWORD_FILE:-/secret/redis-password}
-folder=${REDIS_FOLDER:-/data}
+folder=${REDIS_FOLDER:-/redis}
 users=${TMPDIR:-/tmp}/users.acl
 
 for writable in "$folder" "$(dirname "$password_file")"; do
   [ -w "$writable" ] || {
-    echo "$writable cannot be written by user $(id -u). Is its volume an older version's? Make it this user's: see \"Backup, restore, upgrade\" in docs/operations.md." >&2
+    echo "$writable cannot be written by user $(id -u). Is its volume an older version's? Make it this user's: see \"Upgrade\" in docs/operations.md." >&2
     exit 1
   }
 done
