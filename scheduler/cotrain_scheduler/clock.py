@@ -121,6 +121,7 @@ class Clock:
             if not await self._dispatch.lead():
                 return now + RENEW_S
             self._renewed_at = now
+            await self._dispatch.pass_time()
         pools = await self._dispatch.pools()
         if now - self._gaps_at > GAPS_S:
             self._gaps_at = now

@@ -52,7 +52,7 @@ class Completions:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
-        self._read = async_script(connection, "sample_read")
+        self._read = async_script(connection, "ages", "sample_read")
         self._waiters: defaultdict[tuple[SamplerId, int], set[asyncio.Event]] = defaultdict(set)
         self._tasks: list[asyncio.Task[None]] = []
         self._released = False

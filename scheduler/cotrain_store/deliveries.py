@@ -39,6 +39,7 @@ class Deliveries:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
+        self._read = async_script(connection, "ages", "results_read")
         self._sent: dict[RequestId, _Sent] = {}
 
     def note(self, pool: PoolId, run: RunId, request: RequestId, now: float) -> None:
@@ -58,10 +59,8 @@ class Deliveries:
             elif last_seq > sent.last_seq and now - sent.at > READ_AFTER_S:
                 read.append(request)
                 del self._sent[request]
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for request in read:
-                pipeline.pexpire(result_keys.result(request), result_keys.READ_RESULT_TTL_MS)
-            await pipeline.execute()
+        if read:
+            await self._read([], [result_keys.READ_RESULT_TTL_MS, *read])
 
     async def _newest_seqs(self) -> dict[RunId, int | None]:
         runs = {sent.run: sent.pool for sent in self._sent.values()}
@@ -77,7 +76,7 @@ class SampleDeliveries:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
-        self._read = async_script(connection, "sample_read")
+        self._read = async_script(connection, "ages", "sample_read")
         self._sent_at: dict[SampleName, float] = {}
 
     def note(self, name: SampleName, now: float) -> None:

@@ -10,15 +10,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cotrain_store.clock import clock_ms
 from cotrain_store.connection import async_script
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.gaps import client_seq, given_up
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys
+from cotrain_store.keys import age_keys, fleet_keys, result_keys, run_keys, sample_keys
 from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.sample_ends import CANCELLED, lives
+from cotrain_store.sample_ends import CANCELLED, LIVES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 #: Runs and ops per run read for one plan: more than any cycle can hold.
 MAX_RUNS = 4_096
 MAX_OPS_PER_RUN = 64
+#: The store's clock goes on by at most this at once.
+MAX_STEP_S = 10.0
+#: Keys that end by one call; Redis does nothing else meanwhile.
+ENDS_AT_ONCE = 1_000
 #: A step is planned when its worker is free: planning ahead would only fix the order too early.
 MAX_OPEN_STEPS = 1
 
@@ -78,10 +83,14 @@ class Dispatch:
         self._name = name
         self._epoch = ""
         self._ready = async_script(connection, "ready")
-        self._plan = async_script(connection, "plan")
+        self._plan = async_script(connection, "ages", "plan")
         self._lease = async_script(connection, "lease")
-        self._reassign = async_script(connection, "sample_finish", "sample_put_back", "reassign")
-        self._expire_gap = async_script(connection, "reject", "given_up", "expire_gap")
+        self._reassign = async_script(
+            connection, "ages", "sample_finish", "sample_put_back", "reassign"
+        )
+        self._expire_gap = async_script(connection, "ages", "reject", "given_up", "expire_gap")
+        self._tick = async_script(connection, "ages", "tick")
+        self._counted_at: float | None = None
 
     @property
     def epoch(self) -> int:
@@ -93,9 +102,26 @@ class Dispatch:
         script_keys = [fleet_keys.scheduler_lease(), fleet_keys.scheduler_epoch()]
         answer = await self._lease(script_keys, [self._name, fleet_keys.LEASE_TTL_MS, self._epoch])
         if not answer:
+            self._counted_at = None
             return False
         self._epoch = answer.decode()
         return True
+
+    async def pass_time(self) -> None:
+        """Let the store's clock go on by what passed since the last call, and end what is due by it.
+
+        At most MAX_STEP_S: of a time without a scheduler, or without a Redis, no client could make use.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        now = time.monotonic()
+        passed_s = min(now - (now if self._counted_at is None else self._counted_at), MAX_STEP_S)
+        script_keys = [fleet_keys.scheduler_epoch(), age_keys.clock(), age_keys.ends()]
+        answer = await self._tick(script_keys, [self._epoch, int(passed_s * 1000), ENDS_AT_ONCE])
+        if answer == b"FENCED":
+            raise Fenced
+        self._counted_at = now
 
     async def resign(self) -> None:
         """Give the lease back, so that the next scheduler need not wait for it to run out."""
@@ -139,7 +165,7 @@ class Dispatch:
         args = [
             self._epoch, fleet_keys.prefix(pool), place.worker, place.epoch, heir,
             sample_keys.ANY_LANE, CANCELLED.pack(), result_keys.SMALL_RESULT_TTL_MS,
-            len(CANCELLED.payload), *lives(time.time()),
+            len(CANCELLED.payload), *LIVES,
         ]  # fmt: skip
         answer = await self._reassign(script_keys, args)
         if answer == b"FENCED":
@@ -175,7 +201,7 @@ class Dispatch:
         ]  # fmt: skip
         args: list[str | int] = [
             self._epoch, fleet_keys.prefix(pool), step.worker, step.cycle, encode(step),
-            int(time.time() * 1000), MAX_OPEN_STEPS,
+            MAX_OPEN_STEPS,
         ]  # fmt: skip
         for run, first, count in _runs_of(step.ops):
             args += [run, first, count]
@@ -187,7 +213,7 @@ class Dispatch:
 
     async def old_gaps(self, pool: PoolId, older_than_s: float) -> list[tuple[RunId, TenantId]]:
         """List the runs that hold ops behind a seq missing for longer than that."""
-        latest = (time.time() - older_than_s) * 1000
+        latest = await clock_ms(self._redis) - older_than_s * 1000
         runs = await self._redis.zrangebyscore(run_keys.gaps(pool), 0, latest)
         tenants = [
             await self._redis.hget(run_keys.log(pool, RunId(r.decode())), "tenant") for r in runs

@@ -59,11 +59,11 @@ class Execution:
         self.logs = RunLogs(connection, results, pool)
         self.deaths = Deaths(connection, pool)
         self.tenant_names = TenantNames(connection)
-        self._commit = sync_script(connection, "unread", "usage_add", "samplers", "commit")
+        self._commit = sync_script(connection, "ages", "unread", "usage_add", "samplers", "commit")
         self._snapshot = sync_script(connection, "log_cut", "snapshot")
         self._roll_back = Rollback(connection, pool, worker)
         self._forget = sync_script(connection, "forget")
-        self._close = sync_script(connection, "given_up", "run_close", "close")
+        self._close = sync_script(connection, "ages", "given_up", "run_close", "close")
         self.epoch = 0
         self._numerics_id = ""
         self._base_model = ""
@@ -270,8 +270,9 @@ class Execution:
             raise Fenced
 
     def referenced_segments(self) -> list[str]:
-        """List the spool segments that some op still needs."""
-        return [name.decode() for name in self._redis.hkeys(result_keys.spool_segment_refs())]
+        """List the spool segments that some op or result still needs."""
+        counts = (result_keys.spool_segment_refs(), result_keys.spool_results())
+        return [name.decode() for count in counts for name in self._redis.hkeys(count)]
 
     def living_writers(self) -> frozenset[str]:
         """Name all workers of any pool that are alive, as `writer` names this one."""

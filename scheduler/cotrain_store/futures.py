@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
+from cotrain_store.clock import clock_ms
 from cotrain_store.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.deliveries import Deliveries, SampleDeliveries
 from cotrain_store.errors import (
@@ -195,9 +196,10 @@ class Futures:
     async def _pending(self, pool: PoolId, request: RequestId) -> Pending:
         """Tell a waiter why, and a client that polls for what never was or has expired, so."""
         run = run_of(request)
-        log, since = await asyncio.gather(
+        log, since, now_ms = await asyncio.gather(
             self._redis.hmget(run_keys.log(pool, run), ["next", "done", "last"]),
             self._redis.zscore(run_keys.gaps(pool), run),
+            clock_ms(self._redis),
         )
         place = request.rpartition(":")[2]
         is_place = place.isdecimal() and len(place) <= _PLACE_DIGITS
@@ -205,7 +207,7 @@ class Futures:
             raise RequestNotFound
         if int(place) <= int(log[1]) and await self._has_expired(request):
             raise RequestNotFound("The result has expired.")
-        if since is not None and time.time() - since / 1000 > GAP_NOTICE_S:
+        if since is not None and now_ms - since > GAP_NOTICE_S * 1000:
             missing = await client_seq(self._redis, pool, run, int(log[0]))
             return Pending("paused_capacity", still_waiting(missing))
         return Pending()

@@ -85,9 +85,9 @@ class Intake:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
         self._submit = async_script(
-            connection, "unread", "samplers", "records", "given_up", "submit"
+            connection, "ages", "unread", "samplers", "records", "given_up", "submit"
         )
-        self._close = async_script(connection, "given_up", "run_close", "close")
+        self._close = async_script(connection, "ages", "given_up", "run_close", "close")
         self._redis = connection
 
     async def check_room(self) -> None:

@@ -81,7 +81,7 @@ class Records:
         self._base_models = frozenset(base_models)
         self._limits = limits or RecordLimits()
         self._session = async_script(connection, "records", "session")
-        self._sampler = async_script(connection, "unread", "samplers", "sampler")
+        self._sampler = async_script(connection, "ages", "unread", "samplers", "sampler")
 
     async def create_session(
         self,

@@ -32,7 +32,7 @@ class Rollback:
         self._pool = pool
         self._open = fleet_keys.open_steps(pool, worker)
         self._epoch_key = fleet_keys.worker_epoch(pool, worker)
-        self._script = sync_script(connection, "log_cut", "reject", "roll_back")
+        self._script = sync_script(connection, "ages", "log_cut", "reject", "roll_back")
 
     def __call__(
         self,

@@ -43,6 +43,5 @@ def parse_sample(request: str) -> SampleName | None:
     return SampleName(SamplerId(match[1]), int(match[2])) if match else None
 
 
-def lives(now_s: float) -> tuple[int, int, int]:
-    """Give the times that an end needs, in ms: now, what its record lives longer, how long it is told."""
-    return int(now_s * 1000), sample_keys.SAMPLE_RECORD_EXTRA_MS, sample_keys.COMPLETION_TTL_MS
+#: What an end needs to know, in ms: how much longer its record lives, and how long it is told.
+LIVES = (sample_keys.SAMPLE_RECORD_EXTRA_MS, sample_keys.COMPLETION_TTL_MS)

@@ -32,7 +32,7 @@ from cotrain_store.keys import (
     weights_keys,
 )
 from cotrain_store.messages.ids import RequestId, WeightsRef, sample_id
-from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, OWN_SEQS, lives, parse_sample
+from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE, LIVES, OWN_SEQS, parse_sample
 from cotrain_store.samples import encode_sample
 from cotrain_store.spool import INLINE_LIMIT_BYTES, SpoolRef
 
@@ -68,8 +68,8 @@ class SampleIntake:
     ) -> None:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
-        self._submit = async_script(connection, "unread", "samplers", "sample_submit")
-        self._cancel = async_script(connection, "sample_finish", "sample_cancel")
+        self._submit = async_script(connection, "ages", "unread", "samplers", "sample_submit")
+        self._cancel = async_script(connection, "ages", "sample_finish", "sample_cancel")
 
     async def submit(self, sampler: SamplerRecord, seq: int, body: SampleBody) -> RequestId:
         """Accept one sample request; durable when this returns. Twice with the same body is one.
@@ -119,7 +119,7 @@ class SampleIntake:
         ]
         args = [
             request, tenant, CANCELLED.pack(), result_keys.SMALL_RESULT_TTL_MS,
-            len(CANCELLED.payload), *lives(time.time()),
+            len(CANCELLED.payload), *LIVES,
         ]  # fmt: skip
         try:
             await self._cancel(script_keys, args)

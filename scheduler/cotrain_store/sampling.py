@@ -18,7 +18,7 @@ from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.results import packed_results
-from cotrain_store.sample_ends import CANCELLED, lives
+from cotrain_store.sample_ends import CANCELLED, LIVES
 from cotrain_store.samples import decode_sample
 from cotrain_store.usage_fields import sampling_amounts, usage_hour
 
@@ -75,10 +75,10 @@ class Sampling:
         self._claim_token = secrets.token_hex(8)
         self._claim = sync_script(connection, "sample_claim")
         self._requeue = sync_script(
-            connection, "sample_finish", "sample_put_back", "sample_requeue"
+            connection, "ages", "sample_finish", "sample_put_back", "sample_requeue"
         )
         self._resolve = sync_script(
-            connection, "unread", "usage_add", "sample_finish", "sample_resolve"
+            connection, "ages", "unread", "usage_add", "sample_finish", "sample_resolve"
         )
 
     def requeue(self) -> int:
@@ -134,7 +134,7 @@ class Sampling:
         ]  # fmt: skip
         now = time.time()
         args: list[str | int | bytes] = [
-            self._epoch, json.dumps(counted), *lives(now), usage_hour(now), tenant_keys.USAGE_TTL_S,
+            self._epoch, json.dumps(counted), *LIVES, usage_hour(now), tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
         with packed_results(list(results.values()), self._results) as all_packed:
             for (request, result), (packed, ttl_ms) in zip(
@@ -172,7 +172,7 @@ class Sampling:
         ]
         args = [
             self._epoch, fleet_keys.prefix(self._pool), self._worker, deaths, CANCELLED.pack(),
-            result_keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload), *lives(time.time()),
+            result_keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload), *LIVES,
         ]  # fmt: skip
         count = self._requeue(script_keys, args)
         if count == b"FENCED":

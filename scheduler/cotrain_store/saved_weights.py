@@ -45,9 +45,9 @@ class SavedWeights:
         self._worker = worker
         self._epoch = epoch
         self._epoch_key = fleet_keys.worker_epoch(pool, worker)
-        ends = ("checkpoint_index", "given_up", "run_close", "save_end")
+        ends = ("ages", "checkpoint_index", "given_up", "run_close", "save_end")
         self._stored = sync_script(
-            connection, "unread", "samplers", "usage_add", *ends, "weights_stored"
+            connection, *ends, "unread", "samplers", "usage_add", "weights_stored"
         )
         self._lost = sync_script(connection, *ends, "weights_lost")
         self._list_unused = sync_script(connection, "weights_in_use", "weights_unused")

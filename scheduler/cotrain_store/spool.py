@@ -40,8 +40,9 @@ INLINE_LIMIT_BYTES = 16 * 1024
 SEGMENT_BYTES = 64 * 1024**2
 #: A writer adds to no segment that rested this long, so that it can be swept.
 REST_S = 300.0
-#: Segments of results start so.
-RESULTS = "results-"
+#: Segments of results start so, and did before these were counted.
+RESULTS = "answers-"
+UNCOUNTED = "results-"
 #: How often a batch is written again whose file was removed meanwhile.
 _TRIES = 3
 

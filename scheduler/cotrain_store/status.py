@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cotrain_store.clock import parse_ms
 from cotrain_store.dispatch import WorkerBeat
-from cotrain_store.keys import fleet_keys, run_keys, sample_keys
+from cotrain_store.keys import age_keys, fleet_keys, run_keys, sample_keys
 from cotrain_store.messages.encoding import decode
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 
@@ -69,6 +70,7 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
     pipeline = connection.pipeline(transaction=False)
     pipeline.zrange(run_keys.ready(pool), 0, 0, withscores=True)
     pipeline.zrange(run_keys.gaps(pool), 0, 0, withscores=True)
+    pipeline.get(age_keys.clock())
     pipeline.get(fleet_keys.cycle_counter(pool))
     pipeline.hgetall(fleet_keys.counters(pool))
     for worker in ids:
@@ -77,7 +79,7 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
     for tenant in tenants:
         pipeline.hmget(run_keys.queue(pool, tenant), ["ops", "tokens", "bytes"])
         pipeline.hmget(sample_keys.sample_load(pool, tenant), ["waiting", "running"])
-    ready, gaps, cycle, counters, *rows = await pipeline.execute()
+    ready, gaps, clock, cycle, counters, *rows = await pipeline.execute()
     beats, opened = rows[0 : 2 * len(ids) : 2], rows[1 : 2 * len(ids) : 2]
     loads = rows[2 * len(ids) :]
     queues = [
@@ -92,8 +94,8 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
         open_cycles=sum(opened),
         last_cycle=int(cycle or 0),
         queues=tuple(queues),
-        oldest_ready_s=_age_s(ready),
-        oldest_gap_s=_age_s(gaps),
+        oldest_ready_s=_age_s(ready, time.time() * 1000),
+        oldest_gap_s=_age_s(gaps, parse_ms(clock)),
         counters={name.decode(): float(value) for name, value in counters.items()},
     )
 
@@ -129,5 +131,5 @@ async def scheduler_epoch(connection: Connection) -> int:
     return int(await connection.get(fleet_keys.scheduler_epoch()) or 0)
 
 
-def _age_s(oldest: list[tuple[bytes, float]]) -> float:
-    return max(0.0, time.time() - oldest[0][1] / 1000) if oldest else 0.0
+def _age_s(oldest: list[tuple[bytes, float]], now_ms: float) -> float:
+    return max(0.0, (now_ms - oldest[0][1]) / 1000) if oldest else 0.0

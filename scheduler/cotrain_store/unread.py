@@ -25,7 +25,7 @@ class Unread:
 
     def __init__(self, connection: Connection) -> None:
         self._sent: list[tuple[TenantId, RequestId]] = []
-        self._script = async_script(connection, "unread", "results_sent")
+        self._script = async_script(connection, "ages", "unread", "results_sent")
 
     def note_sent(self, tenant: TenantId, request: RequestId) -> None:
         """Remember that a result was sent."""
@@ -51,5 +51,5 @@ class Unread:
 
 async def unread_bytes(connection: Connection, tenants: Sequence[TenantId]) -> dict[TenantId, int]:
     """Measure the results of tenants that were never sent, as their quotas count them."""
-    sizes = await async_script(connection, "unread", "unread_bytes")([], list(tenants))
+    sizes = await async_script(connection, "ages", "unread", "unread_bytes")([], list(tenants))
     return dict(zip(tenants, sizes, strict=True))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.keys import result_keys, run_keys, weights_keys
 from cotrain_store.messages.ids import RunId
-from cotrain_store.spool import RESULTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,12 +40,7 @@ def leftovers(folder: Path, store: SyncConnection, pool: PoolId) -> list[str]:
 
 
 def _written(folder: Path) -> list[Path]:
-    return [
-        path
-        for place, pattern in PLACES.items()
-        for path in (folder / place).glob(pattern)
-        if not (place == "spool" and path.name.startswith(RESULTS))
-    ]
+    return [path for place, pattern in PLACES.items() for path in (folder / place).glob(pattern)]
 
 
 def _wanted(store: SyncConnection, pool: PoolId) -> Iterable[tuple[str, str]]:
@@ -54,8 +48,8 @@ def _wanted(store: SyncConnection, pool: PoolId) -> Iterable[tuple[str, str]]:
     for log in store.scan_iter(f"{run_keys.log(pool, RunId(''))}*"):
         files = store.hmget(log, ["snapfile", "oldfile"])
         yield from (("snapshots", file.decode()) for file in files if file)
-    for segment in store.hkeys(result_keys.spool_segment_refs()):
-        yield "spool", segment.decode()
+    for count in (result_keys.spool_segment_refs(), result_keys.spool_results()):
+        yield from (("spool", segment.decode()) for segment in store.hkeys(count))
     for weights in store.smembers(weights_keys.pool_weights(pool)):
         row = store.hmget(f"cotrain:weights:{weights.decode()}", ["digest", "optimizer"])
         for place, digest in zip(("weights", "optimizers"), row, strict=True):

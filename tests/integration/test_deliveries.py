@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cotrain_store.deliveries import READ_AFTER_S, Deliveries
 from cotrain_store.keys import result_keys
 from cotrain_store.messages.ids import request_id
+from tests.support import lives
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
@@ -21,9 +22,8 @@ NOW = 1_000.0
 LATER = NOW + READ_AFTER_S + 1
 
 
-def life_ms(log: Log, run: RunRecord, seq: int = 0) -> int:
-    left: int = log.redis.pttl(result_keys.result(request_id(run.id, seq)))
-    return left
+def life_ms(log: Log, run: RunRecord, seq: int = 0) -> float:
+    return lives.life_ms(log.redis, result_keys.result(request_id(run.id, seq)))
 
 
 async def test_a_result_whose_client_went_on_is_not_kept_for_a_day(log: Log) -> None:

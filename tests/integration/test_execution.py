@@ -17,6 +17,7 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
 from cotrain_store.results import RUN_STOPPED, packed_results
 from cotrain_store.spool import INLINE_LIMIT_BYTES
+from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.stack import POOL, pool_record_for_tests
 
@@ -239,7 +240,7 @@ async def test_nothing_but_records_is_left_of_a_run_that_was_closed_before_it_wa
     await log.submit(run, 1, body=LARGE)
     await log.intake.close_run(run)
     assert not log.redis.exists(run_keys.ops(POOL, run.id), run_keys.bodies(POOL, run.id))
-    assert 0 < log.redis.pttl(run_keys.digests(POOL, run.id)) <= result_keys.SMALL_RESULT_TTL_MS
+    assert 0 < life_ms(log.redis, run_keys.digests(POOL, run.id)) <= result_keys.SMALL_RESULT_TTL_MS
     assert log.references() == {}
     assert await log.submit(run, 1, body=LARGE) == request_id(run.id, 1)  # a repeat
 

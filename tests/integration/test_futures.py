@@ -14,8 +14,9 @@ from cotrain_store.gaps import still_waiting
 from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.spool import INLINE_LIMIT_BYTES
+from cotrain_store.spool import INLINE_LIMIT_BYTES, RESULTS
 from tests.support.full_table import no_descriptor
+from tests.support.lives import life_ms
 from tests.support.log import open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
@@ -208,7 +209,7 @@ async def test_results_live_a_day_and_large_ones_two_hours(log: Log) -> None:
     large = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
     results = {(run.id, 0): Result.of_json({}), (run.id, 1): large}
     log.execution.commit(step, results, {}, {})
-    lives_ms = [log.redis.pttl(result_keys.result(request_id(run.id, seq))) for seq in (0, 1)]
+    lives_ms = [life_ms(log.redis, result_keys.result(request_id(run.id, seq))) for seq in (0, 1)]
     assert lives_ms[0] == pytest.approx(24 * 3600e3, abs=60e3)
     assert lives_ms[1] == pytest.approx(2 * 3600e3, abs=60e3)
 
@@ -220,7 +221,7 @@ async def test_a_large_result_comes_from_disk_and_expires_with_its_file(log: Log
     log.execution.commit(step, {(run.id, 0): large}, {}, {})
     async with log.futures() as futures:
         assert await futures.wait(A, request_id(run.id, 0), 0.01) == large
-        for path in log.results.folder.glob("results-*"):
+        for path in log.results.folder.glob(f"{RESULTS}*"):
             path.unlink()
         with pytest.raises(RequestNotFound, match="expired"):
             await futures.wait(A, request_id(run.id, 0), 0.01)

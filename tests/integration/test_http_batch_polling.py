@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store.keys import result_keys
+from cotrain_store.clock import clock_ms
+from cotrain_store.keys import age_keys, result_keys
 from cotrain_store.messages.ids import RequestId
 from tests.support.http_api import BOB, SOON_S, running_api, sample_body
 from tests.support.stand_in import StandIn, stand_in
@@ -113,6 +114,12 @@ async def test_every_clone_of_a_client_hears_of_its_own_requests_only(
     assert ended(await poll(api, sampler, clone=7)) == [f"{sampler}:{7 * CLONE}"]
 
 
+async def ends_in_ms(api: Api, request: str) -> float:
+    redis = api.services.connection
+    ends: float = await redis.zscore(age_keys.ends(), result_keys.result(RequestId(request)))
+    return ends - await clock_ms(redis)
+
+
 async def test_a_result_that_has_arrived_is_not_kept_for_a_day(
     api: Api, worker: StandIn, sampler: str
 ) -> None:
@@ -120,7 +127,7 @@ async def test_a_result_that_has_arrived_is_not_kept_for_a_day(
     worker.finish(RequestId(f"{sampler}:0"), [1])
     cursor = (await poll(api, sampler)).json()["cursor"]
     await poll(api, sampler, cursor, timeout=0.0, retrieved_request_ids=[f"{sampler}:0"])
-    left_ms = await api.services.connection.pttl(result_keys.result(RequestId(f"{sampler}:0")))
+    left_ms = await ends_in_ms(api, f"{sampler}:0")
     assert left_ms <= result_keys.READ_RESULT_TTL_MS
 
 
@@ -138,7 +145,7 @@ async def test_nobody_acknowledges_what_is_anothers(
     worker.claim()
     worker.finish(RequestId(f"{bobs}:0"), [1])
     await poll(api, sampler, timeout=0.0, retrieved_request_ids=[f"{bobs}:0", "x"])
-    left_ms = await api.services.connection.pttl(result_keys.result(RequestId(f"{bobs}:0")))
+    left_ms = await ends_in_ms(api, f"{bobs}:0")
     assert left_ms > result_keys.READ_RESULT_TTL_MS
 
 

@@ -224,7 +224,7 @@ async def test_a_copy_stays_while_its_worker_may_register_it(
     for path in (living, dead):
         path.write_bytes(b"x")
     redis.sadd(fleet_keys.workers(POOL), "w9")
-    beat = WorkerBeat(WorkerId("w9"), 3, "idle", "cpu", 1.0, 0, 0, 0.0)
+    beat = WorkerBeat(WorkerId("w9"), 3, "idle", "cpu", 1.0, runs=9, memory_bytes=0, seen_at=0.0)
     redis.set(fleet_keys.worker(POOL, WorkerId("w9")), json.dumps(asdict(beat)))
     with worker(empty_redis.url, tmp_path, engine, orphan_age_s=0):
         await results(server, run, await submit(server, run, 1, 4))

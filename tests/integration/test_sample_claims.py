@@ -15,6 +15,7 @@ from cotrain_store.messages.ids import RequestId, WorkerId
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.full_table import no_descriptor
+from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
 from tests.support.stack import POOL
@@ -288,7 +289,7 @@ async def test_a_large_result_goes_to_disk_and_lives_shorter(samples: Samples) -
     assert stored
     assert stored.kind is ResultKind.SPOOLED_SAMPLE
     assert samples.log.results.read(stored.payload.decode()) == large.payload
-    lives = [samples.log.redis.pttl(result_keys.result(request)) for request in requests]
+    lives = [life_ms(samples.log.redis, result_keys.result(request)) for request in requests]
     assert lives[0] == pytest.approx(2 * 3600e3, abs=60e3)
     assert lives[1] == pytest.approx(24 * 3600e3, abs=60e3)
 

@@ -13,6 +13,7 @@ from cotrain_store.keys import result_keys, sample_keys
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import Result
 from cotrain_store.sample_ends import CLONE_SIZE, OWN_SEQS
+from tests.support.lives import life_ms, pass_time
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import RESULT, open_samples
 from tests.support.waiting import until
@@ -225,15 +226,14 @@ async def test_a_process_that_drains_answers_every_poll(samples: Samples) -> Non
         assert await completions.wait(sampler, 0, 9, NEVER_S) == ([], 9)
 
 
-async def test_an_end_is_told_for_a_day(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_end_is_told_for_a_day(samples: Samples) -> None:
     sampler = await samples.sampler()
     await samples.submit(sampler, 0, 1)
     samples.claim()
     samples.resolve(sample_id(sampler.id, 0))
     name = sample_keys.completions(sampler.id, 0)
-    assert samples.log.redis.pttl(name) == pytest.approx(24 * 3600e3, abs=60e3)
-    tomorrow = time.time() + sample_keys.COMPLETION_TTL_MS / 1000 + 1
-    monkeypatch.setattr("cotrain_store.sampling.time.time", lambda: tomorrow)
+    assert life_ms(samples.log.redis, name) == pytest.approx(24 * 3600e3, abs=60e3)
+    pass_time(samples.log.redis, sample_keys.COMPLETION_TTL_MS + 1_000)
     samples.resolve(sample_id(sampler.id, 1))
     assert samples.log.redis.zrange(name, 0, -1) == [b"1"]
 
@@ -249,11 +249,12 @@ async def test_what_is_acknowledged_need_not_be_kept(samples: Samples) -> None:
         await completions.acknowledge(sampler, [requests[0], requests[2], foreign, *hostile])
         await completions.acknowledge(sampler, [])
     lives = [
-        samples.log.redis.pttl(result_keys.result(r)) for r in (requests[0], requests[1], foreign)
+        life_ms(samples.log.redis, result_keys.result(r))
+        for r in (requests[0], requests[1], foreign)
     ]
     assert 0 < lives[0] <= result_keys.READ_RESULT_TTL_MS
     assert min(lives[1:]) > result_keys.READ_RESULT_TTL_MS
-    assert samples.log.redis.pttl(sample_keys.sample(requests[0])) > lives[0]
-    assert samples.log.redis.pttl(sample_keys.sample(requests[2])) == -1  # still waiting
+    assert life_ms(samples.log.redis, sample_keys.sample(requests[0])) > lives[0]
+    assert life_ms(samples.log.redis, sample_keys.sample(requests[2])) == -1  # still waiting
     samples.resolve(requests[2])
     assert samples.result(requests[2]) == RESULT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,11 +11,12 @@ import pytest
 from cotrain_store.deliveries import READ_AFTER_S, SampleDeliveries
 from cotrain_store.errors import RequestNotFound, SampleExpired
 from cotrain_store.futures import Pending
-from cotrain_store.keys import result_keys, sample_keys, tenant_keys
+from cotrain_store.keys import age_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.sample_ends import parse_sample
-from cotrain_store.spool import INLINE_LIMIT_BYTES
+from cotrain_store.spool import INLINE_LIMIT_BYTES, RESULTS
+from tests.support.lives import life_ms
 from tests.support.samples import RESULT
 from tests.support.waiting import until
 
@@ -48,7 +50,7 @@ async def test_a_large_result_comes_from_disk_and_expires_with_its_file(samples:
     samples.resolve(request, result=large)
     async with samples.log.futures() as futures:
         assert await futures.wait(A, request, 0.01) == large
-        for path in samples.log.results.folder.glob("results-*"):
+        for path in samples.log.results.folder.glob(f"{RESULTS}*"):
             path.unlink()
         with pytest.raises(SampleExpired):
             await futures.wait(A, request, 0.01)
@@ -119,15 +121,15 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
     for request in requests:
         name = parse_sample(request)
         assert name
-        samples.log.redis.set(
-            result_keys.result(request), RESULT.pack(), px=result_keys.SMALL_RESULT_TTL_MS
-        )
+        samples.log.redis.set(result_keys.result(request), RESULT.pack())
+        ends = time.time() * 1000 + result_keys.SMALL_RESULT_TTL_MS
+        samples.log.redis.zadd(age_keys.ends(), {result_keys.result(request): ends})
         samples.log.redis.hset(sample_keys.sample(request), "state", "done")
         samples.log.redis.zadd(sample_keys.completions(name.sampler, 0), {"0": 1})
         deliveries.note(name, NOW)
 
-    def lives_ms() -> list[int]:
-        return [samples.log.redis.pttl(result_keys.result(request)) for request in requests]
+    def lives_ms() -> list[float]:
+        return [life_ms(samples.log.redis, result_keys.result(request)) for request in requests]
 
     await deliveries.expire_read(NOW + READ_AFTER_S - 1)
     assert min(lives_ms()) > result_keys.READ_RESULT_TTL_MS
@@ -149,4 +151,4 @@ async def test_waiting_for_a_result_notes_that_it_was_sent(
     name = result_keys.result(request)
     async with samples.log.futures() as futures:
         await futures.wait(A, request, 10)
-        await until(lambda: samples.log.redis.pttl(name) <= result_keys.READ_RESULT_TTL_MS)
+        await until(lambda: life_ms(samples.log.redis, name) <= result_keys.READ_RESULT_TTL_MS)

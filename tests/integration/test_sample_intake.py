@@ -21,6 +21,7 @@ from cotrain_store.keys import fleet_keys, result_keys, sample_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.sample_ends import CANCELLED
 from cotrain_store.sample_intake import SampleLimits
+from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import BODY, LARGE_BODY, RESULT, open_samples, sampler_record
@@ -76,11 +77,11 @@ async def test_a_seq_used_with_other_content_is_a_conflict(samples: Samples, is_
 async def test_what_tells_a_repeat_lives_longer_than_the_result(samples: Samples) -> None:
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
-    assert samples.log.redis.pttl(sample_keys.sample(request)) == -1
+    assert life_ms(samples.log.redis, sample_keys.sample(request)) == -1
     samples.resolve(*samples.claim())
     lives = (
-        samples.log.redis.pttl(sample_keys.sample(request)),
-        samples.log.redis.pttl(result_keys.result(request)),
+        life_ms(samples.log.redis, sample_keys.sample(request)),
+        life_ms(samples.log.redis, result_keys.result(request)),
     )
     assert lives[0] - lives[1] == pytest.approx(sample_keys.SAMPLE_RECORD_EXTRA_MS, abs=1e3)
 
@@ -89,9 +90,9 @@ async def test_a_request_makes_its_sampler_live_on(samples: Samples) -> None:
     for ephemeral, idle_ms in ((True, 6 * 3600e3), (False, 30 * 24 * 3600e3)):
         record = replace(sampler_record(number=int(ephemeral)), ephemeral=ephemeral)
         sampler = await samples.records.create_sampler(record)
-        samples.log.redis.pexpire(sample_keys.sampler(sampler.id), 5_000)
+        samples.log.redis.pexpire(sample_keys.sampler(sampler.id), 5_000)  # an older version's
         await samples.submit(sampler, 0)
-        assert samples.log.redis.pttl(sample_keys.sampler(sampler.id)) == pytest.approx(
+        assert life_ms(samples.log.redis, sample_keys.sampler(sampler.id)) == pytest.approx(
             idle_ms, abs=60e3
         )
 

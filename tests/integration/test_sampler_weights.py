@@ -21,6 +21,7 @@ from cotrain_store.messages.ids import TenantId, WeightsRef
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import RunState
+from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.samples import sampler_record, weights_record
 from tests.support.stack import POOL
@@ -69,8 +70,8 @@ async def test_a_save_without_a_name_makes_a_sampler_at_once(samples: Samples) -
     sampler = await samples.records.sampler(A, sampler_record(number=3).id)
     assert (sampler.weights, sampler.ephemeral) == (ref_of(run, 1), True)
     assert await samples.records.samplers_of(sampler.session) == (sampler,)
-    life_ms = samples.log.redis.pttl(sample_keys.sampler(sampler.id))
-    assert life_ms == pytest.approx(6 * 3600e3, abs=60e3)
+    left_ms = life_ms(samples.log.redis, sample_keys.sampler(sampler.id))
+    assert left_ms == pytest.approx(6 * 3600e3, abs=60e3)
 
 
 async def test_a_second_commit_of_a_save_changes_nothing(samples: Samples) -> None:

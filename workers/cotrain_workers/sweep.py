@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_store.ages import Unwanted
-from cotrain_store.spool import RESULTS, unwritten_segments
+from cotrain_store.spool import UNCOUNTED, unwritten_segments
 from cotrain_workers.snapshots import orphans, run_folder
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ log = structlog.get_logger()
 #: The spool is looked over this often, recovery copies less: each of them is opened.
 SWEEP_S = 60.0
 LOOK_S = 3600.0
-#: Nothing counts the references to results: they expire after two hours.
-RESULT_AGE_S = 3 * 3600.0
+#: An older version did not count its results; those in files ended after two hours.
+UNCOUNTED_AGE_S = 3 * 3600.0
 
 
 class Sweep:
@@ -40,7 +40,7 @@ class Sweep:
         self._snapshots_dir = settings.snapshots_dir
         self._age_s = settings.orphan_age_s
         self._segments, self._copies = Unwanted(self._age_s), Unwanted(self._age_s)
-        self._results = Unwanted(RESULT_AGE_S)
+        self._uncounted = Unwanted(UNCOUNTED_AGE_S)
         self._segments_at = self._copies_at = -math.inf
 
     def tend(self, now: float, writing: Collection[RunId]) -> None:
@@ -58,9 +58,9 @@ class Sweep:
             self._execution.referenced_segments()
         )  # after that: nothing is added to them
         unwanted = [path for path in free if path.name not in referenced]
-        results = [path for path in unwanted if path.name.startswith(RESULTS)]
-        bodies = [path for path in unwanted if path not in results]
-        for path in (*self._segments.old(bodies, now), *self._results.old(results, now)):
+        uncounted = [path for path in unwanted if path.name.startswith(UNCOUNTED)]
+        counted = [path for path in unwanted if not path.name.startswith(UNCOUNTED)]
+        for path in (*self._segments.old(counted, now), *self._uncounted.old(uncounted, now)):
             path.unlink(missing_ok=True)
             log.info("segment_removed", file=path.name)
 

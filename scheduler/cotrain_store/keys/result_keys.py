@@ -16,7 +16,7 @@ READ_RESULT_TTL_MS = 300_000
 
 
 def result(request: RequestId) -> str:
-    """Name a result; expires (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS, READ_RESULT_TTL_MS)."""
+    """Name a result; ends (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS, READ_RESULT_TTL_MS; `age_keys`)."""
     return f"cotrain:result:{request}"
 
 
@@ -31,8 +31,13 @@ def unread_until(tenant: TenantId) -> str:
 
 
 def spool_segment_refs() -> str:
-    """Name the hash spool segment → live references; a field goes when it reaches 0."""
+    """Name the hash spool segment → ops with a body in it; a field goes when it reaches 0."""
     return "cotrain:spool:refs"
+
+
+def spool_results() -> str:
+    """Name the hash spool segment → results in it; a field goes when it reaches 0."""
+    return "cotrain:spool:results"
 
 
 def notify_results() -> str:

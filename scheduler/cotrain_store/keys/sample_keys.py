@@ -22,7 +22,7 @@ ANY_LANE = "*"
 
 
 def sampler(sampler_id: SamplerId) -> str:
-    """Name a sampler's record; expires when unused (EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_IDLE_MS)."""
+    """Name a sampler's record; ends when unused (EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_IDLE_MS; `age_keys`)."""
     return f"cotrain:sampler:{sampler_id}"
 
 

@@ -13,7 +13,7 @@ if not resolved and redis.call('HGET', record_key, 'state') ~= 'closed' then
 end
 resolved = resolved or {} -- the run of a copied checkpoint never had a log
 if request ~= '' then
-  redis.call('SET', 'cotrain:result:' .. request, result, 'PX', ttl_ms)
+  put_result(request, result, ttl_ms)
   resolved[#resolved + 1] = request
 end
 redis.call('PUBLISH', notify, table.concat(resolved, '\n'))

@@ -45,7 +45,8 @@ local function reserve(ref, seq, save, result, ttl_ms)
 end
 
 local function add_sampler(ref, save)
-  if redis.call('SET', 'cotrain:sampler:' .. save.name, save.user, 'NX', 'PX', save.idle_ms) then
+  if redis.call('SET', 'cotrain:sampler:' .. save.name, save.user, 'NX') then
+    end_after('cotrain:sampler:' .. save.name, save.idle_ms)
     list_sampler(save.tenant, save.name, save.idle_ms)
     redis.call('SADD', 'cotrain:session:' .. save.session .. ':samplers', save.name)
     redis.call('SADD', 'cotrain:weights:' .. ref .. ':users', 's:' .. save.name)
@@ -87,7 +88,7 @@ for i = FIRST, #ARGV, 10 do
       result = write_save(request, ARGV[i + 1], saves[request], result, ttl_ms)
     end
     if result then
-      if redis.call('SET', 'cotrain:result:' .. request, result, 'NX', 'PX', ttl_ms) then
+      if put_result(request, result, ttl_ms) then
         note_unread(tenant, request, ARGV[i + 9], ttl_ms)
       end
       resolved[#resolved + 1] = request

@@ -2,8 +2,8 @@
 -- Fenced by the scheduler's epoch; refused when the queue is not as the planner saw it.
 local epoch_key, counter, open, ready, gaps, wake = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local epoch, prefix, worker, cycle, step = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
-local now_ms, max_open = ARGV[6], tonumber(ARGV[7])
-local FIRST = 8 -- then, for each run: run, first seq, count
+local max_open = tonumber(ARGV[6])
+local FIRST = 7 -- then, for each run: run, first seq, count
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
@@ -34,7 +34,7 @@ for i = FIRST, #ARGV, 3 do
   if redis.call('HEXISTS', prefix .. 'ops:' .. run, next_seq) == 0 then
     redis.call('ZREM', ready, run)
     if tonumber(redis.call('HGET', log, 'last')) >= next_seq then
-      redis.call('ZADD', gaps, 'NX', now_ms, run)
+      redis.call('ZADD', gaps, 'NX', clock_in(0), run)
     end
   end
 end

@@ -7,7 +7,7 @@ local scheduler_epoch, workers, place_epoch = KEYS[1], KEYS[2], KEYS[3]
 local place_beat, heir_beat, refs, notify, counters = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local epoch, prefix, place, seen_epoch, heir, any_lane = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local cancel = { result = ARGV[7], ttl = tonumber(ARGV[8]), size = ARGV[9] }
-local lives = { now = tonumber(ARGV[10]), record = tonumber(ARGV[11]), told = tonumber(ARGV[12]) }
+local lives = { record = tonumber(ARGV[10]), told = tonumber(ARGV[11]) }
 
 if redis.call('GET', scheduler_epoch) ~= epoch then
   return 'FENCED'

@@ -1,4 +1,4 @@
--- run_close: a part of other scripts: end a run, by its tenant (closed) or because it cannot go on
+-- run_close: a part of other scripts, after `ages`: end a run, by its tenant (closed) or because it cannot go on
 -- (failed). Ops not yet planned fail at once; planned ones still commit. Twice is harmless.
 -- Returns the requests that were resolved; nothing for a run without a log.
 local function close_run(prefix, run, tenant, state, failure, ttl_ms)
@@ -29,7 +29,7 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
         redis.call('HINCRBY', queue, 'ops', -1)
         redis.call('HINCRBY', queue, 'tokens', 0 - tonumber(tokens))
         redis.call('HINCRBY', queue, 'bytes', 0 - tonumber(size))
-        redis.call('SET', 'cotrain:result:' .. run .. ':' .. seq, failure, 'NX', 'PX', ttl_ms)
+        put_result(run .. ':' .. seq, failure, ttl_ms)
         resolved[#resolved + 1] = run .. ':' .. seq
       end
     end
@@ -41,8 +41,8 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
       redis.call('SADD', prefix .. 'drops:' .. worker, run)
       redis.call('PUBLISH', prefix .. 'notify:' .. worker, run)
     elseif state == 'closed' then -- never planned: no worker forgets it; repeats are known as long as results
-      redis.call('PEXPIRE', prefix .. 'digests:' .. run, ttl_ms)
-      redis.call('PEXPIRE', prefix .. 'riders:' .. run, ttl_ms)
+      end_after(prefix .. 'digests:' .. run, ttl_ms)
+      end_after(prefix .. 'riders:' .. run, ttl_ms)
     end
   end
   return resolved

@@ -2,7 +2,7 @@
 -- where it runs; one that is unknown, another tenant's or done is left as it is.
 local sample, refs, notify = KEYS[1], KEYS[2], KEYS[3]
 local request, tenant, result, ttl_ms, size = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
-local lives = { now = tonumber(ARGV[6]), record = tonumber(ARGV[7]), told = tonumber(ARGV[8]) }
+local lives = { record = tonumber(ARGV[6]), told = tonumber(ARGV[7]) }
 
 local row = redis.call('HMGET', sample, 'tenant', 'state', 'prefix', 'holder')
 if row[1] ~= tenant then

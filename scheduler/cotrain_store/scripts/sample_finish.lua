@@ -1,7 +1,7 @@
--- sample_finish: a part of other scripts: what every end of a sample request does, once.
+-- sample_finish: a part of other scripts, after `ages`: what every end of a sample request does, once.
 -- Returns its tenant, or false where it had ended. Its result appears, its client is told, and all it held is free: queue, claim, quota, body.
 -- What is left of the request (who asked what) outlives its result, for repeats and late polls.
--- `lives` holds, in ms: now, what the record outlives the result by, how long its end is told.
+-- `lives` holds, in ms: what the record outlives the result by, how long its end is told.
 local function finish(refs, lives, request, result, ttl_ms, failed, size)
   local sample = 'cotrain:sample:' .. request
   local row = redis.call('HMGET', sample, 'state', 'tenant', 'sampler', 'clone', 'digest',
@@ -27,21 +27,23 @@ local function finish(refs, lives, request, result, ttl_ms, failed, size)
   if segment and redis.call('HINCRBY', refs, segment, -1) <= 0 then
     redis.call('HDEL', refs, segment)
   end
-  redis.call('SET', 'cotrain:result:' .. request, result, 'PX', ttl_ms)
+  end_now('cotrain:result:' .. request)
+  put_result(request, result, ttl_ms)
   redis.call('DEL', sample)
   redis.call('HSET', sample, 'state', 'done', 'tenant', tenant, 'digest', digest,
     'failed', failed, 'size', size)
-  redis.call('PEXPIRE', sample, ttl_ms + lives.record)
+  end_after(sample, ttl_ms + lives.record)
 
   if clone ~= '' then
     -- Numbers that grow, also from one life of the set to the next: the time, or one more than the
     -- last. A seq has 64 bits, too many for a number of Lua's: it stays text.
     local ended = 'cotrain:completions:' .. sampler .. ':' .. clone
+    local now = clock_ms()
     local last = redis.call('ZREVRANGE', ended, 0, 0, 'WITHSCORES')[2]
-    local number = math.max(lives.now, last and tonumber(last) + 1 or 0)
+    local number = math.max(now, last and tonumber(last) + 1 or 0)
     redis.call('ZADD', ended, number, string.match(request, ':(%d+)$'))
-    redis.call('ZREMRANGEBYSCORE', ended, '-inf', lives.now - lives.told)
-    redis.call('PEXPIRE', ended, lives.told)
+    redis.call('ZREMRANGEBYSCORE', ended, '-inf', now - lives.told)
+    end_after(ended, lives.told)
   end
   return tenant
 end

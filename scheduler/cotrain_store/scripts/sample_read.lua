@@ -4,9 +4,9 @@ local FIRST = 3 -- then the requests
 
 for i = FIRST, #ARGV do
   local sample, result = 'cotrain:sample:' .. ARGV[i], 'cotrain:result:' .. ARGV[i]
-  if redis.call('PTTL', result) > ttl_ms then -- so it is there, and its request is done
-    redis.call('PEXPIRE', result, ttl_ms)
-    redis.call('PEXPIRE', sample, ttl_ms + extra_ms)
+  if redis.call('EXISTS', result) == 1 then -- so its request is done
+    end_sooner(result, ttl_ms)
+    end_sooner(sample, ttl_ms + extra_ms)
   end
 end
 return 'OK'

@@ -2,7 +2,7 @@
 local epoch_key, refs, notify = KEYS[1], KEYS[2], KEYS[3]
 local epoch, prefix, worker, deaths = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local cancel = { result = ARGV[5], ttl = tonumber(ARGV[6]), size = ARGV[7] }
-local lives = { now = tonumber(ARGV[8]), record = tonumber(ARGV[9]), told = tonumber(ARGV[10]) }
+local lives = { record = tonumber(ARGV[8]), told = tonumber(ARGV[9]) }
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'

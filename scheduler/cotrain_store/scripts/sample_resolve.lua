@@ -2,9 +2,9 @@
 -- Fenced by the worker's epoch.
 local epoch_key, refs, notify, counters = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local epoch, counted = ARGV[1], ARGV[2]
-local lives = { now = tonumber(ARGV[3]), record = tonumber(ARGV[4]), told = tonumber(ARGV[5]) }
-local hour, usage_ttl_s = ARGV[6], ARGV[7]
-local FIRST = 8 -- then, for each request: its id, result, ttl ms, whether it failed, bytes, and what
+local lives = { record = tonumber(ARGV[3]), told = tonumber(ARGV[4]) }
+local hour, usage_ttl_s = ARGV[5], ARGV[6]
+local FIRST = 7 -- then, for each request: its id, result, ttl ms, whether it failed, bytes, and what
                 -- it used (JSON: amount by field)
 
 if redis.call('GET', epoch_key) ~= epoch then

@@ -53,7 +53,7 @@ if redis.call('HINCRBY', load, 'waiting', 1) == 1 then
 end
 redis.call('HINCRBY', load, 'bytes', size)
 redis.call('SADD', tenants, tenant)
-redis.call('PEXPIRE', sampler, idle_ms)
+end_after(sampler, idle_ms)
 list_sampler(tenant, sampler_id, idle_ms)
 if lane == any_lane then
   for _, worker in ipairs(redis.call('SMEMBERS', workers)) do

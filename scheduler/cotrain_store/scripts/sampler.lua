@@ -16,7 +16,8 @@ end
 if count_samplers(tenant) >= max_samplers then
   return 'SAMPLERS'
 end
-redis.call('SET', sampler, record, 'PX', idle_ms)
+redis.call('SET', sampler, record)
+end_after(sampler, idle_ms)
 list_sampler(tenant, id, idle_ms)
 redis.call('SADD', of_session, id)
 if ref ~= '' then

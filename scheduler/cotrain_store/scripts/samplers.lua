@@ -8,7 +8,7 @@ end
 
 local function list_sampler(tenant, id, idle_ms)
   local listed = sampler_keys(tenant)
-  redis.call('ZADD', listed, string.format('%.0f', redis_now_ms() + idle_ms), id)
+  redis.call('ZADD', listed, clock_in(idle_ms), id)
 end
 
 local function strike_sampler(tenant, id)
@@ -22,7 +22,7 @@ local function strike_sampler(tenant, id)
 end
 
 local function count_samplers(tenant)
-  local listed, now_ms = sampler_keys(tenant), redis_now_ms()
+  local listed, now_ms = sampler_keys(tenant), clock_ms()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', listed, '-inf', now_ms, 'LIMIT', 0, 1000)) do
     strike_sampler(tenant, id)
   end
@@ -45,7 +45,7 @@ local function make_sampler_room(tenant, most, idle_ms, rest_ms)
   if has_room() then
     return true
   end
-  local rested = string.format('%.0f', redis_now_ms() + idle_ms - rest_ms)
+  local rested = clock_in(idle_ms - rest_ms)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', listed, '-inf', rested, 'LIMIT', 0, 1000)) do
     if redis.call('HEXISTS', sizes, id) == 1 then
       redis.call('DEL', 'cotrain:sampler:' .. id)

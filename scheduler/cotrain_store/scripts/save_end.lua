@@ -3,7 +3,7 @@
 -- `notify` is where results are told; `closing` what other requests of that run resolve to.
 local function end_save(weights, ref, record, prefix, result, ttl_ms, notify, closing)
   local resolved = { ref }
-  redis.call('SET', 'cotrain:result:' .. ref, result, 'NX', 'PX', ttl_ms)
+  put_result(ref, result, ttl_ms)
   redis.call('SREM', 'cotrain:tenant:' .. record.tenant .. ':owed', ref)
   if redis.call('HGET', weights, 'last') == '1' then
     local ended = close_run(prefix, record.run, record.tenant, 'closed', closing, ttl_ms)

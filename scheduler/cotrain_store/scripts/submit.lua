@@ -131,6 +131,6 @@ if place == next_seq then
   redis.call('ZADD', ready, 'NX', now_ms, run)
   redis.call('PUBLISH', wake, 'ready')
 elseif redis.call('HEXISTS', ops, next_seq) == 0 then
-  redis.call('ZADD', gaps, 'NX', redis.call('HGET', log, 'given_up_since') or now_ms, run)
+  redis.call('ZADD', gaps, 'NX', redis.call('HGET', log, 'given_up_since') or clock_in(0), run)
 end
 return { 'NEW', place }

@@ -42,7 +42,7 @@ class InMemory:
         self.takes_saves = True
         self.dead: list[WorkerId] = []
         self.given_away: list[tuple[WorkerId, WorkerId]] = []
-        self.calls = 0
+        self.calls = self.passed = 0
         self.wake: asyncio.Queue[bool] = asyncio.Queue()
 
     def submit(self, run: str, kind: OpKind = OpKind.FORWARD_BACKWARD) -> None:
@@ -54,6 +54,9 @@ class InMemory:
 
     async def lead(self) -> bool:
         return self.leads
+
+    async def pass_time(self) -> None:
+        self.passed += 1
 
     async def resign(self) -> None:
         self.resigned = True

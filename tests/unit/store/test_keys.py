@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cotrain_store import connection
 from cotrain_store.keys import (
+    age_keys,
     fleet_keys,
     result_keys,
     run_keys,
@@ -24,7 +25,7 @@ from cotrain_store.messages.ids import (
     WorkerId,
 )
 
-KEY_FILES = (fleet_keys, result_keys, run_keys, sample_keys, tenant_keys, weights_keys)
+KEY_FILES = (age_keys, fleet_keys, result_keys, run_keys, sample_keys, tenant_keys, weights_keys)
 SCRIPTS = Path(connection.__file__).parent / "scripts"
 
 
@@ -91,6 +92,9 @@ def test_the_scripts_build_only_keys_that_are_made_here() -> None:
         tenant_keys.tenant_runs(TenantId(none)).removesuffix(":runs"),
         tenant_keys.usage(TenantId(none), 0).removesuffix(":0"),
         result_keys.spool_segment_refs(),
+        result_keys.spool_results(),
+        age_keys.clock(),
+        age_keys.ends(),
         weights_keys.published(),
         "cotrain:",  # before a hash tag
     }

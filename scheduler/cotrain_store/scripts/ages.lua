@@ -1,0 +1,53 @@
+-- ages: a part of other scripts: what ends by itself, and when. That is told by a clock of the store's own
+-- (`tick`), since Redis' goes with the host's time of day. It began at one, and counts in ms.
+local function clock_ms()
+  local told = redis.call('GET', 'cotrain:clock')
+  if told then
+    return tonumber(told)
+  end
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+local function clock_in(ms)
+  return string.format('%.0f', clock_ms() + ms)
+end
+
+-- Let a key go after so long, whatever it was told before.
+local function end_after(key, ttl_ms)
+  redis.call('PERSIST', key) -- an older version gave it a life of Redis'
+  redis.call('ZADD', 'cotrain:ends', clock_in(ttl_ms), key)
+end
+
+-- Let a key go earlier that is to go.
+local function end_sooner(key, ttl_ms)
+  redis.call('ZADD', 'cotrain:ends', 'XX', 'LT', clock_in(ttl_ms), key)
+end
+
+-- Count a result that lies in a file of the spool: `k`, `r` and `t` begin those (`ResultKind`).
+local function count_file(result, by)
+  local segment = string.match(result, '^[krt]spool:([^:]+):')
+  if segment and redis.call('HINCRBY', 'cotrain:spool:results', segment, by) <= 0 then
+    redis.call('HDEL', 'cotrain:spool:results', segment)
+  end
+end
+
+local function end_now(key)
+  local result = string.match(key, '^cotrain:result:') and redis.call('GET', key)
+  if result then
+    count_file(result, -1)
+  end
+  redis.call('DEL', key)
+  redis.call('ZREM', 'cotrain:ends', key)
+end
+
+-- Let a request resolve; false where it had. The first result stays.
+local function put_result(request, result, ttl_ms)
+  local key = 'cotrain:result:' .. request
+  if not redis.call('SET', key, result, 'NX') then
+    return false
+  end
+  end_after(key, ttl_ms)
+  count_file(result, 1)
+  return true
+end

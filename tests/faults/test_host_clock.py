@@ -1,0 +1,64 @@
+"""The host's time jumps by days, or its files look that old: runs end as if neither had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from tests.faults.conftest import TALLIES
+from tests.faults.host_clock import SOURCE, Elsewhen, HostClock, jumping
+from tests.faults.power_disk import compile_shim
+from tests.faults.scenarios import SCENARIOS
+from tests.faults.traffic import programs, with_large_results
+from tests.faults.trial import trial
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.faults.conftest import Calm
+    from tests.faults.orders import Nursery
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+#: Three tenants, whose bodies and results are larger than 16 KB.
+PROGRAMS = with_large_results(programs(1, runs=3, parts=1))
+JUMPS_H = (26, -26, 0, 26)
+#: Sweeps that look often find what should not be found.
+SETTINGS = {"SNAPSHOT_DEBT_OPS": "3", "ORPHAN_AGE_S": "1"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def elsewhen(small_model: Path, request: pytest.FixtureRequest) -> AsyncIterator[Elsewhen]:
+    """Where all processes here come from: the one whose time of day is set."""
+    with TemporaryDirectory(prefix="cotrain-") as name:
+        library = Path(name) / "clock.so"
+        if reason := compile_shim(library, SOURCE):
+            pytest.skip(reason)
+        async with Elsewhen(small_model, HostClock(Path(name) / "ahead", library)) as opened:
+            request.config.stash.setdefault(TALLIES, []).append(opened.tally)
+            yield opened
+
+
+async def test_a_time_of_day_that_jumps_by_26_hours_changes_nothing(
+    elsewhen: Elsewhen, folder: Path, calm: Calm
+) -> None:
+    expected = await calm(PROGRAMS)
+    outcome = await trial(
+        elsewhen, folder, PROGRAMS, expected=expected, settings=SETTINGS,
+        disturb=jumping(elsewhen.clock, JUMPS_H, every=2),
+    )  # fmt: skip
+    assert outcome.violations == []
+
+
+async def test_files_that_look_two_days_old_change_nothing(
+    nursery: Nursery, folder: Path, calm: Calm
+) -> None:
+    outcome = await trial(
+        nursery, folder, PROGRAMS, expected=await calm(PROGRAMS), settings=SETTINGS,
+        disturb=SCENARIOS["files look two days old"].disturb,
+    )  # fmt: skip
+    assert outcome.violations == []

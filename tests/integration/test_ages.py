@@ -1,0 +1,143 @@
+"""What ends by itself ends by the store's own clock, whatever time it is on the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store.clock import clock_ms
+from cotrain_store.dispatch import MAX_STEP_S, Dispatch
+from cotrain_store.errors import Fenced
+from cotrain_store.keys import age_keys, fleet_keys, result_keys
+from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.spool import INLINE_LIMIT_BYTES, RESULTS, SpoolRef
+from tests.support.lives import life_ms, pass_time
+from tests.support.stack import POOL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_store.messages.runs import RunRecord
+    from tests.support.log import Log
+
+DAY_MS = 24 * 3600e3
+LARGE = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
+
+
+@pytest.fixture
+def wait_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let the scheduler's monotonic clock go on; the host's time of day is what it is."""
+    now = [1_000.0]
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("cotrain_store.dispatch.time.monotonic", lambda: now[0])
+    return wait
+
+
+async def resolved(log: Log, result: Result) -> RunRecord:
+    run = await log.new_run()
+    log.execution.commit(await log.plan(), {(run.id, 0): result}, {}, {})
+    return run
+
+
+def counted(log: Log) -> dict[bytes, bytes]:
+    rows: dict[bytes, bytes] = log.redis.hgetall(result_keys.spool_results())
+    return rows
+
+
+async def test_the_clock_goes_on_by_what_the_scheduler_counted(
+    log: Log, wait_s: Callable[[float], None]
+) -> None:
+    await log.dispatch.pass_time()
+    began = await clock_ms(log.connection)
+    assert began == pytest.approx(log.redis.time()[0] * 1000, abs=60e3)
+    wait_s(1.5)
+    await log.dispatch.pass_time()
+    assert await clock_ms(log.connection) == began + 1_500
+
+
+async def test_what_no_scheduler_counted_did_not_pass(
+    log: Log, wait_s: Callable[[float], None]
+) -> None:
+    await log.dispatch.pass_time()
+    began = await clock_ms(log.connection)
+    wait_s(26 * 3600)  # stopped, or without Redis
+    await log.dispatch.pass_time()
+    assert await clock_ms(log.connection) == began + MAX_STEP_S * 1_000
+    await log.dispatch.resign()
+    successor = Dispatch(log.connection, "successor")
+    assert await successor.lead()
+    assert not await log.dispatch.lead()
+    wait_s(5)
+    await successor.pass_time()  # counts from now on
+    assert await clock_ms(log.connection) == began + MAX_STEP_S * 1_000
+
+
+async def test_a_replaced_scheduler_lets_no_time_pass(log: Log) -> None:
+    await log.dispatch.pass_time()
+    await log.dispatch.resign()
+    await Dispatch(log.connection, "successor").lead()
+    before = log.everything()
+    with pytest.raises(Fenced):
+        await log.dispatch.pass_time()
+    assert log.everything() == before
+
+
+async def test_a_result_ends_by_the_store_s_clock_and_its_file_with_it(log: Log) -> None:
+    run = await resolved(log, LARGE)
+    stored = log.result(run, 0)
+    assert stored
+    segment = SpoolRef.parse(stored.payload.decode()).segment
+    assert segment.startswith(RESULTS)
+    assert counted(log) == {segment.encode(): b"1"}
+    assert segment in log.execution.referenced_segments()
+    pass_time(log.redis, result_keys.LARGE_RESULT_TTL_MS - 60_000)
+    await log.dispatch.pass_time()
+    assert log.result(run, 0) == stored
+    pass_time(log.redis, 120_000)
+    await log.dispatch.pass_time()
+    assert log.result(run, 0) is None
+    assert counted(log) == {}
+    assert log.redis.zcard(age_keys.ends()) == 0
+
+
+async def test_redis_own_clock_ends_no_result(log: Log) -> None:
+    run = await resolved(log, Result.of_json({}))
+    key = result_keys.result(request_id(run.id, 0))
+    assert log.redis.pttl(key) == -1
+    assert life_ms(log.redis, key) == pytest.approx(DAY_MS, abs=60e3)
+
+
+async def test_a_full_redis_still_lets_results_end(log: Log) -> None:
+    runs = [await resolved(log, each) for each in (LARGE, Result.of_json({}))]
+    pass_time(log.redis, 2 * DAY_MS)
+    before = log.redis.config_get("maxmemory")["maxmemory"]
+    log.redis.config_set("maxmemory", 1)
+    try:
+        await log.dispatch.pass_time()
+    finally:
+        log.redis.config_set("maxmemory", before)
+    assert [log.result(run, 0) for run in runs] == [None, None]
+    assert counted(log) == {}
+
+
+async def test_a_gap_is_as_old_as_the_store_s_clock_says(log: Log) -> None:
+    run = await log.new_run()
+    await log.run_all()
+    await log.dispatch.pass_time()
+    await log.submit(run, 2)
+    pass_time(log.redis, 59_000)
+    assert await log.dispatch.old_gaps(POOL, 60) == []
+    pass_time(log.redis, 2_000)
+    assert [gap for gap, _ in await log.dispatch.old_gaps(POOL, 60)] == [run.id]
+
+
+async def test_a_lease_from_before_the_time_was_set_back_is_over(log: Log) -> None:
+    standby = Dispatch(log.connection, "standby")
+    assert not await standby.lead()
+    log.redis.pexpire(fleet_keys.scheduler_lease(), int(26 * 3600e3))
+    assert await standby.lead()
