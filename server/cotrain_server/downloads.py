@@ -19,7 +19,8 @@ import structlog
 from starlette.responses import FileResponse, StreamingResponse
 from typing_extensions import override
 
-from cotrain_store.errors import CheckpointNotFound, StoreUnavailable
+from cotrain_store.errors import CheckpointNotFound, StoreUnavailable, WeightsGone
+from cotrain_store.file_sums import read_sums, sum_of
 from cotrain_store.messages.weights import external_folder
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ _BLOCK = tarfile.BLOCKSIZE
 _SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
 #: Never through a link, and without waiting for the other end of a pipe.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+#: Files that were found whole: which they are, when they were last written, what they hold.
+_WHOLE: set[tuple[int, int, int, int, str | None]] = set()
+_WHOLE_KEPT = 10_000
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,20 @@ def folder_of(data_dir: Path, checkpoint: CheckpointRecord, weights: WeightsReco
 
 
 async def open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
-    """Open regular files for reading. Raises CheckpointNotFound when one is not there any more."""
+    """Open regular files for reading, and see that they hold what was written.
+
+    Raises:
+        CheckpointNotFound: one is not there any more.
+        WeightsGone: one is damaged.
+        StoreUnavailable: one cannot be read now.
+    """
     return await asyncio.to_thread(_open_files, folder, names)
 
 
 def _open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
     with ExitStack() as opened:
         files = [_open(folder, name, opened) for name in names]
+        _check(folder, files)
         opened.pop_all()  # all of them: the response closes them
         return files
 
@@ -98,6 +110,32 @@ def _open(folder: Path, name: str, opened: ExitStack) -> OpenFile:
         raise CheckpointNotFound
     content = opened.enter_context(os.fdopen(descriptor, "rb", buffering=0))
     return OpenFile(name, content, found.st_size)
+
+
+def _check(folder: Path, files: Sequence[OpenFile]) -> None:
+    try:
+        sums = read_sums(folder)
+        damaged = [file.name for file in files if not _is_whole(file, sums.get(file.name))]
+    except OSError as error:
+        log.error("file_unreadable", folder=folder.name, reason=error.strerror)
+        raise StoreUnavailable("The file cannot be read now.") from error
+    if damaged:
+        log.error("file_damaged", folder=folder.name, files=damaged)
+        raise WeightsGone
+
+
+def _is_whole(file: OpenFile, expected: str | None) -> bool:
+    """Tell whether a file is what was written, as far as that was noted; each is hashed once."""
+    found = os.fstat(file.content.fileno())
+    this = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, expected)
+    if expected is None or this in _WHOLE:
+        return True
+    if sum_of(file.content) != expected:
+        return False
+    if len(_WHOLE) >= _WHOLE_KEPT:
+        _WHOLE.clear()
+    _WHOLE.add(this)
+    return True
 
 
 class FileDownload(FileResponse):

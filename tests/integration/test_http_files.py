@@ -15,6 +15,8 @@ import pytest
 
 from cotrain.transport import Transport
 from cotrain_server.signing import LINK_LIFE_S, Link, Signer
+from cotrain_store.errors import WeightsGone
+from cotrain_store.file_sums import SUMS, sums_of
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.weights import external_folder
 from tests.support.http_api import ALICE, BOB, running_api
@@ -57,6 +59,7 @@ def folder(api: Api) -> Path:
     folder.mkdir(parents=True)
     for name, content in CONTENTS.items():
         (folder / name).write_bytes(content)
+    (folder / SUMS).write_text(sums_of(CONTENTS))
     return folder
 
 
@@ -101,6 +104,37 @@ async def test_every_file_of_a_checkpoint_can_be_fetched_without_a_key(
         assert answer.content == CONTENTS[name]
         assert answer.headers["content-length"] == str(len(CONTENTS[name]))
         assert name in answer.headers["content-disposition"]
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+async def test_a_damaged_file_is_not_sent_alone_nor_in_an_archive(
+    api: Api, worker: StandIn, folder: Path, name: str
+) -> None:
+    checkpoint, _ = await save(api, worker, "weights")
+    urls = await urls_of(api, checkpoint)
+    archive = (await api.get(f"{checkpoint}/archive")).headers["location"]
+    for url in (urls[name], archive):
+        assert (await fetch(api, url)).status_code == 200
+    damaged = bytearray(CONTENTS[name])
+    damaged[-1] ^= 1
+    for content in (bytes(damaged), CONTENTS[name][:-1], b""):
+        (folder / name).write_bytes(content)
+        for url in (urls[name], archive):
+            assert said(await fetch(api, url)) == (404, str(WeightsGone()))
+            assert said(await fetch(api, url, Range="bytes=0-0"))[0] == 404
+    (other,) = CONTENTS.keys() - {name}
+    assert (await fetch(api, urls[other])).content == CONTENTS[other]
+    (folder / name).write_bytes(CONTENTS[name])
+    assert (await fetch(api, urls[name])).content == CONTENTS[name]
+
+
+async def test_files_of_a_version_that_noted_no_sums_are_sent(
+    api: Api, worker: StandIn, folder: Path
+) -> None:
+    (folder / SUMS).unlink()
+    checkpoint, _ = await save(api, worker, "weights")
+    for name, url in (await urls_of(api, checkpoint)).items():
+        assert (await fetch(api, url)).content == CONTENTS[name]
 
 
 async def test_an_interrupted_download_goes_on(api: Api, worker: StandIn, folder: Path) -> None:

@@ -17,6 +17,7 @@ import pyrage
 from cotrain_store.failpoints import failpoint
 from cotrain_store.files import sync_folder
 from cotrain_store.messages.weights import external_folder
+from cotrain_workers.peft_folder import CONFIG, TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,8 +52,8 @@ def write_external(
         unfinished = folder.with_name(f".{folder.name}.{uuid4().hex}")
         unfinished.mkdir(parents=True, mode=0o700)
         keys = [_recipient(recipient) for recipient in recipients]
-        for file in sorted(adapter.iterdir()):
-            _encrypt(file, unfinished / (file.name + SUFFIX), keys)
+        for name in (CONFIG, TENSORS):  # encrypted, they tell by themselves that they are whole
+            _encrypt(adapter / name, unfinished / (name + SUFFIX), keys)
             failpoint("external.half_written")
         owner = {"base_model": base_model, "weights": ref}
         with (unfinished / OWNER).open("w") as note:

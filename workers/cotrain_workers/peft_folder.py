@@ -1,7 +1,7 @@
 """Adapters as PEFT folders, named by what is in them: written whole or not at all, checked when read.
 
 A folder is `<root>/<digest[:2]>/<digest>/` with `adapter_model.safetensors` (fp32, PEFT's names) and
-`adapter_config.json`: plain PEFT, vLLM and merge tools read it as it is.
+`adapter_config.json`: plain PEFT, vLLM and merge tools read it as it is. Beside them are their SHA256SUMS.
 
 The unembedding is `lm_head`, also where it is tied to the embeddings. There it cannot be merged: one
 matrix would change both, and the cookbook's tools refuse. Under the cookbook's own name for it they
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from cotrain_store.failpoints import failpoint
+from cotrain_store.file_sums import SUMS, sums_of
 from cotrain_store.files import passes
 from cotrain_workers.sample_ops import HostWeights
 from cotrain_workers.spec import AdapterSpec
@@ -166,11 +167,15 @@ def _write_files(
         name_a, name_b = tensor_names(module)
         tensors[name_a], tensors[name_b] = pair.a.contiguous(), pair.b.contiguous()
     config = json.dumps(adapter_config(weights.spec, layout, base_model), indent=2)
+    contents = {TENSORS: save(tensors, header), CONFIG: f"{config}\n".encode()}
     folder.mkdir()
-    (folder / TENSORS).write_bytes(save(tensors, header))
+    (folder / TENSORS).write_bytes(contents[TENSORS])
     failpoint("weights.half_written")
-    (folder / CONFIG).write_text(config + "\n")
-    for path in (folder / TENSORS, folder / CONFIG, folder):
+    (folder / CONFIG).write_bytes(contents[CONFIG])
+    (folder / SUMS).write_text(
+        sums_of(contents)
+    )  # for who sends files and cannot tell their digest
+    for path in (folder / TENSORS, folder / CONFIG, folder / SUMS, folder):
         _sync(path)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from cotrain_store.file_sums import read_sums
 from cotrain_workers import peft_folder
 from cotrain_workers.ops import Pass, PassOutput
 from cotrain_workers.peft_folder import (
@@ -127,6 +129,14 @@ def test_the_digest_names_the_folder_and_its_size_is_that_of_its_files(tmp_path:
     assert folder.path == folder_of(tmp_path, folder.digest)
     assert folder.path.parent.name == folder.digest[:2]
     assert folder.size == sum(path.stat().st_size for path in folder.path.iterdir())
+
+
+def test_a_folder_says_what_its_files_hold(tmp_path: Path) -> None:
+    folder = written(tmp_path).path
+    sums = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (TENSORS, CONFIG)
+    }
+    assert read_sums(folder) == sums
 
 
 def test_equal_digests_mean_equal_everything() -> None:
