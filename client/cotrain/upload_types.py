@@ -31,3 +31,10 @@ class UploadResponse(UntypedAPIFuture):
     """Resolves before, when the adapter fits its base model, or says why it does not."""
     path: str
     """Where the checkpoint will be."""
+
+
+class UploadedResponse(WireModel):
+    """POST checkpoints/upload: the upload is stored."""
+
+    path: str
+    """Where the checkpoint is."""

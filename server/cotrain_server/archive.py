@@ -22,12 +22,13 @@ from cotrain_server.bodies import MAX_WINDOW_BYTES
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
 from cotrain_server.peft_reading import CONFIG, TENSORS
 from cotrain_server.safetensors_header import named
+from cotrain_store.file_sums import SUMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: What tools put beside an adapter; not read.
-IGNORED = {"README.md", "checkpoint_complete"}
+IGNORED = {"README.md", "checkpoint_complete", SUMS}
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
 MAX_MEMBERS = 16

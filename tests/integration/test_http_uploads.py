@@ -15,8 +15,10 @@ import pytest
 from cotrain_server import uploads
 from cotrain_store.dispatch import Dispatch
 from cotrain_store.imports import decode_import
-from cotrain_store.messages.ids import RunId
+from cotrain_store.keys import result_keys, tenant_keys
+from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
 from cotrain_store.messages.saves import SaveRequest
 from tests.support.hostile_archives import BOMBS, HOSTILE
 from tests.support.http_api import ALICE, BOB, POOL, running_api
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ops import QueuedOp
     from tests.support.http_api import Api
     from tests.support.redis_server import EmbeddedRedis
+    from tests.support.stand_in import StandIn
 
 GOOD = tar(adapter(), "w:gz")
 
@@ -300,3 +303,59 @@ async def test_a_queue_with_room_for_half_of_an_upload_leaves_no_run(
         assert (answer.status_code, answer.json()["code"]) == (429, "queue_full")
         assert (await api.get("training_runs")).json()["training_runs"] == []
         assert await queued(api) == []
+
+
+async def upload_as_mint_does(api: Api, content: bytes, worker: StandIn | None) -> httpx.Response:
+    """POST the form of MinT's quickstart; the worker does what is queued meanwhile."""
+    files = {"file": ("step-100.tar.gz", content, "application/gzip")}
+    headers = {"X-API-Key": ALICE}
+    posting = asyncio.create_task(
+        api.http.post("/api/v1/checkpoints/upload", files=files, headers=headers)
+    )
+    while worker and not posting.done():
+        await worker.run_log()
+        await asyncio.sleep(0.01)
+    return await posting
+
+
+async def test_a_form_of_mints_is_a_checkpoint_when_it_is_answered(api: Api) -> None:
+    named = config(base_model_name_or_path=POOL.base_model)
+    with stand_in(api.services) as worker:
+        answer = await upload_as_mint_does(
+            api, tar(adapter(**{"adapter_config.json": named}), "w:gz"), worker
+        )
+    assert answer.status_code == 200, answer.text
+    (path,) = answer.json().values()
+    checkpoint = await api.services.records.checkpoint(await tenant(api), path)
+    assert path == checkpoint.path
+    info = await api.post("weights_info", {"tinker_path": path})
+    assert (info.json()["base_model"], info.json()["lora_rank"]) == (POOL.base_model, 4)
+
+
+async def test_a_form_whose_adapter_is_none_is_refused_by_name(api: Api) -> None:
+    for content, says in (
+        (b"no archive", "archive"),
+        (tar(adapter(**{"adapter_config.json": config(peft_type="IA3")})), "peft_type"),
+    ):
+        answer = await upload_as_mint_does(api, content, None)
+        assert answer.status_code == 400
+        assert says in answer.json()["detail"]
+    plain = await api.http.post(
+        "/api/v1/checkpoints/upload", content=GOOD, headers={"X-API-Key": ALICE}
+    )
+    assert plain.status_code == 415
+
+
+async def test_a_form_whose_adapter_does_not_fit_its_base_model_is_answered_why(api: Api) -> None:
+    posting = asyncio.create_task(upload_as_mint_does(api, GOOD, None))
+    redis, runs = api.services.connection, tenant_keys.tenant_runs(await tenant(api))
+    while not (queued := await redis.smembers(runs)):  # noqa: ASYNC110  # it has to be asked
+        await asyncio.sleep(0.01)
+    first = RequestId(f"{queued.pop().decode()}:0")
+    failed = Result.failed("q_proj has another shape", "user")
+    await redis.set(result_keys.result(first), failed.pack())
+    while not posting.done():
+        await redis.publish(result_keys.notify_results(), first)
+        await asyncio.sleep(0.01)
+    answer = await posting
+    assert (answer.status_code, answer.json()["detail"]) == (400, "q_proj has another shape")

@@ -1,4 +1,4 @@
-"""training_runs/upload: bring an adapter that was made elsewhere.
+"""training_runs/upload and checkpoints/upload: bring an adapter that was made elsewhere.
 
 It becomes a run of its own, whose first op imports it and whose second saves it under the name that the
 tenant gives. From then on it is a checkpoint like any other: loaded, sampled from, trained on.
@@ -16,23 +16,26 @@ from fastapi import APIRouter, Query, Request
 from fastapi.routing import APIRoute
 from typing_extensions import override
 
-from cotrain.upload_types import UploadQuery, UploadResponse
+from cotrain.upload_types import UploadedResponse, UploadQuery, UploadResponse
 from cotrain_server.archive import unpack
 from cotrain_server.auth import authenticate
 from cotrain_server.checkpoint_validation import check_metadata, check_name, check_ttl
 from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
-from cotrain_server.peft_reading import read_adapter
+from cotrain_server.form_file import file_in_form
+from cotrain_server.peft_reading import CONFIG, read_adapter
 from cotrain_server.routes.weights import quota_reached
 from cotrain_server.strict_json import read_object
 from cotrain_server.uploads import received
 from cotrain_server.validation import check_rank
 from cotrain_store.audit import AuditEvent
-from cotrain_store.errors import RunClosed, SeqConflict, SessionFinished
+from cotrain_store.errors import RunClosed, SeqConflict, SessionFinished, StoreUnavailable
+from cotrain_store.futures import Pending
 from cotrain_store.imports import PeftAdapter, encode_import
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import request_id, run_id
 from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.messages.saves import SaveRequest
 
@@ -57,6 +60,26 @@ ARCHIVE = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+
+
+FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file"],
+                    "properties": {"file": {"type": "string", "format": "binary"}},
+                }
+            }
+        },
+    }
+}
+#: What a checkpoint is called whose client cannot say; its run is its own.
+NAME = "uploaded"
+#: The client waits 300 s for an answer, and loads from the path the moment that it has one.
+PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +139,61 @@ async def upload_checkpoint(
     )
 
 
+@router.post("/checkpoints/upload", openapi_extra=FORM)
+async def upload_form(
+    request: Request, services: ServicesDep, tenant: TenantDep
+) -> UploadedResponse:
+    """Import the archive in a form's part `file`, and answer once it can be loaded.
+
+    The base model is the one that its adapter_config.json names, where that is served, else the only one.
+    """
+    if full := await quota_reached(services, tenant.id):
+        raise Invalid(full)
+    settings = services.settings
+    folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
+    with services.uploads.slot(tenant.id):
+        async with (
+            received(request, folder, limit, settings.disk_reserve_bytes) as body,
+            services.uploads.unpacking,
+        ):
+            archive = file_in_form(body, request.headers.get("content-type", ""), "file")
+            files = await asyncio.to_thread(unpack, archive, limit)
+            adapter = await asyncio.to_thread(read_adapter, files.config, files.tensors, SEED)
+            pool = await _pool_of(services, files.config)
+            save = encode(_save_request(UploadQuery(base_model=pool.base_model, name=NAME)))
+            run = await _queue(services, _Wanted(tenant.id, pool, None, 0, save.encode()), adapter)
+    path = f"tinker://{run.id}/weights/{NAME}"
+    await services.audit.note(tenant.id, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
+    for seq in (0, 1):
+        await _await_op(services, run, seq)
+    return UploadedResponse(path=path)
+
+
+async def _pool_of(services: Services, config: bytes) -> PoolRecord:
+    named = read_object(CONFIG, config).get("base_model_name_or_path")
+    pools = await services.records.served_pools()
+    fitting = [pool for pool in pools if pool.base_model == named] or pools
+    if len(fitting) != 1:
+        served = ", ".join(pool.base_model for pool in pools)
+        raise Invalid(
+            f"{CONFIG}: base_model_name_or_path must be one of the base models served here ({served})."
+        )
+    return fitting[0]
+
+
+async def _await_op(services: Services, run: RunRecord, seq: int) -> None:
+    """Return when an op is done, or not for long; raises Invalid with its reason if it failed."""
+    end = time.monotonic() + PATIENCE_S
+    while not services.draining and (left_s := end - time.monotonic()) > 0:
+        outcome = await services.futures.wait(run.tenant, request_id(run.id, seq), left_s)
+        if isinstance(outcome, Pending):
+            continue
+        if outcome.kind is ResultKind.FAILURE:
+            raise Invalid(outcome.json()["error"])
+        return
+    raise StoreUnavailable(f"The upload is queued, but not stored yet; it will be {run.id}.")
+
+
 async def _read_query(services: Services, tenant: Tenant, query: UploadQuery) -> _Wanted:
     save, pool = _save_request(query), await services.records.pool_of(query.base_model)
     if (query.session_id is None) != (query.model_seq_id is None):
@@ -153,18 +231,22 @@ async def _import(request: Request, services: Services, wanted: _Wanted) -> RunR
         services.uploads.unpacking,
     ):
         adapter = await asyncio.to_thread(_read_archive, archive, limit)
-        check_rank(adapter.lora.rank, min(wanted.pool.max_rank, settings.max_rank))
-        body, digest = await asyncio.to_thread(_encode, adapter, wanted)
-        run = await _new_run(services, wanted, adapter.lora, digest)
-        try:
-            await services.intake.create_run(
-                run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.save
-            )
-        except (RunClosed, SeqConflict):
-            known = await services.records.run(run.tenant, run.id)
-            if known.user_metadata != run.user_metadata:
-                raise
-            # Sent again by who did not hear that it was imported and saved already.
+        return await _queue(services, wanted, adapter)
+
+
+async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> RunRecord:
+    check_rank(adapter.lora.rank, min(wanted.pool.max_rank, services.settings.max_rank))
+    body, digest = await asyncio.to_thread(_encode, adapter, wanted)
+    run = await _new_run(services, wanted, adapter.lora, digest)
+    try:
+        await services.intake.create_run(
+            run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.save
+        )
+    except (RunClosed, SeqConflict):
+        known = await services.records.run(run.tenant, run.id)
+        if known.user_metadata != run.user_metadata:
+            raise
+        # Sent again by who did not hear that it was imported and saved already.
     return run
 
 

@@ -1,0 +1,84 @@
+"""Find the file in a form (`multipart/form-data`) that was received into a file, without a copy of it."""
+
+from __future__ import annotations
+
+import io
+import mmap
+from email.message import Message
+from email.parser import BytesHeaderParser
+from typing import IO
+
+from typing_extensions import Buffer, override
+
+from cotrain_server.errors import Unreadable, UnsupportedMediaType
+
+#: Forms that hold an upload have one part, or a few.
+MAX_PARTS = 16
+MAX_HEADER_BYTES = 16 * 1024
+
+
+def file_in_form(body: IO[bytes], content_type: str, name: str) -> IO[bytes]:
+    """Give the content of the part of this name, to be read while `body` is open.
+
+    Raises:
+        UnsupportedMediaType: it is no form.
+        Unreadable: it is not whole, or has no such part.
+    """
+    header = Message()
+    header["content-type"] = content_type
+    boundary = header.get_boundary()
+    if header.get_content_type() != "multipart/form-data" or not boundary:
+        raise UnsupportedMediaType("Send multipart/form-data with a boundary.")
+    try:
+        with mmap.mmap(body.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            begin, end = _place_of(content, f"--{boundary}".encode("ascii", "replace"), name)
+    except ValueError as empty:  # no file of no bytes can be mapped
+        raise Unreadable("The form is empty.") from empty
+    return io.BufferedReader(_Slice(body, begin, end))
+
+
+def _place_of(content: mmap.mmap, delimiter: bytes, name: str) -> tuple[int, int]:
+    """Find where a part's content begins and ends."""
+    at = content.find(delimiter)
+    for _ in range(MAX_PARTS):
+        begin = content.find(b"\r\n\r\n", at, at + MAX_HEADER_BYTES) + 4
+        end = content.find(b"\r\n" + delimiter, begin - 2)
+        if at < 0 or begin < 4 or end < 0:
+            break
+        headers = BytesHeaderParser().parsebytes(content[at + len(delimiter) + 2 : begin])
+        if headers.get_param("name", header="content-disposition") == name:
+            return begin, max(begin, end)
+        at = end + 2
+    raise Unreadable(f"The form has no whole part named {name!r} among its first {MAX_PARTS}.")
+
+
+class _Slice(io.RawIOBase):
+    """A piece of an open file, as a file."""
+
+    def __init__(self, file: IO[bytes], begin: int, end: int) -> None:
+        self._file, self._begin, self._size, self._at = file, begin, end - begin, 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if start + offset < 0:
+            raise ValueError("before the beginning")
+        self._at = start + offset
+        return self._at
+
+    @override
+    def readinto(self, buffer: Buffer, /) -> int:
+        place = memoryview(buffer).cast("B")
+        self._file.seek(self._begin + self._at)
+        piece = self._file.read(max(0, min(len(place), self._size - self._at)))
+        place[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
