@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cotrain_store.clock import clock_ms
-from cotrain_store.dispatch import MAX_STEP_S, Dispatch
+from cotrain_store.dispatch import ENDS_AT_ONCE, MAX_STEP_S, Dispatch
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import age_keys, fleet_keys, result_keys
 from cotrain_store.messages.ids import request_id
@@ -103,6 +103,14 @@ async def test_a_result_ends_by_the_store_s_clock_and_its_file_with_it(log: Log)
     assert log.result(run, 0) is None
     assert counted(log) == {}
     assert log.redis.zcard(age_keys.ends()) == 0
+
+
+async def test_many_that_end_at_once_all_end(log: Log) -> None:
+    names = [f"cotrain:result:{number}" for number in range(2 * ENDS_AT_ONCE + 1)]
+    log.redis.mset(dict.fromkeys(names, b"k"))
+    log.redis.zadd(age_keys.ends(), dict.fromkeys(names, 0))
+    await log.dispatch.pass_time()
+    assert log.redis.exists(*names) == log.redis.zcard(age_keys.ends()) == 0
 
 
 async def test_redis_own_clock_ends_no_result(log: Log) -> None:
