@@ -197,7 +197,7 @@ def test_sft_ends_with_the_same_losses_when_every_process_of_the_server_is_kille
     with serve() as first:
         script = started("sft.py", first.address, f"--steps={steps}")
         with script:
-            await_cycle(first.address, steps // 4)
+            await_cycle(first, steps // 4)
             first.kill()
             assert script.poll() is None
             with serve() as second:
@@ -218,8 +218,8 @@ def started(example: str, address: str, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def await_cycle(address: str, number: int) -> None:
+def await_cycle(server: Serving, number: int) -> None:
     """Wait until the server's clock has come that far."""
-    with httpx.Client(headers={"X-API-Key": KEY}, timeout=PATIENCE_S) as http:
-        while http.get(f"{address}/status").json()["pools"][0]["last_cycle"] < number:
+    with httpx.Client(headers=server.operator, timeout=PATIENCE_S) as http:
+        while http.get(f"{server.address}/status").json()["pools"][0]["last_cycle"] < number:
             time.sleep(0.05)

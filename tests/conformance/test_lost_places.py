@@ -23,7 +23,8 @@ def met(server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Facts
     folder = tmp_path_factory.mktemp("impatient")
     with Serving(folder, [server.base_model], KEYS, settings=settings) as impatient:
         facts = run_scenarios(OLD, impatient.address, server.base_model, ["unsent"])
-        return facts["unsent"], httpx.get(f"{impatient.address}/status").json()
+        status = httpx.get(f"{impatient.address}/status", headers=impatient.operator)
+        return facts["unsent"], status.json()
 
 
 def test_the_sdk_says_itself_what_it_cannot_send(met: tuple[Facts, Facts]) -> None:

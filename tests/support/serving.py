@@ -35,6 +35,7 @@ class Serving:
         options: Sequence[str] = (),
         settings: Mapping[str, str] | None = None,
     ) -> None:
+        self._data_dir = data_dir
         self._command = [
             str(COMMAND),
             "serve",
@@ -74,6 +75,11 @@ class Serving:
     def log(self) -> str:
         """What the server has printed."""
         return "".join(self._lines)
+
+    @property
+    def operator(self) -> dict[str, str]:
+        """The header that opens `/metrics` and the whole of `/status`."""
+        return {"X-API-Key": (self._data_dir / "admin-key").read_text().strip()}
 
     def stop(self) -> int:
         """Press Ctrl-C and wait; returns the exit status."""
