@@ -26,7 +26,7 @@ class Parity:
 
     logprob_error: float  # absolute
     gradient_error: float  # over the largest gradient
-    loss_error: float  # over the sum, where that is above 1
+    loss_error: float  # over the sum of absolute terms, where that is above 1
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def parity_with_peft(
                 theirs = oracle.logprobs(datum).detach().float().cpu()
                 logprob_errors.append(float((torch.from_numpy(ours) - theirs).abs().max()))
             if op.needs_grad:
-                loss = oracle.backward(op)
-                loss_errors.append(abs(output.loss_sum - loss) / max(1.0, abs(loss)))
+                loss, size = oracle.backward(op)
+                loss_errors.append(abs(output.loss_sum - loss) / max(1.0, size))
         expected = oracle.arena(layout, grads=True)
         gradient_errors.append(relative_error(engine.state(tenant.run).grads, expected))
     return Parity(max(logprob_errors), max(gradient_errors), max(loss_errors))

@@ -141,26 +141,30 @@ class PeftOracle:
         columns = targets.reshape(len(targets), -1)
         return torch.log_softmax(logits, -1).gather(1, columns).reshape(targets.shape)
 
-    def backward(self, op: Pass) -> float:
-        """Add the gradient of a pass, datum by datum; return its summed loss."""
-        total = 0.0
+    def backward(self, op: Pass) -> tuple[float, float]:
+        """Add the gradient of a pass, datum by datum; return its summed loss, and that of absolute terms."""
+        total, size = 0.0, 0.0
         loss = LOSSES[op.loss_fn]
         for datum in op.datums:
             inputs = {
                 name: torch.from_numpy(datum.inputs[name]).to(self.device, self.dtype)
                 for name in loss.inputs
             }
-            value = loss.compute(
-                self.logprobs(datum), inputs, {**loss.defaults, **op.loss_config}
-            ).sum()
-            value.backward()
-            total += value.item()
-        return total
+            terms = loss.compute(self.logprobs(datum), inputs, {**loss.defaults, **op.loss_config})
+            terms.sum().backward()
+            total += terms.sum(dtype=torch.float64).item()
+            size += terms.abs().sum().item()
+        return total, size
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return the largest difference over the largest value."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def mean_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the root of the mean squared difference over the largest value."""
+    return float((ours - theirs).square().mean().sqrt() / theirs.abs().max())
 
 
 def same_bits(one: AdapterState, other: AdapterState) -> bool:

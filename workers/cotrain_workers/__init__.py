@@ -3,3 +3,9 @@
 Everything below `loop.py` needs torch, transformers, peft, safetensors and numpy only, so it runs
 and is measured on a bare GPU machine.
 """
+
+import os
+
+# MKL's kernels for AVX2 add up a row in another order where a product has another number of rows; its
+# strict mode does not, here or with AVX-512. MKL looks at its first product in a process.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,13 +19,19 @@ if TYPE_CHECKING:
 
     from cotrain_workers.lora_backend import Choice
 
+CPUINFO = Path("/proc/cpuinfo")
+#: By these MKL and oneDNN choose their kernels, and so by how large the caches are.
+TOLD_APART_BY = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags")
+#: Environment variables that overrule them.
+OVERRULED_BY = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+
 
 @dataclass(frozen=True)
 class Numerics:
     """What an engine computes with. Equal ones give, for the same plan, the same bits."""
 
     device: str  # "cpu" or "cuda"
-    hardware: str
+    hardware: str  # which GPU or processor, and what was said to the libraries about it
     threads: int  # of the CPU; 0 where it computes nothing
     dtype: str  # of the base model: "float32"
     torch: str
@@ -64,7 +73,7 @@ def numerics_of(
     is_cuda = device.type == "cuda"
     return Numerics(
         device=device.type,
-        hardware=cuda_hardware(device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
+        hardware=cuda_hardware(device) if is_cuda else cpu_hardware(),
         threads=0 if is_cuda else torch.get_num_threads(),
         dtype=str(dtype).removeprefix("torch."),
         torch=torch.__version__,
@@ -82,3 +91,21 @@ def cuda_hardware(device: torch.device) -> str:
     """Name a GPU, and what decides which kernels run on it."""
     name = torch.cuda.get_device_name(device)
     return f"{name} cuda {torch.version.cuda} {sorted(attn.varlen_parameters())}"
+
+
+def cpu_hardware() -> str:
+    """Name a processor, and what decides which kernels run on it; two with AVX-512 may differ in bits."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    processor = processor_of(CPUINFO.read_text()) if CPUINFO.exists() else platform.machine()
+    overruled = [f"{name}={os.environ[name]}" for name in OVERRULED_BY if name in os.environ]
+    return " ".join([capability, processor, *overruled])
+
+
+def processor_of(cpuinfo: str) -> str:
+    """Name the first processor of Linux' `cpuinfo`: its maker and model, and a digest of all that counts."""
+    first = cpuinfo.split("\n\n", maxsplit=1)[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in pairs}
+    known = [facts[name] for name in TOLD_APART_BY if name in facts] or sorted(facts.values())
+    digest = hashlib.sha256(repr(known).encode()).hexdigest()[:8]
+    return " ".join([facts.get("vendor_id", platform.machine()), facts.get("model", ""), digest])

@@ -98,9 +98,15 @@ def add_run(run: Run, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
 def add_products(
     rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor
 ) -> None:
-    """Add `x_i A_i^T B_i` to each row `y_i`; `a` `[n, rank, in]`, `b` `[n, rank, padded out]`."""
-    low = torch.bmm(x[rows].unsqueeze(1), a.transpose(1, 2))  # [n, 1, rank]
-    y[rows] += torch.bmm(low, b)[:, 0, : y.shape[1]]
+    """Add `x_i A_i^T B_i` to each row `y_i`; `a` `[n, rank, in]`, `b` `[n, rank, padded out]`.
+
+    A lone row is computed twice, as a batch of one has other bits.
+    """
+    x = x[rows].unsqueeze(1)  # [n, 1, in]
+    if len(x) == 1:
+        x, a, b = (each.expand(2, -1, -1) for each in (x, a, b))
+    low = torch.bmm(x, a.transpose(1, 2))  # [n, 1, rank]
+    y[rows] += torch.bmm(low, b)[: len(y[rows]), 0, : y.shape[1]]
 
 
 def runs(slots: Sequence[Slot | None]) -> Iterator[Run]:

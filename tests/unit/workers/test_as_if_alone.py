@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     NewEngine = Callable[..., Engine]
 
+pytestmark = pytest.mark.numerics
+
 CYCLES = 3
 
 

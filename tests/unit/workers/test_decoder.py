@@ -69,6 +69,7 @@ def test_logprobs_are_the_trainers(new_engine: NewEngine, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.numerics
 def test_a_seeded_request_gives_the_same_bits_in_any_batch(
     new_engine: NewEngine, family: str
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_seeded_request_gives_the_same_bits_in_any_batch(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.numerics
 def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
@@ -98,6 +100,7 @@ def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path, threads:
         torch.set_num_threads(1)
 
 
+@pytest.mark.numerics
 def test_a_request_that_joins_later_gives_the_same_bits(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
@@ -113,6 +116,7 @@ def test_a_request_that_joins_later_gives_the_same_bits(new_engine: NewEngine) -
     assert_same(among, alone)
 
 
+@pytest.mark.numerics
 def test_a_small_head_chunk_changes_no_bit(new_engine: NewEngine) -> None:
     wide, narrow = new_engine(), new_engine(head_chunk_rows=5)
     weights = trained_weights(wide)

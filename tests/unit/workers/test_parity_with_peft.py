@@ -9,7 +9,7 @@ import torch
 
 from cotrain_workers.ops import OptimStep, Pass, StepOutput
 from tests.support.engine_checks import parity_with_peft
-from tests.support.training import MIX, PeftOracle, relative_error
+from tests.support.training import MIX, PeftOracle, mean_error, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 FP32 = [
-    pytest.param(family, tied, torch.float32, id=f"{family}-{'tied' if tied else 'untied'}-fp32")
+    pytest.param(
+        *(family, tied, torch.float32),
+        id=f"{family}-{'tied' if tied else 'untied'}-fp32",
+        marks=pytest.mark.numerics,
+    )
     for family, tied in (
         *(("qwen3", False), ("qwen3", True), ("llama", False), ("mistral", False)),
         *(("qwen2", True), ("gemma", True), ("gemma2", True), ("gemma3", True)),
@@ -49,14 +53,27 @@ def test_a_mixed_cycle_equals_plain_peft(
     assert parity.loss_error < TOLERANCE[dtype]
 
 
-def test_ten_steps_equal_ten_steps_of_torch_adamw(
-    new_engine: NewEngine, model_folder: ModelFolder
+# A weight whose gradients are nearly nothing but rounding errors takes steps as long as any other's, as Adam
+# divides by their size. In fp32 the worst of 20,000 weights is up to 3e-5 off, ours or torch's, by machine;
+# over all, five kinds of kernels were measured to cost 3e-7.
+@pytest.mark.parametrize(
+    ("dtype", "error", "tolerance"),
+    [(torch.float32, mean_error, 1e-6), (torch.float64, relative_error, 1e-12)],
+    ids=["fp32", "fp64"],
+)
+@pytest.mark.numerics
+def test_ten_steps_equal_ten_steps_of_torch_adamw_in_fp64(
+    new_engine: NewEngine,
+    model_folder: ModelFolder,
+    dtype: torch.dtype,
+    error: Callable[[torch.Tensor, torch.Tensor], float],
+    tolerance: float,
 ) -> None:
-    engine = new_engine()
+    engine = new_engine(dtype=dtype)
     tenant = MIX[0]
     engine.run(tenant.ops(0)[:1])
     layout = engine.layout(tenant.run)
-    oracle = PeftOracle(model_folder("qwen3"), tenant.spec, torch.float32)
+    oracle = PeftOracle(model_folder("qwen3"), tenant.spec, torch.float64)
     oracle.load(layout, engine.state(tenant.run).weights)
     optimizer = torch.optim.AdamW(oracle.parameters())
 
@@ -72,11 +89,11 @@ def test_ten_steps_equal_ten_steps_of_torch_adamw(
         norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), clip)
         optimizer.step()
         assert isinstance(output, StepOutput)
-        assert output.grad_norm == pytest.approx(float(norm), rel=1e-4)
+        assert output.grad_norm == pytest.approx(float(norm), rel=1e-5)
 
     state = engine.state(tenant.run)
     assert state.step == 10
-    assert relative_error(state.weights, oracle.arena(layout, grads=False)) < 1e-5
+    assert error(state.weights.double(), oracle.arena(layout, grads=False)) < tolerance
 
 
 def test_untargeted_modules_and_the_gaps_of_an_arena_stay_zero(new_engine: NewEngine) -> None:
