@@ -92,6 +92,8 @@ COPY --from=wheel /dist /dist
 RUN pip install --no-deps --no-index /dist/*.whl
 
 FROM runtime AS worker
+# Threads that wait for one another soon give their cores to other processes, as under `cotrain serve`.
+ENV GOMP_SPINCOUNT=10000
 # A GPU needs a C compiler here: torch compiles what launches its small fused kernels.
 ARG WORKER_PACKAGES=""
 USER root

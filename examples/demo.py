@@ -8,6 +8,7 @@ risen, and a loop that sends both requests of a step needs one clock cycle where
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import demo_rl
 from demo_clock import measure_loops
 from demo_rl import Learning, plot, reinforce
-from demo_server import serving
+from demo_server import GIVE_WAY, serving
 from demo_tenants import STEPS, TENANTS, Corpus, Progress, train
 from demo_view import learning_table, loops_table, matrix_table, training_table
 from how_far import told
@@ -73,6 +74,7 @@ def make_model() -> tuple[Path, Corpus]:
     console.print("Making a base model", style="bold")
     with told("Loading torch and reading text", console):
         # Here, and not above: it takes seconds, and what is being done is said first.
+        os.environ.setdefault(*GIVE_WAY)
         from demo_model import cached_model, tokenizer_of, write_on
     with told("Training it", console) as tell:
         model = cached_model(

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 READY = "cotrain ready at "
 COTRAIN = Path(sys.executable).with_name("cotrain")
+GIVE_WAY = "GOMP_SPINCOUNT", "10000"
+"""For torch in this process, before it is loaded, what the server sets for its workers: threads that wait
+soon give their cores to others."""
 
 
 @contextmanager

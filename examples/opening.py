@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from demo_server import serving
+from demo_server import GIVE_WAY, serving
 from how_far import told
 from rich.console import Console
 from rich.table import Table
@@ -83,6 +83,7 @@ def demo_model(folder: Path = FOLDER) -> Path:
     """Make the demo's base model, half a minute's work, or take the one made before."""
     with told("Making a base model", log) as tell:
         try:
+            os.environ.setdefault(*GIVE_WAY)
             from demo_model import cached_model  # it needs torch, which a client does not
         except ModuleNotFoundError as error:
             sys.exit(

@@ -28,6 +28,9 @@ WORKER_GRACE_S = 60.0
 REDIS_GRACE_S = 30.0
 #: Else numpy keeps a thread per core for products of matrices, which neither API nor scheduler makes.
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+#: How long a worker's threads wait for one another before they give their core away. By default so long that
+#: one which another process keeps from its core holds all of them (docs/performance.md, What was tried).
+GIVES_WAY = {"GOMP_SPINCOUNT": "10000"}
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Programs:
         # -P: a file of the folder we were started in must not be taken for a module.
         command = [sys.executable, "-P", "-m", module]
         given = {**self.plan.given, **shared, **own}
-        threads = {} if known is variables.WORKER else ONE_THREAD
+        threads = GIVES_WAY if known is variables.WORKER else ONE_THREAD
         environment = {**threads, **variables.environment(known, given)}
         return Program(name, command, environment, grace_s, pass_fds=(self.lock,))
 

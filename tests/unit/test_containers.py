@@ -170,6 +170,7 @@ def test_what_fetches_the_base_model_knows_no_key_and_ends_before_the_worker_sta
 def test_the_libraries_of_a_server_start_no_thread_per_core() -> None:
     bounds = {name for _, args in INSTRUCTIONS for name in re.findall(r"(\w+_NUM_THREADS)=1", args)}
     assert bounds == {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
+    assert ("ENV", "GOMP_SPINCOUNT=10000") in INSTRUCTIONS
 
 
 def test_all_processes_wait_for_redis_and_come_back_when_they_die() -> None:

@@ -111,11 +111,16 @@ def test_each_process_has_the_time_that_is_documented_and_a_worker_what_it_plans
 def test_the_libraries_of_a_server_start_no_thread_per_core_unless_told(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
     folder = DataFolder(supervisor.plan.data_dir)
     made = Programs(supervisor.plan, folder, "unix:///nowhere", lock=0, listener=0)
     for program in (made.api(), made.scheduler()):
         assert program.environment["OMP_NUM_THREADS"] == "1"
         assert program.environment["OPENBLAS_NUM_THREADS"] == "3"
-    assert "OMP_NUM_THREADS" not in made.workers()[0].environment
+    worker = made.workers()[0]
+    assert "OMP_NUM_THREADS" not in worker.environment
+    assert worker.environment["GOMP_SPINCOUNT"] == "10000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert made.workers()[0].environment["GOMP_SPINCOUNT"] == "7"
