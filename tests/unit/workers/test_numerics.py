@@ -57,7 +57,8 @@ def test_a_processor_that_is_described_otherwise_has_a_name() -> None:
 
 
 def test_what_overrules_the_libraries_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MKL_ENABLE_INSTRUCTIONS", raising=False)
+    for name in ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
     before = cpu_hardware()
     monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "AVX2")
     assert cpu_hardware() == f"{before} MKL_ENABLE_INSTRUCTIONS=AVX2"
