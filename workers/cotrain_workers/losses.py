@@ -33,9 +33,8 @@ class LossSpec:
     inputs: tuple[str, ...]  # required beside target_tokens, of its shape
     defaults: Mapping[str, float] = field(default_factory=dict)  # every config key it knows
     per_token: bool = True  # False: a token's loss depends on the whole datum
-    unbounded_for: tuple[
-        int, ...
-    ] = ()  # signs of an advantage with which the loss grows with the ratio
+    # Signs of an advantage with which the loss grows with the ratio.
+    unbounded_for: tuple[int, ...] = ()
 
 
 def cross_entropy(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
