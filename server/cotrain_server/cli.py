@@ -90,7 +90,7 @@ def serve(
             "one is made.",
         ),
     ] = None,
-    api_key_file: Annotated[
+    api_keys_file: Annotated[
         Path | None,
         typer.Option(
             envvar="COTRAIN_API_KEYS_FILE",
@@ -140,7 +140,7 @@ def serve(
     keys_given = split_words(",".join(api_key or ()))
     out_of_sight(keys_given)
     try:
-        api_keys = all_keys(keys_given, api_key_file)
+        api_keys = all_keys(keys_given, api_keys_file)
     except (InvalidKey, OSError) as error:
         _give_up(f"--api-key: {error}")
     given = {

@@ -126,7 +126,7 @@ def test_a_key_is_good_as_long_as_it_stands_in_the_settings_and_is_seen_by_no_ot
         laptop = run_cotrain("keys", "create", "laptop", tenant, at).stdout.strip()
     key_file = tmp_path / "keys"
     key_file.write_text(new + "\n")
-    with Serving(tmp_path, [base_model], [], [f"--api-key-file={key_file}"]) as serving:
+    with Serving(tmp_path, [base_model], [], [f"--api-keys-file={key_file}"]) as serving:
         assert [status_of(serving, key) for key in (old, new, laptop)] == [401, 200, 200]
         names = [
             key["name"] for key in json.loads(run_cotrain("keys", "list", "--json", at).stdout)
