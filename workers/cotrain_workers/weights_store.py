@@ -42,7 +42,7 @@ log = structlog.get_logger()
 RETRY_S = 5.0
 #: What a dead worker owed, whose heir this one may be, is looked for this often.
 RECALL_S = 2.0
-#: Weights that nobody uses any more are looked for this often, their files less: each is opened.
+#: Weights that are in no use any more are looked for this often, their files less: each is opened.
 SWEEP_S = 60.0
 LOOK_S = 3600.0
 #: What a named save resolves to that cannot be made again.
