@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 in_one_loop = pytest.mark.asyncio(loop_scope="session")
 
 PROGRAMS = programs(1)
-#: Where background work of the worker dies nine times over, a sample beside it would be blamed.
+#: Where background work of the worker dies nine times over, a sample beside it would be blamed; a
+#: request is not, since a part that may kill runs beside no write.
 UNSAMPLED = without_samples(PROGRAMS)
 #: Moments that one trial takes together.
 PACKS = {

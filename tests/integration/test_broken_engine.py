@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cotrain_store.deaths import Deaths
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.results import RUN_STOPPED
 from cotrain_store.status import cycle_records
+from cotrain_workers.checkpoint_files import CheckpointFiles
 from cotrain_workers.device import DeviceLost
 from cotrain_workers.engine import Engine
+from cotrain_workers.suspects import MAX_DEATHS
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
+from tests.support.sampling import submit_save
 from tests.support.stack import POOL, make_worker, worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from cotrain_store.messages.runs import RunRecord
+    from cotrain_workers.checkpoint_files import WrittenFiles
     from cotrain_workers.ops import CycleOutput, Op
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
@@ -201,6 +208,49 @@ async def test_kills_from_outside_are_not_blamed_on_a_request(
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
     assert engine.state(run.id).digest() == digest
+
+
+async def test_no_write_runs_beside_a_part_that_may_kill(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that a save or a copy killed would be counted against the request beside it."""
+    writing: list[object] = []
+    beside: list[int] = []
+    write, note = CheckpointFiles.write, Deaths.risk
+
+    def slow_write(files: CheckpointFiles, *args: Any) -> WrittenFiles:
+        writing.append(files)
+        time.sleep(0.3)
+        try:
+            return write(files, *args)
+        finally:
+            writing.remove(files)
+
+    def noting(deaths: Deaths, part: str) -> None:
+        beside.append(len(writing))
+        note(deaths, part)
+
+    monkeypatch.setattr(CheckpointFiles, "write", slow_write)
+    monkeypatch.setattr(Deaths, "risk", noting)
+    url = empty_redis.url
+    saved, run = [await server.create(name, name, LORA) for name in ("a", "b")]
+    await submit(server, saved, 1, 2)
+    await submit_save(server, saved, 3, number=0)
+    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
+        pass
+    requests = await submit(server, run, 1, 4)
+    for _ in range(MAX_DEATHS):
+        async with dying_worker(url, tmp_path, engine, Failpoint("commit")):
+            pass
+        await until(lambda: not writing)
+    with worker(url, tmp_path, engine):
+        await results(server, run, requests)
+    assert beside
+    assert not any(beside)
 
 
 async def test_a_worker_whose_device_is_lost_ends_and_leaves_the_step_to_the_next(

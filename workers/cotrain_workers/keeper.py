@@ -161,10 +161,13 @@ class Keeper:
                 while self._is_busy and time.monotonic() < until:
                     self._wait_for_one(until)
                 self._copy_out(run, debt)
-        while self._unwritten and time.monotonic() < until:
-            self._wait_for_one(until)
+        self.await_writes(until)
         self._register_finished()
         self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def await_writes(self, until: float) -> None:
+        """Wait for the copies that are being written, until a time of the monotonic clock."""
+        wait(self._unwritten, max(0.0, until - time.monotonic()))
 
     @property
     def _unwritten(self) -> list[Future[tuple[Snapshot, float]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     Between = Callable[[], None] | None  # called after each micro-batch
 
 log = structlog.get_logger()
+
+#: A disk that hangs for longer keeps no step waiting.
+WRITES_S = 30.0
 
 
 class Runs:
@@ -69,6 +73,12 @@ class Runs:
         self.ensure(weights.run, weights.tenant, between)
         if self._weights.is_lost(weights.ref):
             self._weights.give_up(weights.ref)
+
+    def await_writes(self) -> None:
+        """Wait until no save and no copy is being written, at most WRITES_S."""
+        until = time.monotonic() + WRITES_S
+        self._weights.await_writes(until)
+        self._keeper.await_writes(until)
 
     def stop(self, run: RunId, tenant: TenantId, broken: ReplayDiverged | SpoolCorrupt) -> Failure:
         """Stop a run that cannot go on."""

@@ -45,11 +45,12 @@ class Suspicion:
     deaths: int
     """How many processes died with it open."""
     _execution: Execution
+    _runs: Runs
 
     @cached_property
     def risks(self) -> Risks:
         """What may kill, noted in the store."""
-        return Risks(self._execution)
+        return Risks(self._execution, self._runs.await_writes)
 
     @property
     def is_deadly(self) -> bool:
@@ -79,7 +80,7 @@ class StepRunner:
         """Look up what is held against a step; a start counts once for each process."""
         if self._suspicion is None or self._suspicion.cycle != step.cycle:
             starts = self._execution.starts(step)
-            self._suspicion = Suspicion(step.cycle, starts, self._execution)
+            self._suspicion = Suspicion(step.cycle, starts, self._execution, self._runs)
         return self._suspicion
 
     def bodies(self, step: Step, lost: dict[RunId, Failure]) -> dict[Place, bytes]:

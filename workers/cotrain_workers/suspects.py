@@ -41,8 +41,13 @@ POISON = Failure("Request repeatedly crashed the worker; it was not applied.", "
 class Risks:
     """Notes what may kill this process, for its successor to find."""
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: Execution, await_writes: Callable[[], None]) -> None:
+        """`await_writes` returns once no save and no copy is being written.
+
+        A process that one of those killed would be counted against the request beside it.
+        """
         self._execution = execution
+        self._await_writes = await_writes
         self._deaths = execution.deaths.by_part()
         self._noted: str | None = None
 
@@ -58,6 +63,7 @@ class Risks:
     def note(self, part: Sequence[Op]) -> None:
         """Count a death in advance: `survived` takes it back, if there is anybody left to call it."""
         self.survived()  # of what was noted before: it may have raised, or its answer was lost
+        self._await_writes()
         self._noted = name_of(part)
         self._execution.deaths.risk(self._noted)
         failpoint("worker.before_risk", map(_request, part))

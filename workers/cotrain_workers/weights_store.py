@@ -236,10 +236,14 @@ class WeightsStore:
             elif owed.writing.done():
                 self._note(ref, owed, owed.writing)
 
+    def await_writes(self, until: float) -> None:
+        """Wait for what is being written, until a time of the monotonic clock."""
+        writing = [owed.writing for owed in self._owed.values() if owed.writing]
+        wait(writing, max(0.0, until - time.monotonic()))
+
     def drain(self, deadline_s: float) -> None:
         """Wait for what is being written; what is left is made again from the log."""
-        writing = [owed.writing for owed in self._owed.values() if owed.writing]
-        wait(writing, deadline_s)
+        self.await_writes(time.monotonic() + deadline_s)
         self._note_written()
         self._writer.shutdown(wait=False, cancel_futures=True)
 
