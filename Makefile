@@ -86,7 +86,7 @@ pictures: $(INSTALLED) ## Draw the guide's pictures anew; on an idle machine, or
 	$(BIN)/python examples/clock_cycles.py --mode eager --prepare-s 0.03 --picture docs/guide/pictures/clock-eager.png
 
 proto: ## Generate the wire messages from wire.proto
-	PYTHON=$(PYTHON) client/cotrain/proto/generate.sh
+	PYTHON=$(PYTHON) client/cotrain/wire/proto/generate.sh
 
 bench: $(INSTALLED) ## Measure the server against one tenant alone and against PEFT
 	$(BIN)/python -m bench.through_http $(ARGS)

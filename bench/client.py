@@ -40,7 +40,7 @@ from bench.load.http import pass_body
 from bench.load.null_worker import POOL
 from bench.load.place import a_place
 from cotrain import Datum, ModelInput, ServiceClient
-from cotrain.codec import PROTOBUF
+from cotrain.wire.pass_codec import PROTOBUF
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -35,18 +35,18 @@ from bench.machine import machine, show
 from bench.model import SHAPES, build
 from bench.roofline import copy_bandwidth
 from bench.timing import timed
-from cotrain_workers.engine import Engine
-from cotrain_workers.ops import Create, Save, SaveOutput
-from cotrain_workers.sample_ops import HostWeights, SampleOutput
-from cotrain_workers.spec import AdapterSpec
+from cotrain_workers.engine.decoding.requests import HostWeights, SampleOutput
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, Save, SaveOutput
+from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import request
 from tests.support.training import PeftOracle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cotrain_workers.decoder import EngineDecoder
-    from cotrain_workers.sample_ops import SampleRequest
+    from cotrain_workers.engine.decoding.decoder import EngineDecoder
+    from cotrain_workers.engine.decoding.requests import SampleRequest
 
 RANK, ADAPTERS = 8, 32
 PROMPT = {"cpu": 32, "cuda": 128}

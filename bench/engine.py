@@ -40,7 +40,7 @@ from bench.cycle.verdict import judge
 from bench.machine import machine, show
 from bench.model import SHAPES, build
 from bench.roofline import adapter_bytes, measure_rates
-from cotrain_workers.engine import Engine
+from cotrain_workers.engine.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -25,7 +25,7 @@ import torch
 import transformers
 
 from bench.machine import machine, show
-from cotrain_workers.engine import Engine
+from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import gap_to_trainer, is_same_alone
 from tests.support.engine_checks import (
     bf16_gradient_cosine,

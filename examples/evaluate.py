@@ -21,7 +21,7 @@ from cotrain import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
     from cotrain import SampleResponse, SamplingClient, ServiceClient
-    from cotrain.futures import Submitted
+    from cotrain.requests.futures import Submitted
 
 STEPS = 60
 ANSWERS = 8

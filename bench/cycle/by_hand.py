@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from bench.cycle.load import Load
     from bench.timing import Work
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
 
 def measure_by_hand(

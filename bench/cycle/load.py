@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.ops import Create, Datum, Failure, OptimStep, Pass
-from cotrain_workers.spec import AdapterSpec
+from cotrain_workers.engine.ops import Create, Datum, Failure, OptimStep, Pass
+from cotrain_workers.engine.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.ops import CycleOutput, Op
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import CycleOutput, Op
 
 RANK = 16
 

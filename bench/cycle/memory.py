@@ -12,10 +12,10 @@ from bench.cycle.load import RANK, Load, create_runs, passes, run, steps
 from bench.model import SHAPES
 from bench.roofline import adapter_bytes
 from bench.timing import synchronize
-from cotrain_workers.activation_memory import layer_bytes_per_token
+from cotrain_workers.engine.training.memory_model import layer_bytes_per_token
 
 if TYPE_CHECKING:
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
 
 @dataclass

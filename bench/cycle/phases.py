@@ -17,15 +17,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.cycle.load import RANK, create_runs, cycle
 from bench.timing import timed
-from cotrain_workers.head import Head
-from cotrain_workers.wave import Wave
+from cotrain_workers.engine.training.forward_backward import Wave
+from cotrain_workers.engine.training.logprob_head import Head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bench.cycle.load import Load
     from bench.timing import Work
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
 PHASES = ("embed", "attention", "base GEMM", "LoRA", "elementwise", "head", "optimizer", "host")
 HEAD, WAVE = "cotrain: head", "cotrain: wave"

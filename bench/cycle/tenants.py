@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from bench.cycle.load import Load
     from bench.roofline import Rates
     from bench.timing import Work
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.ops import CycleOutput
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import CycleOutput
 
 
 def measure_tenants(

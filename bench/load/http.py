@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from bench.load.null_worker import TOKENS_PER_OP
-from cotrain.proto import wire_pb2
+from cotrain.wire.proto import wire_pb2
 
 if TYPE_CHECKING:
     from collections import Counter

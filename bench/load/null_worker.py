@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cotrain_store.bodies import encode_pass_output
-from cotrain_store.connection import CONNECTION_LOST, open_sync_connection
-from cotrain_store.dispatch import WorkerBeat
-from cotrain_store.execution import Execution
+from cotrain_store.bodies.pass_body import encode_pass_output
+from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.spool import RESULTS, Spool, new_writer
+from cotrain_store.oplog.dispatch import WorkerBeat
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.redis_client.connection import CONNECTION_LOST, open_sync_connection
 
 if TYPE_CHECKING:
     from cotrain_store.messages.ops import QueuedOp, Step

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Self
 from redis import ConnectionError as RedisConnectionError
 
 from bench.load.null_worker import publish_pool
-from cotrain_store.connection import SyncConnection, open_sync_connection
-from cotrain_store.embedded import find_redis_binary, redis_command
-from cotrain_store.spool import Spool, new_writer
+from cotrain_store.disk.spool import Spool, new_writer
+from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
+from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from bench.load.http import Client, new_run, pass_body, trained
 from bench.load.null_worker import POOL, TOKENS_PER_OP
 from bench.load.place import Place, a_place, cpu_s, percentile
-from cotrain_store.connection import open_shared_connection
-from cotrain_store.futures import Futures, Pending
-from cotrain_store.intake import Intake, TenantLimits
+from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.spool import Spool, new_writer
+from cotrain_store.oplog.intake import Intake, TenantLimits
+from cotrain_store.redis_client.connection import open_shared_connection
+from cotrain_store.results.futures import Futures, Pending
 
 if TYPE_CHECKING:
     import argparse

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from bench.load.http import Client, pass_body, persist
 from bench.load.null_worker import POOL, TOKENS_PER_OP
 from bench.load.place import ADMIN_KEY, PATIENCE_S, Place, a_place, percentile
-from cotrain_store.api_keys import read_chosen_keys
-from cotrain_store.connection import open_shared_connection
-from cotrain_store.intake import Intake, TenantLimits
+from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.messages.ids import RequestId, SessionId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.spool import Spool, new_writer
-from cotrain_store.tenants import Tenants
+from cotrain_store.oplog.intake import Intake, TenantLimits
+from cotrain_store.redis_client.connection import open_shared_connection
+from cotrain_store.tenants.api_keys import Tenants
+from cotrain_store.tenants.key_format import read_chosen_keys
 
 if TYPE_CHECKING:
     import argparse

@@ -14,6 +14,11 @@ with ServiceClient() as service:
 """
 
 from cotrain import exceptions, mint, types
+from cotrain.clients.rest import RestClient
+from cotrain.clients.sampling import SamplingClient
+from cotrain.clients.service import ServiceClient
+from cotrain.clients.train_step import TrainOutput
+from cotrain.clients.training import TrainingClient
 from cotrain.errors import (
     APIConnectionError,
     APIError,
@@ -40,13 +45,8 @@ from cotrain.errors import (
     VersionMismatch,
 )
 from cotrain.exceptions import APIResponseValidationError, RequestFailedError, TinkerError
-from cotrain.futures import Future, Submitted
-from cotrain.patience import RetryPolicy
-from cotrain.rest import RestClient
-from cotrain.sampling import SamplingClient
-from cotrain.service import ServiceClient
-from cotrain.train_call import TrainOutput
-from cotrain.training import TrainingClient
+from cotrain.requests.futures import Future, Submitted
+from cotrain.transport.retries import RetryPolicy
 from cotrain.types import (
     AdamOptimizerConfig,
     AdamParams,

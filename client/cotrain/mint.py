@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cotrain.mint_types import (
+from cotrain.wire.mint import (
     InterpolateResponse,
     ReverseKlDatum,
     ReverseKlItem,
@@ -19,9 +19,9 @@ from cotrain.mint_types import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain.futures import Submitted
-    from cotrain.service import ServiceClient
-    from cotrain.training import TrainingClient
+    from cotrain.clients.service import ServiceClient
+    from cotrain.clients.training import TrainingClient
+    from cotrain.requests.futures import Submitted
 
 # The SDK's own names.
 ReverseKLDatum = ReverseKlDatum

@@ -4,36 +4,7 @@ They are described where they are defined: what a run trains on in `data` and `t
 their training in `run_types`, the others in the modules below.
 """
 
-from cotrain.checkpoint_types import (
-    CopyWeightsRequest,
-    CopyWeightsResponse,
-    ExternalWeightsUrlsResponse,
-    LoadWeightsRequest,
-    LoadWeightsResponse,
-    ParsedCheckpointTinkerPath,
-    SaveWeightsExternalRequest,
-    SaveWeightsExternalResponse,
-    SaveWeightsRequest,
-    SaveWeightsResponse,
-    WeightsInfoResponse,
-    WhoamiResponse,
-)
-from cotrain.data import (
-    Datum,
-    DmelChunk,
-    EncodedTextChunk,
-    ImageAssetPointerChunk,
-    ImageChunk,
-    ModelInput,
-    ModelInputChunk,
-)
-from cotrain.future_types import (
-    FutureRetrieveRequest,
-    RequestFailedResponse,
-    TryAgainResponse,
-    UntypedAPIFuture,
-)
-from cotrain.hosted_names import (
+from cotrain.compat.type_names import (
     ActiveSessionStatusQuery,
     AdamOptimizerConfig,
     BillingEventInfo,
@@ -71,12 +42,45 @@ from cotrain.hosted_names import (
     TensorDtype,
     TrainingBillingEvent,
 )
-from cotrain.mint_types import (
+from cotrain.wire.checkpoints import (
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    ExternalWeightsUrlsResponse,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    ParsedCheckpointTinkerPath,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+    WeightsInfoResponse,
+    WhoamiResponse,
+)
+from cotrain.wire.datums import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+)
+from cotrain.wire.futures import (
+    FutureRetrieveRequest,
+    RequestFailedResponse,
+    TryAgainResponse,
+    UntypedAPIFuture,
+)
+from cotrain.wire.mint import (
     InterpolateResponse,
     ReverseKlDatum,
     ReverseKlResponse,
 )
-from cotrain.rest_types import (
+from cotrain.wire.model import (
+    SeqId,
+    SequencedRequest,
+)
+from cotrain.wire.rest import (
     AccessibleSearchOwner,
     Checkpoint,
     CheckpointsListResponse,
@@ -97,7 +101,7 @@ from cotrain.rest_types import (
     TrainingRunsResponse,
     UserSearchOwner,
 )
-from cotrain.run_types import (
+from cotrain.wire.runs import (
     AdamParams,
     CreateModelRequest,
     CreateModelResponse,
@@ -115,7 +119,7 @@ from cotrain.run_types import (
     UnloadModelRequest,
     UnloadModelResponse,
 )
-from cotrain.sampling_types import (
+from cotrain.wire.sampling import (
     CancelFutureRequest,
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -131,7 +135,7 @@ from cotrain.sampling_types import (
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponse,
 )
-from cotrain.session_types import (
+from cotrain.wire.sessions import (
     AuthTokenResponse,
     ClientConfigRequest,
     ClientConfigResponse,
@@ -146,17 +150,13 @@ from cotrain.session_types import (
     SupportedModel,
     TelemetryResponse,
 )
-from cotrain.tensors import (
+from cotrain.wire.tensors import (
     TensorData,
 )
-from cotrain.usage_types import (
+from cotrain.wire.usage import (
     AuditLogEntry,
     AuditLogResponse,
     BillingUsageResponse,
-)
-from cotrain.wire_model import (
-    SeqId,
-    SequencedRequest,
 )
 
 __all__ = [

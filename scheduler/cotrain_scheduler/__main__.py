@@ -11,12 +11,12 @@ import sys
 import structlog
 
 from cotrain_scheduler.clock import Clock
-from cotrain_scheduler.settings import SchedulerSettings
-from cotrain_store.connection import check_store, open_connection
-from cotrain_store.dispatch import Dispatch
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
-from cotrain_store.logs import start_logs
+from cotrain_store.monitoring.logs import start_logs
+from cotrain_store.oplog.dispatch import Dispatch
+from cotrain_store.redis_client.connection import check_store, open_connection
 from cotrain_store.refusal import read_settings, refuse
+from cotrain_store.settings.scheduler import SchedulerSettings
 
 log = structlog.get_logger()
 

@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_scheduler import beat, fleet, planner
-from cotrain_scheduler.settings import ClockMode
-from cotrain_store.connection import CONNECTION_LOST, stop_tasks
+from cotrain_scheduler import cycle_start as beat
+from cotrain_scheduler import planner
+from cotrain_scheduler import reassignment as fleet
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.failpoints import failpoint
-from cotrain_store.logs import log_requests
 from cotrain_store.messages.ops import Step
+from cotrain_store.monitoring.logs import log_requests
+from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.settings.scheduler import ClockMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_scheduler.settings import SchedulerSettings
-    from cotrain_store.dispatch import Dispatch, Place, WorkerBeat
     from cotrain_store.messages.ids import PoolId, WorkerId
     from cotrain_store.messages.ops import RunQueue
+    from cotrain_store.oplog.dispatch import Dispatch, Place, WorkerBeat
+    from cotrain_store.settings.scheduler import SchedulerSettings
 
 log = structlog.get_logger()
 

@@ -21,9 +21,9 @@ from cotrain_store.messages.ops import OpKind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from cotrain_store.dispatch import WorkerBeat
     from cotrain_store.messages.ids import RunId, TenantId, WorkerId
     from cotrain_store.messages.ops import QueuedOp, RunQueue
+    from cotrain_store.oplog.dispatch import WorkerBeat
 
 #: Tokens a tenant may take per visit. Small against a cycle, so that a cycle visits everybody.
 QUANTUM_TOKENS = 2_048

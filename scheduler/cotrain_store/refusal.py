@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import structlog
 from pydantic import ValidationError
 
-from cotrain_store.settings import PREFIX, StoreSettings
+from cotrain_store.settings.store import PREFIX, StoreSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,12 +14,12 @@ from typing_extensions import override
 
 import cotrain_server.blas_threads  # noqa: F401  # its import sets them, before that of numpy
 from cotrain_server.app import create_app
-from cotrain_server.listening import ImpatientProtocol, allow_many_connections
+from cotrain_server.http.connection_limits import ImpatientProtocol, allow_many_connections
 from cotrain_server.settings import ServerSettings
-from cotrain_server.variables import unknown_variables
-from cotrain_store.connection import check_store_sync, open_sync_connection
+from cotrain_server.supervisor.environment import unknown_variables
 from cotrain_store.errors import InvalidKey, StoreUnavailable, UnsafeRedis
-from cotrain_store.logs import start_logs
+from cotrain_store.monitoring.logs import start_logs
+from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
 from cotrain_store.refusal import read_settings, refuse
 
 if TYPE_CHECKING:

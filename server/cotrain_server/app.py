@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from cotrain.version import __version__
 from cotrain_server import errors
-from cotrain_server.edge import Edge
+from cotrain_server.http.middleware import Edge
 from cotrain_server.routes import (
     anthropic,
     audit,
@@ -37,7 +37,7 @@ from cotrain_server.routes import (
     weights,
 )
 from cotrain_server.services import open_services
-from cotrain_store import metrics
+from cotrain_store.monitoring import metrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -15,22 +15,22 @@ from rich.markup import escape
 from rich.table import Table
 
 from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
-from cotrain_server.folder import FolderInUse, UnsafeFolder, found_socket
-from cotrain_server.given_keys import all_keys, out_of_sight
-from cotrain_server.programs import Plan
 from cotrain_server.settings import split_words
-from cotrain_server.supervisor import Announcement, CannotServe, Supervisor
-from cotrain_server.variables import opened, unknown_variables
-from cotrain_store.connection import CONNECTION_LOST, open_connection
-from cotrain_store.embedded import NoRedisFound
+from cotrain_server.supervisor.commands import Plan
+from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder, found_socket
+from cotrain_server.supervisor.environment import opened, unknown_variables
+from cotrain_server.supervisor.given_keys import all_keys, out_of_sight
+from cotrain_server.supervisor.supervisor import Announcement, CannotServe, Supervisor
 from cotrain_store.errors import InvalidKey, KeyInSettings, UnsafeRedis
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.tenants import Tenants
+from cotrain_store.redis_client.connection import CONNECTION_LOST, open_connection
+from cotrain_store.redis_client.embedded_server import NoRedisFound
+from cotrain_store.tenants.api_keys import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from cotrain_store.api_keys import KeyRecord
+    from cotrain_store.tenants.key_format import KeyRecord
 
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"
 

@@ -30,8 +30,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from cotrain_store import errors as store
-from cotrain_store import metrics
-from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.monitoring import metrics
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

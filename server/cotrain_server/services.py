@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_server.admin_key import admin_key
-from cotrain_server.auth import FailureCounter
-from cotrain_server.body_room import BodyRoom
 from cotrain_server.errors import TooManyPolls
-from cotrain_server.signing import Signer
-from cotrain_server.uploads import Uploads
-from cotrain_store.audit import Audit
-from cotrain_store.catalog import Catalog
-from cotrain_store.checkpoints import Checkpoints
-from cotrain_store.completions import Completions
-from cotrain_store.connection import Connection, check_store, open_shared_connection
-from cotrain_store.futures import Futures
-from cotrain_store.intake import Intake
-from cotrain_store.records import Records
-from cotrain_store.sample_intake import SampleIntake
-from cotrain_store.secrets import signing_keys
-from cotrain_store.session_search import SessionSearch
-from cotrain_store.spool import Spool, new_writer
-from cotrain_store.tenants import Tenants
-from cotrain_store.token_stream import TokenStream
-from cotrain_store.usage import Usage
+from cotrain_server.http.admin_key import admin_key
+from cotrain_server.http.auth import FailureCounter
+from cotrain_server.http.upload_body import Uploads
+from cotrain_server.limits.body_memory import BodyRoom
+from cotrain_server.signed_tokens import Signer
+from cotrain_store.disk.spool import Spool, new_writer
+from cotrain_store.oplog.intake import Intake
+from cotrain_store.redis_client.connection import Connection, check_store, open_shared_connection
+from cotrain_store.results.futures import Futures
+from cotrain_store.sampling.completions import Completions
+from cotrain_store.sampling.intake import SampleIntake
+from cotrain_store.sampling.token_stream import TokenStream
+from cotrain_store.tenants.api_keys import Tenants
+from cotrain_store.tenants.audit_log import Audit
+from cotrain_store.tenants.catalog import Catalog
+from cotrain_store.tenants.records import Records
+from cotrain_store.tenants.secrets import signing_keys
+from cotrain_store.tenants.session_search import SessionSearch
+from cotrain_store.tenants.usage import Usage
+from cotrain_store.weights.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

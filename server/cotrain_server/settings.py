@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
-from cotrain_store.api_keys import MIN_CHARACTERS, read_chosen_keys
-from cotrain_store.intake import TenantLimits
-from cotrain_store.records import RecordLimits
-from cotrain_store.sample_intake import SampleLimits
-from cotrain_store.settings import StoreSettings
+from cotrain_store.oplog.intake import TenantLimits
+from cotrain_store.sampling.intake import SampleLimits
+from cotrain_store.settings.store import StoreSettings
+from cotrain_store.tenants.key_format import MIN_CHARACTERS, read_chosen_keys
+from cotrain_store.tenants.records import RecordLimits
 
 if TYPE_CHECKING:
-    from cotrain_store.api_keys import ChosenKey
+    from cotrain_store.tenants.key_format import ChosenKey
 
 MIB = 1024**2
 

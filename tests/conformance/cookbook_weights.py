@@ -20,10 +20,10 @@ from tinker_cookbook.exceptions import WeightsMergeError
 from tinker_cookbook.weights import build_hf_model, build_lora_adapter
 from transformers import AutoModelForCausalLM
 
-from cotrain_workers.base_model import find_targets
-from cotrain_workers.peft_folder import write_folder
-from cotrain_workers.sample_ops import HostWeights
-from cotrain_workers.spec import AdapterSpec, plan_layout
+from cotrain_workers.checkpoints.peft_folder import write_folder
+from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.model.base_model import find_targets
+from cotrain_workers.engine.spec import AdapterSpec, plan_layout
 from tests.support.tiny_models import build_tiny
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from cotrain import (
     RestClient,
     ServiceClient,
 )
-from cotrain.rest_types import SessionSearchRequest
+from cotrain.wire.rest import SessionSearchRequest
 from tests.conformance.running import KEYS
 
 if TYPE_CHECKING:

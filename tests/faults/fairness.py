@@ -18,8 +18,8 @@ from cotrain_store.keys import fleet_keys
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from cotrain_store.connection import SyncConnection
     from cotrain_store.messages.ids import PoolId
+    from cotrain_store.redis_client.connection import SyncConnection
 
 #: What runs last in a cycle; behind it only saves and loads do.
 SAVES_AND_LOADS = (

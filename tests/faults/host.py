@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Self
 import httpx
 import redis as redis_client
 
-from cotrain_store.embedded import find_redis_binary, redis_command
+from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from cotrain_store.connection import SyncConnection
+    from cotrain_store.redis_client.connection import SyncConnection
     from tests.faults.orders import Nursery
 
 #: One per tenant.

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import redis as redis_client
 from safetensors.numpy import load
 
+from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, weights_keys
 from cotrain_store.messages.ids import RunId, WorkerId, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.spool import SpoolRef
-from cotrain_workers.settings import pool_of
+from cotrain_store.settings.worker import pool_of
 from tests.faults.fairness import cycles_of
 from tests.faults.leftovers import leftovers
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from cotrain_store.connection import SyncConnection
+    from cotrain_store.redis_client.connection import SyncConnection
     from tests.faults.fairness import Cycle
     from tests.faults.host import Death
     from tests.faults.traffic import Played

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from cotrain_store.connection import SyncConnection
     from cotrain_store.messages.ids import PoolId
+    from cotrain_store.redis_client.connection import SyncConnection
 
 #: Where what lies: how deep below the data folder files, or folders that are one thing, are.
 PLACES = {

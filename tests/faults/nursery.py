@@ -123,7 +123,7 @@ def preload(model: str) -> None:
     torch.set_num_threads(1)
     for module in MODULES:
         importlib.import_module(f"{module}.__main__")
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
     tqdm.monitor_interval = 0  # no thread that watches progress bars
     loaded = Engine.load(model)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from cotrain_store.connection import SyncConnection
+    from cotrain_store.redis_client.connection import SyncConnection
     from tests.faults.host import Host
     from tests.faults.power_disk import Disk
     from tests.faults.trial import Disturb

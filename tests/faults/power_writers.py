@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import pyrage
 import torch
 
+from cotrain_store.disk.spool import Spool
 from cotrain_store.messages.ids import WeightsRef
-from cotrain_store.spool import Spool
-from cotrain_workers.bank import AdapterState
-from cotrain_workers.checkpoint_files import CheckpointFiles, Saved
-from cotrain_workers.ops import HostOptimizer
-from cotrain_workers.sample_ops import HostWeights
-from cotrain_workers.snapshots import write_snapshot
-from cotrain_workers.spec import AdapterSpec, Target, plan_layout
+from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.ops import HostOptimizer
+from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
+from cotrain_workers.recovery.snapshot_file import write_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable

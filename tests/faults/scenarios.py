@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.spool import SpoolRef
+from cotrain_store.disk.spool import SpoolRef
 from tests.faults.host_clock import age_files
 from tests.faults.traffic import programs, without_samples
 from tests.faults.trial import CROWDED, LIMIT_S, trial

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.connection import CONNECTION_LOST
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 from tests.faults.fairness import turns
 from tests.faults.fencing import accepted_from_replaced
 from tests.faults.host import MODEL, REDIS, Host

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers import packed_step
-from cotrain_workers.engine import Engine
-from cotrain_workers.sample_ops import SampleOutput
+from cotrain_workers.engine.decoding import model_runner as packed_step
+from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import (
     finish,
     gap_to_trainer,

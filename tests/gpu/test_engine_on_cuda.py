@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine import Engine
-from cotrain_workers.ops import Load, ReverseKl, Save, SaveOutput
-from cotrain_workers.spec import AdapterSpec
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Load, ReverseKl, Save, SaveOutput
+from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.engine_checks import (
     bf16_gradient_cosine,
     mixed_against_alone,

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cotrain_workers import adam, engine, flex, fusion, open_pass
-from cotrain_workers.activation_memory import MOST_TOKENS
-from cotrain_workers.attn import Rule
-from cotrain_workers.bank import AdapterBank
-from cotrain_workers.compiled import compiled
-from cotrain_workers.engine import Engine
-from cotrain_workers.probe import cuda_peak, measure, probe
-from cotrain_workers.wave import Wave
+from cotrain_workers.engine import engine
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.model import flex_attention as flex
+from cotrain_workers.engine.model import fusion
+from cotrain_workers.engine.model.attention import Rule
+from cotrain_workers.engine.model.compile import compiled
+from cotrain_workers.engine.training import adamw as adam
+from cotrain_workers.engine.training import pass_state as open_pass
+from cotrain_workers.engine.training.forward_backward import Wave
+from cotrain_workers.engine.training.memory_model import MOST_TOKENS
+from cotrain_workers.engine.training.memory_probe import cuda_peak, measure, probe
 from tests.support.engine_checks import gradient_passes
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, same_bits
@@ -50,7 +54,7 @@ def test_gemma_2_holds_no_dense_mask(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> None:
         raise AssertionError("a dense mask")
 
-    monkeypatch.setattr("cotrain_workers.route.SequenceTable.mask", refuse)
+    monkeypatch.setattr("cotrain_workers.engine.routing.SequenceTable.mask", refuse)
     loaded = Engine.load(str(build_tiny("gemma2", tmp_path)), device="cuda")
 
     loaded.run([op for tenant in MIX for op in tenant.ops(0)])
@@ -89,7 +93,7 @@ def test_a_fused_model_points_where_the_plain_one_does(tmp_path: Path, family: s
 
 ONE_CYCLE = """
 import sys
-from cotrain_workers.engine import Engine
+from cotrain_workers.engine.engine import Engine
 from tests.support.training import MIX
 engine = Engine.load(sys.argv[1], device="cuda")
 engine.run([op for tenant in MIX for op in tenant.ops(0)])

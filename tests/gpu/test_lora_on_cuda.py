@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cotrain_workers.engine import Engine
-from cotrain_workers.lora import SegmentLora
-from cotrain_workers.lora_backend import find_backend, slow
-from cotrain_workers.lora_grouped import GroupedLora
-from cotrain_workers.lora_self_test import SPECS, TARGETS, disagreement, place, random_adapter, run
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora.backend import find_backend, slow
+from cotrain_workers.engine.lora.grouped import GroupedLora
+from cotrain_workers.engine.lora.segmented import SegmentLora
+from cotrain_workers.engine.lora.self_check import (
+    SPECS,
+    TARGETS,
+    disagreement,
+    place,
+    random_adapter,
+    run,
+)
 from tests.support.engine_checks import (
     bf16_gradient_cosine,
     gradient_passes,
@@ -25,7 +32,7 @@ from tests.support.training import MIX, relative_error, same_bits
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_workers.lora_backend import Choice
+    from cotrain_workers.engine.lora.backend import Choice
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cotrain_workers.adam import Due, adamw_steps, gradient_norms
-from cotrain_workers.bank import AdapterBank
-from cotrain_workers.engine import Engine
-from cotrain_workers.ops import Create, OptimStep
-from cotrain_workers.spec import AdapterSpec, Target
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, OptimStep
+from cotrain_workers.engine.spec import AdapterSpec, Target
+from cotrain_workers.engine.training.adamw import Due, adamw_steps, gradient_norms
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX, same_bits
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cotrain_workers.adapter import Adapter
+    from cotrain_workers.engine.adapters.adapter import Adapter
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import structlog
 
-from cotrain_store.connection import SyncConnection, open_sync_connection
+from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
 from tests.support.log import Log, open_log
 from tests.support.samples import Samples, open_samples
 from tests.support.stack import Stack, stack
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 
 
@@ -54,7 +54,7 @@ def engine(tiny_model: Path) -> Engine:
     """One engine for the whole session, on one thread: workers come and go around it."""
     import torch
 
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
     torch.set_num_threads(1)
     return Engine.load(str(tiny_model))
@@ -66,7 +66,7 @@ async def server(
 ) -> AsyncIterator[Stack]:
     """Intake, futures and a scheduler; workers are the test's own."""
     # A worker looks whether it should stop when its sleep is over.
-    monkeypatch.setattr("cotrain_workers.loop.IDLE_S", 0.02)
+    monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
     async with stack(empty_redis.url, tmp_path) as opened:
         yield opened
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.clock import clock_ms
-from cotrain_store.deliveries import READ_AFTER_S, Deliveries
-from cotrain_store.dispatch import ENDS_AT_ONCE, MAX_STEP_S, Dispatch
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS, SpoolRef
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import age_keys, fleet_keys, result_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.spool import INLINE_LIMIT_BYTES, RESULTS, SpoolRef
+from cotrain_store.oplog.dispatch import ENDS_AT_ONCE, MAX_STEP_S, Dispatch
+from cotrain_store.redis_client.store_clock import clock_ms
+from cotrain_store.results.delivery import READ_AFTER_S, Deliveries
 from tests.support.lives import life_ms, pass_time
 from tests.support.stack import POOL
 
@@ -35,7 +35,7 @@ def wait_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def wait(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr("cotrain_store.dispatch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("cotrain_store.oplog.dispatch.time.monotonic", lambda: now[0])
     return wait
 
 

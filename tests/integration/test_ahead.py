@@ -11,14 +11,14 @@ import pytest
 import torch
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cotrain.proto import wire_pb2
+from cotrain.wire.proto import wire_pb2
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_workers import ahead
-from cotrain_workers.ahead import Ahead
-from cotrain_workers.engine import Engine
-from cotrain_workers.ops import Failure, Pass
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Failure, Pass
+from cotrain_workers.worker import prefetch as ahead
+from cotrain_workers.worker.prefetch import Ahead
 from tests.support.bodies import pass_body, sequences
 from tests.support.stack import make_worker, stack, worker
 from tests.support.tiny_models import build_tiny_qwen3
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.ops import QueuedOp, Step
-    from cotrain_workers.ops import CycleOutput
+    from cotrain_workers.engine.ops import CycleOutput
     from tests.support.log import Log
     from tests.support.redis_server import EmbeddedRedis
 

@@ -227,7 +227,7 @@ def test_a_failed_generation_is_an_error(
 def test_a_stream_on_which_nothing_happens_shows_that_it_lives(
     served: Talking, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_server.generation.IDLE_S", 0.01)
+    monkeypatch.setattr("cotrain_server.text_apis.generation.IDLE_S", 0.01)
     script.is_holding = True
     url, headers = f"{served.address}/anthropic/api/v1/messages", {"x-api-key": ALICE}
     with httpx.stream("POST", url, json={**HI, "stream": True}, headers=headers) as answer:

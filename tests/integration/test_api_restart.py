@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cotrain_store.connection import SyncConnection
+    from cotrain_store.redis_client.connection import SyncConnection
     from tests.support.redis_server import EmbeddedRedis
 
 POLLS = 40

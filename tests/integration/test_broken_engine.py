@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store.deaths import Deaths
+from cotrain_store.disk.result_storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import request_id
-from cotrain_store.results import RUN_STOPPED
-from cotrain_store.status import cycle_records
-from cotrain_workers.checkpoint_files import CheckpointFiles
-from cotrain_workers.device import DeviceLost
-from cotrain_workers.engine import Engine
-from cotrain_workers.suspects import MAX_DEATHS
+from cotrain_store.monitoring.status import cycle_records
+from cotrain_store.oplog.crash_counts import Deaths
+from cotrain_workers.checkpoints.files import CheckpointFiles
+from cotrain_workers.engine.device import DeviceLost
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.recovery.bisection import MAX_DEATHS
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.sampling import submit_save
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.checkpoint_files import WrittenFiles
-    from cotrain_workers.ops import CycleOutput, Op
+    from cotrain_workers.checkpoints.files import WrittenFiles
+    from cotrain_workers.engine.ops import CycleOutput, Op
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
 

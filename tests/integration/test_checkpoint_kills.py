@@ -7,13 +7,13 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cotrain_store.catalog import Catalog
-from cotrain_store.checkpoints import Checkpoints
-from cotrain_store.connection import open_connection, open_sync_connection
-from cotrain_store.futures import Futures, Pending
+from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.keys.run_keys import log
 from cotrain_store.messages.ids import request_id
-from cotrain_store.spool import Spool, new_writer
+from cotrain_store.redis_client.connection import open_connection, open_sync_connection
+from cotrain_store.results.futures import Futures, Pending
+from cotrain_store.tenants.catalog import Catalog
+from cotrain_store.weights.checkpoints import Checkpoints
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
 from tests.support.processes import Process, settings_of, stack_of
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
 STEP = 4  # ops of one step of the program
 

@@ -25,13 +25,13 @@ from hypothesis.stateful import (
 )
 from typing_extensions import override
 
-from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.keys import weights_keys
 from cotrain_store.messages.ids import RequestId, RunId, TenantId, WeightsRef
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
+from cotrain_store.weights.checkpoints import Checkpoints
 from tests.support.log import record_of
 from tests.support.samples import open_samples
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_store.errors import CheckpointNotFound
-from cotrain_store.futures import Pending
 from cotrain_store.keys import run_keys, weights_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunState
-from cotrain_workers.checkpoint_files import CheckpointFiles
-from cotrain_workers.weights_store import LOST
+from cotrain_store.results.futures import Pending
+from cotrain_workers.checkpoints.files import CheckpointFiles
+from cotrain_workers.checkpoints.weights_store import LOST
 from tests.support.bodies import sequences
 from tests.support.checkpoints import (
     checkpoint_of,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import RequestId
     from cotrain_store.messages.runs import RunRecord
     from cotrain_store.messages.weights import CheckpointRecord
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 
 STEP = 4  # ops of one step of the program
@@ -243,11 +243,11 @@ async def test_a_full_disk_delays_the_runs_whose_saves_have_no_room_in_memory_an
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("cotrain_workers.weights_store.RETRY_S", 0.01)
+    monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RETRY_S", 0.01)
     run = await server.create("a", "a", LORA)
     with worker(empty_redis.url, tmp_path, engine, owed_memory_bytes=1) as loop:
         with monkeypatch.context() as broken:
-            broken.setattr("cotrain_workers.checkpoint_files.write_optimizer", full)
+            broken.setattr("cotrain_workers.checkpoints.files.write_optimizer", full)
             await submit(server, run, 1, STEP)
             first = await submit_state(server, run, STEP + 1, "x")
             await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.checkpoints import Checkpoints
 from cotrain_store.errors import CheckpointNotFound, RunClosed, SeqConflict
 from cotrain_store.keys import result_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import RunState
+from cotrain_store.weights.checkpoints import Checkpoints
 from tests.support.log import record_of
 from tests.support.stack import POOL
 

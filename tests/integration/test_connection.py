@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.belonging import MARK, claim_folder
-from cotrain_store.connection import (
+from cotrain_store.disk.folder_claim import MARK, claim_folder
+from cotrain_store.errors import ForeignFolder, StoreUnavailable, UnsafeRedis
+from cotrain_store.keys import fleet_keys
+from cotrain_store.redis_client.connection import (
     CONNECTION_LOST,
     DURABLE,
     check_store,
@@ -17,8 +19,6 @@ from cotrain_store.connection import (
     open_sync_connection,
     stop_tasks,
 )
-from cotrain_store.errors import ForeignFolder, StoreUnavailable, UnsafeRedis
-from cotrain_store.keys import fleet_keys
 from tests.support.log import open_log
 from tests.support.processes import ended, settings_of
 from tests.support.redis_server import EmbeddedRedis

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain.proto import wire_pb2
-from cotrain_scheduler.settings import ClockMode
+from cotrain.wire.proto import wire_pb2
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_workers.engine import Engine
+from cotrain_store.settings.scheduler import ClockMode
+from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.stack import stack, worker
 from tests.support.tiny_models import build_tiny_qwen3

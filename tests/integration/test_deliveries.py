@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from cotrain_store.deliveries import READ_AFTER_S, Deliveries
 from cotrain_store.keys import result_keys
 from cotrain_store.messages.ids import request_id
+from cotrain_store.results.delivery import READ_AFTER_S, Deliveries
 from tests.support import lives
 from tests.support.stack import POOL
 
@@ -75,8 +75,8 @@ async def test_what_was_never_sent_is_kept(log: Log) -> None:
 async def test_waiting_for_a_result_notes_that_it_was_sent(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.futures.SWEEP_S", 0.02)
-    monkeypatch.setattr("cotrain_store.deliveries.READ_AFTER_S", 0.0)
+    monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", 0.02)
+    monkeypatch.setattr("cotrain_store.results.delivery.READ_AFTER_S", 0.0)
     run = await log.new_run()
     await log.run_all()
     async with log.futures() as futures:

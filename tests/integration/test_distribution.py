@@ -100,7 +100,7 @@ def test_the_sdist_holds_the_sources_and_the_licence(distributions: Distribution
     with tarfile.open(distributions.sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "README.md", "constraints.txt"} <= held
-    assert {"client/cotrain/__init__.py", "workers/cotrain_workers/engine.py"} <= held
+    assert {"client/cotrain/__init__.py", "workers/cotrain_workers/engine/engine.py"} <= held
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store.disk.result_storage import RUN_STOPPED, packed_results
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import PlanOutdated, RunFailed, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.encoding import encode
@@ -15,8 +17,6 @@ from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
-from cotrain_store.results import RUN_STOPPED, packed_results
-from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.stack import POOL, pool_record_for_tests

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.dispatch import Dispatch, WorkerBeat
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.messages.ops import Step
+from cotrain_store.oplog.dispatch import Dispatch, WorkerBeat
 from tests.support.log import WORKER
 from tests.support.stack import POOL
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
 
@@ -37,7 +37,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[int]]:
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(file)
 
-    monkeypatch.setattr("cotrain_store.spool.os.fdatasync", fdatasync)
+    monkeypatch.setattr("cotrain_store.disk.spool.os.fdatasync", fdatasync)
 
     def fill(times: float) -> list[int]:
         left[0] = times

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound
-from cotrain_store.futures import GAP_NOTICE_S, Pending
-from cotrain_store.gaps import still_waiting
 from cotrain_store.keys import result_keys, run_keys
+from cotrain_store.messages.gaps import still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.spool import INLINE_LIMIT_BYTES, RESULTS
+from cotrain_store.results.futures import GAP_NOTICE_S, Pending
 from tests.support.full_table import no_descriptor
 from tests.support.lives import life_ms
 from tests.support.log import open_log
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.futures import Futures
+    from cotrain_store.results.futures import Futures
     from tests.support.log import Log
 
 A, B = TenantId("a"), TenantId("b")
@@ -72,7 +72,7 @@ async def test_a_poll_that_runs_out_of_time_is_pending(log: Log) -> None:
 async def test_the_sweep_finds_what_no_message_told(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.futures.SWEEP_S", 0.02)
+    monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", 0.02)
     run = await log.new_run()
     async with log.futures() as futures:
         wait = asyncio.create_task(futures.wait(A, request_id(run.id, 0), PATIENCE_S))
@@ -84,7 +84,7 @@ async def test_the_sweep_finds_what_no_message_told(
 async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.futures.SWEEP_S", NEVER_S)
+    monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", NEVER_S)
     run = await log.new_run()
     async with log.futures() as futures:
         wait = asyncio.create_task(futures.wait(A, request_id(run.id, 0), PATIENCE_S))
@@ -99,7 +99,7 @@ async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
 async def test_waiters_survive_a_kill_of_redis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.futures.SWEEP_S", NEVER_S)
+    monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", NEVER_S)
     with EmbeddedRedis() as server:
         async with open_log(server.url, tmp_path) as log, log.futures() as futures:
             run = await log.new_run()

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cotrain_scheduler.clock import Clock
-from cotrain_scheduler.settings import SchedulerSettings
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
-from cotrain_store.spool import INLINE_LIMIT_BYTES
+from cotrain_store.settings.scheduler import SchedulerSettings
 from tests.support.log import open_log
 from tests.support.stack import POOL
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 
 STEP = 4
@@ -90,7 +90,7 @@ async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
 ) -> None:
     """Its request may reach the heir first; the weights are made again for it."""
     url = empty_redis.url
-    monkeypatch.setattr("cotrain_workers.weights_store.RECALL_S", 3600.0)
+    monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RECALL_S", 3600.0)
     run = await server.create("a", "a", LORA)
     await submit(server, run, 1, STEP)
     save = await submit_save(server, run, STEP + 1)

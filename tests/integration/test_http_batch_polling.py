@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store.clock import clock_ms
 from cotrain_store.keys import age_keys, result_keys
 from cotrain_store.messages.ids import RequestId
+from cotrain_store.redis_client.store_clock import clock_ms
 from tests.support.http_api import BOB, SOON_S, running_api, sample_body
 from tests.support.stand_in import StandIn, stand_in
 

@@ -13,11 +13,12 @@ import pytest
 import structlog
 import zstandard
 
-from cotrain.codec import PROTOBUF
-from cotrain_server import bodies, collector
+from cotrain.wire.pass_codec import PROTOBUF
+from cotrain_server.http import request_body as bodies
 from cotrain_server.routes import status
-from cotrain_store.logs import configure_logs
-from cotrain_store.metrics import REGISTRY
+from cotrain_server.views import prometheus as collector
+from cotrain_store.monitoring.logs import configure_logs
+from cotrain_store.monitoring.metrics import REGISTRY
 from tests.support.http_api import ALICE, BOB, OPERATOR, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
 

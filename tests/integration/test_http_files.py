@@ -13,10 +13,10 @@ import httpx
 import pyrage
 import pytest
 
-from cotrain.transport import Transport
-from cotrain_server.signing import LINK_LIFE_S, Link, Signer
+from cotrain.transport.http import Transport
+from cotrain_server.signed_tokens import LINK_LIFE_S, Link, Signer
+from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.errors import WeightsGone
-from cotrain_store.file_sums import SUMS, sums_of
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.weights import external_folder
 from tests.support.http_api import ALICE, BOB, running_api

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.keys import run_keys, weights_keys
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.saves import LoadRequest
-from cotrain_store.reverse_kl import decode_reverse_kl
 from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api
 from tests.support.kl_bodies import kl_body
 from tests.support.stand_in import StandIn, stand_in

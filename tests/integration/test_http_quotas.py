@@ -176,8 +176,8 @@ async def test_without_memory_nothing_that_is_kept_is_made(
 ) -> None:
     async with running_api(empty_redis.url) as api:
         session = (await api.post("create_session", {})).json()["session_id"]
-        monkeypatch.setattr("cotrain_store.capacity._ASK_MEMORY_EVERY_S", 0.0)
-        monkeypatch.setattr("cotrain_store.capacity.MEMORY_SHARE", 1e-9)
+        monkeypatch.setattr("cotrain_store.disk.capacity._ASK_MEMORY_EVERY_S", 0.0)
+        monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-9)
         sampler = {
             "session_id": session,
             "sampling_session_seq_id": 0,
@@ -190,7 +190,7 @@ async def test_without_memory_nothing_that_is_kept_is_made(
 async def test_in_a_crowded_memory_a_tenant_may_leave_less_unread(
     empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.capacity._ASK_MEMORY_EVERY_S", 0.0)
+    monkeypatch.setattr("cotrain_store.disk.capacity._ASK_MEMORY_EVERY_S", 0.0)
     async with running_api(empty_redis.url) as api:
         run, other = await api.new_run(), await api.new_run(BOB)
         sampler = await api.new_sampler()
@@ -199,9 +199,9 @@ async def test_in_a_crowded_memory_a_tenant_may_leave_less_unread(
             fetched = await api.post("retrieve_future", {"request_id": f"{other}:0"}, BOB)
             assert fetched.status_code == 200
             await api.services.futures._unread.tell()
-            monkeypatch.setattr("cotrain_store.capacity.UNREAD_SHARE", 1e-9)
+            monkeypatch.setattr("cotrain_store.disk.capacity.UNREAD_SHARE", 1e-9)
             assert (await api.post("forward_backward", pass_body(run, 1))).status_code == 200
-            monkeypatch.setattr("cotrain_store.capacity.CROWDED_SHARE", 1e-9)
+            monkeypatch.setattr("cotrain_store.disk.capacity.CROWDED_SHARE", 1e-9)
             over = await api.post("forward_backward", pass_body(run, 2))
             assert refusal(over) == (429, "unread_quota_reached")
             sample = {

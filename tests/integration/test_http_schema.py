@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
-from cotrain_store.connection import open_connection
+from cotrain_store.redis_client.connection import open_connection
 from tests.support.http_api import ALICE, BOB, POOL, pass_body, publish_pool, sample_body
 from tests.support.stand_in import FILES, stand_in
 from tests.support.waiting import PATIENCE_S

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from cotrain.run_types import TOKENIZER_FILES
+from cotrain.wire.runs import TOKENIZER_FILES
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.encoding import encode
 from tests.support.http_api import ALICE, POOL, running_api

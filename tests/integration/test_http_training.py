@@ -11,9 +11,9 @@ import pytest
 import tinker
 import zstandard
 
-from cotrain.codec import PROTOBUF, decode_pass_output
-from cotrain_server.reading import read_json_pass
-from cotrain_store.bodies import encode_pass_output
+from cotrain.wire.pass_codec import PROTOBUF, decode_pass_output
+from cotrain_server.requests.passes import read_json_pass
+from cotrain_store.bodies.pass_body import encode_pass_output
 from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.results import Result, ResultKind

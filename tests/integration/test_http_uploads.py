@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_server import uploads
-from cotrain_store.dispatch import Dispatch
-from cotrain_store.imports import decode_import
+from cotrain_server.http import upload_body as uploads
+from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.keys import result_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.saves import SaveRequest
+from cotrain_store.oplog.dispatch import Dispatch
 from tests.support.hostile_archives import BOMBS, HOSTILE
 from tests.support.http_api import ALICE, BOB, POOL, running_api
 from tests.support.stand_in import stand_in

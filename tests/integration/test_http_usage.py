@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_store.audit import AuditEvent
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.samples import SampleUsage
+from cotrain_store.tenants.audit_log import AuditEvent
 from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api, sample_body
 from tests.support.stand_in import DEVICE_S, FILES, StandIn, stand_in
 

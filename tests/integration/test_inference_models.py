@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from cotrain_store.sampling import ClaimedSample
+    from cotrain_store.sampling.claims import ClaimedSample
     from tests.support.redis_server import EmbeddedRedis
 
 

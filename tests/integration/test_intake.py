@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import (
     DiskReserveReached,
     QueueFull,
@@ -20,12 +21,11 @@ from cotrain_store.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from cotrain_store.intake import MAX_AHEAD, TenantLimits
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.spool import INLINE_LIMIT_BYTES
+from cotrain_store.oplog.intake import MAX_AHEAD, TenantLimits
 from tests.support.log import open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
@@ -322,7 +322,7 @@ async def test_a_full_disk_refuses_and_leaves_nothing(
     run = await log.new_run()
     before = log.everything()
     with monkeypatch.context() as full:
-        full.setattr("cotrain_store.spool.os.fdatasync", no_space)
+        full.setattr("cotrain_store.disk.spool.os.fdatasync", no_space)
         with pytest.raises(DiskReserveReached):
             await log.submit(run, 1, body=LARGE)
     assert log.everything() == before
@@ -348,7 +348,7 @@ async def test_a_redis_that_is_almost_full_takes_nothing_new_and_finishes_what_i
     async with open_log(empty_redis.url, tmp_path) as log:
         run = await log.new_run()
         await log.submit(run, 1)
-        monkeypatch.setattr("cotrain_store.capacity.MEMORY_SHARE", 1e-6)
+        monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-6)
         async with open_log(empty_redis.url, tmp_path) as full:
             before = log.everything()
             with pytest.raises(StoreFull):
@@ -356,7 +356,7 @@ async def test_a_redis_that_is_almost_full_takes_nothing_new_and_finishes_what_i
             assert log.everything() == before
             await full.run_all()
             assert full.result(run, 1) is not None
-        monkeypatch.setattr("cotrain_store.capacity.MEMORY_SHARE", 1.0)
+        monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1.0)
         async with open_log(empty_redis.url, tmp_path) as emptied:
             await emptied.submit(run, 2)
 

@@ -11,14 +11,14 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.dispatch import WorkerBeat
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
-from cotrain_workers import keeper as keeper_module
-from cotrain_workers.loop import MARGIN_S
-from cotrain_workers.snapshots import write_snapshot
+from cotrain_store.oplog.dispatch import WorkerBeat
+from cotrain_workers.recovery import resident_runs as keeper_module
+from cotrain_workers.recovery.snapshot_file import write_snapshot
+from cotrain_workers.worker.loop import MARGIN_S
 from tests.support.bodies import sequences
 from tests.support.program import (
     LORA,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
 
@@ -150,7 +150,7 @@ async def test_a_run_that_only_evaluates_does_not_keep_a_line_for_every_forward(
     redis: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cotrain_workers.debt.LOG_ENTRIES", 4)
+    monkeypatch.setattr("cotrain_workers.recovery.snapshot_policy.LOG_ENTRIES", 4)
     with worker(empty_redis.url, tmp_path, engine):
         run = await server.create("a", "a", LORA)
         for seq in range(1, 20):
@@ -245,7 +245,7 @@ async def test_a_copy_that_cannot_be_written_is_tried_again(
 
     with worker(empty_redis.url, tmp_path, engine, snapshot_debt_ops=1):
         with monkeypatch.context() as broken:
-            broken.setattr("cotrain_workers.keeper.write_snapshot", full)
+            broken.setattr("cotrain_workers.recovery.resident_runs.write_snapshot", full)
             run = await server.create("a", "a", LORA)
             await results(server, run, await submit(server, run, 1, 2))
         await results(server, run, await submit(server, run, 3, 3))
@@ -268,7 +268,7 @@ async def test_a_drain_gives_up_at_its_deadline_and_the_rest_is_replayed(
         released.wait(PATIENCE_S)
         return write_snapshot(*args)
 
-    monkeypatch.setattr("cotrain_workers.keeper.write_snapshot", slow)
+    monkeypatch.setattr("cotrain_workers.recovery.resident_runs.write_snapshot", slow)
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, stop_grace_s=MARGIN_S + 0.05):
         answers = await results(server, run, await submit(server, run, 1, 3))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from cotrain_store.connection import open_connection
-from cotrain_store.futures import Futures
-from cotrain_store.spool import Spool, new_writer
-from cotrain_workers.suspects import MAX_DEATHS
+from cotrain_store.disk.spool import Spool, new_writer
+from cotrain_store.redis_client.connection import open_connection
+from cotrain_store.results.futures import Futures
+from cotrain_workers.recovery.bisection import MAX_DEATHS
 from tests.support.processes import Process, settings_of, stack_of
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
@@ -18,7 +18,7 @@ from tests.support.stack import stack, worker
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
 POISON = {
     "error": "Request repeatedly crashed the worker; it was not applied.",

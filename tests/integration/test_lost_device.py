@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from cotrain_workers.device import EXIT_CODE
+from cotrain_workers.engine.device import EXIT_CODE
 from tests.support.processes import PATIENCE_S, environment_of, settings_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ WORKER = """
 import atexit
 from unittest.mock import Mock
 import cotrain_workers.__main__ as worker
-from cotrain_workers.device import DeviceLost
+from cotrain_workers.engine.device import DeviceLost
 
 atexit.register(print, "an orderly end")
 lost = Mock(run=Mock(side_effect=DeviceLost("CUDA error: device-side assert triggered")))

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
+from cotrain_store.disk.result_storage import is_spooled
 from cotrain_store.keys import weights_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, run_id
@@ -16,9 +18,7 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
-from cotrain_store.results import is_spooled
-from cotrain_store.reverse_kl import KlArrays, ReverseKlBody, encode_reverse_kl
-from cotrain_workers.mix import mix
+from cotrain_workers.engine.adapters.interpolation import mix
 from tests.support.bodies import sequences
 from tests.support.checkpoints import saved_state
 from tests.support.deaths import Failpoint, dying_worker
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.ids import RequestId
     from cotrain_store.messages.weights import CheckpointRecord
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
-from cotrain_store.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import (
     SamplerNotFound,
     SamplerQuotaReached,
@@ -17,15 +17,15 @@ from cotrain_store.errors import (
     SessionQuotaReached,
     UnreadQuotaReached,
 )
-from cotrain_store.intake import SAMPLER_REST_MS, Intake, TenantLimits
 from cotrain_store.keys import result_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.records import RecordLimits, Records
-from cotrain_store.sample_intake import SampleIntake, SampleLimits
-from cotrain_store.spool import INLINE_LIMIT_BYTES
-from cotrain_store.unread import Unread
+from cotrain_store.oplog.intake import SAMPLER_REST_MS, Intake, TenantLimits
+from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.results.unread import Unread
+from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.tenants.records import RecordLimits, Records
 from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
 from tests.support.waiting import until
 
@@ -131,7 +131,7 @@ async def test_samples_count_like_other_results(samples: Samples) -> None:
 async def test_what_redis_does_not_take_is_told_again(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.unread.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("cotrain_store.results.unread.TELL_EVERY_S", 0.0)
     taken: asyncio.Queue[list[str]] = asyncio.Queue()
     lost = iter([True, False])
 
@@ -151,7 +151,7 @@ async def test_what_redis_does_not_take_is_told_again(
 async def test_a_redis_that_refuses_writes_for_a_while_is_told_after_it(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.unread.TELL_EVERY_S", 0.01)
+    monkeypatch.setattr("cotrain_store.results.unread.TELL_EVERY_S", 0.01)
     run = await log.new_run()
     await log.run_all()
     log.redis.config_set("min-replicas-to-write", 1)  # as with a disk that takes no RDB file

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.dispatch import Dispatch, Place, WorkerBeat
 from cotrain_store.errors import Fenced
-from cotrain_store.execution import Execution
 from cotrain_store.keys import fleet_keys, run_keys, sample_keys
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
-from cotrain_store.sampling import Sampling
-from cotrain_store.saved_weights import SavedWeights
+from cotrain_store.oplog.dispatch import Dispatch, Place, WorkerBeat
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.sampling.claims import Sampling
+from cotrain_store.weights.saved_weights import SavedWeights
 from tests.support.log import WORKER
 from tests.support.samples import sampler_record
 from tests.support.stack import POOL, pool_record_for_tests

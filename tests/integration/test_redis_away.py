@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cotrain_store.connection import open_sync_connection
-from cotrain_store.execution import Execution
 from cotrain_store.keys import fleet_keys, run_keys
-from cotrain_store.sampling import Sampling
-from cotrain_workers import heart
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.redis_client.connection import open_sync_connection
+from cotrain_store.sampling.claims import Sampling
+from cotrain_workers.worker import heartbeat as heart
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_store.sampling import ClaimedSample
-    from cotrain_workers.engine import Engine
+    from cotrain_store.sampling.claims import ClaimedSample
+    from cotrain_workers.engine.engine import Engine
     from tests.support.stack import Stack
 
 

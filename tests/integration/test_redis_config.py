@@ -14,10 +14,10 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from cotrain_store.connection import DURABLE, check_store, open_connection
-from cotrain_store.embedded import find_redis_binary, redis_command
 from cotrain_store.keys import fleet_keys
-from cotrain_store.settings import with_password
+from cotrain_store.redis_client.connection import DURABLE, check_store, open_connection
+from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
+from cotrain_store.settings.store import with_password
 from tests.support.compose_files import ROOT
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_store.errors import RunClosed, SeqConflict, SeqTooFar
-from cotrain_store.futures import Pending
-from cotrain_store.gaps import still_waiting
-from cotrain_store.intake import MAX_AHEAD
 from cotrain_store.keys import run_keys
+from cotrain_store.messages.gaps import still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.rollback import DIGESTS_KEPT
+from cotrain_store.oplog.intake import MAX_AHEAD
+from cotrain_store.oplog.rollback import DIGESTS_KEPT
+from cotrain_store.results.futures import Pending
 from tests.support.log import open_log
 from tests.support.stack import POOL
 
@@ -116,7 +116,7 @@ async def test_a_repeat_of_a_seq_behind_riders_gets_the_same_request(log: Log) -
 async def test_the_key_of_a_rider_goes_with_its_digest(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.execution.DIGESTS_KEPT", 2)
+    monkeypatch.setattr("cotrain_store.oplog.execution.DIGESTS_KEPT", 2)
     assert DIGESTS_KEPT > 2
     run = await log.new_run()
     await ride(log, run, key="k")

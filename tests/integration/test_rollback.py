@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunState
-from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.log import record_of
 from tests.support.stack import POOL
 

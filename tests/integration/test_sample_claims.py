@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, result_keys, sample_keys
 from cotrain_store.messages.ids import RequestId, WorkerId
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.spool import INLINE_LIMIT_BYTES
 from tests.support.full_table import no_descriptor
 from tests.support.lives import life_ms
 from tests.support.log import WORKER

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.completions import Completion
 from cotrain_store.keys import result_keys, sample_keys
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import Result
-from cotrain_store.sample_ends import CLONE_SIZE, OWN_SEQS
+from cotrain_store.sampling.completions import Completion
+from cotrain_store.sampling.endings import CLONE_SIZE, OWN_SEQS
 from tests.support.lives import life_ms, pass_time
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import RESULT, open_samples
@@ -21,8 +21,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_store.completions import Completions
     from cotrain_store.messages.ids import RequestId
+    from cotrain_store.sampling.completions import Completions
     from tests.support.samples import Samples
 
 #: Longer than any wait here lasts: running into it is a failure.
@@ -80,7 +80,7 @@ async def test_many_ends_within_one_millisecond_are_all_told(
     requests = await samples.submit(sampler, *range(40))
     samples.claim()
     now = time.time()
-    monkeypatch.setattr("cotrain_store.sampling.time.time", lambda: now)
+    monkeypatch.setattr("cotrain_store.sampling.claims.time.time", lambda: now)
     told, cursor = [], 0
     async with samples.completions() as completions:
         for start in range(0, 40, 8):
@@ -94,7 +94,7 @@ async def test_many_ends_within_one_millisecond_are_all_told(
 async def test_so_many_are_told_by_one_answer(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.completions.MOST", 3)
+    monkeypatch.setattr("cotrain_store.sampling.completions.MOST", 3)
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, *range(8))
     samples.claim()
@@ -167,7 +167,7 @@ async def test_a_poll_that_runs_out_of_time_keeps_its_cursor(samples: Samples) -
 async def test_a_poll_without_a_timeout_is_held_for_a_while(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.completions.HOLD_S", 0.02)
+    monkeypatch.setattr("cotrain_store.sampling.completions.HOLD_S", 0.02)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         assert await completions.wait(sampler, 0, 0, None) == ([], 0)
@@ -176,7 +176,7 @@ async def test_a_poll_without_a_timeout_is_held_for_a_while(
 async def test_the_sweep_finds_what_no_message_told(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.completions.SWEEP_S", 0.02)
+    monkeypatch.setattr("cotrain_store.sampling.completions.SWEEP_S", 0.02)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))
@@ -188,7 +188,7 @@ async def test_the_sweep_finds_what_no_message_told(
 async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.completions.SWEEP_S", NEVER_S)
+    monkeypatch.setattr("cotrain_store.sampling.completions.SWEEP_S", NEVER_S)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.deliveries import READ_AFTER_S, SampleDeliveries
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound, SampleExpired
-from cotrain_store.futures import Pending
 from cotrain_store.keys import age_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.sample_ends import parse_sample
-from cotrain_store.spool import INLINE_LIMIT_BYTES, RESULTS
+from cotrain_store.results.delivery import READ_AFTER_S, SampleDeliveries
+from cotrain_store.results.futures import Pending
+from cotrain_store.sampling.endings import parse_sample
 from tests.support.lives import life_ms
 from tests.support.samples import RESULT
 from tests.support.waiting import until
@@ -142,8 +142,8 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
 async def test_waiting_for_a_result_notes_that_it_was_sent(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.futures.SWEEP_S", 0.02)
-    monkeypatch.setattr("cotrain_store.deliveries.READ_AFTER_S", 0.0)
+    monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", 0.02)
+    monkeypatch.setattr("cotrain_store.results.delivery.READ_AFTER_S", 0.0)
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
     samples.resolve(*samples.claim())

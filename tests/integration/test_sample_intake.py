@@ -19,8 +19,8 @@ from cotrain_store.errors import (
 )
 from cotrain_store.keys import fleet_keys, result_keys, sample_keys
 from cotrain_store.messages.ids import RequestId, TenantId
-from cotrain_store.sample_ends import CANCELLED
-from cotrain_store.sample_intake import SampleLimits
+from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.sampling.intake import SampleLimits
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis
@@ -154,7 +154,7 @@ async def test_without_room_nothing_new_is_taken(
     async with open_samples(empty_redis.url, tmp_path, disk_reserve_bytes=1 << 60) as samples:
         with pytest.raises(DiskReserveReached):
             await samples.submit(await samples.sampler(), 0)
-    monkeypatch.setattr("cotrain_store.capacity.MEMORY_SHARE", 1e-6)
+    monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-6)
     async with open_samples(empty_redis.url, tmp_path) as samples:
         with pytest.raises(StoreFull):
             await samples.submit(await samples.sampler(), 0)

@@ -30,8 +30,8 @@ from cotrain_store.errors import Fenced, SamplingBusy, SeqConflict
 from cotrain_store.keys import sample_keys
 from cotrain_store.messages.ids import RequestId, TenantId, sample_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.sample_ends import CANCELLED, CLONE_SIZE
-from cotrain_store.sample_intake import SampleLimits
+from cotrain_store.sampling.endings import CANCELLED, CLONE_SIZE
+from cotrain_store.sampling.intake import SampleLimits
 from tests.support.log import WORKER
 from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples, sampler_record
 from tests.support.stack import POOL
@@ -39,8 +39,8 @@ from tests.support.stack import POOL
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
+    from cotrain_store.bodies.sample_body import SampleBody
     from cotrain_store.messages.samples import SamplerRecord
-    from cotrain_store.samples import SampleBody
     from tests.support.redis_server import EmbeddedRedis
 
 TENANTS = ("t0", "t1", "t2")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cotrain.proto import wire_pb2
+from cotrain.wire.proto import wire_pb2
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import ResultKind
-from cotrain_store.sample_ends import CANCELLED
-from cotrain_store.token_stream import TokenStream
-from cotrain_workers.decoder import EngineDecoder
+from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.sampling.token_stream import TokenStream
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from tests.support.program import LORA, submit
 from tests.support.sampling import (
     LONG,
@@ -35,8 +35,8 @@ from tests.support.waiting import PATIENCE_S
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.sample_ops import Progress
+    from cotrain_workers.engine.decoding.requests import Progress
+    from cotrain_workers.engine.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from cotrain_store.keys import run_keys, sample_keys
 from cotrain_store.messages.ids import request_id
-from cotrain_workers.decoder import EngineDecoder
-from cotrain_workers.sample_requests import seed_of
-from cotrain_workers.suspects import CRASHED, MAX_DEATHS, POISON
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.recovery.bisection import CRASHED, MAX_DEATHS, POISON
+from cotrain_workers.sampling.codec import seed_of
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.program import LORA, submit
 from tests.support.sampling import (
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.sample_ops import Progress
+    from cotrain_workers.engine.decoding.requests import Progress
+    from cotrain_workers.engine.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 
 
@@ -111,7 +111,7 @@ async def test_weights_whose_file_was_never_written_are_made_again(
     blocked = threading.Event()
     with monkeypatch.context() as slow:
         slow.setattr(
-            "cotrain_workers.checkpoint_files.write_folder", lambda *_: blocked.wait(PATIENCE_S)
+            "cotrain_workers.checkpoints.files.write_folder", lambda *_: blocked.wait(PATIENCE_S)
         )
         loop, spools = make_worker(url, tmp_path, engine, snapshot_debt_ops=1)
         life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
@@ -164,11 +164,11 @@ async def test_a_disk_that_is_full_delays_the_file_and_loses_nothing(
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("cotrain_workers.weights_store.RETRY_S", 0.01)
+    monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RETRY_S", 0.01)
     run = await server.create("a", "a", LORA)
     with worker(empty_redis.url, tmp_path, engine) as loop:
         with monkeypatch.context() as broken:
-            broken.setattr("cotrain_workers.checkpoint_files.write_folder", full)
+            broken.setattr("cotrain_workers.checkpoints.files.write_folder", full)
             await submit(server, run, 1, 4)
             sampler = await saved_sampler(server, run, 5)
             before = await sample(server, sampler, 1)

@@ -12,13 +12,18 @@ import torch
 
 from cotrain_store.keys import sample_keys
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.sample_ends import CANCELLED
-from cotrain_store.token_stream import TokenPublisher
-from cotrain_workers.checkpoint_files import CheckpointFiles, Saved
-from cotrain_workers.sample_ops import HostWeights, Progress, SampledSequence, SampleOutput
-from cotrain_workers.sampling_service import AHEAD, GONE, UNREADABLE, SamplingService
-from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
-from cotrain_workers.weights_store import WeightsStore
+from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.sampling.token_stream import TokenPublisher
+from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
+from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.decoding.requests import (
+    HostWeights,
+    Progress,
+    SampledSequence,
+    SampleOutput,
+)
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
+from cotrain_workers.sampling.service import AHEAD, GONE, UNREADABLE, SamplingService
 from tests.support.samples import LARGE_BODY, Samples, open_samples, sampler_record
 from tests.support.stack import MODEL
 
@@ -28,8 +33,8 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.ids import RequestId
     from cotrain_store.messages.results import Result
-    from cotrain_workers.ops import Failure
-    from cotrain_workers.sample_ops import SampleRequest
+    from cotrain_workers.engine.decoding.requests import SampleRequest
+    from cotrain_workers.engine.ops import Failure
     from tests.support.redis_server import EmbeddedRedis
 
 OUTPUT = SampleOutput(
@@ -204,7 +209,7 @@ async def test_a_full_disk_delays_answers_and_claims_and_loses_none(
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("cotrain_workers.sampling_service.RETRY_S", 0.0)
+    monkeypatch.setattr("cotrain_workers.sampling.service.RETRY_S", 0.0)
     sampler = await bench.samples.sampler()
     requests = await bench.samples.submit(sampler, *range(AHEAD + 1))
     bench.service.advance()

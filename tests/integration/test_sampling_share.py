@@ -11,9 +11,9 @@ import pytest
 
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_workers.decoder import EngineDecoder
-from cotrain_workers.engine import Engine
-from cotrain_workers.wave import Wave
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.training.forward_backward import Wave
 from tests.support.bodies import sequences
 from tests.support.sampling import LONG, base_sampler, ended, saved_sampler, submit_sample
 from tests.support.stack import Stack, worker
@@ -21,7 +21,7 @@ from tests.support.stack import Stack, worker
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_workers.sample_ops import Progress
+    from cotrain_workers.engine.decoding.requests import Progress
     from tests.support.redis_server import EmbeddedRedis
 
 MICRO_BATCH_S = 1.0
@@ -74,7 +74,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
     monkeypatch.setattr(EngineDecoder, "step", decoded)
     monkeypatch.setattr(Engine, "run", ran)
     fake = SimpleNamespace(monotonic=clock.monotonic)
-    monkeypatch.setattr("cotrain_workers.beside.time", fake)
+    monkeypatch.setattr("cotrain_workers.worker.time_sharing.time", fake)
     return clock
 
 

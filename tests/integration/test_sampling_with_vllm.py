@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cotrain.proto import wire_pb2
-from cotrain_store.sample_ends import CANCELLED
+from cotrain.wire.proto import wire_pb2
+from cotrain_store.sampling.endings import CANCELLED
 from tests.support.fake_vllm import FakeVllm
 from tests.support.program import LORA, submit
 from tests.support.sampling import (
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.loop import WorkerLoop
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.worker.loop import WorkerLoop
     from tests.support.redis_server import EmbeddedRedis
 
 

@@ -19,7 +19,7 @@ import redis
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient
 from cotrain_server import cli
-from cotrain_server.folder import DataFolder
+from cotrain_server.supervisor.data_folder import DataFolder
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import COMMAND, Serving
 from tests.support.tiny_models import build_tiny_qwen3

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from cotrain_store.dispatch import Place, WorkerBeat
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.status import (
+from cotrain_store.monitoring.status import (
     QueueStatus,
     cycle_records,
     pool_status,
@@ -16,6 +15,7 @@ from cotrain_store.status import (
     scheduler_alive,
     scheduler_epoch,
 )
+from cotrain_store.oplog.dispatch import Place, WorkerBeat
 from tests.support.log import WORKER
 from tests.support.stack import POOL
 

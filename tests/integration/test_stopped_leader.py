@@ -8,9 +8,9 @@ import signal
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.keys import fleet_keys
-from cotrain_store.status import scheduler_epoch
+from cotrain_store.monitoring.status import scheduler_epoch
+from cotrain_store.oplog.dispatch import WorkerBeat
 from tests.support.log import WORKER
 from tests.support.processes import PATIENCE_S, Process
 from tests.support.stack import POOL

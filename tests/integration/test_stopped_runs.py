@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain.proto import wire_pb2
+from cotrain.wire.proto import wire_pb2
+from cotrain_store.disk.result_storage import RUN_STOPPED
+from cotrain_store.disk.spool import Spool, SpoolRef, new_writer
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
-from cotrain_store.results import RUN_STOPPED
-from cotrain_store.spool import Spool, SpoolRef, new_writer
 from tests.support.bodies import sequences
 from tests.support.full_table import no_descriptor
 from tests.support.program import (
@@ -30,7 +30,7 @@ from tests.support.stack import POOL, Stack, worker
 
 if TYPE_CHECKING:
     from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
     from tests.support.redis_server import EmbeddedRedis
 
 #: Its body does not fit beside its request in Redis.

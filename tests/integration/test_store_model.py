@@ -28,19 +28,19 @@ from hypothesis.stateful import (
 from typing_extensions import override
 
 from cotrain_scheduler.planner import runnable_prefix
-from cotrain_store.connection import open_connection, open_sync_connection
-from cotrain_store.dispatch import Dispatch, WorkerBeat
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, new_writer
 from cotrain_store.errors import Fenced, PlanOutdated, RunClosed, SeqConflict, SeqTooFar
-from cotrain_store.execution import Execution
-from cotrain_store.intake import MAX_AHEAD, Intake, TenantLimits
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, WorkerId, request_id, run_id
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.messages.weights import CheckpointRecord
-from cotrain_store.spool import INLINE_LIMIT_BYTES, Spool, new_writer
-from cotrain_store.unread import Unread
+from cotrain_store.oplog.dispatch import Dispatch, WorkerBeat
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.oplog.intake import MAX_AHEAD, Intake, TenantLimits
+from cotrain_store.redis_client.connection import open_connection, open_sync_connection
+from cotrain_store.results.unread import Unread
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.api_keys import read_chosen_keys
 from cotrain_store.errors import (
     BaseModelNotServed,
     ExpiredKey,
@@ -22,13 +21,14 @@ from cotrain_store.errors import (
 )
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.records import Records
-from cotrain_store.secrets import signing_keys
-from cotrain_store.tenants import CACHE_S, Tenants
+from cotrain_store.tenants.api_keys import CACHE_S, Tenants
+from cotrain_store.tenants.key_format import read_chosen_keys
+from cotrain_store.tenants.records import Records
+from cotrain_store.tenants.secrets import signing_keys
 from tests.support.stack import MODEL, POOL
 
 if TYPE_CHECKING:
-    from cotrain_store.api_keys import ChosenKey
+    from cotrain_store.tenants.key_format import ChosenKey
     from tests.support.log import Log
 
 A, B = TenantId("a"), TenantId("b")
@@ -90,7 +90,7 @@ async def test_a_revoked_key_stops_within_the_cache_time(
     with pytest.raises(InvalidKey):
         await here.authenticate(key)
     later = time.monotonic() + CACHE_S
-    monkeypatch.setattr("cotrain_store.tenants.time.monotonic", lambda: later)
+    monkeypatch.setattr("cotrain_store.tenants.api_keys.time.monotonic", lambda: later)
     with pytest.raises(InvalidKey):
         await there.authenticate(key)
     assert await here.list_keys() == []
@@ -225,7 +225,7 @@ async def test_a_shown_key_is_told_by_its_id_and_lives_until_it_is_revoked(
     await here.revoke(record.id)
     assert not await here.is_live(record.id)
     later = time.monotonic() + CACHE_S
-    monkeypatch.setattr("cotrain_store.tenants.time.monotonic", lambda: later)
+    monkeypatch.setattr("cotrain_store.tenants.api_keys.time.monotonic", lambda: later)
     assert not await there.is_live(record.id)
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis.exceptions import DataError, ResponseError
 
-from cotrain_store.connection import CONNECTION_LOST, open_shared_connection
+from cotrain_store.redis_client.connection import CONNECTION_LOST, open_shared_connection
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from cotrain_store.connection import Connection, SyncConnection
+    from cotrain_store.redis_client.connection import Connection, SyncConnection
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def test_a_script_is_sent_again_to_a_redis_that_was_started_again() -> Non
 async def test_a_redis_that_is_gone_is_told_to_every_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cotrain_store.connection._RETRIES", 0)
+    monkeypatch.setattr("cotrain_store.redis_client.connection._RETRIES", 0)
     with EmbeddedRedis() as server:
         shared = open_shared_connection(server.url)
         await shared.ping()

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.keys import sample_keys
 from cotrain_store.messages.ids import RequestId
-from cotrain_store.token_stream import StreamedTokens, TokenPublisher, TokenStream
+from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher, TokenStream
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     import pytest
 
-    from cotrain_store.token_stream import TokenFeed
+    from cotrain_store.sampling.token_stream import TokenFeed
     from tests.support.samples import Samples
 
 REQUEST, OTHER = RequestId("s:sample:0:1"), RequestId("s:sample:0:2")
@@ -72,7 +72,7 @@ async def test_every_feed_ends_with_its_process(samples: Samples) -> None:
 async def test_one_who_reads_slowly_loses_tokens_and_nobody_waits_for_it(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.token_stream.MOST_UNREAD", 2)
+    monkeypatch.setattr("cotrain_store.sampling.token_stream.MOST_UNREAD", 2)
     publisher = TokenPublisher(samples.log.redis)
     async with TokenStream(samples.log.connection) as stream:
         await listened_to(samples)

@@ -27,9 +27,9 @@ HOUR_S = 3600 * 500_000
 
 @pytest.fixture(autouse=True)
 def fixed_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.usage_fields.usage_hour", lambda _: HOUR_S)
-    monkeypatch.setattr("cotrain_store.sampling.usage_hour", lambda _: HOUR_S)
-    monkeypatch.setattr("cotrain_store.saved_weights.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.keys.usage_fields.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.sampling.claims.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.weights.saved_weights.usage_hour", lambda _: HOUR_S)
 
 
 def used(samples: Samples, tenant: str = "a") -> dict[str, float]:

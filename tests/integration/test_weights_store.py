@@ -11,10 +11,10 @@ import pytest
 
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import WeightsRef
-from cotrain_workers.checkpoint_files import CheckpointFiles
-from cotrain_workers.peft_folder import TENSORS
-from cotrain_workers.sample_ops import WeightsGone
-from cotrain_workers.weights_store import LOST, WeightsStore
+from cotrain_workers.checkpoints.files import CheckpointFiles
+from cotrain_workers.checkpoints.peft_folder import TENSORS
+from cotrain_workers.checkpoints.weights_store import LOST, WeightsStore
+from cotrain_workers.engine.decoding.requests import WeightsGone
 from tests.support.saved_files import (
     KEY,
     SIZE,
@@ -191,11 +191,11 @@ async def test_a_full_disk_keeps_a_named_save_waiting_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
     part: str,
 ) -> None:
-    monkeypatch.setattr("cotrain_workers.weights_store.RETRY_S", 0.0)
+    monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RETRY_S", 0.0)
     run = await samples.log.new_run()
     store, record = store_of(), await saved(samples, run, 1, name="x", kind="weights")
     with monkeypatch.context() as broken:
-        broken.setattr(f"cotrain_workers.checkpoint_files.{part}", full)
+        broken.setattr(f"cotrain_workers.checkpoints.files.{part}", full)
         store.put(record, replace(state_of(1.0), recipients=(str(KEY.to_public()),)))
         for _ in range(3):
             written(store)
@@ -210,12 +210,12 @@ async def test_a_full_disk_keeps_a_named_save_waiting_and_loses_nothing(
 async def test_there_is_no_room_for_another_save_while_the_disk_is_behind(
     samples: Samples, store_of: Callable[..., WeightsStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_workers.weights_store.RETRY_S", 0.0)
+    monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RETRY_S", 0.0)
     run = await samples.log.new_run()
     store = store_of(owed_bytes=2 * SIZE)
     assert store.has_room_for(())
     with monkeypatch.context() as broken:
-        broken.setattr("cotrain_workers.checkpoint_files.write_folder", full)
+        broken.setattr("cotrain_workers.checkpoints.files.write_folder", full)
         store.put(await saved(samples, run, 1, name="x", kind="weights"), state_of(1.0))
         for _ in range(3):
             written(store)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.ages import ORPHAN_AGE_S
+from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S
 from cotrain_store.keys import sample_keys, weights_keys
 from cotrain_store.messages.ids import SamplerId, WeightsRef
-from cotrain_workers.checkpoint_files import base_model_of_adapter
-from cotrain_workers.peft_folder import write_folder
-from cotrain_workers.sample_ops import WeightsGone
+from cotrain_workers.checkpoints.files import base_model_of_adapter
+from cotrain_workers.checkpoints.peft_folder import write_folder
+from cotrain_workers.engine.decoding.requests import WeightsGone
 from tests.support.saved_files import (
     KEY,
     SPEC,

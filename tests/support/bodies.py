@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cotrain.proto import wire_pb2
+from cotrain.wire.proto import wire_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

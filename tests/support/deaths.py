@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from cotrain_store.spool import Spool
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.loop import WorkerLoop
+    from cotrain_store.disk.spool import Spool
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.worker.loop import WorkerLoop
 
 
 class Killed(BaseException):

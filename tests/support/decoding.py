@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cotrain_workers.ops import Datum, Failure, Pass, PassOutput, Save, SaveOutput
-from cotrain_workers.sample_ops import NO_TOP_K, SampleOutput, SampleRequest
+from cotrain_workers.engine.decoding.requests import NO_TOP_K, SampleOutput, SampleRequest
+from cotrain_workers.engine.ops import Datum, Failure, Pass, PassOutput, Save, SaveOutput
 from tests.support.training import MIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from cotrain_workers.decoder import EngineDecoder
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.sample_ops import HostWeights, TopK
+    from cotrain_workers.engine.decoding.decoder import EngineDecoder
+    from cotrain_workers.engine.decoding.requests import HostWeights, TopK
+    from cotrain_workers.engine.engine import Engine
 
 VOCAB = 128
 RUNS = [tenant.run for tenant in MIX]

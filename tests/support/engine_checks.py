@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.engine import Engine
-from cotrain_workers.losses import LOSSES
-from cotrain_workers.ops import Pass, PassOutput
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Pass, PassOutput
+from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.training import MIX, PeftOracle, Tenant, relative_error, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from cotrain_workers.lora_backend import Choice
+    from cotrain_workers.engine.lora.backend import Choice
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from cotrain.codec import PROTOBUF
-from cotrain.proto import wire_pb2 as wire
+from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.proto import wire_pb2 as wire
 
 if TYPE_CHECKING:
     import threading

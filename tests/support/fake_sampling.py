@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from typing_extensions import override
 
-from cotrain.codec import PROTOBUF
-from cotrain.proto import wire_pb2 as wire
+from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi
 
 if TYPE_CHECKING:

@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cotrain.proto import wire_pb2
+from cotrain.wire.proto import wire_pb2
+from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import RunId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
-from cotrain_store.reverse_kl import KlArrays, ReverseKlBody, encode_reverse_kl
-from cotrain_workers.ops import Failure, SaveOutput
-from cotrain_workers.recorder import SUFFIX, Recorder
-from cotrain_workers.requests import engine_op
-from cotrain_workers.sample_ops import WeightsGone
+from cotrain_workers.engine.decoding.requests import WeightsGone
+from cotrain_workers.engine.ops import Failure, SaveOutput
+from cotrain_workers.op_codec.ops import engine_op
+from cotrain_workers.recorder.recorder import SUFFIX, Recorder
 from tests.support.bodies import optim_body, pass_body, sequences
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.ops import HostOptimizer, Op, Output
-    from cotrain_workers.sample_ops import HostWeights
-    from cotrain_workers.spec import AdapterSpec, Layout
+    from cotrain_workers.engine.decoding.requests import HostWeights
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import HostOptimizer, Op, Output
+    from cotrain_workers.engine.spec import AdapterSpec, Layout
 
     Asked = tuple[str, int, OpKind, bytes]  # run, seq, kind, body
 

@@ -14,12 +14,12 @@ import httpx
 
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
-from cotrain_store.connection import open_sync_connection
-from cotrain_store.execution import Execution
+from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.keys import result_keys
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.pools import PoolRecord
-from cotrain_store.spool import Spool, new_writer
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.redis_client.connection import open_sync_connection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.ops import Create, KlDatum, ReverseKl, ReverseKlOutput
-from cotrain_workers.sample_ops import HostWeights
-from cotrain_workers.spec import AdapterSpec
+from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.ops import Create, KlDatum, ReverseKl, ReverseKlOutput
+from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.training import PeftOracle, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.ops import Output
-    from cotrain_workers.spec import Layout
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import Output
+    from cotrain_workers.engine.spec import Layout
 
 SPEC = AdapterSpec(4, seed=11)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cotrain_store.keys import age_keys
 
 if TYPE_CHECKING:
-    from cotrain_store.connection import SyncConnection
+    from cotrain_store.redis_client.connection import SyncConnection
 
 
 def life_ms(redis: SyncConnection, key: str) -> float:

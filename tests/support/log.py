@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cotrain_scheduler.planner import runnable_prefix
-from cotrain_store.connection import open_connection, open_sync_connection
-from cotrain_store.dispatch import Dispatch
-from cotrain_store.execution import Execution
-from cotrain_store.futures import Futures
-from cotrain_store.intake import Intake, TenantLimits
+from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WorkerId, run_id
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.spool import RESULTS, Spool, new_writer
+from cotrain_store.oplog.dispatch import Dispatch
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.oplog.intake import Intake, TenantLimits
+from cotrain_store.redis_client.connection import open_connection, open_sync_connection
+from cotrain_store.results.futures import Futures
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
 if TYPE_CHECKING:

@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from cotrain_store.dispatch import Dispatch
-from cotrain_store.intake import Intake, TenantLimits
-from cotrain_store.records import Records
-from cotrain_store.sample_intake import SampleIntake, SampleLimits
+from cotrain_store.oplog.dispatch import Dispatch
+from cotrain_store.oplog.intake import Intake, TenantLimits
+from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.tenants.records import Records
 from tests.support.stack import MODEL, Stack
 
 if TYPE_CHECKING:
-    from cotrain_store.connection import Connection
-    from cotrain_store.futures import Futures
-    from cotrain_store.spool import Spool
+    from cotrain_store.disk.spool import Spool
+    from cotrain_store.redis_client.connection import Connection
+    from cotrain_store.results.futures import Futures
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT / folder) for folder in ("client", "scheduler", "server", "workers")]

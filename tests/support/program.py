@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cotrain.proto import wire_pb2
+from cotrain.wire.proto import wire_pb2
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_workers.requests import CYCLE_METRIC
+from cotrain_workers.op_codec.ops import CYCLE_METRIC
 from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.ids import RequestId, RunId
     from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
 LORA = LoraSpec(rank=4, seed=7)
 STEPS = 3

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 import redis
 
-from cotrain_store.embedded import find_redis_binary, redis_command
+from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -7,8 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.completions import Completions
-from cotrain_store.execution import Execution
+from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.keys import fleet_keys, result_keys, sample_keys
 from cotrain_store.messages.ids import (
     RequestId,
@@ -24,11 +23,12 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.saves import SaveRecords
 from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
-from cotrain_store.records import Records
-from cotrain_store.sample_intake import SampleIntake, SampleLimits
-from cotrain_store.samples import SampleBody
-from cotrain_store.sampling import Sampling
-from cotrain_store.saved_weights import SavedWeights
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.sampling.claims import Sampling
+from cotrain_store.sampling.completions import Completions
+from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.tenants.records import Records
+from cotrain_store.weights.saved_weights import SavedWeights
 from tests.support.log import WORKER, Log, open_log
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cotrain.proto import wire_pb2
+from cotrain.wire.proto import wire_pb2
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import SessionId, TenantId, sampler_id
 from cotrain_store.messages.ops import OpKind
@@ -17,9 +17,9 @@ from tests.support.samples import BODY
 from tests.support.stack import MODEL, POOL
 
 if TYPE_CHECKING:
+    from cotrain_store.bodies.sample_body import SampleBody
     from cotrain_store.messages.ids import RequestId
     from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.samples import SampleBody
     from tests.support.stack import Stack
 
 #: Long enough to be interrupted.

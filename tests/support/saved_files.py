@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pyrage
 import torch
 
-from cotrain_workers.checkpoint_files import CheckpointFiles, Saved
-from cotrain_workers.ops import HostOptimizer
-from cotrain_workers.sample_ops import HostWeights
-from cotrain_workers.spec import AdapterSpec, Layout, Target, plan_layout
-from cotrain_workers.weights_store import WeightsStore
+from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
+from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.ops import HostOptimizer
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from tests.support.stack import MODEL
 
 if TYPE_CHECKING:

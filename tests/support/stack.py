@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cotrain_scheduler.clock import Clock
-from cotrain_scheduler.settings import ClockMode, SchedulerSettings
-from cotrain_store.connection import open_connection, open_sync_connection
-from cotrain_store.dispatch import Dispatch
-from cotrain_store.futures import Futures, Pending
-from cotrain_store.intake import Intake, TenantLimits
+from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.records import Records
-from cotrain_store.sample_intake import SampleIntake, SampleLimits
-from cotrain_store.spool import RESULTS, Spool, new_writer
-from cotrain_workers.assembly import enter_pool
-from cotrain_workers.settings import WorkerSettings, pool_of
+from cotrain_store.oplog.dispatch import Dispatch
+from cotrain_store.oplog.intake import Intake, TenantLimits
+from cotrain_store.redis_client.connection import open_connection, open_sync_connection
+from cotrain_store.results.futures import Futures, Pending
+from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
+from cotrain_store.settings.worker import WorkerSettings, pool_of
+from cotrain_store.tenants.records import Records
+from cotrain_workers.worker.bootstrap import enter_pool
 from tests.support.bodies import optim_body, pass_body
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.results import Result
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.loop import WorkerLoop
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.worker.loop import WorkerLoop
 
 MODEL = "tiny"
 POOL = pool_of(MODEL)

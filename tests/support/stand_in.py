@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cotrain_scheduler.planner import runnable_prefix
-from cotrain_store.connection import open_sync_connection
-from cotrain_store.dispatch import Dispatch
-from cotrain_store.execution import Execution
+from cotrain_store.bodies.sample_body import encode_sample_output
+from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.ids import RunId, SessionId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind, RunUsage, Step
 from cotrain_store.messages.results import Result, ResultKind
@@ -21,10 +20,11 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.samples import SamplerRecord, SampleUsage
 from cotrain_store.messages.saves import LoadRequest, SaveRecords, SaveRequest
 from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
-from cotrain_store.samples import encode_sample_output
-from cotrain_store.sampling import Sampling
-from cotrain_store.saved_weights import SavedWeights
-from cotrain_store.spool import RESULTS, Spool, new_writer
+from cotrain_store.oplog.dispatch import Dispatch
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.redis_client.connection import open_sync_connection
+from cotrain_store.sampling.claims import Sampling
+from cotrain_store.weights.saved_weights import SavedWeights
 from tests.support.http_api import POOL
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cotrain_server.services import Services
     from cotrain_store.messages.ids import RequestId, TenantId
     from cotrain_store.messages.ops import QueuedOp
-    from cotrain_store.sampling import ClaimedSample
+    from cotrain_store.sampling.claims import ClaimedSample
 
 WORKER = WorkerId("w0")
 #: Digest and bytes of the files that every save claims to have written.

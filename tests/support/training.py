@@ -12,17 +12,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from cotrain_workers.losses import LOSSES
-from cotrain_workers.ops import Create, Datum, OptimStep, Pass
-from cotrain_workers.spec import AdapterSpec
+from cotrain_workers.engine.ops import Create, Datum, OptimStep, Pass
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.losses import LOSSES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from cotrain_workers.bank import AdapterState
-    from cotrain_workers.ops import Op
-    from cotrain_workers.spec import Layout
+    from cotrain_workers.engine.adapters.bank import AdapterState
+    from cotrain_workers.engine.ops import Op
+    from cotrain_workers.engine.spec import Layout
 
 MODULES = {
     "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),

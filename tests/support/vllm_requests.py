@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cotrain_workers.engine import Engine
-from cotrain_workers.ops import Create, Datum, Failure, OptimStep, Pass, PassOutput
-from cotrain_workers.peft_folder import write_folder
-from cotrain_workers.sample_ops import (
+from cotrain_workers.checkpoints.peft_folder import write_folder
+from cotrain_workers.engine.decoding.requests import (
     NO_TOP_K,
     HostWeights,
     Progress,
@@ -19,8 +17,10 @@ from cotrain_workers.sample_ops import (
     SampleOutput,
     SampleRequest,
 )
-from cotrain_workers.spec import AdapterSpec
-from cotrain_workers.vllm_decoder import VllmDecoder
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, Datum, Failure, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 from tests.support.training import random_datum
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import SecretStr
 
-from cotrain_scheduler.settings import SchedulerSettings
 from cotrain_server.settings import ServerSettings
-from cotrain_store.settings import PREFIX, StoreSettings
-from cotrain_workers.settings import WorkerSettings
+from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings.store import PREFIX, StoreSettings
+from cotrain_store.settings.worker import WorkerSettings
 
 if TYPE_CHECKING:
     from pydantic_settings import BaseSettings

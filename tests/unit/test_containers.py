@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_scheduler.settings import SchedulerSettings
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
-from cotrain_store.settings import PREFIX, StoreSettings, misspelt_variables
-from cotrain_workers.settings import WorkerSettings
+from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings.store import PREFIX, StoreSettings, misspelt_variables
+from cotrain_store.settings.worker import WorkerSettings
 from tests.support.compose_files import (
     INTERPOLATION,
     ROOT,

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cotrain_server import collector
-from cotrain_store.dispatch import WorkerBeat
+from cotrain_server.views import prometheus as collector
 from cotrain_store.messages.ids import TenantId, WorkerId
-from cotrain_store.metrics import REGISTRY
-from cotrain_store.status import PoolStatus, QueueStatus, RedisStatus
+from cotrain_store.monitoring.metrics import REGISTRY
+from cotrain_store.monitoring.status import PoolStatus, QueueStatus, RedisStatus
+from cotrain_store.oplog.dispatch import WorkerBeat
 from tests.support.stack import POOL, pool_record_for_tests
 
 if TYPE_CHECKING:

@@ -14,30 +14,30 @@ import numpy as np
 import structlog
 import torch
 
-from cotrain_store.belonging import claim_folder
-from cotrain_store.connection import check_store_sync, open_sync_connection
+from cotrain_store.disk.folder_claim import claim_folder
+from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
-from cotrain_store.execution import beat_at
-from cotrain_store.logs import start_logs
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.monitoring.logs import start_logs
+from cotrain_store.oplog.execution import beat_at
+from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
 from cotrain_store.refusal import read_settings, refuse
-from cotrain_store.spool import RESULTS, Spool, new_writer
-from cotrain_workers.activation_memory import TooLittleMemory
-from cotrain_workers.assembly import enter_pool
-from cotrain_workers.device import EXIT_CODE, DeviceLost
-from cotrain_workers.engine import Engine
-from cotrain_workers.host_memory import free_host_bytes
-from cotrain_workers.known_sizes import KnownSizes
-from cotrain_workers.lora_backend import BackendUnfit
-from cotrain_workers.memory import is_out_of_memory
-from cotrain_workers.model_source import NoRoom, UnusableModel, no_room
-from cotrain_workers.ops import Create, Datum, Pass
-from cotrain_workers.place import PlaceTaken, await_absence, take_place
-from cotrain_workers.progress import listen, tell
-from cotrain_workers.settings import WorkerSettings, pool_of
-from cotrain_workers.spec import AdapterSpec
-from cotrain_workers.tokenizer import publish_tokenizer
+from cotrain_store.settings.worker import WorkerSettings, pool_of
+from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.host_memory import free_host_bytes
+from cotrain_workers.engine.lora.backend import BackendUnfit
+from cotrain_workers.engine.memory import is_out_of_memory
+from cotrain_workers.engine.model.model_source import NoRoom, UnusableModel, no_room
+from cotrain_workers.engine.ops import Create, Datum, Pass
+from cotrain_workers.engine.progress import listen, tell
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.memory_model import TooLittleMemory
+from cotrain_workers.worker.batch_size_cache import KnownSizes
+from cotrain_workers.worker.bootstrap import enter_pool
+from cotrain_workers.worker.instance_lock import PlaceTaken, await_absence, take_place
+from cotrain_workers.worker.tokenizer import publish_tokenizer
 
 log = structlog.get_logger()
 

@@ -9,7 +9,6 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
-from cotrain.checkpoint_types import ParsedCheckpointTinkerPath
 from cotrain.commands.terminal import (
     AsJson,
     PathOf,
@@ -20,10 +19,11 @@ from cotrain.commands.terminal import (
     print_rich,
 )
 from cotrain.errors import CotrainError
+from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
-    from cotrain.rest import RestClient
-    from cotrain.rest_types import Checkpoint
+    from cotrain.clients.rest import RestClient
+    from cotrain.wire.rest import Checkpoint
 
 PATH = "tinker://1f2e3d4c:train:0/weights/final"
 SECONDS_BY_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}

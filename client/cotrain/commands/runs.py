@@ -15,10 +15,10 @@ from cotrain.commands.terminal import (
     print_json,
     print_rich,
 )
-from cotrain.rest_types import MAX_PAGE
+from cotrain.wire.rest import MAX_PAGE
 
 if TYPE_CHECKING:
-    from cotrain.rest_types import TrainingRun
+    from cotrain.wire.rest import TrainingRun
 
 app = typer.Typer(help="List your runs and look at one.", no_args_is_help=True)
 

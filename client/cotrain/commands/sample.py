@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cotrain.commands.plain_http import plain_http
+from cotrain.commands.http import plain_http
 from cotrain.commands.terminal import AsJson, failing_in_a_sentence, harmless, opened, print_json
-from cotrain.commands.texts import Asked, sample, stream, text_of
+from cotrain.commands.text_endpoints import Asked, sample, stream, text_of
 from cotrain.settings import client_settings
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from cotrain.commands.texts import Message
+    from cotrain.commands.text_endpoints import Message
 
 
 def sample_text(

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.segment import Segment
 
+from cotrain.clients.service import ServiceClient
 from cotrain.errors import CotrainError
-from cotrain.patience import RetryPolicy
-from cotrain.progress import PROGRESS
-from cotrain.service import ServiceClient
+from cotrain.transport.progress import PROGRESS
+from cotrain.transport.retries import RetryPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

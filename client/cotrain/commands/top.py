@@ -14,8 +14,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from cotrain.answers import read
-from cotrain.commands.plain_http import checked, plain_http
+from cotrain.commands.http import checked, plain_http
 from cotrain.commands.terminal import (
     AsJson,
     Harmless,
@@ -28,7 +27,8 @@ from cotrain.commands.terminal import (
 from cotrain.commands.top_view import view
 from cotrain.errors import InternalServerError
 from cotrain.settings import DEFAULT_BASE_URL, ClientSettings, checked_url
-from cotrain.status_types import ServerStatus
+from cotrain.transport.responses import read
+from cotrain.wire.status import ServerStatus
 
 EXAMPLES = examples(
     "cotrain top", "COTRAIN_ADMIN_KEY=… cotrain top", "cotrain top --once --json | jq .pools"

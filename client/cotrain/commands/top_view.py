@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain.status_types import CycleRecord, PoolStatus, ServerStatus, TenantStatus
+    from cotrain.wire.status import CycleRecord, PoolStatus, ServerStatus, TenantStatus
 
 CYCLES_SHOWN = 10
 

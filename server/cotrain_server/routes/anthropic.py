@@ -9,12 +9,19 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from typing_extensions import override
 
-from cotrain_server.anthropic_answers import MessageReply, answer, stream
-from cotrain_server.anthropic_types import AnthropicError, MessageRequest, anthropic_error
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
-from cotrain_server.generation import Generation
-from cotrain_server.inference_route import (
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.openapi import body_of
+from cotrain_server.requests.sample_validation import check_sample, is_sampleable
+from cotrain_server.text_apis.anthropic_requests import (
+    AnthropicError,
+    MessageRequest,
+    anthropic_error,
+)
+from cotrain_server.text_apis.anthropic_responses import MessageReply, answer, stream
+from cotrain_server.text_apis.generation import Generation
+from cotrain_server.text_apis.model_names import find_target
+from cotrain_server.text_apis.route import (
     STREAMS,
     EventStream,
     InferenceRoute,
@@ -22,12 +29,9 @@ from cotrain_server.inference_route import (
     read_asked,
     responses,
 )
-from cotrain_server.openapi import body_of
-from cotrain_server.sample_validation import check_sample, is_sampleable
-from cotrain_server.targets import find_target
 
 if TYPE_CHECKING:
-    from cotrain_server.inference_route import Refusal
+    from cotrain_server.text_apis.route import Refusal
 
 
 class AnthropicRoute(InferenceRoute):

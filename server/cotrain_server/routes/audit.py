@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Query
 
-from cotrain.usage_types import AuditLogEntry, AuditLogResponse
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
-from cotrain_server.gate import TenantRoute
+from cotrain.wire.usage import AuditLogEntry, AuditLogResponse
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.tenant_routes import TenantRoute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

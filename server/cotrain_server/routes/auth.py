@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.checkpoint_types import ApiKeyResponse, KeyDetails, OrganizationDetails, UserDetails
 from cotrain.types import AuthTokenResponse
-from cotrain_server.auth import is_token, shown_key
-from cotrain_server.deps import ServicesDep, api_key
+from cotrain.wire.checkpoints import ApiKeyResponse, KeyDetails, OrganizationDetails, UserDetails
 from cotrain_server.errors import KeyOfTheOperator
-from cotrain_server.gate import TenantRoute
-from cotrain_server.signing import Token
-from cotrain_store.audit import AuditEvent
+from cotrain_server.http.auth import is_token, shown_key
+from cotrain_server.http.dependencies import ServicesDep, api_key
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.signed_tokens import Token
 from cotrain_store.errors import InvalidKey
+from cotrain_store.tenants.audit_log import AuditEvent
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
-    from cotrain_store.api_keys import KeyRecord
+    from cotrain_store.tenants.key_format import KeyRecord
 
 router = APIRouter(
     prefix="/api/v1/auth", tags=["auth"], route_class=TenantRoute, dependencies=[api_key]

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 
-from cotrain.usage_types import (
+from cotrain.wire.model import Name
+from cotrain.wire.usage import (
     BillingUsageResponse,
     StorageItem,
     StorageResponse,
     UsageResponse,
     UsageSession,
 )
-from cotrain.wire_model import Name
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
-from cotrain_server.gate import TenantRoute
-from cotrain_server.rest_answers import text_by_name
-from cotrain_server.usage_answers import events_of, last_day, sources_of, total_of, window
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.views.records import text_by_name
+from cotrain_server.views.usage import events_of, last_day, sources_of, total_of, window
 from cotrain_store.messages.ids import SessionId
-from cotrain_store.session_search import Stored
+from cotrain_store.tenants.session_search import Stored
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services

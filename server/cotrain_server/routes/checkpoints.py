@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 from fastapi import APIRouter, Header, HTTPException, Request
 
-from cotrain.checkpoint_types import (
+from cotrain.wire.checkpoints import (
     CheckpointTtlRequest,
     CopyWeightsRequest,
     CopyWeightsResponse,
 )
-from cotrain_server.checkpoint_validation import check_ttl
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
-from cotrain_server.gate import TenantRoute
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.requests.checkpoint_lookup import find_source, reader_of
+from cotrain_server.requests.checkpoint_validation import check_ttl
 from cotrain_server.routes.weights import quota_reached
-from cotrain_server.sources import find_source, reader_of
-from cotrain_store.audit import AuditEvent
 from cotrain_store.errors import MalformedPath, RunNotFound, SessionFinished
 from cotrain_store.messages.ids import SessionId, run_id
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.messages.weights import CheckpointKind
+from cotrain_store.tenants.audit_log import AuditEvent
 
 if TYPE_CHECKING:
+    from cotrain_server.requests.checkpoint_lookup import Source
     from cotrain_server.services import Services
-    from cotrain_server.sources import Source
     from cotrain_store.messages.ids import RunId, TenantId
     from cotrain_store.messages.weights import CheckpointRecord
 

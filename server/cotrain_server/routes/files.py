@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Response
 
-from cotrain_server.deps import ServicesDep
-from cotrain_server.downloads import (
+from cotrain_server.errors import BadLink
+from cotrain_server.http.dependencies import ServicesDep
+from cotrain_server.http.downloads import (
     ARCHIVE,
     FileDownload,
     TarDownload,
@@ -16,13 +17,12 @@ from cotrain_server.downloads import (
     names_of,
     open_files,
 )
-from cotrain_server.errors import BadLink
-from cotrain_server.sources import find_source
+from cotrain_server.requests.checkpoint_lookup import find_source
 from cotrain_store.errors import CheckpointNotFound
 
 if TYPE_CHECKING:
+    from cotrain_server.requests.checkpoint_lookup import Source
     from cotrain_server.services import Services
-    from cotrain_server.sources import Source
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import structlog
 from fastapi import APIRouter, Request, Response
 
-from cotrain.codec import PROTOBUF, pass_output_to_json
-from cotrain.sample_codec import sample_response_to_json
 from cotrain.types import (
     CancelFutureRequest,
     FutureCompletion,
@@ -18,23 +16,25 @@ from cotrain.types import (
     RetrieveFuturesResponse,
     TryAgainResponse,
 )
-from cotrain_server.bodies import away_from_the_loop
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
-from cotrain_server.gate import PollRoute, try_again
-from cotrain_server.held import Held
+from cotrain.wire.pass_codec import PROTOBUF, pass_output_to_json
+from cotrain.wire.sample_codec import sample_response_to_json
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.long_poll import Held
+from cotrain_server.http.request_body import away_from_the_loop
+from cotrain_server.http.tenant_routes import PollRoute, try_again
 from cotrain_store.failpoints import failpoint
-from cotrain_store.futures import Pending
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import ResultKind
+from cotrain_store.results.futures import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from cotrain_server.services import Services
-    from cotrain_store.completions import Completion
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.results import Result
     from cotrain_store.messages.samples import SamplerRecord
+    from cotrain_store.sampling.completions import Completion
 
 log = structlog.get_logger()
 

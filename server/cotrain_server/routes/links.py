@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
-from cotrain.checkpoint_types import ExternalWeightsUrlsResponse
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
-from cotrain_server.downloads import ARCHIVE, names_of
-from cotrain_server.gate import TenantRoute
+from cotrain.wire.checkpoints import ExternalWeightsUrlsResponse
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.downloads import ARCHIVE, names_of
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.requests.checkpoint_lookup import find_source
 from cotrain_server.routes.checkpoints import CHECKPOINT, path_of
-from cotrain_server.signing import LINK_LIFE_S, Link
-from cotrain_server.sources import find_source
-from cotrain_store.audit import AuditEvent
+from cotrain_server.signed_tokens import LINK_LIFE_S, Link
+from cotrain_store.tenants.audit_log import AuditEvent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cotrain_server.requests.checkpoint_lookup import Source
     from cotrain_server.services import Services
-    from cotrain_server.sources import Source
     from cotrain_store.messages.sessions import Tenant
 
 router = APIRouter(

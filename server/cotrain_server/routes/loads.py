@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 
-from cotrain.checkpoint_types import CreateFromWeightsRequest, LoadWeightsRequest
 from cotrain.types import UntypedAPIFuture
-from cotrain_server.bodies import json_body
-from cotrain_server.checkpoint_reading import load_body, load_op, read_as
-from cotrain_server.checkpoint_validation import check_metadata, check_optimizer
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain.wire.checkpoints import CreateFromWeightsRequest, LoadWeightsRequest
 from cotrain_server.errors import Invalid
-from cotrain_server.gate import TenantRoute
-from cotrain_server.openapi import body_of
-from cotrain_server.reading import Op, canonical_json, digest_of, json_object, read_fields
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.openapi import body_of
+from cotrain_server.http.request_body import json_body
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.requests.checkpoint_lookup import WRONG_PATH, find_loadable, reader_of
+from cotrain_server.requests.checkpoint_validation import check_metadata, check_optimizer
+from cotrain_server.requests.checkpoints import load_body, load_op, read_as
+from cotrain_server.requests.pass_validation import check_rank
+from cotrain_server.requests.passes import Op, canonical_json, digest_of, json_object, read_fields
 from cotrain_server.routes.training import submit
-from cotrain_server.sources import WRONG_PATH, find_loadable, reader_of
-from cotrain_server.validation import check_rank
 from cotrain_store.errors import RunNotFound, SessionFinished
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 
 if TYPE_CHECKING:
+    from cotrain_server.requests.checkpoint_lookup import Source
     from cotrain_server.services import Services
-    from cotrain_server.sources import Source
     from cotrain_store.messages.sessions import SessionRecord, Tenant
 
 router = APIRouter(

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.mint_types import InterpolateRequest, ReverseKlRequest
 from cotrain.types import UntypedAPIFuture
-from cotrain_server.bodies import away_from_the_loop, json_body
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain.wire.mint import InterpolateRequest, ReverseKlRequest
 from cotrain_server.errors import Invalid
-from cotrain_server.gate import DataRoute
-from cotrain_server.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
-from cotrain_server.openapi import body_of
-from cotrain_server.reverse_kl_reading import read_reverse_kl, refused_reverse_kl, reverse_kl_op
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.openapi import body_of
+from cotrain_server.http.request_body import away_from_the_loop, json_body
+from cotrain_server.http.tenant_routes import DataRoute
+from cotrain_server.requests.checkpoint_lookup import WRONG_PATH, find_loadable
+from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
+from cotrain_server.requests.pass_validation import check_rank
+from cotrain_server.requests.reverse_kl import read_reverse_kl, refused_reverse_kl, reverse_kl_op
 from cotrain_server.routes.training import idempotency_key, submit
 from cotrain_server.routes.weights import quota_reached
-from cotrain_server.sources import WRONG_PATH, find_loadable
-from cotrain_server.validation import check_rank
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import request_id, run_id
 from cotrain_store.messages.ops import OpKind
@@ -28,7 +28,7 @@ from cotrain_store.messages.runs import RunRecord
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_server.reverse_kl_reading import AddressedKl
+    from cotrain_server.requests.reverse_kl import AddressedKl
     from cotrain_server.services import Services
     from cotrain_store.messages.ids import TenantId, WeightsRef
     from cotrain_store.messages.pools import PoolRecord

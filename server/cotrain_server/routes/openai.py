@@ -11,10 +11,22 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from typing_extensions import override
 
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
-from cotrain_server.generation import Generation
-from cotrain_server.inference_route import (
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.openapi import body_of
+from cotrain_server.requests.sample_validation import check_sample, is_sampleable
+from cotrain_server.text_apis.generation import Generation
+from cotrain_server.text_apis.model_names import find_target
+from cotrain_server.text_apis.openai_choices import ChatShape, CompletionShape
+from cotrain_server.text_apis.openai_requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    OpenAIError,
+    openai_error,
+)
+from cotrain_server.text_apis.openai_responses import Reply, answer, chunks
+from cotrain_server.text_apis.route import (
     STREAMS,
     EventStream,
     InferenceRoute,
@@ -22,27 +34,15 @@ from cotrain_server.inference_route import (
     read_asked,
     responses,
 )
-from cotrain_server.openai_answers import Reply, answer, chunks
-from cotrain_server.openai_shapes import ChatShape, CompletionShape
-from cotrain_server.openai_types import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-    OpenAIError,
-    openai_error,
-)
-from cotrain_server.openapi import body_of
-from cotrain_server.sample_validation import check_sample, is_sampleable
-from cotrain_server.targets import find_target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_server.inference_route import Refusal
     from cotrain_server.services import Services
-    from cotrain_server.targets import Target
-    from cotrain_server.text import Tokenizer
-    from cotrain_store.samples import SampleBody
+    from cotrain_server.text_apis.detokenizer import Tokenizer
+    from cotrain_server.text_apis.model_names import Target
+    from cotrain_server.text_apis.route import Refusal
+    from cotrain_store.bodies.sample_body import SampleBody
 
 
 class OpenAIRoute(InferenceRoute):

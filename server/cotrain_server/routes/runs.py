@@ -18,13 +18,13 @@ from cotrain.types import (
     UnloadModelRequest,
     UntypedAPIFuture,
 )
-from cotrain_server.auth import is_local
-from cotrain_server.checkpoint_validation import check_metadata
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
-from cotrain_server.gate import TenantRoute
-from cotrain_server.language import published_tokenizer
-from cotrain_server.validation import check_rank
+from cotrain_server.http.auth import is_local
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.requests.checkpoint_validation import check_metadata
+from cotrain_server.requests.pass_validation import check_rank
+from cotrain_server.text_apis.tokenizer_cache import published_tokenizer
 from cotrain_store.errors import SessionFinished
 from cotrain_store.messages.ids import RunId, run_id
 from cotrain_store.messages.runs import LoraSpec, RunRecord

@@ -12,11 +12,11 @@ from cotrain.types import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
 )
-from cotrain_server.checkpoint_validation import check_loadable
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
 from cotrain_server.errors import Invalid
-from cotrain_server.gate import TenantRoute
-from cotrain_server.sample_validation import check_sampleable
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.requests.checkpoint_validation import check_loadable
+from cotrain_server.requests.sample_validation import check_sampleable
 from cotrain_store.errors import SessionFinished
 from cotrain_store.messages.ids import sampler_id
 from cotrain_store.messages.samples import SamplerRecord

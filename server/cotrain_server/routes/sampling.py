@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 
 from cotrain.types import SampleRequest, UntypedAPIFuture
-from cotrain_server.bodies import away_from_the_loop, json_body
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
-from cotrain_server.gate import DataRoute
-from cotrain_server.openapi import body_of
-from cotrain_server.sample_reading import read_sample
-from cotrain_server.sample_validation import check_sample
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.openapi import body_of
+from cotrain_server.http.request_body import away_from_the_loop, json_body
+from cotrain_server.http.tenant_routes import DataRoute
+from cotrain_server.requests.sample_validation import check_sample
+from cotrain_server.requests.samples import read_sample
 from cotrain_store.errors import BaseModelNotServed
 
 if TYPE_CHECKING:

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 
-from cotrain.rest_types import SessionSearchRequest, SessionSearchResponse
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
-from cotrain_server.gate import TenantRoute
-from cotrain_server.session_filter import cursor_at, matches, may_find, place_of, summary_of
-from cotrain_store.session_search import Stored
+from cotrain.wire.rest import SessionSearchRequest, SessionSearchResponse
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.views.session_search import cursor_at, matches, may_find, place_of, summary_of
+from cotrain_store.tenants.session_search import Stored
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
     from cotrain_store.messages.ids import TenantId
-    from cotrain_store.session_search import Place, SessionEntry
+    from cotrain_store.tenants.session_search import Place, SessionEntry
 
 router = APIRouter(
     prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]

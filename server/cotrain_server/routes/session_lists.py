@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from cotrain.rest_types import (
+from cotrain.wire.rest import (
     AssignProjectRequest,
     GetSessionResponse,
     ListSessionsResponse,
 )
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
-from cotrain_server.gate import TenantRoute
-from cotrain_server.paging import Limit, Offset, Scope
-from cotrain_server.rest_answers import text_by_name
-from cotrain_store.audit import AuditEvent
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.paging import Limit, Offset, Scope
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.views.records import text_by_name
+from cotrain_store.tenants.audit_log import AuditEvent
 
 router = APIRouter(
     prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]

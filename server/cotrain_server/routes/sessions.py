@@ -20,11 +20,11 @@ from cotrain.types import (
     TelemetryResponse,
 )
 from cotrain.version import PROTOCOL, __version__
-from cotrain_server.auth import exchanges_key, is_local
-from cotrain_server.checkpoint_validation import check_notes
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
-from cotrain_server.gate import TenantRoute
-from cotrain_server.sample_validation import is_sampleable
+from cotrain_server.http.auth import exchanges_key, is_local
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.requests.checkpoint_validation import check_notes
+from cotrain_server.requests.sample_validation import is_sampleable
 
 router = APIRouter(
     prefix="/api/v1", tags=["sessions"], route_class=TenantRoute, dependencies=[api_key]

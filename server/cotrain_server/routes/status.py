@@ -14,15 +14,20 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from cotrain.types import HealthResponse
 from cotrain.version import __version__
-from cotrain_server.auth import authenticate, is_operator, note_failure
-from cotrain_server.collector import scrape
-from cotrain_server.deps import ServicesDep
 from cotrain_server.errors import OperatorsOnly
-from cotrain_server.readiness import LOOK_TIMEOUT_S, reasons_not_ready
+from cotrain_server.http.auth import authenticate, is_operator, note_failure
+from cotrain_server.http.dependencies import ServicesDep
+from cotrain_server.views.prometheus import scrape
+from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready
 from cotrain_store.errors import StoreUnavailable
-from cotrain_store.status import cycle_records, pool_status, redis_status, scheduler_epoch
-from cotrain_store.tenant_names import tenant_names
-from cotrain_store.unread import unread_bytes
+from cotrain_store.monitoring.status import (
+    cycle_records,
+    pool_status,
+    redis_status,
+    scheduler_epoch,
+)
+from cotrain_store.results.unread import unread_bytes
+from cotrain_store.tenants.names import tenant_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from cotrain_server.services import Services
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.status import PoolStatus, QueueStatus
+    from cotrain_store.monitoring.status import PoolStatus, QueueStatus
 
 router = APIRouter(tags=["status"])
 

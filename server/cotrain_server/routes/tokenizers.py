@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from cotrain.run_types import TOKENIZER_FILES, TokenizerResponse
-from cotrain_server.deps import ServicesDep, api_key
-from cotrain_server.gate import TenantRoute
-from cotrain_server.language import tokenizer_folder
+from cotrain.wire.runs import TOKENIZER_FILES, TokenizerResponse
+from cotrain_server.http.dependencies import ServicesDep, api_key
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.text_apis.tokenizer_cache import tokenizer_folder
 
 if TYPE_CHECKING:
     from pathlib import Path

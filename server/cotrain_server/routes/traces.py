@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from cotrain.rest_types import TraceExportResponse
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain.wire.rest import TraceExportResponse
 from cotrain_server.errors import BadLink
-from cotrain_server.gate import TenantRoute
-from cotrain_server.session_trace import trace_of
-from cotrain_server.signing import LINK_LIFE_S, Link
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.signed_tokens import LINK_LIFE_S, Link
+from cotrain_server.views.perfetto_trace import trace_of
 from cotrain_store.keys.fleet_keys import CYCLES_KEPT
 from cotrain_store.messages.ids import SessionId, WeightsRef
-from cotrain_store.session_cycles import session_cycles
+from cotrain_store.monitoring.session_cycles import session_cycles
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.codec import PROTOBUF
 from cotrain.types import (
     ForwardBackwardRequest,
     ForwardRequest,
     OptimStepRequest,
     UntypedAPIFuture,
 )
-from cotrain_server.bodies import away_from_the_loop, is_json, is_protobuf, json_body
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain.wire.pass_codec import PROTOBUF
 from cotrain_server.errors import UnsupportedMediaType
-from cotrain_server.gate import DataRoute
-from cotrain_server.openapi import body_of
-from cotrain_server.reading import (
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.openapi import body_of
+from cotrain_server.http.request_body import away_from_the_loop, is_json, is_protobuf, json_body
+from cotrain_server.http.tenant_routes import DataRoute
+from cotrain_server.requests.passes import (
     pass_op,
     read_binary_pass,
     read_json_pass,
@@ -34,7 +34,7 @@ from cotrain_store.errors import BaseModelNotServed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cotrain_server.reading import AddressedPass, Op
+    from cotrain_server.requests.passes import AddressedPass, Op
     from cotrain_server.services import Services
     from cotrain_store.messages.runs import RunRecord
     from cotrain_store.messages.sessions import Tenant

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.rest_types import CheckpointsListResponse, Cursor, TrainingRun, TrainingRunsResponse
-from cotrain.wire_model import Name
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
-from cotrain_server.gate import TenantRoute
-from cotrain_server.paging import Limit, Offset, Scope
-from cotrain_server.rest_answers import checkpoint_of, training_run_of
+from cotrain.wire.model import Name
+from cotrain.wire.rest import CheckpointsListResponse, Cursor, TrainingRun, TrainingRunsResponse
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.paging import Limit, Offset, Scope
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.views.records import checkpoint_of, training_run_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,33 +16,33 @@ from fastapi import APIRouter, Query, Request
 from fastapi.routing import APIRoute
 from typing_extensions import override
 
-from cotrain.upload_types import UploadedResponse, UploadQuery, UploadResponse
-from cotrain_server.archive import unpack
-from cotrain_server.auth import authenticate
-from cotrain_server.checkpoint_validation import check_metadata, check_name, check_ttl
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
+from cotrain.wire.uploads import UploadedResponse, UploadQuery, UploadResponse
+from cotrain_server.adapter_upload.archive import unpack
+from cotrain_server.adapter_upload.peft_config import CONFIG, read_adapter
+from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
-from cotrain_server.form_file import file_in_form
-from cotrain_server.peft_reading import CONFIG, read_adapter
+from cotrain_server.http.auth import authenticate
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.multipart import file_in_form
+from cotrain_server.http.upload_body import received
+from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl
+from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.routes.weights import quota_reached
-from cotrain_server.strict_json import read_object
-from cotrain_server.uploads import received
-from cotrain_server.validation import check_rank
-from cotrain_store.audit import AuditEvent
+from cotrain_store.bodies.import_body import PeftAdapter, encode_import
 from cotrain_store.errors import RunClosed, SeqConflict, SessionFinished, StoreUnavailable
-from cotrain_store.futures import Pending
-from cotrain_store.imports import PeftAdapter, encode_import
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import request_id, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.messages.saves import SaveRequest
+from cotrain_store.results.futures import Pending
+from cotrain_store.tenants.audit_log import AuditEvent
 
 if TYPE_CHECKING:
     from fastapi import Response
 
-    from cotrain_server.gate import Handler
+    from cotrain_server.http.tenant_routes import Handler
     from cotrain_server.services import Services
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.pools import PoolRecord

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.checkpoint_types import (
+from cotrain.types import SaveWeightsForSamplerRequest, UntypedAPIFuture
+from cotrain.wire.checkpoints import (
     SaveWeightsExternalRequest,
     SaveWeightsRequest,
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
-from cotrain.types import SaveWeightsForSamplerRequest, UntypedAPIFuture
-from cotrain_server.bodies import json_body
-from cotrain_server.checkpoint_reading import save_op
-from cotrain_server.deps import ServicesDep, TenantDep, api_key
-from cotrain_server.gate import TenantRoute
-from cotrain_server.openapi import body_of
-from cotrain_server.reading import read_fields
+from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.openapi import body_of
+from cotrain_server.http.request_body import json_body
+from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.requests.checkpoint_lookup import find_source
+from cotrain_server.requests.checkpoints import save_op
+from cotrain_server.requests.passes import read_fields
 from cotrain_server.routes.training import submit
-from cotrain_server.sources import find_source
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from cotrain_workers.engine import Engine
-from cotrain_workers.recording_file import read_cycle, write_cycle
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.recorder.file import read_cycle, write_cycle
 from tests.support.flight import Flight, whole_story
 from tests.support.tiny_models import build_tiny
 

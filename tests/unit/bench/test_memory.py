@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bench.cycle.memory import Kept, SavedBytes, measure_memory
 from bench.model import build
-from cotrain_workers.engine import Engine
+from cotrain_workers.engine.engine import Engine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from bench.cycle.by_hand import weights_of
 from bench.cycle.load import Load
 from bench.model import build
 from bench.peft_loop import ByHand
-from cotrain_workers.engine import Engine
+from cotrain_workers.engine.engine import Engine
 
 if TYPE_CHECKING:
     from pathlib import Path

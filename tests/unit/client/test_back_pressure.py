@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from typing_extensions import override
 
-from cotrain import ServiceClient, flow
+from cotrain import ServiceClient
 from cotrain.errors import ClientClosed
+from cotrain.requests import flow_control as flow
 from tests.support.fake_api import FakeApi, refusal
 from tests.support.waiting import until
 

@@ -119,7 +119,7 @@ def test_a_handle_names_a_sampler_and_holds_no_key(
         asked.append(settings.api_key)
         return sampler._connection
 
-    monkeypatch.setattr("cotrain.sampling.shared_connection", share)
+    monkeypatch.setattr("cotrain.clients.sampling.shared_connection", share)
     other = SamplingClient.from_sampler_handle(handle, api_key="tml-other")
     assert (other.sampler_id, other.get_base_model()) == (sampler.sampler_id, "m")
     assert len(other.sample(PROMPT, 1).result().sequences) == 1

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cotrain import Datum, ModelInput, ServiceClient
-from cotrain.proto import wire_pb2 as wire
-from cotrain.run_traffic import POLLS_AT_ONCE
+from cotrain.requests.run_requests import POLLS_AT_ONCE
+from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi
 from tests.support.waiting import until
 

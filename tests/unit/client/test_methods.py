@@ -14,7 +14,7 @@ import pytest
 
 import cotrain
 from cotrain import Future, RestClient, SamplingClient, ServiceClient, TrainingClient
-from cotrain.hosted_gaps import ARGUMENTS, METHODS
+from cotrain.compat.unsupported_arguments import ARGUMENTS, METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ import pytest
 
 from cotrain import Datum, ModelInput, ServiceClient
 from cotrain.errors import APIConnectionError, APIError
-from cotrain.patience import RetryPolicy
-from cotrain.proto import wire_pb2 as wire
+from cotrain.transport.retries import RetryPolicy
+from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi, refusal
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cotrain.commands import sample
-from cotrain.commands.texts import Asked, stream
+from cotrain.commands.text_endpoints import Asked, stream
 from cotrain.errors import BadRequestError, InternalServerError, MalformedMessage
 
 if TYPE_CHECKING:

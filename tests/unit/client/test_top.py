@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from cotrain.cli import command_line
 from cotrain.commands import top
-from cotrain.commands.plain_http import plain_http
+from cotrain.commands.http import plain_http
 from cotrain.commands.top_view import tokens_per_s, view
 from cotrain.errors import APIConnectionError, MalformedMessage
 from cotrain.settings import ClientSettings
-from cotrain.status_types import CycleRecord, ServerStatus
+from cotrain.wire.status import CycleRecord, ServerStatus
 
 if TYPE_CHECKING:
     from pathlib import Path

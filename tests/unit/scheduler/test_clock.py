@@ -13,11 +13,11 @@ import pytest
 
 from cotrain_scheduler import clock as clock_module
 from cotrain_scheduler.clock import RENEW_S, SWEEP_S, Clock
-from cotrain_scheduler.settings import ClockMode, SchedulerSettings
-from cotrain_store.dispatch import Place, WorkerBeat
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
+from cotrain_store.oplog.dispatch import Place, WorkerBeat
+from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

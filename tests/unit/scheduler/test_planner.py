@@ -14,9 +14,9 @@ from cotrain_scheduler.planner import (
     runnable_prefix,
     select,
 )
-from cotrain_store.dispatch import WorkerBeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
+from cotrain_store.oplog.dispatch import WorkerBeat
 
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 TAIL = {OpKind.SAVE, OpKind.LOAD}

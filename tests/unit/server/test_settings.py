@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cotrain_server.settings import ServerSettings
-from cotrain_store.sample_intake import SampleLimits
+from cotrain_store.sampling.intake import SampleLimits
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,7 +4,6 @@ import inspect
 import re
 from pathlib import Path
 
-from cotrain_store import connection
 from cotrain_store.keys import (
     age_keys,
     fleet_keys,
@@ -24,6 +23,7 @@ from cotrain_store.messages.ids import (
     WeightsRef,
     WorkerId,
 )
+from cotrain_store.redis_client import connection
 
 KEY_FILES = (age_keys, fleet_keys, result_keys, run_keys, sample_keys, tenant_keys, weights_keys)
 SCRIPTS = Path(connection.__file__).parent / "scripts"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cotrain_workers.engine import Engine
+from cotrain_workers.engine.engine import Engine
 from tests.support.tiny_models import build_tiny
 
 if TYPE_CHECKING:

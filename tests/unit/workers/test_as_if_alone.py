@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine import Engine
-from cotrain_workers.ops import Create, Failure, Pass, PassOutput
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, Failure, Pass, PassOutput
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX, Tenant, same_bits
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from cotrain_workers.ops import CycleOutput, Op
+    from cotrain_workers.engine.ops import CycleOutput, Op
 
     NewEngine = Callable[..., Engine]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cotrain_workers.sample_ops import NewTokens, SampledSequence, SampleOutput
+from cotrain_workers.engine.decoding.requests import NewTokens, SampledSequence, SampleOutput
 from tests.support.decoding import (
     assert_same,
     decoder_of,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
     NewEngine = Callable[..., Engine]
     ModelFolder = Callable[..., Path]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cotrain_workers.sample_ops import SampleOutput
+from cotrain_workers.engine.decoding.requests import SampleOutput
 from tests.support.decoding import (
     RUNS,
     VOCAB,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
     NewEngine = Callable[..., Engine]
     ModelFolder = Callable[..., Path]

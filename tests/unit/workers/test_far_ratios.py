@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.ops import Create, Failure, Pass, PassOutput
-from cotrain_workers.spec import AdapterSpec
+from cotrain_workers.engine.ops import Create, Failure, Pass, PassOutput
+from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.training import random_datum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
     NewEngine = Callable[..., Engine]
 

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers import packed_step, probe
-from cotrain_workers.activation_memory import MOST_TOKENS
-from cotrain_workers.bank import AdapterBank
-from cotrain_workers.decoder import EngineDecoder
-from cotrain_workers.engine import Engine
-from cotrain_workers.ops import Failure, ReverseKl, Save, SaveOutput
-from cotrain_workers.sample_ops import SampleOutput
-from cotrain_workers.spec import AdapterSpec, Target
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.decoding import model_runner as packed_step
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Failure, ReverseKl, Save, SaveOutput
+from cotrain_workers.engine.spec import AdapterSpec, Target
+from cotrain_workers.engine.training import memory_probe as probe
+from cotrain_workers.engine.training.memory_model import MOST_TOKENS
 from tests.support.decoding import finish, request
 from tests.support.kl import kl_datums, random_weights, started
 from tests.support.rehearsed_cuda import rehearsed_cuda
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cotrain_workers.ops import CycleOutput, Op
+    from cotrain_workers.engine.ops import CycleOutput, Op
     from tests.support.rehearsed_cuda import Rehearsal
 
     ModelFolder = Callable[..., Path]

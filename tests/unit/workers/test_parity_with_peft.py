@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cotrain_workers.ops import OptimStep, Pass, StepOutput
+from cotrain_workers.engine.ops import OptimStep, Pass, StepOutput
 from tests.support.engine_checks import parity_with_peft
 from tests.support.training import MIX, PeftOracle, mean_error, relative_error
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
     NewEngine = Callable[..., Engine]
     ModelFolder = Callable[..., Path]

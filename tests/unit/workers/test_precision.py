@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.ops import PassOutput
+from cotrain_workers.engine.ops import PassOutput
 from tests.support.engine_checks import bf16_gradient_cosine, warmed_up
 from tests.support.tiny_models import FAMILIES
 from tests.support.training import MIX
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_workers.lora_backend import Choice
+    from cotrain_workers.engine.lora.backend import Choice
 
     ModelFolder = Callable[..., Path]
 

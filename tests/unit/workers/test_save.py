@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.base_model import eos_token_ids
-from cotrain_workers.ops import Create, Failure, Save, SaveOutput
+from cotrain_workers.engine.model.base_model import eos_token_ids
+from cotrain_workers.engine.ops import Create, Failure, Save, SaveOutput
 from tests.support.training import MIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cotrain_workers.engine import Engine
+    from cotrain_workers.engine.engine import Engine
 
     NewEngine = Callable[..., Engine]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cotrain_workers.settings import WorkerSettings, pool_of
+from cotrain_store.settings.worker import WorkerSettings, pool_of
 
 
 def settings(**given: object) -> WorkerSettings:

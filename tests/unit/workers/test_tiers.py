@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.bank import AdapterState
-from cotrain_workers.ops import Create, Failure, Load, OptimStep, Pass, Save, SaveOutput
-from cotrain_workers.spec import AdapterSpec
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.ops import Create, Failure, Load, OptimStep, Pass, Save, SaveOutput
+from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.training import MIX, random_datum, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cotrain_workers.engine import Engine
-    from cotrain_workers.ops import Op
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import Op
 
     NewEngine = Callable[..., Engine]
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_workers import vllm_sampler
+from cotrain_workers.sampling.vllm import requests as vllm_sampler
 from tests.support.fake_vllm import FakeVllm
 from tests.support.tiny_models import build_tiny_qwen3
 from tests.support.vllm_requests import BASE, Trained
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cotrain_workers.vllm_decoder import VllmDecoder
+    from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 
     NewDecoder = Callable[..., VllmDecoder]
 

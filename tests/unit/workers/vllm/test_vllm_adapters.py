@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cotrain_workers import vllm_sampler
-from cotrain_workers.sample_ops import WeightsGone
+from cotrain_workers.engine.decoding.requests import WeightsGone
+from cotrain_workers.sampling.vllm import requests as vllm_sampler
 from tests.support.vllm_requests import Trained, finish, request, run, steps, tokens
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from cotrain_workers.vllm_decoder import VllmDecoder
+    from cotrain_workers.sampling.vllm.decoder import VllmDecoder
     from tests.support.fake_vllm import FakeVllm
 
     NewDecoder = Callable[..., VllmDecoder]

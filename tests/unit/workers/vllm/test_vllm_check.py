@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_workers.base_model import find_targets
-from cotrain_workers.vllm_check import VllmUnusable, base_card, check_server
-from cotrain_workers.vllm_server import VllmAway, VllmServer
-from cotrain_workers.vllm_wire import ServerFacts
+from cotrain_workers.engine.model.base_model import find_targets
+from cotrain_workers.sampling.vllm.client import VllmAway, VllmServer
+from cotrain_workers.sampling.vllm.protocol import ServerFacts
+from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, base_card, check_server
 from tests.support.vllm_requests import BASE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_workers.spec import Target
+    from cotrain_workers.engine.spec import Target
     from tests.support.fake_vllm import FakeVllm
 
 

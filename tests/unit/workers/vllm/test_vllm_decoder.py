@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_workers.vllm_decoder import VllmDecoder
+    from cotrain_workers.sampling.vllm.decoder import VllmDecoder
     from tests.support.fake_vllm import FakeVllm
 
     NewDecoder = Callable[..., VllmDecoder]

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from cotrain_workers import vllm_sampler
-from cotrain_workers.ops import Failure
+from cotrain_workers.engine.ops import Failure
+from cotrain_workers.sampling.vllm import requests as vllm_sampler
 from tests.support.vllm_requests import PROMPT, VOCAB, finish, request, run, the_only, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cotrain_workers.vllm_decoder import VllmDecoder
+    from cotrain_workers.sampling.vllm.decoder import VllmDecoder
     from tests.support.fake_vllm import FakeVllm
 
     NewDecoder = Callable[..., VllmDecoder]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotrain_workers.sample_ops import NO_TOP_K, NOT_COMPUTED_LOGPROB, SampleRequest
-from cotrain_workers.vllm_wire import (
+from cotrain_workers.engine.decoding.requests import NO_TOP_K, NOT_COMPUTED_LOGPROB, SampleRequest
+from cotrain_workers.sampling.vllm.protocol import (
     Completion,
     ServerFacts,
     completion_body,

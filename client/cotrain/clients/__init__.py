@@ -1,0 +1,1 @@
+"""The objects a user holds; they know what to ask, and leave how to `requests` and `transport`."""

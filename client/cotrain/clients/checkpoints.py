@@ -1,0 +1,127 @@
+"""The checkpoints of an account: bring one, list, delete and download them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain.clients.rest_calls import RestCalls, checkpoint_url
+from cotrain.errors import MalformedMessage
+from cotrain.requests.polling import wait_for_json
+from cotrain.transport.http import read
+from cotrain.transport.upload_archive import pack
+from cotrain.wire.checkpoints import ExternalWeightsUrlsResponse
+from cotrain.wire.rest import CheckpointsListResponse
+from cotrain.wire.uploads import UploadQuery, UploadResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from cotrain.clients.run_factory import Runs
+    from cotrain.transport.http import Transport
+    from cotrain.wire.rest import Checkpoint
+
+    # How many bytes went over the wire, and how many there are; 0 where nobody knows.
+    Progress = Callable[[int, int], None]
+
+PAGE = 100
+#: What a server may have written here: the folder may be where somebody works.
+FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(?:json|safetensors|age)")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was made elsewhere, and what it is to become here."""
+
+    source: Path
+    """A PEFT folder, or an archive of one."""
+    base_model: str
+    name: str
+    ttl_seconds: int | None
+    user_metadata: Mapping[str, str] | None
+
+
+class Checkpoints:
+    """Calls about checkpoints as wholes, in no run's order."""
+
+    def __init__(self, transport: Transport, runs: Runs) -> None:
+        self._transport = transport
+        self._runs = runs
+
+    async def upload(self, adapter: Adapter, progress: Progress | None = None) -> str:
+        """Send an adapter; returns the checkpoint's path once it is stored.
+
+        Raises OSError, APIError, or RequestFailed where the adapter does not fit its base model.
+        """
+        packed = pack(adapter.source)
+        session_id, seq_id = await self._runs.reserve()
+        metadata = adapter.user_metadata
+        query = UploadQuery(
+            base_model=adapter.base_model,
+            name=adapter.name,
+            session_id=session_id,
+            model_seq_id=seq_id,
+            ttl_seconds=adapter.ttl_seconds,
+            user_metadata=json.dumps(dict(metadata)) if metadata else None,
+        )
+        sent = await self._transport.post_stream(
+            "training_runs/upload", query, packed.size, lambda: packed.pieces(progress)
+        )
+        answer = read(sent, UploadResponse)
+        for request_id in (answer.import_request_id, answer.request_id):
+            await wait_for_json(self._transport, request_id)
+        return answer.path
+
+    async def list_all(self) -> list[Checkpoint]:
+        """List every checkpoint of the account, newest first. Raises APIError."""
+        checkpoints: list[Checkpoint] = []
+        while True:
+            query = f"checkpoints?limit={PAGE}&offset={len(checkpoints)}"
+            page = read(await self._transport.get(query), CheckpointsListResponse)
+            checkpoints += page.checkpoints
+            if not page.checkpoints or not page.cursor:
+                return checkpoints
+            if len(checkpoints) >= page.cursor.total_count:
+                return checkpoints
+
+    async def delete(self, path: str) -> None:
+        """Delete a checkpoint. Raises APIError."""
+        await self._transport.delete(checkpoint_url(path))
+
+    async def download(
+        self, path: str, folder: Path, progress: Progress | None = None
+    ) -> list[str]:
+        """Fetch a checkpoint's files into a folder, each of them whole or not at all; their names.
+
+        Raises OSError or APIError.
+        """
+        answer = await self._transport.get(f"{checkpoint_url(path)}/external_weights_urls")
+        urls = read(answer, ExternalWeightsUrlsResponse).urls
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        names = sorted(urls)  # the small configuration first: links do not live long
+        for name in names:
+            if not FILE.fullmatch(name):
+                raise MalformedMessage(f"{name!r} is no name of a checkpoint's file")
+        sizes = [await self._transport.size_of(urls[name]) for name in names] if progress else []
+        for i, name in enumerate(names):
+            heard = progress and _of_all(progress, sizes, i)
+            await self._transport.fetch(urls[name], folder / name, heard)
+        return names
+
+    async def download_archive(
+        self, path: str, file: Path, progress: Progress | None = None
+    ) -> None:
+        """Fetch all files of a checkpoint as one tar. Raises OSError or APIError."""
+        link = await RestCalls(self._transport).archive_url(checkpoint_url(path))
+        await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
+        await self._transport.fetch(link.url, file, progress)
+
+
+def _of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
+    """Tell of the bytes of file `i` as of those of all files; 0 in all where a size is not known."""
+    total = sum(sizes) if all(sizes) else 0
+    return lambda done, _: progress(sum(sizes[:i]) + done, total)

@@ -1,0 +1,304 @@
+"""RestClient: what an account has, kept, used and changed. No session is opened for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from typing_extensions import override
+
+from cotrain.clients.rest_calls import RestCalls, checkpoint_url, url_of
+from cotrain.requests.connection import shared_connection
+from cotrain.requests.futures import Future
+from cotrain.settings import client_settings
+from cotrain.types import GetSamplerResponse, GetServerCapabilitiesResponse
+from cotrain.wire.checkpoints import (
+    CheckpointTtlRequest,
+    CopyWeightsRequest,
+    ExternalWeightsUrlsResponse,
+    ParsedCheckpointTinkerPath,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from cotrain.wire.rest import (
+    AssignProjectRequest,
+    CheckpointsListResponse,
+    GetSessionResponse,
+    ListSessionsResponse,
+    SessionSearchResponse,
+    TrainingRun,
+    TrainingRunsResponse,
+)
+from cotrain.wire.usage import (
+    AuditLogResponse,
+    BillingUsageResponse,
+    StorageResponse,
+    UsageResponse,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from datetime import date, datetime
+
+    from cotrain.requests.connection import Connection
+    from cotrain.wire.checkpoints import CheckpointArchiveUrlResponse, WhoamiResponse
+    from cotrain.wire.rest import AccessScope, SessionSearchRequest
+
+T = TypeVar("T")
+
+AuditedResource = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+
+
+class RestClient:
+    """Lists and changes what an account has; from any thread or event loop, with nothing to close.
+
+    Every method asks at once and returns a `Future`: `.result()` blocks for the answer, `await` gives
+    it. Each is also there as `…_async`, which is the same method. What the server refuses is an
+    APIStatusError (NotFoundError where there is no such thing, or it is not yours), and a path
+    that is none a ValueError. `service.create_rest_client()` makes one of a ServiceClient; alone it
+    takes the server and key that ServiceClient would. Times are UTC, sizes bytes, lists newest first.
+    """
+
+    def __init__(
+        self,
+        connection: Connection | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        connection = connection or shared_connection(client_settings(base_url, api_key))
+        self._connection = connection
+        self._loop = connection.loop
+        self._calls = RestCalls(connection.transport)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<RestClient of {self._connection!r}>"
+
+    # ---- Server and key --------------------------------------------------------------------------
+
+    def get_server_capabilities(self) -> Future[GetServerCapabilitiesResponse]:
+        """Ask which base models the server holds."""
+        asked = self._calls.get("get_server_capabilities", GetServerCapabilitiesResponse)
+        return self._start(asked)
+
+    def whoami(self) -> Future[WhoamiResponse]:
+        """Ask whose the API key is."""
+        return self._start(self._calls.whoami())
+
+    # ---- Runs ------------------------------------------------------------------------------------
+
+    def list_training_runs(
+        self,
+        limit: int = 20,
+        offset: int = 0,
+        access_scope: AccessScope = "owned",
+        project_id: str | None = None,
+    ) -> Future[TrainingRunsResponse]:
+        """List one page of runs; `.cursor.total_count` says how many there are."""
+        query = {"access_scope": access_scope, "project_id": project_id}
+        return self._get("training_runs", TrainingRunsResponse, limit=limit, offset=offset, **query)
+
+    def list_training_run_ids(self, limit: int = 20, offset: int = 0) -> Future[list[str]]:
+        """List the ids of one page of runs."""
+        return self._start(self._calls.training_run_ids(limit, offset))
+
+    def get_training_run(
+        self, training_run_id: str, access_scope: AccessScope = "owned"
+    ) -> Future[TrainingRun]:
+        """Ask about one run; `accessible` also finds runs of others that published a checkpoint."""
+        path = url_of("training_runs", training_run_id)
+        return self._get(path, TrainingRun, access_scope=access_scope)
+
+    def get_training_run_by_tinker_path(
+        self, tinker_path: str, access_scope: AccessScope = "owned"
+    ) -> Future[TrainingRun]:
+        """Ask about the run that made a checkpoint."""
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+        return self.get_training_run(parsed.training_run_id, access_scope)
+
+    # ---- Checkpoints -----------------------------------------------------------------------------
+
+    def list_checkpoints(self, training_run_id: str) -> Future[CheckpointsListResponse]:
+        """List all checkpoints of one run."""
+        path = url_of("training_runs", training_run_id, "checkpoints")
+        return self._get(path, CheckpointsListResponse)
+
+    def list_user_checkpoints(
+        self, limit: int = 100, offset: int = 0
+    ) -> Future[CheckpointsListResponse]:
+        """List one page of the checkpoints of all runs."""
+        return self._get("checkpoints", CheckpointsListResponse, limit=limit, offset=offset)
+
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> Future[WeightsInfoResponse]:
+        """Ask what a run must be like to load a checkpoint."""
+        wanted = WeightsInfoRequest(tinker_path=tinker_path)
+        return self._start(self._calls.post("weights_info", wanted, WeightsInfoResponse))
+
+    def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
+        """Get a link to each file of a checkpoint; for some minutes it opens without a key."""
+        path = f"{checkpoint_url(tinker_path)}/external_weights_urls"
+        return self._get(path, ExternalWeightsUrlsResponse)
+
+    def get_checkpoint_archive_url(
+        self, training_run_id: str, checkpoint_id: str
+    ) -> Future[CheckpointArchiveUrlResponse]:
+        """Get a link to a tar of a checkpoint's files; `checkpoint_id` is `<kind>/<name>`."""
+        path = checkpoint_url(f"tinker://{training_run_id}/{checkpoint_id}")
+        return self._start(self._calls.archive_url(path))
+
+    def get_checkpoint_archive_url_from_tinker_path(
+        self, tinker_path: str
+    ) -> Future[CheckpointArchiveUrlResponse]:
+        """Get a link to a tar of a checkpoint's files."""
+        return self._start(self._calls.archive_url(checkpoint_url(tinker_path)))
+
+    def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Future[None]:
+        """Delete a checkpoint; what was loaded from it stays. `checkpoint_id` is `<kind>/<name>`."""
+        return self.delete_checkpoint_from_tinker_path(
+            f"tinker://{training_run_id}/{checkpoint_id}"
+        )
+
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        """Delete a checkpoint; what was loaded from it stays."""
+        return self._start(self._calls.delete(checkpoint_url(tinker_path)))
+
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        """Let every tenant of the server read a checkpoint."""
+        return self._start(self._calls.tell(f"{checkpoint_url(tinker_path)}/publish"))
+
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        """Keep a checkpoint to yourself again."""
+        return self._start(self._calls.delete(f"{checkpoint_url(tinker_path)}/publish"))
+
+    def set_checkpoint_ttl_from_tinker_path(
+        self, tinker_path: str, ttl_seconds: int | None
+    ) -> Future[None]:
+        """Let a checkpoint expire so many seconds from now; None: never."""
+        path = f"{checkpoint_url(tinker_path)}/ttl"
+        return self._start(self._calls.put(path, CheckpointTtlRequest(ttl_seconds=ttl_seconds)))
+
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> Future[str]:
+        """Give a checkpoint to a project, under a new run that cannot be trained on; its new path.
+
+        The bytes are shared. `weights_access_token` is a key of the tenant that owns the checkpoint,
+        where that is another one.
+        """
+        wanted = CopyWeightsRequest(
+            source_path=path,
+            destination_project_id=destination_project_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
+        )
+        return self._start(self._calls.copy(wanted))
+
+    # ---- Sessions and samplers -------------------------------------------------------------------
+
+    def list_sessions(
+        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
+    ) -> Future[ListSessionsResponse]:
+        """List the ids of one page of sessions."""
+        query = {"limit": limit, "offset": offset, "access_scope": access_scope}
+        return self._get("sessions", ListSessionsResponse, **query)
+
+    def get_session(
+        self, session_id: str, access_scope: AccessScope = "owned"
+    ) -> Future[GetSessionResponse]:
+        """Ask about one session: its runs and samplers."""
+        path = url_of("sessions", session_id)
+        return self._get(path, GetSessionResponse, access_scope=access_scope)
+
+    def search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
+        """Search sessions; pass `next_cursor` of an answer as `cursor` for its next page."""
+        return self._start(self._calls.post("sessions/search", request, SessionSearchResponse))
+
+    def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
+        """Move a session to a project; a project is a name, and exists by being given."""
+        path = url_of("sessions", session_id, "project")
+        return self._start(self._calls.put(path, AssignProjectRequest(project_id=project_id)))
+
+    def export_session_trace(self, session_id: str) -> Future[str]:
+        """Get a link to a session's timeline, for Perfetto or chrome://tracing.
+
+        The future raises RequestFailed where the server keeps none of its cycles any more.
+        """
+        return self._start(self._calls.trace_url(session_id))
+
+    def get_sampler(self, sampler_id: str) -> Future[GetSamplerResponse]:
+        """Ask what a sampler samples from."""
+        return self._get(url_of("samplers", sampler_id), GetSamplerResponse)
+
+    # ---- Usage and audit -------------------------------------------------------------------------
+
+    def get_usage(
+        self, starting_on: datetime | None = None, ending_before: datetime | None = None
+    ) -> Future[UsageResponse]:
+        """Ask what each run and sampler used; without limits, of all that the server remembers."""
+        return self._get(
+            "usage", UsageResponse, starting_on=starting_on, ending_before=ending_before
+        )
+
+    def get_billing_usage(
+        self, starting_on: datetime | str, ending_before: datetime | str
+    ) -> Future[BillingUsageResponse]:
+        """Ask what was used by hour and session, as hosted services bill it; here without prices."""
+        window = {"starting_on": starting_on, "ending_before": ending_before}
+        return self._get("billing/usage/events", BillingUsageResponse, **window)
+
+    def get_current_checkpoint_storage_usage(
+        self, project_id: str | None = None
+    ) -> Future[StorageResponse]:
+        """Ask how many bytes the checkpoints of each project hold now."""
+        return self._get(
+            "billing/usage/checkpoints/current", StorageResponse, project_id=project_id
+        )
+
+    def get_audit_log(
+        self, event_type: AuditedResource = "all", day: date | None = None
+    ) -> Future[AuditLogResponse]:
+        """Ask what was changed or taken away on one day (UTC; None: today), oldest first."""
+        return self._get("audit", AuditLogResponse, event_type=event_type, day=day)
+
+    # ---- The same, as code for an event loop names them ------------------------------------------
+
+    get_server_capabilities_async = get_server_capabilities
+    whoami_async = whoami
+    list_training_runs_async = list_training_runs
+    list_training_run_ids_async = list_training_run_ids
+    get_training_run_async = get_training_run
+    get_training_run_by_tinker_path_async = get_training_run_by_tinker_path
+    list_checkpoints_async = list_checkpoints
+    list_user_checkpoints_async = list_user_checkpoints
+    get_weights_info_by_tinker_path_async = get_weights_info_by_tinker_path
+    get_external_weights_urls_async = get_external_weights_urls
+    get_checkpoint_archive_url_async = get_checkpoint_archive_url
+    get_checkpoint_archive_url_from_tinker_path_async = get_checkpoint_archive_url_from_tinker_path
+    delete_checkpoint_async = delete_checkpoint
+    delete_checkpoint_from_tinker_path_async = delete_checkpoint_from_tinker_path
+    publish_checkpoint_from_tinker_path_async = publish_checkpoint_from_tinker_path
+    unpublish_checkpoint_from_tinker_path_async = unpublish_checkpoint_from_tinker_path
+    set_checkpoint_ttl_from_tinker_path_async = set_checkpoint_ttl_from_tinker_path
+    copy_weights_async = copy_weights
+    list_sessions_async = list_sessions
+    get_session_async = get_session
+    search_sessions_async = search_sessions
+    assign_session_project_async = assign_session_project
+    export_session_trace_async = export_session_trace
+    get_sampler_async = get_sampler
+    get_usage_async = get_usage
+    get_billing_usage_async = get_billing_usage
+    get_current_checkpoint_storage_usage_async = get_current_checkpoint_storage_usage
+    get_audit_log_async = get_audit_log
+
+    def _get(self, path: str, model: Any, **query: Any) -> Future[Any]:
+        return self._start(self._calls.get(path, model, **query))
+
+    def _start(self, asked: Coroutine[Any, Any, T]) -> Future[T]:
+        answer = self._loop.start(asked)
+        return Future(answer, answer, what=f"a call of {self!r}")

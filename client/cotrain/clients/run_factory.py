@@ -1,0 +1,95 @@
+"""Makes the runs of one session: fresh ones, and ones that go on from a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cotrain.clients.training import TrainingClient
+from cotrain.errors import MalformedMessage
+from cotrain.requests.polling import wait_for_json
+from cotrain.transport.http import read
+from cotrain.types import CreateModelRequest, GetInfoRequest, GetInfoResponse, UntypedAPIFuture
+from cotrain.wire.checkpoints import CreateFromWeightsRequest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from cotrain.clients.sampler_factory import Samplers
+    from cotrain.clients.session import Session
+    from cotrain.requests.connection import Connection
+    from cotrain.types import LoraConfig
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run starts from."""
+
+    path: str
+    base_model: str | None
+    """The checkpoint's, or nothing."""
+    user_metadata: dict[str, Any] | None
+    """Of the run."""
+    weights_access_token: str | None = field(repr=False)
+    """A key of the tenant that owns the checkpoint, where that is another one."""
+
+
+class Runs:
+    """Numbers the runs of a session, whoever asks for one."""
+
+    def __init__(self, connection: Connection, session: Session, samplers: Samplers) -> None:
+        self._connection = connection
+        self._transport = connection.transport
+        self._session = session
+        self._samplers = samplers
+        self._seq_ids = itertools.count()
+
+    async def reserve(self) -> tuple[str, int]:
+        """Take the next place for a run: `session_id` and `model_seq_id`."""
+        await self._connection.config()  # first: it shows whether this is a server to talk to
+        return await self._session.id(), next(self._seq_ids)
+
+    async def create(
+        self, base_model: str, lora: LoraConfig, user_metadata: dict[str, Any] | None
+    ) -> TrainingClient:
+        """Start a run with a fresh adapter. Raises RequestFailed or APIError."""
+        session_id, seq_id = await self.reserve()
+        request = CreateModelRequest(
+            session_id=session_id,
+            model_seq_id=seq_id,
+            base_model=base_model,
+            lora_config=lora,
+            user_metadata=user_metadata,
+        )
+        return self._client(await self._made("create_model", request), base_model)
+
+    async def load(self, start: Start, *, optimizer: bool) -> TrainingClient:
+        """Start a run with what a checkpoint holds. Raises RequestFailed or APIError."""
+        session_id, seq_id = await self.reserve()
+        request = CreateFromWeightsRequest(
+            session_id=session_id,
+            model_seq_id=seq_id,
+            path=start.path,
+            optimizer=optimizer,
+            base_model=start.base_model,
+            user_metadata=start.user_metadata,
+            weights_access_token=start.weights_access_token,
+        )
+        model_id = await self._made("load_weights", request)
+        asked = await self._transport.post("get_info", GetInfoRequest(model_id=model_id))
+        base_model = read(asked, GetInfoResponse).model_data.model_name
+        if base_model is None:
+            raise MalformedMessage("get_info did not name a base model")
+        return self._client(model_id, base_model)
+
+    async def _made(self, endpoint: str, request: BaseModel) -> str:
+        future = read(await self._transport.post(endpoint, request), UntypedAPIFuture)
+        made = await wait_for_json(self._transport, future.request_id)
+        match made.get("model_id"):
+            case str() as model_id:
+                return model_id
+        raise MalformedMessage(f"{endpoint} did not answer a model_id")
+
+    def _client(self, model_id: str, base_model: str) -> TrainingClient:
+        return TrainingClient(self._connection, self._samplers, model_id, base_model)

@@ -1,0 +1,270 @@
+"""SamplingClient: continues prompts, and scores them, with weights that never change."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+from typing_extensions import override
+
+from cotrain.clients.sampler_handle import SamplerHandle
+from cotrain.clients.tokenizer import load_tokenizer
+from cotrain.compat.unsupported_arguments import absent, hosted
+from cotrain.errors import APIStatusError, MalformedMessage, UnsupportedInput
+from cotrain.requests.batch_polling import Completions
+from cotrain.requests.connection import shared_connection
+from cotrain.requests.futures import Future
+from cotrain.requests.sync_async import submitted
+from cotrain.settings import client_settings
+from cotrain.types import ModelInput, SampleRequest, SamplingParams, SamplingSessionTarget
+from cotrain.wire.sampling import CLONE_SEQ_IDS
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Callable, Generator
+
+    from cotrain.requests.connection import Connection
+    from cotrain.settings import ClientSettings
+    from cotrain.types import SampleResponse, TensorData, UntypedAPIFuture
+
+T = TypeVar("T")
+
+log = logging.getLogger("cotrain")
+
+GONE = 410
+ATTEMPTS = 5
+"""A sample whose result the server has lost is asked for anew, so often in all."""
+
+
+class SamplingClient:
+    """Samples from one sampler: saved weights, or a base model, as they were when it was made.
+
+    Use it from any thread or event loop. It may be pickled, to sample from other processes; the
+    pickle holds the API key.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        sampler_id: str,
+        base_model: str,
+        *,
+        polls_in_batches: bool,
+        clone: int = 0,
+    ) -> None:
+        self._connection = connection
+        self._traffic = connection.samples
+        self._sampler_id = sampler_id
+        self._base_model = base_model
+        self._polls_in_batches = polls_in_batches
+        target = SamplingSessionTarget(sampling_session_id=sampler_id, cloned_sampler_id=clone)
+        self._completions = Completions(connection.transport, target)
+        self._seq_ids = itertools.count(clone * CLONE_SEQ_IDS)
+
+    @property
+    def sampler_id(self) -> str:
+        """The sampler's id on the server."""
+        return self._sampler_id
+
+    @override
+    def __repr__(self) -> str:
+        at = f"{self._base_model} at {self._connection!r}"
+        return f"<SamplingClient of sampler {self._sampler_id}, {at}>"
+
+    def result(self, timeout: float | None = None) -> Self:
+        """Give this client, which is there: programs for the hosted SDK await it, or ask for it."""
+        return self
+
+    def __await__(self) -> Generator[None, None, Self]:
+        yield from ()
+        return self
+
+    @hosted("prompt_alt_tokens_k")
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        *,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> Future[SampleResponse]:
+        """Continue a prompt `num_samples` times.
+
+        A busy server is waited for, as long as it takes. A task that is cancelled while it awaits
+        the future, alone, cancels the sample on the server. `target_prompt_logprobs` (int64
+        `[len(prompt) - 1, K]`) scores other tokens at prompt positions, -1 none.
+        """
+        request = SampleRequest(
+            sampling_session_id=self._sampler_id,
+            seq_id=next(self._seq_ids),
+            num_samples=num_samples,
+            prompt=_copied(prompt),
+            sampling_params=sampling_params or SamplingParams(),
+            prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+        return self._start(request, lambda response: response)
+
+    sample_async = submitted(sample)
+
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> Future[list[float | None]]:
+        """Compute the log-prob of every prompt token, or of the last N; None for the others.
+
+        The first token has none: nothing comes before it.
+        """
+        request = SampleRequest(
+            sampling_session_id=self._sampler_id,
+            seq_id=next(self._seq_ids),
+            prompt=_copied(prompt),
+            sampling_params=SamplingParams(max_tokens=1),
+            prompt_logprobs=True,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+        return self._start(request, _prompt_logprobs)
+
+    compute_logprobs_async = submitted(compute_logprobs)
+
+    def get_base_model(self) -> str:
+        """Name the base model; asks nobody."""
+        return self._base_model
+
+    async def get_base_model_async(self) -> str:
+        """Name the base model; asks nobody."""
+        return self._base_model
+
+    def get_tokenizer(self) -> Any:
+        """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
+        return load_tokenizer(self._connection, self._base_model)
+
+    def get_sampler_handle(self) -> str:
+        """Write down which sampler this is, for other processes; unlike a pickle it holds no key."""
+        handle = SamplerHandle(
+            base_url=self._connection.settings.base_url,
+            sampler_id=self._sampler_id,
+            base_model=self._base_model,
+            polls_in_batches=self._polls_in_batches,
+        )
+        return handle.text()
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        """Sample from the sampler of a handle; without `api_key`, with `COTRAIN_API_KEY`.
+
+        Raises ValueError for what is no handle, or SettingsMissing.
+        """
+        read = SamplerHandle.of(handle)
+        settings = client_settings(read.base_url, api_key)
+        return _clone(settings, read.sampler_id, read.base_model, read.polls_in_batches)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _clone, (
+            self._connection.settings,
+            self._sampler_id,
+            self._base_model,
+            self._polls_in_batches,
+        )
+
+    def _start(
+        self, request: SampleRequest, read_result: Callable[[SampleResponse], T]
+    ) -> Future[T]:
+        loop = self._connection.loop
+        accepted = loop.start(self._traffic.accept(request))
+        return Future(
+            accepted,
+            loop.start(self._result(request, accepted, read_result)),
+            what=f"sample {request.seq_id} of sampler {self._sampler_id}",
+            ends_with_its_waits=True,
+        )
+
+    async def _result(
+        self,
+        request: SampleRequest,
+        accepted: concurrent.futures.Future[UntypedAPIFuture],
+        read_result: Callable[[SampleResponse], T],
+    ) -> T:
+        try:
+            future = await asyncio.wrap_future(accepted)
+        except asyncio.CancelledError:
+            if not accepted.cancelled() and accepted.exception() is None:
+                # Accepted at the very moment it was given up.
+                await self._traffic.cancel(accepted.result().request_id)
+            raise
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return read_result(await self._retrieve(future))
+            except APIStatusError as error:
+                if error.status_code != GONE:
+                    raise
+                log.warning("the result of a sample was lost, it is asked for anew: %s", error)
+            request = request.model_copy(update={"seq_id": next(self._seq_ids)})
+            future = await self._traffic.accept(request)
+        return read_result(await self._retrieve(future))
+
+    async def _retrieve(self, future: UntypedAPIFuture) -> SampleResponse:
+        try:
+            if self._polls_in_batches:
+                await self._completions.ended(future.request_id)
+            response = await self._traffic.retrieve(future.request_id)
+        except asyncio.CancelledError:
+            await self._traffic.cancel(future.request_id)
+            raise
+        if self._polls_in_batches:
+            self._completions.retrieved(future.request_id)
+        return _with_sequence_ids(response, future.sample_sequence_ids)
+
+    if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent(self, name)
+
+
+def _clone(
+    settings: ClientSettings, sampler_id: str, base_model: str, polls_in_batches: bool
+) -> SamplingClient:
+    """Make a client that shares a sampler with others and the numbers of its requests with none."""
+    connection = shared_connection(settings)
+    return SamplingClient(
+        connection,
+        sampler_id,
+        base_model,
+        polls_in_batches=polls_in_batches,
+        clone=1 + secrets.randbelow(CLONE_SEQ_IDS),
+    )
+
+
+def _with_sequence_ids(response: SampleResponse, ids: list[str] | None) -> SampleResponse:
+    """Name the sequences as the server named them when it accepted their request."""
+    if ids is None:
+        return response
+    named = [
+        sequence.model_copy(update={"sequence_id": sequence_id})
+        for sequence, sequence_id in zip(response.sequences, ids, strict=True)
+    ]
+    return response.model_copy(update={"sequences": named})
+
+
+def _copied(prompt: Any) -> ModelInput:
+    """Copy a prompt, so that what the caller changes afterwards changes nothing."""
+    if not isinstance(prompt, ModelInput):
+        said = "prompt must be a ModelInput, such as ModelInput.from_ints(tokens)"
+        raise UnsupportedInput(f"{said}, not a {type(prompt).__name__}")
+    return prompt.model_copy(deep=True)
+
+
+def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
+    if response.prompt_logprobs is None:
+        raise MalformedMessage("the server left out the log-probs of the prompt")
+    return response.prompt_logprobs

@@ -1,0 +1,306 @@
+"""ServiceClient: the door to one server."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from typing_extensions import override
+
+from cotrain.clients.checkpoints import Adapter, Checkpoints
+from cotrain.clients.interpolation import interpolate
+from cotrain.clients.rest import RestClient
+from cotrain.clients.run_factory import Runs, Start
+from cotrain.clients.sampler_factory import Samplers
+from cotrain.clients.session import Session
+from cotrain.compat.unsupported_arguments import absent, hosted
+from cotrain.requests.connection import Connection
+from cotrain.requests.futures import Future
+from cotrain.requests.sync_async import both_ways, submitted
+from cotrain.settings import client_settings
+from cotrain.transport.http import read
+from cotrain.types import GetServerCapabilitiesResponse, LoraConfig
+from cotrain.wire.checkpoints import CopyWeightsRequest, CopyWeightsResponse
+from cotrain.wire.mint import InterpolateRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import httpx
+
+    from cotrain.clients.checkpoints import Progress
+    from cotrain.clients.sampling import SamplingClient
+    from cotrain.clients.session import Outcome
+    from cotrain.clients.training import TrainingClient
+    from cotrain.transport.retries import RetryPolicy
+    from cotrain.wire.mint import InterpolateResponse
+    from cotrain.wire.rest import Checkpoint
+
+
+class ServiceClient:
+    """Creates training and sampling clients. Use it from any thread or event loop, and close it when done.
+
+    Without `base_url` and `api_key` it takes `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. `user_metadata`,
+    `project_id` and `display_name` are what its session is found by. `policy` says for how long a
+    server that is away is tried again. `network` replaces the network, for tests.
+    """
+
+    @hosted("default_headers_overrides")
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        *,
+        user_metadata: dict[str, Any] | None = None,
+        project_id: str | None = None,
+        display_name: str | None = None,
+        network: httpx.AsyncBaseTransport | None = None,
+        policy: RetryPolicy | None = None,
+    ) -> None:
+        settings = client_settings(base_url, api_key)
+        self._connection = Connection(settings, network=network, policy=policy)
+        self._transport = self._connection.transport
+        self._loop = self._connection.loop
+        self._session = Session(
+            self._transport, user_metadata, project_id=project_id, display_name=display_name
+        )
+        self._samplers = Samplers(self._connection, self._session)
+        self._runs = Runs(self._connection, self._session, self._samplers)
+        self._checkpoints = Checkpoints(self._transport, self._runs)
+
+    @hosted("optimizer")
+    async def _create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        *,
+        alpha: float = 32.0,
+        dropout: float = 0.0,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, Any] | None = None,
+    ) -> TrainingClient:
+        """Start a run: a fresh adapter on a base model, 0 where it ends, so that it changes nothing yet.
+
+        What it adds to a weight is scaled by `alpha / rank`; the only dropout is 0. Waits until the
+        server has made it. Raises RequestFailed, APIError, or ValidationError for another dropout.
+        """
+        lora = LoraConfig(
+            rank=rank,
+            alpha=alpha,
+            dropout=dropout,
+            seed=seed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+        )
+        return await self._runs.create(base_model, lora, user_metadata)
+
+    create_lora_training_client, create_lora_training_client_async = both_ways(
+        _create_lora_training_client
+    )
+
+    @hosted("optimizer")
+    async def _create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, Any] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        """Start a run with the weights of a checkpoint and a new optimizer.
+
+        `base_model`, if given, must be the checkpoint's. `weights_access_token` is a key of the tenant
+        that owns the checkpoint, where that is another one. Waits until the server has made the run.
+        Raises RequestFailed, or NotFoundError where there is no such checkpoint.
+        """
+        start = Start(path, base_model, user_metadata, weights_access_token)
+        return await self._runs.load(start, optimizer=False)
+
+    create_training_client_from_state, create_training_client_from_state_async = both_ways(
+        _create_training_client_from_state
+    )
+
+    async def _create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, Any] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        """Start a run that goes on where a checkpoint was saved, with its optimizer's state."""
+        start = Start(path, base_model, user_metadata, weights_access_token)
+        return await self._runs.load(start, optimizer=True)
+
+    (
+        create_training_client_from_state_with_optimizer,
+        create_training_client_from_state_with_optimizer_async,
+    ) = both_ways(_create_training_client_from_state_with_optimizer)
+
+    @hosted("record_stability_info", "retry_config")
+    async def _create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
+        """Sample from weights that were saved (`tinker://…`), or from a base model as it is.
+
+        Raises NotFoundError where there are no such weights, or they are not yours.
+        """
+        return await self._samplers.create(model_path=model_path, base_model=base_model)
+
+    create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
+
+    def create_rest_client(self) -> RestClient:
+        """Make a client for lists, checkpoints and usage; it opens no session, and asks nobody now."""
+        return RestClient(self._connection)
+
+    async def _get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        """Ask which base models the server holds."""
+        response = await self._transport.get("get_server_capabilities")
+        return read(response, GetServerCapabilitiesResponse)
+
+    get_server_capabilities, get_server_capabilities_async = both_ways(_get_server_capabilities)
+
+    async def _upload_checkpoint(
+        self,
+        source: str | Path,
+        base_model: str,
+        name: str,
+        *,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+    ) -> str:
+        """Bring a LoRA adapter that was made elsewhere; returns its path here.
+
+        `source` is what PEFT saved: a folder with `adapter_config.json` and
+        `adapter_model.safetensors`, or a tar or zip of it. Waits until it is stored. Raises
+        BadRequestError where its files cannot be taken, RequestFailed where they do not fit the base
+        model; both say what to change. `progress` hears, on the client's thread, of bytes sent, and of
+        how many there are.
+        """
+        adapter = Adapter(Path(source), base_model, name, ttl_seconds, user_metadata)
+        return await self._checkpoints.upload(adapter, progress)
+
+    upload_checkpoint, upload_checkpoint_async = both_ways(_upload_checkpoint)
+
+    async def _list_checkpoints(self) -> list[Checkpoint]:
+        """List your checkpoints, newest first."""
+        return await self._checkpoints.list_all()
+
+    list_checkpoints, list_checkpoints_async = both_ways(_list_checkpoints)
+
+    async def _delete_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint. What was loaded from it stays."""
+        await self._checkpoints.delete(path)
+
+    delete_checkpoint, delete_checkpoint_async = both_ways(_delete_checkpoint)
+
+    async def _download_checkpoint(
+        self, path: str, folder: str | Path, progress: Progress | None = None
+    ) -> list[str]:
+        """Write a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
+
+        Returns the names of its files. One that broke off is gone on with by the next call. `progress`
+        hears, on the client's thread, of the bytes that are here, and of how many there are in all
+        files; 0 where the server does not say.
+        """
+        return await self._checkpoints.download(path, Path(folder), progress)
+
+    download_checkpoint, download_checkpoint_async = both_ways(_download_checkpoint)
+
+    async def _download_checkpoint_archive(
+        self, path: str, file: str | Path, progress: Progress | None = None
+    ) -> None:
+        """Write all files of a checkpoint to one tar. `progress` is as for `download_checkpoint`."""
+        await self._checkpoints.download_archive(path, Path(file), progress)
+
+    download_checkpoint_archive, download_checkpoint_archive_async = both_ways(
+        _download_checkpoint_archive
+    )
+
+    def copy_weights(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> Future[str]:
+        """Give a checkpoint to this session, under a new run that cannot be trained on; its new path.
+
+        The bytes are shared. `weights_access_token` is as for `create_training_client_from_state`.
+        """
+        copied = self._loop.start(self._copy(path, ttl_seconds, weights_access_token))
+        return Future(copied, copied, what=f"a copy of {path}")
+
+    copy_weights_async = submitted(copy_weights)
+
+    def interpolate_checkpoints(
+        self,
+        source_paths: Sequence[str],
+        coefficients: Sequence[float],
+        output_path: str | None = None,
+    ) -> Future[InterpolateResponse]:
+        """Make sampler weights whose change of the base model is `sum coefficient * change`, exactly.
+
+        `output_path` is the plain name of the new weights; the result says their path. See
+        docs/mint.md.
+        """
+        wanted = InterpolateRequest(
+            source_paths=list(source_paths),
+            coefficients=list(coefficients),
+            output_path=output_path,
+        )
+        return interpolate(self._loop, self._transport, wanted)
+
+    interpolate_checkpoints_async = submitted(interpolate_checkpoints)
+
+    def close(self, status: Outcome = "success", detail: str | None = None) -> Future[None]:
+        """Finish the session and end the client's thread. Results not fetched yet are lost.
+
+        Done when it returns, and so is the future. The operator finds `detail` with the session.
+        """
+        self._loop.close(lambda: self._farewell(status, detail))
+        closed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        closed.set_result(None)
+        return Future(closed, closed)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<ServiceClient of {self._connection!r}, {self._session!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_class: type[BaseException] | None, *_: object) -> None:
+        self.close("success" if error_class is None else "errored")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, error_class: type[BaseException] | None, *_: object) -> None:
+        await asyncio.to_thread(self.close, "success" if error_class is None else "errored")
+
+    async def _copy(self, path: str, ttl_seconds: int | None, token: str | None) -> str:
+        session_id, seq_id = await self._runs.reserve()
+        wanted = CopyWeightsRequest(
+            source_path=path,
+            session_id=session_id,
+            model_seq_id=seq_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=token,
+        )
+        answer = await self._transport.post("copy_weights", wanted)
+        return read(answer, CopyWeightsResponse).tinker_path
+
+    async def _farewell(self, outcome: Outcome, detail: str | None) -> None:
+        await self._session.finish(outcome, detail)
+        await self._transport.close()
+
+    if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent(self, name)

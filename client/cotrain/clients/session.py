@@ -1,0 +1,107 @@
+"""One client process's session: opened when first needed, kept alive by heartbeats, finished once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import override
+
+from cotrain.errors import APIError, APIStatusError
+from cotrain.transport.http import read
+from cotrain.version import __version__
+from cotrain.wire.sessions import (
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishReason,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+)
+
+if TYPE_CHECKING:
+    from cotrain.transport.http import Transport
+
+log = logging.getLogger("cotrain")
+
+HEARTBEAT_EVERY_S = 10.0
+# A server gives a silent session two minutes; say so before it does more.
+WARN_AFTER_MISSED = 12
+
+# Nobody who closes a client wants to wait for a server that hangs.
+FAREWELL_S = 5.0
+
+Outcome = Literal["success", "errored", "interrupted"]
+
+
+class Session:
+    """A session of one server. All of it runs on the client's own loop."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        user_metadata: dict[str, Any] | None,
+        *,
+        project_id: str | None = None,
+        display_name: str | None = None,
+    ) -> None:
+        self._transport = transport
+        self._described = CreateSessionRequest(
+            sdk_version=f"cotrain-{__version__}",
+            user_metadata=user_metadata or {},
+            project_id=project_id,
+            display_name=display_name,
+        )
+        self._opening = asyncio.Lock()
+        self._id: str | None = None
+        self.heart: asyncio.Task[None] | None = None
+        """Beats while the session is open."""
+
+    @override
+    def __repr__(self) -> str:
+        return f"session {self._id}" if self._id else "no session yet"
+
+    async def id(self) -> str:
+        """Open the session if it is not open yet, and name it."""
+        async with self._opening:
+            if self._id is None:
+                self._id = await self._open()
+                self.heart = asyncio.create_task(self._beat_forever(self._id))
+        return self._id
+
+    async def finish(self, outcome: Outcome, detail: str | None = None) -> None:
+        """Tell the server that no more is to come; where it cannot be told, it finds out."""
+        if self.heart is not None:
+            self.heart.cancel()
+        if self._id is None:
+            return
+        farewell = FinishSessionRequest(reason=FinishReason(type=outcome), detail=detail)
+        with suppress(APIError, TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._transport.post_once(f"sessions/{self._id}/finish", farewell)
+
+    async def _open(self) -> str:
+        response = await self._transport.post("create_session", self._described)
+        return read(response, CreateSessionResponse).session_id
+
+    async def _beat_forever(self, session_id: str) -> None:
+        missed = 0
+        while True:
+            await self._transport.sleep(HEARTBEAT_EVERY_S)
+            try:
+                await self._transport.post_once(
+                    "session_heartbeat", SessionHeartbeatRequest(session_id=session_id)
+                )
+                missed = 0
+            except APIError as error:
+                missed += 1
+                if _is_final(error):
+                    log.warning("the server has ended session %s: %s", session_id, error)
+                    return
+                if missed == WARN_AFTER_MISSED:
+                    log.warning("%d heartbeats of session %s missed: %s", missed, session_id, error)
+
+
+def _is_final(error: APIError) -> bool:
+    return isinstance(error, APIStatusError) and error.status_code in (401, 403, 404, 410)

@@ -1,0 +1,100 @@
+"""The tokenizer of a base model: the server's own, or where it hands none out the hub's."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import httpx
+
+from cotrain.errors import BadRequestError, NotFoundError, TokenizerMissing
+from cotrain.transport.responses import read
+from cotrain.wire.runs import TOKENIZER_FILES, TokenizerResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain.requests.connection import Connection
+
+LLAMA_3 = "meta-llama/Llama-3"
+# The same tokenizer where no licence must be accepted first.
+LLAMA_3_MIRROR = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
+
+HUB_PATIENCE_S = 5.0
+
+
+def load_tokenizer(connection: Connection, base_model: str) -> Any:
+    """Load a base model's tokenizer with transformers: the server's, else a folder's or the hub's.
+
+    Raises TokenizerMissing, or APIError.
+    """
+    try:
+        # By name: transformers is the caller's, this package does not depend on it.
+        auto_tokenizer = import_module("transformers").AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise TokenizerMissing("get_tokenizer needs: pip install transformers") from error
+    files = connection.loop.run(_served(connection, base_model))
+    if files:
+        return _of_files(auto_tokenizer, files)
+    name = tokenizer_name(base_model)
+    away = None if Path(name).is_dir() else _why_away()
+    try:
+        # The server said this name: code that lies there is not to be asked about, nor run.
+        return auto_tokenizer.from_pretrained(
+            name, local_files_only=away is not None, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        hub = "on the hub" if away is None else f"in the hub's cache (the hub is away: {away})"
+        raise TokenizerMissing(
+            f"no tokenizer {name!r}, neither at the server, as a folder here nor {hub}; "
+            "load the base model's tokenizer yourself: only token ids travel"
+        ) from error
+
+
+def _why_away() -> str | None:
+    """Say why the hub cannot be asked, for which transformers would try for a minute."""
+    try:
+        httpx.head(import_module("huggingface_hub.constants").ENDPOINT, timeout=HUB_PATIENCE_S)
+    except httpx.TransportError as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+async def _served(connection: Connection, base_model: str) -> Mapping[str, str]:
+    """Ask the server; nothing where it has none, no such base model, or does not know the question."""
+    try:
+        path = f"tokenizers?base_model={quote(base_model, safe='')}"
+        return read(await connection.transport.get(path), TokenizerResponse).files
+    except (BadRequestError, NotFoundError):
+        return {}
+
+
+def _of_files(auto_tokenizer: Any, files: Mapping[str, str]) -> Any:
+    with TemporaryDirectory(prefix="cotrain-tokenizer-") as folder:
+        for name in TOKENIZER_FILES:
+            if name in files:
+                (Path(folder) / name).write_text(files[name], encoding="utf-8")
+        try:
+            return auto_tokenizer.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # a file of another version: its parsers raise bare Exceptions
+            raise TokenizerMissing(
+                f"the transformers installed here cannot read the server's tokenizer: {error!r}"
+            ) from error
+
+
+def tokenizer_name(base_model: str) -> str:
+    """Name the tokenizer of a base model; a folder is one as it stands.
+
+    A suffix after `:` and the variant of `organisation/model/variant` name the same tokenizer.
+    """
+    if Path(base_model).is_dir():
+        return base_model
+    name = base_model.split(":")[0]
+    if name.startswith(LLAMA_3):
+        return LLAMA_3_MIRROR
+    if name.count("/") == 2:
+        return name.rpartition("/")[0]
+    return name

@@ -1,0 +1,43 @@
+"""Calls of what is no part of the training protocol: the server's status, and its endpoints for text.
+
+They need no session, no thread and no retries, and the status may be asked for without a key.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+
+from cotrain.errors import APIConnectionError
+from cotrain.transport.responses import refusal, unreached
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cotrain.settings import ClientSettings
+
+# A sample waits for its turn, which may take minutes on a busy server.
+TIMEOUT = httpx.Timeout(10.0, read=600.0)
+
+
+@contextmanager
+def plain_http(settings: ClientSettings) -> Iterator[httpx.Client]:
+    """Open a client; without a key it shows none. Raises APIConnectionError from within the block."""
+    headers = {"X-API-Key": settings.api_key} if settings.api_key else {}
+    try:
+        with httpx.Client(base_url=settings.base_url, headers=headers, timeout=TIMEOUT) as client:
+            yield client
+    except httpx.TransportError as error:
+        raise unreached(error, httpx.URL(settings.base_url)) from error
+    except httpx.InvalidURL as error:
+        raise APIConnectionError(f"cannot reach {settings.base_url}: {error}") from error
+
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """Give an answer back that is one. Raises APIStatusError for a refusal."""
+    if response.is_success:
+        return response
+    response.read()
+    raise refusal(response)

@@ -1,0 +1,1 @@
+"""Names and arguments of the hosted SDKs; nothing here sends anything."""

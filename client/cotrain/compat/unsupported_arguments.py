@@ -1,0 +1,70 @@
+"""What the hosted SDK's clients have and ours have not, and what is said to who uses it.
+
+So a program that comes from there meets a sentence instead of a bare TypeError. Arguments are taken
+where their value asks for nothing; type checkers and `help()` do not show them.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from cotrain.errors import UnsupportedInput
+from cotrain.wire.runs import OptimizerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "default_headers_overrides": ((None,), "this client sends the headers of its own"),
+    "kind": (
+        ("snapshot",),
+        "a sampler is a snapshot, always; make another one to see newer weights",
+    ),
+    "loss_type_input": ((None, "logprobs"), "a custom loss is of log-probs"),
+    "optimizer": ((None, OptimizerConfig()), "AdamW is the only optimizer"),
+    "prompt_alt_tokens_k": ((None, 0), "this server computes no alternative tokens"),
+    "record_stability_info": ((False,), "this server records none"),
+    "retry_config": ((None,), "ServiceClient(policy=RetryPolicy(…)) says how long is tried"),
+}
+"""Name → the values that ask for nothing, and why there are no others."""
+
+METHODS = {
+    "create_custom_loss": "a loss is a plain function: run.forward_backward_custom(data, loss_fn)",
+    "get_console_url": "there is no console; `cotrain top` and `cotrain runs` show what is there",
+    "get_telemetry": "nothing is collected",
+    "holder": "a client is made of a client here: service.create_sampling_client(…)",
+}
+
+
+def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a method take these ARGUMENTS, by keyword. Raises UnsupportedInput for what they cannot be."""
+
+    def of(method: Callable[P, T]) -> Callable[P, T]:
+        @wraps(method)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in names:
+                if name in kwargs:
+                    _check(name, kwargs.pop(name))
+            return method(*args, **kwargs)
+
+        checked.hosted_arguments = names  # type: ignore[attr-defined]  # for the test that compares
+        return checked
+
+    return of
+
+
+def absent(owner: object, name: str) -> AttributeError:
+    """Make the error for an attribute that `owner` has not."""
+    said = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    reason = METHODS.get(name)
+    return AttributeError(f"{said}: {reason}" if reason else said, name=name, obj=owner)
+
+
+def _check(name: str, value: Any) -> None:
+    taken, reason = ARGUMENTS[name]
+    if value not in taken:
+        raise UnsupportedInput(f"{name}={value!r}: {reason}")

@@ -1,0 +1,1 @@
+"""What was sent and is not answered yet: order, flow control, chunks, polling, futures."""

@@ -1,0 +1,117 @@
+"""Decides in how many requests a pass goes, and makes one result of theirs.
+
+To a server of ours a pass goes whole, so that it adds its whole gradient or nothing. Other servers of
+the protocol say how large a request may be, and have each one succeed or fail by itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain.errors import UnsupportedInput
+from cotrain.types import ForwardBackwardOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from cotrain.types import ClientConfigResponse
+    from cotrain.wire.proto import wire_pb2 as wire
+
+MIB = 1024**2
+HEAD_BYTES = 4096
+FRAME_BYTES = 6
+"""Bytes of a request beside its datums, and around each of them: no more than this."""
+
+
+def chunks_of(
+    datums: Sequence[wire.Datum], config: ClientConfigResponse
+) -> list[Sequence[wire.Datum]]:
+    """Split a pass as its server wants it: not at all, where that is one of ours.
+
+    Raises UnsupportedInput for more than such a server reads at once.
+    """
+    most = config.cotrain_max_pass_bytes
+    if most is None:
+        return [*cut(datums, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)]
+    size = HEAD_BYTES + sum(datum.ByteSize() + FRAME_BYTES for datum in datums)
+    if size > most:
+        raise UnsupportedInput(
+            f"data has {size / MIB:.1f} MiB; one call takes up to {most / MIB:.1f} MiB here "
+            "(COTRAIN_MAX_BODY_BYTES of the server), because it adds all of its gradient or "
+            "nothing. Send it in several calls: their gradients add up"
+        )
+    return [datums]
+
+
+def cut(datums: Sequence[wire.Datum], max_datums: int, max_bytes: int) -> list[list[wire.Datum]]:
+    """Split datums, in order, into the fewest chunks within both limits; no datums, one chunk.
+
+    A single datum over the limit goes alone.
+    """
+    chunks: list[list[wire.Datum]] = [[]]
+    chunk_bytes = 0
+    for datum in datums:
+        size = datum.ByteSize()
+        is_full = len(chunks[-1]) == max_datums or chunk_bytes + size > max_bytes
+        if chunks[-1] and is_full:
+            chunks.append([])
+            chunk_bytes = 0
+        chunks[-1].append(datum)
+        chunk_bytes += size
+    return chunks
+
+
+def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+    """Join the results of a pass's chunks, in order, into the result of the whole pass.
+
+    A metric combines as the end of its name says: `:sum`, `:min`, `:max`; `:mean` by number of
+    datums; `:slack` is the maximum less that mean; `:unique` keeps every value, as `name`,
+    `name_1`, …. Metrics of any other kind, or missing in a chunk, are left out.
+    """
+    first, *others = outputs
+    if not others:
+        return first
+    metrics: dict[str, float] = {}
+    for name in first.metrics:
+        if all(name in output.metrics for output in others):
+            metrics.update(_combine_metric(name, outputs))
+    return ForwardBackwardOutput(
+        loss_fn_output_type=first.loss_fn_output_type,
+        loss_fn_outputs=[datum for output in outputs for datum in output.loss_fn_outputs],
+        metrics=metrics,
+    )
+
+
+def _combine_metric(name: str, outputs: Sequence[ForwardBackwardOutput]) -> dict[str, float]:
+    values = [output.metrics[name] for output in outputs]
+    weights = [len(output.loss_fn_outputs) for output in outputs]
+    kind = name.rpartition(":")[2]
+    if kind == "unique":
+        return dict(zip(_numbered(name), values, strict=False))
+    if kind not in _REDUCERS:
+        return {}
+    return {name: _REDUCERS[kind](values, weights)}
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    index = 1
+    while True:
+        yield f"{name}_{index}"
+        index += 1
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    total = sum(weights)
+    if not total:  # chunks without datums say nothing about any
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+
+
+_REDUCERS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
+    "sum": lambda values, _: sum(values),
+    "min": lambda values, _: min(values),
+    "max": lambda values, _: max(values),
+    "mean": _mean,
+    "slack": lambda values, weights: max(values) - _mean(values, weights),
+}

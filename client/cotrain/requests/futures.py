@@ -1,0 +1,278 @@
+"""Future[T]: a request that was sent, and the result it will have. Submitted[T]: awaiting that it is.
+
+Both work from any thread and any event loop, for any number of waiters, any number of times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from typing_extensions import override
+
+from cotrain.errors import ClientClosed
+from cotrain.transport.progress import PROGRESS
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Callable, Generator, Iterator
+
+T = TypeVar("T")
+Value = TypeVar("Value")
+
+log = logging.getLogger("cotrain")
+
+
+class Future(Generic[T]):
+    """The promise of one result. Nobody's waiting, or ceasing to wait, changes it for others.
+
+    A failure that nobody has met by the time the future is collected is logged, once.
+    """
+
+    def __init__(
+        self,
+        accepted: concurrent.futures.Future[Any],
+        outcome: concurrent.futures.Future[T],
+        *,
+        what: str = "a request",
+        ends_with_its_waits: bool = False,
+    ) -> None:
+        """Promise `outcome`; `what` names the request where its failure is logged.
+
+        With `ends_with_its_waits` the request is given up when the last task that awaits it is
+        cancelled.
+        """
+        self._accepted = accepted
+        self._outcome = outcome
+        self._what = what
+        self._ends_with_its_waits = ends_with_its_waits
+        self._waits: set[object] = set()
+        self._given_up = False
+        self._was_met = False
+
+    def done(self) -> bool:
+        """Say whether the result, or the failure, is there."""
+        return self._outcome.done()
+
+    def cancel(self) -> bool:
+        """Give up this result, for everybody who waits; False where it is there already.
+
+        A sample is cancelled on the server too. A training request has its place in the run's order
+        and is done all the same.
+        """
+        self._given_up = self._outcome.cancel() or self._given_up
+        return self._given_up
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block this thread for the result.
+
+        Raises RequestFailed if the server failed the request, APIError if it could not be asked,
+        TimeoutError after `timeout` seconds (the request itself goes on: wait again), and
+        CancelledError after `cancel`.
+        """
+        if self._outcome.done():
+            return self._value_of(self._outcome)
+        with self._waiting():
+            return self._value_of(self._outcome, timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - public API
+        """Await the result; raises what `result` raises."""
+        await self._settle(self._outcome, timeout)
+        return self._value_of(self._outcome)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+    async def accepted_async(self) -> None:
+        """Await that the server has the request in its order; raises what it was refused with."""
+        await self._settle(self._accepted)
+        self._value_of(self._accepted)
+
+    async def _settle(
+        self,
+        awaited: concurrent.futures.Future[Any],
+        timeout: float | None = None,  # noqa: ASYNC109 - passed on
+    ) -> None:
+        if awaited.done():
+            return
+        with self._waiting():
+            try:
+                await _settled(awaited, timeout)
+            except TimeoutError:
+                raise self._still_running(timeout) from None
+            except asyncio.CancelledError:
+                if self._ends_with_its_waits and len(self._waits) == 1:
+                    self.cancel()
+                raise
+
+    def _value_of(
+        self, settled: concurrent.futures.Future[Value], timeout: float | None = None
+    ) -> Value:
+        try:
+            return settled.result(timeout)
+        except CancelledError:
+            if self._given_up:
+                raise
+            raise ClientClosed("the client was closed before this result came") from None
+        except BaseException as error:
+            # Where it is a timeout, the failure is still to be met.
+            self._was_met = self._was_met or settled.done()
+            if isinstance(error, TimeoutError) and not settled.done():
+                raise self._still_running(timeout) from None
+            raise
+
+    def _still_running(self, timeout: float | None) -> TimeoutError:
+        after = "" if timeout is None else f" after {timeout:g} s"
+        said = f"{self._what} is {self._state()}{after}: wait again for the same future"
+        return TimeoutError(said)
+
+    def _state(self) -> str:
+        if not self._outcome.done():
+            is_accepted = self._accepted is not self._outcome and self._accepted.done()
+            return "still running" if is_accepted else "still on its way to the server"
+        if self._outcome.cancelled():
+            return "given up" if self._given_up else "lost: the client was closed"
+        error = self._outcome.exception()
+        return "done" if error is None else f"failed: {error}"
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._what}: {self._state()}>"
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        wait = object()
+        self._waits.add(wait)
+        try:
+            with PROGRESS.waiting(lambda: f"{self._what}, {self._state()}"):
+                yield
+        finally:
+            self._waits.discard(wait)
+
+    def __del__(self) -> None:
+        if not self._was_met:
+            self._outcome.add_done_callback(partial(_log_failure, self._what))
+
+    if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"this is a Future: await it, or call .result(), before .{name}",
+                name=name,
+                obj=self,
+            )
+
+
+class Submitted(Coroutine[Any, Any, Future[T]]):
+    """A request that is on its way, in its place: what every `_async` method gives at once.
+
+    Await it for the `Future`, once the server has accepted the request; `result_async` and `result`
+    go straight to the result. Never awaited, it is sent all the same. To a caller that wants a
+    coroutine (`asyncio.create_task`, `asyncio.run`) it is one.
+    """
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+        self._steps: dict[object, Coroutine[Any, Any, Future[T]]] = {}
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._future!r}>"
+
+    def done(self) -> bool:
+        """Say whether the result, or the failure, is there."""
+        return self._future.done()
+
+    def cancel(self) -> bool:
+        """Give up the result; see `Future.cancel`."""
+        return self._future.cancel()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block this thread for the result; see `Future.result`."""
+        return self._future.result(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - public API
+        """Await the result; see `Future.result_async`."""
+        return await self._future.result_async(timeout)
+
+    @override
+    def __await__(self) -> Generator[Any, None, Future[T]]:
+        return self._accept().__await__()
+
+    @override
+    def send(self, value: Any, /) -> Any:
+        """Go on as a coroutine; for event loops."""
+        return self._step(lambda steps: steps.send(value))
+
+    @override
+    def throw(self, *raised: Any) -> Any:
+        """Raise in this coroutine; for event loops."""
+        return self._step(lambda steps: steps.throw(*raised))
+
+    @override
+    def close(self) -> None:
+        """End this coroutine; for event loops. The request goes on."""
+        if (steps := self._steps.pop(_task_here(), None)) is not None:
+            steps.close()
+
+    def _step(self, go_on: Callable[[Coroutine[Any, Any, Future[T]]], Any]) -> Any:
+        # One for each task, so that any number may wait; made late, since a coroutine that never
+        # ran would warn that nobody awaited it.
+        task = _task_here()
+        if task not in self._steps:
+            self._steps[task] = self._accept()
+        try:
+            return go_on(self._steps[task])
+        except BaseException:  # its end, however it ends
+            self._steps.pop(task, None)
+            raise
+
+    async def _accept(self) -> Future[T]:
+        await self._future.accepted_async()
+        return self._future
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"this is a request that was sent: await it for its Future, or call .result(), "
+                f"before .{name}",
+                name=name,
+                obj=self,
+            )
+
+
+async def _settled(
+    future: concurrent.futures.Future[Any],
+    timeout: float | None,  # noqa: ASYNC109 - passed on
+) -> None:
+    """Wait on the caller's loop until `future` is done, whatever its outcome. Raises TimeoutError."""
+    if future.done():
+        return
+    # Not asyncio.wrap_future: it would cancel the request when one of its waiters is cancelled.
+    loop = asyncio.get_running_loop()
+    is_settled = asyncio.Event()
+
+    def wake(_: object) -> None:
+        with suppress(RuntimeError):  # the waiter's loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(is_settled.set)
+
+    future.add_done_callback(wake)
+    async with asyncio.timeout(timeout):
+        await is_settled.wait()
+
+
+def _task_here() -> object:
+    with suppress(RuntimeError):  # no loop runs here
+        return asyncio.current_task()
+    return None
+
+
+def _log_failure(what: str, outcome: concurrent.futures.Future[Any]) -> None:
+    if not outcome.cancelled() and (error := outcome.exception()) is not None:
+        log.warning("%s failed, and nobody asked for its result: %s", what, error)

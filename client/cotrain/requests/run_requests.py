@@ -1,0 +1,305 @@
+"""The ordered requests of one run: each takes its place when it is made, whatever becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pydantic import BaseModel
+from typing_extensions import override
+
+from cotrain.errors import APIError, RateLimitError
+from cotrain.requests.chunks import chunks_of, combine
+from cotrain.requests.futures import Future
+from cotrain.requests.polling import wait_for_json, wait_for_pass
+from cotrain.transport.http import is_transient, read
+from cotrain.types import SequencedRequest, UntypedAPIFuture
+from cotrain.wire.pass_codec import encode_datums, wrap_datums
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+    from google.protobuf.message import Message
+
+    from cotrain.requests.connection import Connection
+    from cotrain.transport.http import Transport
+    from cotrain.types import Datum, ForwardBackwardOutput
+    from cotrain.wire.proto import wire_pb2 as wire
+
+POLLS_AT_ONCE = 16
+"""Of a run's thousand futures so many hold a connection each; the others have nothing to hear yet."""
+
+SMALL_BYTES = 1_000
+
+T = TypeVar("T")
+Result = TypeVar("Result", bound="BaseModel")
+
+
+class Between(Protocol):
+    """What happens on this machine between the two passes of a custom loss."""
+
+    def datums(self, forward: ForwardBackwardOutput) -> Sequence[Datum]:
+        """Give the backward's datums, one for each of the forward; called on a thread of its own."""
+
+    def finish(self, backward: ForwardBackwardOutput) -> ForwardBackwardOutput:
+        """Make the caller's result of the backward's."""
+
+
+class RunTraffic:
+    """Numbers a run's requests and sends them."""
+
+    def __init__(self, connection: Connection, model_id: str) -> None:
+        self._connection = connection
+        self._loop = connection.loop
+        self._transport = connection.transport
+        self._room = connection.room
+        self._lane = connection.lane()
+        self._model_id = model_id
+        self._ordering = threading.Lock()
+        self._next_seq_id = 1
+        self._lost = set[int]()
+        self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
+        self._undone = set[object]()
+        """The outcomes that are still to come."""
+
+    @override
+    def __repr__(self) -> str:
+        return f"run {self._model_id}, {self._next_seq_id - 1} sent, {len(self._undone)} not done"
+
+    def ask(
+        self, path: str, request: type[SequencedRequest], answer: type[Result], /, **what: Any
+    ) -> Future[Result]:
+        """POST a request of these fields in its turn; its result is JSON.
+
+        Raises ValidationError for what cannot be sent.
+        """
+
+        async def wait(request_ids: list[str]) -> Result:
+            (request_id,) = request_ids
+            return answer.model_validate(await self._heard(wait_for_json, request_id))
+
+        # Read before a place in the order is taken, so that what cannot be sent leaves no gap.
+        return self._send(path, [request(model_id=self._model_id, seq_id=1, **what)], wait)
+
+    def pass_over(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None,
+        *,
+        forward_only: bool,
+    ) -> Future[ForwardBackwardOutput]:
+        """POST a forward or forward_backward in its turn, in as many requests as its server asks for.
+
+        Raises UnsupportedInput for a datum that is not text, or too much for one call.
+        """
+        # Encoded here, so that what the caller changes afterwards changes nothing, and before a
+        # place in the order is taken, so that a datum that cannot be encoded leaves no gap.
+        requests = [
+            wrap_datums(
+                self._model_id, 1, chunk, loss_fn, loss_fn_config, forward_only=forward_only
+            )
+            for chunk in self._cut(data)
+        ]
+        total_weight = _total_weight(data) if loss_fn == "cross_entropy" else 0.0
+
+        async def wait(request_ids: list[str]) -> ForwardBackwardOutput:
+            return (await self._pass_result(request_ids)).with_total_weight(total_weight)
+
+        return self._send("forward_backward", requests, wait)
+
+    def pass_twice(self, data: Sequence[Datum], between: Between) -> Future[ForwardBackwardOutput]:
+        """POST a forward, and once `between` has seen its result a backward of as many datums.
+
+        Both have their places before this returns, so whatever is sent meanwhile comes after them.
+        Raises UnsupportedInput for a datum that is not text, or too much for one call.
+        """
+        chunks = self._cut(data)
+        accepted, places = self._start(
+            "forward_backward", [self._cross_entropy(1, c, forward_only=True) for c in chunks], 2
+        )
+        work = self._loop.start(
+            self._second_pass(accepted, between, places[len(chunks) :], [len(c) for c in chunks])
+        )
+        # Shielded: who gives up the result must leave no gap where the backward has its place.
+        outcome = self._loop.start(_shielded(work))
+        what = f"custom pass {places.start} of run {self._model_id}"
+        return Future(accepted, outcome, what=what)
+
+    def _send(
+        self,
+        path: str,
+        requests: Sequence[SequencedRequest | Message],
+        wait: Callable[[list[str]], Coroutine[Any, Any, T]],
+    ) -> Future[T]:
+        accepted, places = self._start(path, requests)
+        outcome = self._loop.start(self._outcome(accepted, wait))
+        self._undone.add(outcome)
+        outcome.add_done_callback(self._undone.discard)
+        return Future(accepted, outcome, what=f"{path} {places.start} of run {self._model_id}")
+
+    def _start(
+        self, path: str, requests: Sequence[SequencedRequest | Message], places_each: int = 1
+    ) -> tuple[concurrent.futures.Future[list[str]], range]:
+        """Take the next places in the run's order and start to send, in that order.
+
+        Of more places than requests the first are used. Blocks where more waits to be sent already
+        than memory is meant for (`flow.py`).
+        """
+        size_bytes = sum(map(_size, requests))
+        self._room.take(size_bytes, len(requests))
+        with self._ordering:
+            first = self._next_seq_id
+            self._next_seq_id += len(requests) * places_each
+            placed = [_at(first + i, request) for i, request in enumerate(requests)]
+            accepted = self._loop.start(self._submit(path, placed, size_bytes))
+        return accepted, range(first, first + len(requests) * places_each)
+
+    async def _submit(
+        self, path: str, requests: Sequence[BaseModel | Message], size_bytes: int
+    ) -> list[str]:
+        """POST every request in its turn (the server orders them); returns their request ids."""
+        try:
+            answers = await asyncio.gather(
+                *(self._submit_one(path, request) for request in requests), return_exceptions=True
+            )
+        finally:
+            self._room.give_back(size_bytes, len(requests))
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, str)]
+
+    async def _submit_one(self, path: str, request: Any) -> str:
+        return await self._lane.send(
+            request.seq_id, _size(request), lambda: self._post(path, request)
+        )
+
+    async def _post(self, path: str, request: Any) -> str:
+        try:
+            await self._fill_lost()
+            response = await self._transport.post(path, request, raises_busy=True)
+        except RateLimitError:
+            raise
+        except APIError as error:
+            if is_transient(error):
+                self._lost.add(request.seq_id)
+            else:
+                await self._fill_gap(request.seq_id)
+            raise
+        return read(response, UntypedAPIFuture).request_id
+
+    async def _fill_lost(self) -> None:
+        """Fill the places of requests that were given up: the server may have them, or not."""
+        for seq_id in sorted(self._lost):
+            try:
+                await self._transport.post("forward_backward", self._nothing_at(seq_id))
+            except APIError as error:
+                if is_transient(error):
+                    raise
+                # It has them.
+            self._lost.discard(seq_id)
+
+    async def _fill_gap(self, seq_id: int) -> None:
+        """Give the place of a refused request to one that does nothing.
+
+        Otherwise the server would wait for this place in the order and every later request with it.
+        """
+        with suppress(APIError):
+            await self._transport.post("forward_backward", self._nothing_at(seq_id))
+
+    def _nothing_at(self, seq_id: int) -> wire.ForwardBackwardRequest:
+        return self._cross_entropy(seq_id, [], forward_only=True)
+
+    async def _outcome(
+        self,
+        accepted: concurrent.futures.Future[list[str]],
+        wait: Callable[[list[str]], Coroutine[Any, Any, T]],
+    ) -> T:
+        # Acceptance is shielded, so that whoever gives up the result leaves no gap in the order.
+        return await wait(await asyncio.shield(asyncio.wrap_future(accepted)))
+
+    async def _second_pass(
+        self,
+        accepted: concurrent.futures.Future[list[str]],
+        between: Between,
+        places: range,
+        chunk_lengths: Sequence[int],
+    ) -> ForwardBackwardOutput:
+        try:
+            request_ids = await asyncio.wrap_future(accepted)
+            # Not in turn with the run's other polls: these may all be of requests that wait for the
+            # backward, which waits for this one.
+            outputs = await asyncio.gather(
+                *(wait_for_pass(self._transport, request_id) for request_id in request_ids)
+            )
+            datums = encode_datums(await asyncio.to_thread(between.datums, combine(outputs)))
+        except Exception:  # also whatever the caller's loss raises
+            await asyncio.gather(*map(self._fill_gap, places))
+            raise
+        # Cut where the forward was, whatever the sizes are now: so many places were taken.
+        ends = list(accumulate(chunk_lengths))
+        requests = [
+            self._cross_entropy(seq_id, datums[end - length : end], forward_only=False)
+            for seq_id, end, length in zip(places, ends, chunk_lengths, strict=True)
+        ]
+        size_bytes = sum(map(_size, requests))
+        self._room.take(size_bytes, len(requests))
+        backward_ids = await self._submit("forward_backward", requests, size_bytes)
+        return between.finish(await self._pass_result(backward_ids))
+
+    def _cut(self, data: Sequence[Datum]) -> list[Sequence[wire.Datum]]:
+        return chunks_of(encode_datums(data), self._connection.known_config)
+
+    def _cross_entropy(
+        self, seq_id: int, chunk: Sequence[wire.Datum], *, forward_only: bool
+    ) -> wire.ForwardBackwardRequest:
+        return wrap_datums(
+            self._model_id, seq_id, chunk, "cross_entropy", None, forward_only=forward_only
+        )
+
+    async def _pass_result(self, request_ids: list[str]) -> ForwardBackwardOutput:
+        outputs = await asyncio.gather(
+            *(self._heard(wait_for_pass, request_id) for request_id in request_ids)
+        )
+        return combine(outputs)
+
+    async def _heard(
+        self, poll: Callable[[Transport, str], Coroutine[Any, Any, T]], request_id: str
+    ) -> T:
+        async with (
+            self._polls
+        ):  # which lets in who was accepted first; results come in about that order
+            return await poll(self._transport, request_id)
+
+
+def _total_weight(data: Sequence[Datum]) -> float:
+    """Add up the weights of datums; 0 where one has none."""
+    total = 0.0
+    for datum in data:
+        weights = datum.loss_fn_inputs.get("weights")
+        if weights is None:
+            return 0.0
+        total += sum(weights.data)
+    return total
+
+
+async def _shielded(work: concurrent.futures.Future[T]) -> T:
+    return await asyncio.shield(asyncio.wrap_future(work))
+
+
+def _size(request: BaseModel | Message) -> int:
+    """Bytes of a request as it is sent, before compression; about as many where it is small."""
+    return SMALL_BYTES if isinstance(request, BaseModel) else request.ByteSize()
+
+
+def _at(seq_id: int, request: SequencedRequest | Message) -> SequencedRequest | Message:
+    """Put a request in its place in the order."""
+    if isinstance(request, SequencedRequest):
+        return request.model_copy(update={"seq_id": seq_id})
+    request.seq_id = seq_id  # type: ignore[attr-defined]  # of the message of a pass
+    return request

@@ -1,0 +1,147 @@
+"""One file on its way here, in as many attempts as it takes.
+
+What has arrived lies beside its place until it is whole, in a file that bears the server's name for
+exactly these bytes (`ETag`): so it is gone on with, by a later process too, and never with others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import httpx
+
+from cotrain.errors import APIConnectionError
+from cotrain.transport.responses import refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
+_STRONG_TAG = re.compile(r'"([\w.-]{1,100})"')
+PART = 206
+NOTHING_LEFT = 416
+
+
+async def size_of(http: httpx.AsyncClient, url: str) -> int:
+    """Ask how many bytes a link holds; 0 where it does not say. Raises what httpx raises.
+
+    By its first byte: a link that was signed for one method answers no other.
+    """
+    request = _request(http, url, {"Range": "bytes=0-0"})
+    async with aclosing(await http.send(request, stream=True)) as answer:
+        if answer.status_code == PART:
+            whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
+        else:
+            whole = answer.headers.get("Content-Length", "") if answer.is_success else ""
+    return int(whole) if whole.isdecimal() else 0
+
+
+class Download:
+    """Fetches a URL to a file, which is whole or not there."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        url: str,
+        target: Path,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._http = http
+        self._url = url
+        self._target = target
+        self._progress = progress
+        self._arrived = 0
+        self._arrived_before = 0
+
+    async def go_on(self) -> None:
+        """Fetch what is missing. Raises OSError, or APIError for what may be tried again or not."""
+        part = await asyncio.to_thread(self._find_part)
+        try:
+            async with aclosing(await self._http.send(self._request(part), stream=True)) as answer:
+                if answer.status_code == NOTHING_LEFT and part is not None:
+                    await asyncio.to_thread(
+                        part.unlink
+                    )  # not the file it was: all of it, next time
+                    raise APIConnectionError(f"{self._target.name} is another file by now")
+                if answer.is_error:
+                    await answer.aread()
+                    raise refusal(answer)
+                part = await self._save(answer, part)
+        except httpx.TransportError as error:
+            raise APIConnectionError(f"{self._target.name} broke off: {error}") from error
+        await asyncio.to_thread(part.replace, self._target)
+
+    def has_advanced(self) -> bool:
+        """Say whether something has arrived since this was last asked."""
+        before, self._arrived_before = self._arrived_before, self._arrived
+        return self._arrived > before
+
+    def _request(self, part: Path | None) -> httpx.Request:
+        if part is None:
+            return _request(self._http, self._url, {})
+        tag = f'"{_tag_of(part, self._target)}"'
+        range_left = f"bytes={part.stat().st_size}-"
+        return _request(self._http, self._url, {"Range": range_left, "If-Range": tag})
+
+    async def _save(self, answer: httpx.Response, part: Path | None) -> Path:
+        if part is None or answer.status_code != PART:
+            await asyncio.to_thread(self._drop_parts)
+            part = _part_of(self._target, answer.headers.get("ETag"))
+            await asyncio.to_thread(part.touch)
+        had = part.stat().st_size
+        total = had + int(answer.headers.get("Content-Length", 0))
+        with await asyncio.to_thread(part.open, "ab") as file:
+            async for piece in answer.aiter_bytes():
+                await asyncio.to_thread(file.write, piece)
+                had += len(piece)
+                self._arrived = had
+                if self._progress:
+                    self._progress(had, total)
+        size = part.stat().st_size
+        if "Content-Length" in answer.headers and size != total:
+            await asyncio.to_thread(part.unlink)  # somebody else has written here too
+            raise APIConnectionError(f"{self._target.name} has {size} bytes instead of {total}")
+        return part
+
+    def _find_part(self) -> Path | None:
+        """Find what an earlier attempt has left and can be gone on with."""
+        tagged = [part for part in self._parts() if _tag_of(part, self._target)]
+        return tagged[0] if len(tagged) == 1 and tagged[0].stat().st_size else None
+
+    def _drop_parts(self) -> None:
+        for part in self._parts():
+            part.unlink(missing_ok=True)
+
+    def _parts(self) -> list[Path]:
+        start = _start_of(self._target)
+        return [
+            each
+            for each in self._target.parent.iterdir()
+            if each.name.startswith(start) and each.suffix == ".part"
+        ]
+
+
+def _request(http: httpx.AsyncClient, url: str, headers: dict[str, str]) -> httpx.Request:
+    # As it is, uncompressed: a range of it must be one of the file.
+    headers = {**headers, "Accept-Encoding": "identity"}
+    request = http.build_request("GET", url, headers=headers, timeout=TIMEOUT)
+    del request.headers["X-API-Key"]
+    return request
+
+
+def _part_of(target: Path, etag: str | None) -> Path:
+    tag = _STRONG_TAG.fullmatch(etag or "")
+    return target.with_name(f"{_start_of(target)}{tag[1] if tag else ''}.part")
+
+
+def _tag_of(part: Path, target: Path) -> str:
+    """Read the tag in a part's name; without one it cannot be gone on with."""
+    return part.name.removeprefix(_start_of(target)).removesuffix(".part")
+
+
+def _start_of(target: Path) -> str:
+    return f".{target.name}~"

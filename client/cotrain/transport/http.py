@@ -1,0 +1,230 @@
+"""One HTTP call: the key, the time limits, the encoding of what is sent.
+
+Everything a client POSTs may be sent twice: the server knows a repeated request by its place in
+its run's order, and a session opened twice is one that nobody keeps alive. What is tried again, and
+how long, is for `patience.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import httpx
+from pydantic import BaseModel
+
+from cotrain.errors import APIError, APIStatusError, RateLimitError
+from cotrain.transport.compress import SMALLEST_BYTES, ZSTD, compress
+from cotrain.transport.connection_pools import Lines
+from cotrain.transport.download import Download, size_of
+from cotrain.transport.responses import read, refusal, unreached
+from cotrain.transport.retries import Contact, Patience, RetryPolicy, is_transient
+from cotrain.version import __version__
+from cotrain.wire.pass_codec import PROTOBUF
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from pathlib import Path
+
+    from google.protobuf.message import Message
+
+__all__ = ["JSON", "RetryPolicy", "Transport", "is_transient", "read"]
+
+JSON = "application/json"
+BINARY = "application/octet-stream"
+TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
+# Before it answers, a server unpacks what it was sent, maybe after what others have sent.
+STREAM_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None, read=600.0)
+# How many there are is for `lines.py`. A server lets an idle one live for longer.
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
+ENCODE_ELSEWHERE_BYTES = 256_000
+"""Larger messages are written in a thread, for milliseconds in which others' answers would wait."""
+
+
+class Transport:
+    """Calls of one server with one key."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        *,
+        network: httpx.AsyncBaseTransport | None = None,
+        policy: RetryPolicy | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.policy = policy or RetryPolicy()
+        self.sleep = sleep
+        self.compresses = False
+        """Whether passes are compressed, which the server says and this machine must be able to."""
+        self._contact = Contact(base_url)
+        trusted = httpx.create_ssl_context()  # once: it reads every certificate there is
+        self._lines = Lines(
+            lambda: httpx.AsyncClient(
+                base_url=f"{base_url.rstrip('/')}/api/v1/",
+                headers={"X-API-Key": api_key, "User-Agent": f"cotrain/{__version__}"},
+                timeout=TIMEOUT,
+                limits=LIMITS,
+                transport=network,
+                verify=trusted,
+            )
+        )
+        self._http = self._lines.first
+
+    async def post(
+        self,
+        path: str,
+        message: BaseModel | Message,
+        headers: Mapping[str, str] | None = None,
+        *,
+        raises_busy: bool = False,
+    ) -> httpx.Response:
+        """POST until there is an answer. Raises APIError for a refusal or when it gives up.
+
+        With `raises_busy`, RateLimitError is a refusal too: the caller knows better when to ask again.
+        """
+        body, described = await self._encoded(message)
+        return await self._until_answered(
+            lambda: self._post(path, body, {**(headers or {}), **described, "Accept": JSON}),
+            raises_busy=raises_busy,
+        )
+
+    async def put(self, path: str, message: BaseModel) -> httpx.Response:
+        """PUT until there is an answer; a field that is None is sent as null, which says "none".
+
+        Raises APIError for a refusal or when it gives up.
+        """
+        body, headers = message.model_dump_json().encode(), {"Content-Type": JSON}
+        return await self._until_answered(
+            lambda: self._send(self._http.build_request("PUT", path, content=body, headers=headers))
+        )
+
+    async def get(self, path: str) -> httpx.Response:
+        """GET until there is an answer. Raises APIError for a refusal or when it gives up."""
+        return await self._until_answered(lambda: self._send(self._http.build_request("GET", path)))
+
+    async def delete(self, path: str) -> httpx.Response:
+        """DELETE until there is an answer. Raises APIError for a refusal or when it gives up."""
+        return await self._until_answered(
+            lambda: self._send(self._http.build_request("DELETE", path))
+        )
+
+    async def post_stream(
+        self,
+        path: str,
+        query: BaseModel,
+        size: int,
+        content: Callable[[], AsyncIterator[bytes]],
+    ) -> httpx.Response:
+        """POST a body of `size` bytes that is read while it is sent; `content` is asked each time.
+
+        Raises APIError for a refusal or when it gives up.
+        """
+        return await self._until_answered(
+            lambda: self._send(
+                self._http.build_request(
+                    "POST",
+                    path,
+                    params=query.model_dump(exclude_none=True),
+                    content=content(),
+                    headers={"Content-Length": str(size), "Content-Type": BINARY},
+                    timeout=STREAM_TIMEOUT,
+                )
+            )
+        )
+
+    async def fetch(
+        self, url: str, target: Path, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Download a link of the server's to a file, which is whole or not there.
+
+        Goes on where an earlier attempt broke off, in this process or before. The link is all it
+        needs: the key stays here. Raises OSError or APIError.
+        """
+        download = Download(self._http, url, target, progress)
+        patience = self.patience()
+        while True:
+            try:
+                await download.go_on()
+            except APIError as error:
+                if download.has_advanced():
+                    patience.renew()
+                await patience.wait_out(error)
+            else:
+                return
+
+    async def size_of(self, url: str) -> int:
+        """Ask how many bytes a link holds; 0 where it does not say, or does not answer."""
+        with suppress(httpx.TransportError):  # which the download will say better
+            return await size_of(self._http, url)
+        return 0
+
+    async def post_once(
+        self,
+        path: str,
+        message: BaseModel | Message,
+        *,
+        accept: str = JSON,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx.Response:
+        """POST a single time. Raises APIError for anything but success."""
+        body, described = await self._encoded(message)
+        return await self._post(path, body, {**(headers or {}), **described, "Accept": accept})
+
+    def patience(self) -> Patience:
+        """Give what one call has of it."""
+        return Patience(self.policy, self._contact, self.sleep)
+
+    async def pause(self, failures: int, error: APIStatusError, waited_s: float) -> None:
+        """Wait as long as the policy says after `failures` in a row, and `waited_s` already."""
+        self._contact.busy(error, waited_s)
+        await self.sleep(self.policy.delay_s(failures, error, random.random()))  # noqa: S311  # no secret
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._lines.close()
+
+    async def _until_answered(
+        self, call: Callable[[], Awaitable[httpx.Response]], *, raises_busy: bool = False
+    ) -> httpx.Response:
+        patience = self.patience()
+        while True:
+            try:
+                return await call()
+            except APIError as error:
+                if raises_busy and isinstance(error, RateLimitError):
+                    raise
+                await patience.wait_out(error)
+
+    async def _encoded(self, message: BaseModel | Message) -> tuple[bytes, dict[str, str]]:
+        """Write a message; returns it with the headers that describe it."""
+        if isinstance(message, BaseModel):
+            return message.model_dump_json(exclude_none=True).encode(), {"Content-Type": JSON}
+        size = message.ByteSize()
+        zips = self.compresses and size >= SMALLEST_BYTES
+        headers = {"Content-Type": PROTOBUF, **({"Content-Encoding": ZSTD} if zips else {})}
+        if size < ENCODE_ELSEWHERE_BYTES:
+            return _written(message, zips=zips), headers
+        return await asyncio.to_thread(_written, message, zips=zips), headers
+
+    async def _post(self, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        return await self._send(
+            self._http.build_request("POST", path, content=body, headers=headers)
+        )
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        try:
+            response = await self._lines.send(request)
+        except httpx.TransportError as error:
+            raise unreached(error, request.url, is_known=self._contact.is_known) from error
+        self._contact.heard()
+        if response.is_error:
+            raise refusal(response)
+        return response
+
+
+def _written(message: Message, *, zips: bool) -> bytes:
+    body = message.SerializeToString(deterministic=True)
+    return compress(body) if zips else body

@@ -1,0 +1,154 @@
+"""What is tried again, how long, and what is said meanwhile.
+
+A lost answer, a busy server (429), a restarting one (5xx) and a slow one (408) are tried again; every
+other refusal is the caller's to read. A server that was heard before is given minutes to come back;
+one that was never heard is more likely somewhere else, and is given seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cotrain.errors import APIConnectionError, APIError, APIStatusError
+from cotrain.transport.progress import PROGRESS
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+log = logging.getLogger("cotrain")
+
+WARN_AFTER_S = 10.0
+TELL_AGAIN_S = 600.0
+"""What was said of a wait is not said again sooner."""
+WORD_LASTS_S = 60.0
+"""For as long as a poll may take to hear another word."""
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How long, and how fast, a call is tried again."""
+
+    give_up_after_s: float = 300.0
+    give_up_on_a_stranger_after_s: float = 30.0
+    """Of a server that has never answered anything."""
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 10.0
+
+    def delay_s(self, failures: int, error: APIError, jitter: float) -> float:
+        """Seconds to wait after `failures` in a row; the server's `Retry-After` wins.
+
+        `jitter` in 0…1 shortens the wait by up to a quarter, so that many clients spread out.
+        """
+        if isinstance(error, APIStatusError) and error.retry_after_s is not None:
+            return error.retry_after_s
+        doubled = self.first_delay_s * 2.0 ** min(failures - 1, 30)
+        return min(doubled, self.longest_delay_s) * (1.0 - 0.25 * jitter)
+
+
+def queue_state_reason(error: APIStatusError) -> str | None:
+    """Say why a request is not done yet, where the server says it."""
+    reason = error.body.get("queue_state_reason") if isinstance(error.body, dict) else None
+    return str(reason) if reason else None
+
+
+def is_transient(error: APIError) -> bool:
+    """Whether the same request may well succeed in a while."""
+    if isinstance(error, APIStatusError):
+        return error.status_code in (408, 429) or error.status_code >= 500
+    return isinstance(error, APIConnectionError)
+
+
+@dataclass
+class Contact:
+    """Whether the server is there, as far as all calls of one client together know."""
+
+    base_url: str
+    is_known: bool = False
+    """Whether it has ever answered."""
+    _silent_since: float | None = None
+    _has_warned: bool = False
+    _told: dict[object, float] = field(default_factory=dict)
+
+    def heard(self) -> None:
+        """Note an answer, whatever it says."""
+        if self._silent_since is not None and self._has_warned:
+            silence_s = time.monotonic() - self._silent_since
+            log.info("%s answers again, after %.0f s", self.base_url, silence_s)
+        self.is_known, self._silent_since, self._has_warned = True, None, False
+
+    def lost(self, error: APIConnectionError, patience_s: float) -> None:
+        """Note that there was no answer; warn once each time the server goes away."""
+        self._silent_since = self._silent_since or time.monotonic()
+        PROGRESS.hear(str(error), WORD_LASTS_S)
+        if not self._has_warned and time.monotonic() - self._silent_since >= WARN_AFTER_S:
+            self._has_warned = True
+            PROGRESS.clear()
+            log.warning("still trying, for %.0f s in all: %s", patience_s, error)
+
+    def busy(self, error: APIStatusError, waited_s: float) -> None:
+        """Note why the server lets a call wait; warn of it once where the wait is long."""
+        why = queue_state_reason(error)
+        PROGRESS.hear(why or str(error), WORD_LASTS_S)
+        about = why or error.status_code  # a refusal may hold numbers that change
+        now = time.monotonic()
+        if waited_s >= WARN_AFTER_S and now - self._told.get(about, -TELL_AGAIN_S) >= TELL_AGAIN_S:
+            self._told[about] = now
+            PROGRESS.clear()
+            log.warning("still waiting, and trying again: %s", why or error)
+
+
+@dataclass
+class Patience:
+    """How much of it one call has left. Each failure in a row costs more than the last."""
+
+    policy: RetryPolicy
+    contact: Contact
+    sleep: Callable[[float], Awaitable[None]]
+    _failures: int = 0
+    _since: float = field(default_factory=time.monotonic)
+    _began: float = field(default_factory=time.monotonic)
+
+    def renew(self) -> None:
+        """Begin anew: the server has said something to the purpose."""
+        self._failures, self._since = 0, time.monotonic()
+
+    def pending(self, error: APIStatusError) -> None:
+        """Begin anew: the result is not there yet, and maybe the server says why."""
+        self.renew()
+        if queue_state_reason(error):
+            self.contact.busy(error, time.monotonic() - self._began)
+
+    async def wait_out(self, error: APIError) -> None:
+        """Wait before the next try. Raises the error where it is final, or where this is enough."""
+        self._failures += 1
+        tried_s = time.monotonic() - self._since
+        if isinstance(error, APIConnectionError):
+            self.contact.lost(error, self._limit_s(error))
+        if not is_transient(error):
+            raise error
+        if tried_s > self._limit_s(error):
+            raise self._enough(error, tried_s)
+        if isinstance(error, APIStatusError):
+            self.contact.busy(error, tried_s)
+        await self.sleep(self.policy.delay_s(self._failures, error, random.random()))  # noqa: S311  # no secret
+
+    def _limit_s(self, error: APIError) -> float:
+        if isinstance(error, APIConnectionError) and not self.contact.is_known:
+            return min(self.policy.give_up_after_s, self.policy.give_up_on_a_stranger_after_s)
+        return self.policy.give_up_after_s
+
+    def _enough(self, error: APIError, tried_s: float) -> APIError:
+        if not isinstance(error, APIConnectionError):
+            return error
+        times = "once" if self._failures == 1 else f"{self._failures} times in {tried_s:.0f} s"
+        hint = "" if self.contact.is_known else (
+            f". Nothing has ever answered at {self.contact.base_url}: is a server running there,"
+            " and is the base URL right?"
+        )  # fmt: skip
+        told = type(error)(f"{error} (tried {times}){hint}")
+        told.__cause__ = error
+        return told

@@ -1,0 +1,184 @@
+"""Passes between Python objects and the binary messages of `proto/wire.proto`, without NumPy.
+
+Knows how arrays lie in bytes; does not know which inputs a loss needs, or which tokens exist.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import DecodeError
+
+from cotrain.errors import MalformedMessage, UnsupportedInput
+from cotrain.types import Datum, EncodedTextChunk, ForwardBackwardOutput
+from cotrain.wire.datums import datums_of
+from cotrain.wire.packed import pack, unpack
+from cotrain.wire.proto import wire_pb2 as wire
+from cotrain.wire.tensors import DType, TensorData
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from cotrain.wire.datums import ModelInputChunk
+
+PROTOBUF = "application/x-protobuf"
+"""Media type of every message here."""
+
+
+def encode_pass_request(
+    model_id: str,
+    seq_id: int,
+    data: Sequence[Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, float | str] | None,
+    *,
+    forward_only: bool,
+) -> wire.ForwardBackwardRequest:
+    """Build the message of a forward or forward_backward request.
+
+    Equal arguments give equal bytes under `SerializeToString(deterministic=True)`. Raises
+    UnsupportedInput, naming the datum, where a chunk is not text.
+    """
+    return wrap_datums(
+        model_id, seq_id, encode_datums(data), loss_fn, loss_fn_config, forward_only=forward_only
+    )
+
+
+def encode_datums(data: Sequence[Datum]) -> list[wire.Datum]:
+    """Encode every datum. Raises UnsupportedInput, naming the datum, where it is none, or not text."""
+    return [_encode_datum(datum, index) for index, datum in enumerate(datums_of(data))]
+
+
+def wrap_datums(
+    model_id: str,
+    seq_id: int,
+    datums: Iterable[wire.Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, float | str] | None,
+    *,
+    forward_only: bool,
+) -> wire.ForwardBackwardRequest:
+    """Build the message of a pass over datums that are encoded already."""
+    message = wire.ForwardBackwardRequest(
+        model_id=model_id, seq_id=seq_id, data=datums, loss_fn=loss_fn, forward_only=forward_only
+    )
+    for name, value in (loss_fn_config or {}).items():
+        _set_config(message, name, value)
+    return message
+
+
+def decode_pass_output(payload: bytes) -> ForwardBackwardOutput:
+    """Read a serialized `ForwardBackwardOutput`, in one or several records.
+
+    `int32` widens to `int64` and `bfloat16` to `float32`. Raises MalformedMessage.
+    """
+    try:
+        message = wire.ForwardBackwardOutput.FromString(payload)
+    except DecodeError as error:
+        raise MalformedMessage("this is not a ForwardBackwardOutput") from error
+    return ForwardBackwardOutput(
+        loss_fn_output_type=message.loss_fn_output_type.rsplit(":", 1)[-1] or "ArrayRecord",
+        loss_fn_outputs=[
+            outputs for record in message.loss_fn_outputs for outputs in _split_record(record)
+        ],
+        metrics=dict(message.metrics),
+    )
+
+
+def pass_output_to_json(payload: bytes) -> bytes:
+    """Rewrite a serialized `ForwardBackwardOutput` as the JSON older clients read."""
+    return decode_pass_output(payload).model_dump_json(exclude_none=True).encode()
+
+
+# ---- Requests ------------------------------------------------------------------------------------
+
+
+def _set_config(message: wire.ForwardBackwardRequest, name: str, value: float | str) -> None:
+    if isinstance(value, str):
+        message.loss_fn_config_v2[name].text = value
+        return
+    # Numbers go into both maps: servers of either age find them.
+    message.loss_fn_config[name] = value
+    message.loss_fn_config_v2[name].number = value
+
+
+def _encode_datum(datum: Datum, index: int) -> wire.Datum:
+    message = wire.Datum()
+    for chunk in datum.model_input.chunks:
+        message.model_input.add().encoded_text.tokens = pack("i", _tokens_of(chunk, index))
+    for name, tensor in datum.loss_fn_inputs.items():
+        _fill_tensor(message.loss_fn_inputs[name], tensor)
+    return message
+
+
+def _tokens_of(chunk: ModelInputChunk, index: int) -> Sequence[int]:
+    if isinstance(chunk, EncodedTextChunk):
+        return chunk.tokens
+    raise UnsupportedInput(
+        f"datum {index}: chunks of type {chunk.type} cannot be trained on; send text tokens"
+    )
+
+
+def _fill_tensor(message: wire.Tensor, tensor: TensorData) -> None:
+    message.dtype = _DTYPE_ON_WIRE[tensor.dtype]
+    message.shape.extend(tensor.dense_shape)
+    values = pack(_TYPECODE[tensor.dtype], tensor.data)
+    if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
+        message.dense = values
+        return
+    message.sparse_csr.values = values
+    message.sparse_csr.crow_indices = pack("q", tensor.sparse_crow_indices)
+    message.sparse_csr.col_indices = pack("q", tensor.sparse_col_indices)
+
+
+# ---- Results -------------------------------------------------------------------------------------
+
+
+def _split_record(record: wire.ArrayRecord) -> Iterator[dict[str, TensorData]]:
+    columns = {name: list(_split_batch(name, batch)) for name, batch in record.fields.items()}
+    for name, column in columns.items():
+        if len(column) != record.num_datums:
+            raise MalformedMessage(
+                f"{name} has {len(column)} arrays for {record.num_datums} datums"
+            )
+    for index in range(record.num_datums):
+        yield {name: column[index] for name, column in columns.items()}
+
+
+def _split_batch(name: str, batch: wire.BatchedTensor) -> Iterator[TensorData]:
+    if batch.dtype not in _ELEMENT:
+        raise MalformedMessage(f"{name} has the unknown element type {batch.dtype}")
+    typecode, dtype = _ELEMENT[batch.dtype]
+    trailing = list(batch.trailing_shape)
+    row_bytes = array(typecode).itemsize * prod(trailing)
+    for start, end in pairwise(unpack("q", batch.offsets)):
+        if not 0 <= start <= end <= len(batch.data) or row_bytes <= 0 or (end - start) % row_bytes:
+            raise MalformedMessage(f"{name} is cut at {start}:{end}, which is not a whole array")
+        values = unpack(typecode, batch.data[start:end])
+        if batch.dtype == wire.DTYPE_BFLOAT16:
+            values = _widen_bfloat16(values)
+        shape = [(end - start) // row_bytes, *trailing]
+        yield TensorData(data=values.tolist(), dtype=dtype, shape=shape)
+
+
+def _widen_bfloat16(halves: Iterable[int]) -> array[Any]:
+    # A bfloat16 is the upper half of the float32 of the same value.
+    return unpack("f", pack("I", [half << 16 for half in halves]))
+
+
+# ---- Elements ----------------------------------------------------------------------------------
+
+_DTYPE_ON_WIRE: dict[DType, wire.DType] = {
+    "float32": wire.DTYPE_FLOAT32,
+    "int64": wire.DTYPE_INT64,
+}
+_TYPECODE: dict[DType, str] = {"float32": "f", "int64": "q"}
+_ELEMENT: dict[int, tuple[str, DType]] = {
+    wire.DTYPE_FLOAT32: ("f", "float32"),
+    wire.DTYPE_BFLOAT16: ("H", "float32"),
+    wire.DTYPE_INT64: ("q", "int64"),
+    wire.DTYPE_INT32: ("i", "int64"),
+}

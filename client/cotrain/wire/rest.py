@@ -1,0 +1,259 @@
+"""Lists of what a tenant has: runs, checkpoints, sessions, and how to search sessions.
+
+Times are UTC. Metadata is text by name on the wire; what a client stored otherwise is shown as JSON.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime  # pydantic reads it at run time
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, Field
+
+from cotrain.wire.model import Name, WireModel
+
+AccessScope = Literal["owned", "accessible"]
+"""`accessible`: also what others published."""
+CheckpointType = Literal["training", "sampler", "external"]
+FinishReasonType = Literal["success", "errored", "interrupted"]
+
+MAX_PAGE = 1_000
+MAX_SEARCH_PAGE = 200
+
+
+class Cursor(WireModel):
+    """Which part of a list a page is."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+# ---- Checkpoints and runs ------------------------------------------------------------------------
+
+
+class Checkpoint(WireModel):
+    """One checkpoint, as lists show it."""
+
+    checkpoint_id: str
+    """`<kind>/<name>`."""
+    checkpoint_type: CheckpointType
+    time: datetime
+    tinker_path: str
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = None
+    """None: kept until it is deleted."""
+
+
+class CheckpointsListResponse(WireModel):
+    """GET training_runs/{run}/checkpoints, without a cursor, and GET checkpoints, with one."""
+
+    checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None
+
+
+class TrainingRun(WireModel):
+    """One run."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool = True
+    corrupted: bool = False
+    """The server stopped it: its recovery did not reproduce the stored results."""
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    last_request_time: datetime
+    last_checkpoint: Checkpoint | None = None
+    """The newest of kind `weights`."""
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: dict[str, str] | None = None
+    weights_epoch: int = 0
+    """How often its newest state was lost with a disk, and it went on from a checkpoint."""
+    rolled_back_to: str | None = None
+    """The path of the last such checkpoint."""
+
+
+class TrainingRunsResponse(WireModel):
+    """GET training_runs: newest first."""
+
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+# ---- Sessions ------------------------------------------------------------------------------------
+
+
+class ListSessionsResponse(WireModel):
+    """GET sessions: newest first."""
+
+    sessions: list[str]
+
+
+class GetSessionResponse(WireModel):
+    """GET sessions/{id}."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class AssignProjectRequest(WireModel):
+    """PUT sessions/{id}/project."""
+
+    project_id: Name
+
+
+class TraceExportResponse(WireModel):
+    """GET sessions/{id}/trace_export."""
+
+    status: Literal["pending", "ready", "failed"]
+    url: str | None = None
+    error: str | None = None
+
+
+# ---- Search --------------------------------------------------------------------------------------
+
+
+class OwnSearchOwner(WireModel):
+    """The caller's own sessions."""
+
+    type: Literal["own"] = "own"
+
+
+class AccessibleSearchOwner(WireModel):
+    """Every session the caller may see: here, its own."""
+
+    type: Literal["accessible"] = "accessible"
+
+
+class UserSearchOwner(WireModel):
+    """The sessions of these owners."""
+
+    type: Literal["user"] = "user"
+    owner_urns: list[Name] = Field(min_length=1, max_length=10)
+
+
+SearchOwner = Annotated[
+    OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner, Field(discriminator="type")
+]
+
+
+class ActiveStatusQuery(WireModel):
+    """Not finished, and heard of within the last minutes."""
+
+    type: Literal["active"] = "active"
+
+
+class CancelledStatusQuery(WireModel):
+    """Cancelled from a console: never, here."""
+
+    type: Literal["cancelled"] = "cancelled"
+
+
+class FailedStatusQuery(WireModel):
+    """Failed by one of its runs."""
+
+    type: Literal["failed"] = "failed"
+
+
+class ClientFinishedStatusQuery(WireModel):
+    """Its client said that it was done."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reasons: list[FinishReasonType] | None = Field(default=None, min_length=1)
+
+
+StatusQuery = Annotated[
+    ActiveStatusQuery | CancelledStatusQuery | FailedStatusQuery | ClientFinishedStatusQuery,
+    Field(discriminator="type"),
+]
+
+
+class SessionSearchCursor(WireModel):
+    """Where the next page starts."""
+
+    last_created_at: AwareDatetime
+    last_session_id: Name
+
+
+class SessionSearchRequest(WireModel):
+    """POST sessions/search. What is not named matches everything."""
+
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = Field(default={})
+    """Every pair must hold."""
+    display_name: str | None = Field(default=None, min_length=1)
+    """Each of its words is part of the name. With `session_id`, one of both must match."""
+    owner: SearchOwner = OwnSearchOwner()
+    statuses: list[StatusQuery] | None = Field(default=None, min_length=1)
+    limit: int = Field(default=50, ge=1, le=MAX_SEARCH_PAGE)
+    cursor: SessionSearchCursor | None = None
+
+
+class SessionActive(WireModel):
+    """Not finished, and heard of within the last minutes."""
+
+    type: Literal["active"] = "active"
+
+
+class FinishReason(WireModel):
+    """What the client said when it was done."""
+
+    type: FinishReasonType
+
+
+class SessionFinished(WireModel):
+    """Its client said that it was done."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reason: FinishReason
+    detail: str | None = None
+
+
+class FailedRunReason(WireModel):
+    """Which run failed it."""
+
+    type: Literal["training_run"] = "training_run"
+    training_run_id: str
+
+
+class SessionFailed(WireModel):
+    """The server stopped one of its runs."""
+
+    type: Literal["failed"] = "failed"
+    category: Literal["user", "internal"] = "internal"
+    reason: FailedRunReason
+    message: str
+
+
+SessionStatus = Annotated[
+    SessionActive | SessionFinished | SessionFailed, Field(discriminator="type")
+]
+
+
+class SessionSummary(WireModel):
+    """One session that was found."""
+
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    """Empty for a session in no project."""
+    status: SessionStatus | None = None
+    """None: it has not finished, but was not heard of for minutes."""
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, str] | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchResponse(WireModel):
+    """One page, newest first. It may be short, even empty, while there is a next one."""
+
+    sessions: list[SessionSummary]
+    next_cursor: SessionSearchCursor | None = None

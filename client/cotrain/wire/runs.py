@@ -1,0 +1,223 @@
+"""The JSON shapes of runs and their training, in the order a run meets them.
+
+Requests ignore fields they do not know, since SDKs of several ages send them.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
+
+from cotrain.wire.datums import Datum
+from cotrain.wire.model import Argument, ModelSeqId, Name, SequencedRequest, WireModel
+from cotrain.wire.tensors import TensorData
+
+# ---- Run -----------------------------------------------------------------------------------------
+
+
+MAX_ALPHA = 655_360.0
+"""Ten times the largest rank that any LoRA has: a larger alpha is a mistake."""
+
+
+class LoraConfig(Argument):
+    """The adapter to train: it adds `alpha / rank * B @ A` to every weight that it is attached to.
+
+    A is `[rank, inputs]` and begins random, B is `[outputs, rank]` and begins as zeros. Raises
+    ValidationError (a ValueError) for an alpha outside (0, 655360], and for any dropout but 0: a
+    forward has to give the same numbers as the backward that follows it.
+    """
+
+    rank: int = 32
+    """Rows of A and columns of B; the server bounds it by the base model's hidden size."""
+    alpha: Annotated[float, Field(gt=0, le=MAX_ALPHA)] = 32.0
+    """The same for every rank where nothing is said, as the hosted services have it."""
+    dropout: float = 0.0
+    """Only 0 is implemented."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Of the random A; None: made of the run's id."""
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    @field_validator("dropout")
+    @classmethod
+    def _refuse_dropout(cls, dropout: float) -> float:
+        if dropout != 0:
+            raise ValueError("dropout is not implemented; use 0")
+        return dropout
+
+
+class OptimizerConfig(WireModel):
+    """The optimizer of a run for its whole life."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModelRequest(WireModel):
+    """POST create_model: start a run."""
+
+    session_id: Name
+    model_seq_id: ModelSeqId
+    base_model: Name
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig = LoraConfig()
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+
+class CreateModelResponse(WireModel):
+    """The run's id, which the wire calls `model_id`."""
+
+    model_id: str
+    type: Literal["create_model"] = "create_model"
+
+
+class GetInfoRequest(WireModel):
+    """POST get_info."""
+
+    model_id: Name
+    type: Literal["get_info"] = "get_info"
+
+
+class ModelData(WireModel):
+    """What a run's base model is."""
+
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+"""What a server hands out of a tokenizer, and all that a client takes: data, no code."""
+
+
+class TokenizerResponse(WireModel):
+    """A base model's tokenizer, as transformers saves it."""
+
+    files: dict[str, str]
+    """The text of TOKENIZER_FILES, by name; not every tokenizer has all of them."""
+
+
+class GetInfoResponse(WireModel):
+    """What a run is."""
+
+    model_data: ModelData
+    model_id: str
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    model_name: str | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    weights_epoch: int = 0
+    """How often its newest state was lost with a disk, and it went on from a checkpoint."""
+    rolled_back_to: str | None = None
+    """The path of the last such checkpoint."""
+    type: Literal["get_info"] | None = "get_info"
+
+
+class UnloadModelRequest(WireModel):
+    """POST unload_model: end a run."""
+
+    model_id: Name
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(WireModel):
+    """The run has ended."""
+
+    model_id: str
+    type: Literal["unload_model"] = "unload_model"
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+class ForwardBackwardInput(WireModel):
+    """The datums of one pass and the loss to take of them."""
+
+    data: list[Datum]
+    loss_fn: Name
+    """cross_entropy, importance_sampling, ppo, cispo, dro or gspo."""
+    loss_fn_config: dict[str, float | str] | None = None
+    """`clip_low_threshold` and `clip_high_threshold`, ratios; `beta` of dro."""
+
+
+class ForwardBackwardRequest(SequencedRequest):
+    """POST forward_backward as JSON; newer clients send the binary message of this name."""
+
+    forward_backward_input: ForwardBackwardInput
+
+
+class ForwardRequest(SequencedRequest):
+    """POST forward as JSON."""
+
+    forward_input: ForwardBackwardInput
+
+
+class ForwardBackwardOutput(WireModel):
+    """Result of a pass: named arrays per datum in the order they were sent, and metrics."""
+
+    loss_fn_output_type: str
+    loss_fn_outputs: list[dict[str, TensorData]]
+    """`logprobs`: float32, in the shape of the datum's `target_tokens`."""
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] = Field(default={})
+    """A name ends in `:` and how parts of a request combine: `loss:sum`, `x:mean`."""
+
+    _total_weight: float = PrivateAttr(default=0.0)
+
+    @property
+    def loss(self) -> float:
+        """`metrics["loss:sum"]`; of a cross_entropy whose datums all had weights, per weighted token.
+
+        That is `loss:sum / sum of all weights`, in nats, where that sum is above 0. The gradient is
+        that of `loss:sum` always.
+        """
+        total = self.metrics["loss:sum"]
+        return total / self._total_weight if self._total_weight > 0 else total
+
+    def with_total_weight(self, total_weight: float) -> Self:
+        """Give the same result, whose `loss` is per weight. For the client that sent the weights."""
+        weighted = self.model_copy()
+        weighted._total_weight = total_weight
+        return weighted
+
+
+def _finite_or_none(norm: Any) -> Any:
+    return 0.0 if norm == inf else norm  # JSON has no infinity, and 0 says the same
+
+
+class AdamParams(Argument):
+    """One AdamW step as `torch.optim.AdamW` takes it; the defaults are those of the hosted SDK."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip_norm: Annotated[float, BeforeValidator(_finite_or_none)] = 0.0
+    """L2 norm over the whole adapter that the gradient is scaled down to; 0 or less, and inf, is no limit."""
+
+
+class OptimStepRequest(SequencedRequest):
+    """POST optim_step."""
+
+    adam_params: AdamParams
+    type: Literal["optim_step"] = "optim_step"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_optimizers(cls, request: Any) -> Any:
+        if isinstance(request, dict) and request.get("optimizer_params") is not None:
+            raise ValueError("AdamW is the only optimizer here: send adam_params")
+        return request
+
+
+class OptimStepResponse(WireModel):
+    """Result of an optimizer step."""
+
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None = None
+    """`grad_norm`: L2, over the whole adapter, before it was scaled down; `clock_cycle:unique`."""

@@ -1,0 +1,103 @@
+"""Reads the binary result of a sample request, and rewrites it as JSON; without NumPy."""
+
+from __future__ import annotations
+
+from math import isnan
+from typing import TYPE_CHECKING, Literal
+
+from google.protobuf.message import DecodeError
+
+from cotrain.errors import MalformedMessage, UnsupportedInput
+from cotrain.wire.packed import unpack
+from cotrain.wire.proto import wire_pb2 as wire
+from cotrain.wire.sampling import SampledSequence, SampleResponse
+from cotrain.wire.tensors import DType, TensorData
+
+if TYPE_CHECKING:
+    from cotrain.wire.sampling import TopK
+
+NOTHING = (0, -99999.0)
+"""Fills the cells of a top-k matrix that no token belongs to."""
+
+_STOP_REASON: dict[int, Literal["length", "stop"]] = {
+    wire.STOP_REASON_STOP: "stop",
+    wire.STOP_REASON_LENGTH: "length",
+}
+_ELEMENT: dict[int, tuple[str, DType]] = {
+    wire.DTYPE_FLOAT32: ("f", "float32"),
+    wire.DTYPE_INT64: ("q", "int64"),
+}
+
+
+def decode_sample_response(payload: bytes) -> SampleResponse:
+    """Read a serialized `SampleResponse`. Its sequences have no id yet. Raises MalformedMessage."""
+    try:
+        message = wire.SampleResponse.FromString(payload)
+    except DecodeError as error:
+        raise MalformedMessage("this is not a SampleResponse") from error
+    return SampleResponse(
+        sequences=[_sequence(sequence) for sequence in message.sequences],
+        prompt_logprobs=(
+            [None if isnan(value) else value for value in unpack("f", message.prompt_logprobs)]
+            if message.HasField("prompt_logprobs")
+            else None
+        ),
+        topk_prompt_logprobs=(
+            _topk(message.topk_prompt_logprobs)
+            if message.HasField("topk_prompt_logprobs")
+            else None
+        ),
+        target_prompt_logprobs=(
+            _tensor(message.target_prompt_logprobs)
+            if message.HasField("target_prompt_logprobs")
+            else None
+        ),
+        prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
+    )
+
+
+def sample_response_to_json(payload: bytes) -> bytes:
+    """Rewrite a serialized `SampleResponse` as the JSON older clients read."""
+    return decode_sample_response(payload).model_dump_json(exclude_none=True).encode()
+
+
+def _sequence(message: wire.SampledSequence) -> SampledSequence:
+    if message.stop_reason not in _STOP_REASON:
+        raise MalformedMessage(f"{message.stop_reason} is no reason to stop")
+    return SampledSequence(
+        stop_reason=_STOP_REASON[message.stop_reason],
+        tokens=unpack("i", message.tokens).tolist(),
+        logprobs=(unpack("f", message.logprobs).tolist() if message.HasField("logprobs") else None),
+        topk_logprobs=(
+            _topk(message.topk_sampled_logprobs)
+            if message.HasField("topk_sampled_logprobs")
+            else None
+        ),
+    )
+
+
+def _topk(message: wire.TopkLogprobs) -> list[TopK | None]:
+    """Read two `[length, k]` matrices; a row without any token is None."""
+    cells = list(zip(unpack("i", message.token_ids), unpack("f", message.logprobs), strict=False))
+    if len(cells) != message.length * message.k:
+        raise MalformedMessage(f"top-k of {message.length} rows and {message.k} columns is cut")
+    rows = (cells[row * message.k : (row + 1) * message.k] for row in range(message.length))
+    return [[cell for cell in row if cell != NOTHING] or None for row in rows]
+
+
+def _tensor(message: wire.Tensor) -> TensorData:
+    if message.dtype not in _ELEMENT:
+        raise MalformedMessage(f"a tensor has the unknown element type {message.dtype}")
+    typecode, dtype = _ELEMENT[message.dtype]
+    is_sparse = message.HasField("sparse_csr")
+    csr = message.sparse_csr
+    try:
+        return TensorData(
+            data=unpack(typecode, csr.values if is_sparse else message.dense).tolist(),
+            dtype=dtype,
+            shape=list(message.shape),
+            sparse_crow_indices=unpack("q", csr.crow_indices).tolist() if is_sparse else None,
+            sparse_col_indices=unpack("q", csr.col_indices).tolist() if is_sparse else None,
+        )
+    except UnsupportedInput as error:
+        raise MalformedMessage("a tensor does not fill its shape") from error

@@ -1,0 +1,99 @@
+"""GET status: how the server is. The operator is shown everything, a tenant its own part.
+
+What only the operator is shown has a default here; the server may show more than is named.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from cotrain.wire.model import WireModel
+
+
+class QueueStatus(WireModel):
+    """Training requests that are accepted and not done."""
+
+    ops: int
+    tokens: int
+    oldest_s: float = 0.0
+    """Age of the oldest that may run."""
+
+
+class SamplesStatus(WireModel):
+    """Sample requests."""
+
+    waiting: int
+    running: int
+
+
+class TenantStatus(WireModel):
+    """What one tenant has accepted and not yet got back."""
+
+    tenant: str
+    tenant_name: str = ""
+    """The name of its first key."""
+    ops: int
+    tokens: int
+    bytes: int
+    samples_waiting: int = 0
+    samples_running: int = 0
+
+
+class WorkerStatus(WireModel):
+    """What a live worker says about itself."""
+
+    id: str
+    state: str
+    device: str
+    tokens_per_s: float
+    runs: int
+    memory_bytes: int
+
+
+class CycleRun(WireModel):
+    """What one run did in a cycle."""
+
+    run: str
+    tenant: str
+    tenant_name: str = ""
+    tokens: int
+    ops: dict[str, int]
+    """Kind of op → how many."""
+
+
+class CycleRecord(WireModel):
+    """One cycle that is over. Times are seconds since 1970."""
+
+    cycle: int
+    worker: str
+    started_at: float
+    duration_ms: float
+    tokens: int
+    outcome: str
+    runs: list[CycleRun]
+
+
+class PoolStatus(WireModel):
+    """One base model and its workers."""
+
+    base_model: str
+    workers: int | list[WorkerStatus]
+    """A tenant is told how many there are."""
+    last_cycle: int
+    open_cycles: int = 0
+    queue: QueueStatus
+    samples: SamplesStatus
+    tenants: list[TenantStatus] = Field(default=[])
+    cycles: list[CycleRecord] = Field(default=[])
+    """The last ones, newest first."""
+
+
+class ServerStatus(WireModel):
+    """All of it."""
+
+    version: str
+    uptime_s: float | None = None
+    ready: bool | None = None
+    reasons: list[str] = Field(default=[])
+    """Why it is not ready, in sentences."""
+    pools: list[PoolStatus]

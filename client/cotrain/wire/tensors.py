@@ -1,0 +1,259 @@
+"""TensorData: an array on the wire, and how lists, NumPy arrays and torch tensors become one.
+
+Knows no NumPy and no torch: an array is whatever has `dtype`, `shape`, `reshape()` and `tolist()`.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from itertools import accumulate, chain, pairwise
+from math import prod
+from numbers import Integral
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from cotrain.errors import UnsupportedInput
+from cotrain.wire.model import in_a_sentence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+DType = Literal["int64", "float32"]
+
+Int64 = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+Size = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+
+
+_READ: dict[str, TypeAdapter[list[Any]]] = {
+    "int64": TypeAdapter(list[Annotated[int, Field(ge=-(2**63), lt=2**63)]]),
+    "float32": TypeAdapter(list[float]),
+}
+"""What a caller may give for numbers: also those of NumPy and torch, and whole floats for integers."""
+
+
+class TensorData(BaseModel):
+    """An array of `int64` or `float32`: dense in C order, or a CSR matrix of its non-zero entries.
+
+    `data` may be a flat or nested list, a NumPy array or a torch tensor. Without `shape` a dense
+    array has that of `data`. Both `sparse_*` fields together make it CSR: then `data` holds only the
+    listed values, and `shape` must be `[rows, columns]`. Raises UnsupportedInput for anything else.
+    """
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    data: list[Int64] | list[float]
+    dtype: DType
+    shape: list[Size] | None = None
+    sparse_crow_indices: list[Size] | None = None
+    sparse_col_indices: list[Size] | None = None
+
+    def __init__(
+        self,
+        data: Any = None,
+        dtype: DType | None = None,
+        shape: Sequence[int] | None = None,
+        sparse_crow_indices: Sequence[int] | None = None,
+        sparse_col_indices: Sequence[int] | None = None,
+    ) -> None:
+        if dtype not in _READ:
+            raise UnsupportedInput(f"dtype is {dtype!r}: it must be 'int64' or 'float32'")
+        flat, found = _numbers(() if data is None else data, dtype)
+        is_sparse = sparse_crow_indices is not None or sparse_col_indices is not None
+        if shape is None and len(found) != 1 and not is_sparse:
+            shape = found
+        try:
+            super().__init__(
+                data=flat,
+                dtype=dtype,
+                shape=_sizes("shape", shape),
+                sparse_crow_indices=_sizes("sparse_crow_indices", sparse_crow_indices),
+                sparse_col_indices=_sizes("sparse_col_indices", sparse_col_indices),
+            )
+        except ValidationError as refused:
+            raise UnsupportedInput(in_a_sentence(refused)) from None
+
+    # For those who make one; what reads the wire has pydantic read it, strictly and faster.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # of pydantic itself
+
+    @classmethod
+    def of(cls, values: Any, dtype: DType | None = None) -> TensorData:
+        """Make a dense array from nested lists, or from anything with `shape` and `tolist()`.
+
+        Without `dtype`, whole numbers become `int64` and all others `float32`. Raises UnsupportedInput
+        where nested lists are ragged, or hold something else.
+        """
+        dtype = dtype or ("int64" if _are_whole(values) else "float32")
+        flat, shape = _numbers(values, dtype)
+        return cls(data=flat, dtype=dtype, shape=shape)
+
+    @classmethod
+    def from_numpy(cls, array: Any) -> TensorData:
+        """Make a dense array from a NumPy array."""
+        return cls.of(array)
+
+    @classmethod
+    def from_torch(cls, tensor: Any) -> TensorData:
+        """Make a dense array from a torch tensor on any device; copies it to the host."""
+        return cls.of(tensor)
+
+    @classmethod
+    def from_torch_sparse(cls, tensor: Any, pad_value: int = 0) -> TensorData:
+        """Make a CSR matrix of a 2-D torch tensor where that is smaller, else a dense array.
+
+        Entries equal to `pad_value` are left out.
+        """
+        dense = cls.of(tensor)
+        if len(dense.dense_shape) != 2:
+            return dense
+        kept = [
+            [(column, value) for column, value in enumerate(row) if value != pad_value]
+            for row in dense.tolist()
+        ]
+        listed = list(chain.from_iterable(kept))
+        if len(kept) + 1 + 2 * len(listed) >= len(dense.data):
+            return dense
+        return cls(
+            data=[value for _, value in listed],
+            dtype=dense.dtype,
+            shape=dense.shape,
+            sparse_crow_indices=[0, *accumulate(map(len, kept))],
+            sparse_col_indices=[column for column, _ in listed],
+        )
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether this is a CSR matrix."""
+        return self.sparse_crow_indices is not None
+
+    @property
+    def dense_shape(self) -> list[int]:
+        """Shape of the array, counted where it was not given."""
+        return [len(self.data)] if self.shape is None else self.shape
+
+    def tolist(self, pad_value: int = 0) -> list[Any]:
+        """Copy the array to nested lists, one level per dimension.
+
+        What a CSR matrix does not list is `pad_value`, here and in the two below.
+        """
+        return _nest(self._dense(pad_value), self.dense_shape)
+
+    def to_numpy(self, pad_value: int = 0) -> Any:
+        """Copy the array to a NumPy array; needs NumPy."""
+        # By name: NumPy and torch are the caller's, this package depends on neither.
+        numpy = import_module("numpy")
+        return numpy.array(self._dense(pad_value), dtype=self.dtype).reshape(self.dense_shape)
+
+    def to_torch(self, pad_value: int = 0) -> Any:
+        """Copy the array to a torch tensor on the host; needs torch."""
+        torch = import_module("torch")
+        flat = torch.tensor(self._dense(pad_value), dtype=getattr(torch, self.dtype))
+        return flat.reshape(self.dense_shape)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.dtype == "int64" and isinstance(next(iter(self.data), None), float):  # then all are
+            raise ValueError("data of dtype int64 must be integers")
+        if (self.sparse_crow_indices is None) != (self.sparse_col_indices is None):
+            raise ValueError("sparse_crow_indices and sparse_col_indices come together")
+        if self.is_sparse:
+            self._check_csr()
+        elif prod(self.dense_shape) != len(self.data):
+            raise ValueError(f"{len(self.data)} values do not fill shape {self.dense_shape}")
+        return self
+
+    def _check_csr(self) -> None:
+        rows, columns = self._csr_indices()
+        if self.shape is None or len(self.shape) != 2:
+            raise ValueError("a sparse tensor needs shape [rows, columns]")
+        if len(rows) != self.shape[0] + 1 or rows[0] != 0 or rows[-1] != len(self.data):
+            raise ValueError("sparse_crow_indices must be rows + 1 offsets from 0 to len(data)")
+        if any(start > end for start, end in pairwise(rows)):
+            raise ValueError("sparse_crow_indices must not decrease")
+        if len(columns) != len(self.data) or any(c >= self.shape[1] for c in columns):
+            raise ValueError("sparse_col_indices must name one column of the shape per value")
+
+    def _csr_indices(self) -> tuple[list[int], list[int]]:
+        return self.sparse_crow_indices or [0], self.sparse_col_indices or []
+
+    def _dense(self, pad_value: int) -> Sequence[float]:
+        if not self.is_sparse:
+            return self.data
+        height, width = self.dense_shape
+        offsets, columns = self._csr_indices()
+        fill = pad_value if self.dtype == "int64" else float(pad_value)
+        dense: list[float] = [fill] * (height * width)
+        for row, (start, end) in enumerate(pairwise(offsets)):
+            for k in range(start, end):
+                dense[row * width + columns[k]] = self.data[k]
+        return dense
+
+
+def read_numbers(values: list[Any], dtype: DType, name: str = "data") -> list[Any]:
+    """Read a flat list of numbers of any kind. Raises UnsupportedInput, naming the first that is none."""
+    try:
+        return _READ[dtype].validate_python(values)
+    except ValidationError as refused:
+        raise UnsupportedInput(name + in_a_sentence(refused)) from None
+
+
+def _numbers(values: Any, dtype: DType) -> tuple[list[Any], list[int]]:
+    """Read numbers, nested or not; returns them flat, and their shape. Raises UnsupportedInput."""
+    if hasattr(values, "tolist"):
+        flat = values if len(values.shape) == 1 else values.reshape(-1)
+        return read_numbers(flat.tolist(), dtype), list(values.shape)
+    if values is None or isinstance(values, str | bytes | Mapping):
+        raise UnsupportedInput(
+            f"it is {reprlib.repr(values)}, and must be a list, an array or a tensor"
+        )
+    nested = list(values) if isinstance(values, Iterable) else values
+    shape = _shape_of(nested)
+    # Nearly every list is flat; to walk it element by element would cost more than to send it.
+    if len(shape) != 1 or any(map(_is_nested, {type(value) for value in nested})):
+        nested = list(_flatten(nested, shape))
+    return read_numbers(nested, dtype), shape
+
+
+def _sizes(name: str, values: Any) -> list[int] | None:
+    if values is None:
+        return None
+    return read_numbers(list(values), "int64", name)
+
+
+def _is_nested(kind: type) -> bool:
+    return issubclass(kind, list | tuple)
+
+
+def _shape_of(nested: Any) -> list[int]:
+    if hasattr(nested, "tolist"):
+        return list(nested.shape)
+    if not isinstance(nested, list | tuple):
+        return []
+    return [len(nested), *(_shape_of(nested[0]) if nested else [])]
+
+
+def _flatten(nested: Any, shape: Sequence[int]) -> Iterator[Any]:
+    nested = nested.tolist() if hasattr(nested, "tolist") else nested
+    if not shape and not isinstance(nested, list | tuple):
+        yield nested
+        return
+    if not shape or not isinstance(nested, list | tuple) or len(nested) != shape[0]:
+        raise UnsupportedInput("nested lists must be rectangular")
+    for inner in nested:
+        yield from _flatten(inner, shape[1:])
+
+
+def _are_whole(values: Any) -> bool:
+    if hasattr(values, "dtype"):  # an empty array still says what it holds
+        return "int" in str(values.dtype)
+    flat = _flatten(values, _shape_of(values))
+    return all(isinstance(value, Integral) for value in flat)
+
+
+def _nest(flat: Sequence[float], shape: Sequence[int]) -> list[Any]:
+    if len(shape) <= 1:
+        return list(flat)
+    stride = prod(shape[1:])
+    return [_nest(flat[i * stride : (i + 1) * stride], shape[1:]) for i in range(shape[0])]

@@ -1,0 +1,176 @@
+"""Read the body of a forward or forward_backward into arrays, and write its output.
+
+The API reads a body once to check it, the worker once to run it; the scheduler never does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from cotrain.wire.proto import wire_pb2
+from cotrain_store.errors import MalformedBody
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: A tensor is refused when it claims more elements than this, before anything is allocated.
+MAX_ELEMENTS = 1 << 26
+
+_DTYPES: dict[int, np.dtype] = {
+    wire_pb2.DTYPE_FLOAT32: np.dtype("<f4"),
+    wire_pb2.DTYPE_INT64: np.dtype("<i8"),
+    wire_pb2.DTYPE_INT32: np.dtype("<i4"),
+}
+
+
+@dataclass(frozen=True)
+class DatumArrays:
+    """One datum: `tokens` int64 [n]; each input [n] or [n, K], int64 or float32."""
+
+    tokens: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class PassBody:
+    """A decoded forward or forward_backward request."""
+
+    datums: tuple[DatumArrays, ...]
+    loss_fn: str
+    loss_config: Mapping[str, float | str]
+    forward_only: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens over all datums: what the budget counts."""
+        return sum(len(datum.tokens) for datum in self.datums)
+
+
+def parse_pass(body: bytes) -> wire_pb2.ForwardBackwardRequest:
+    """Parse the message without reading its tensors; raises MalformedBody."""
+    try:
+        return wire_pb2.ForwardBackwardRequest.FromString(body)
+    except DecodeError as broken:
+        raise MalformedBody("The request is not a ForwardBackwardRequest message.") from broken
+
+
+def decode_pass(request: wire_pb2.ForwardBackwardRequest) -> PassBody:
+    """Read every tensor of a request; sparse ones become dense, unlisted entries 0.
+
+    Raises:
+        MalformedBody: naming the datum and the field.
+    """
+    # The SDK writes numbers to both maps and text only to the second one.
+    config: dict[str, float | str] = dict(request.loss_fn_config)
+    for name, value in request.loss_fn_config_v2.items():
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    return PassBody(
+        datums=tuple(_datum(index, datum) for index, datum in enumerate(request.data)),
+        loss_fn=request.loss_fn,
+        loss_config=config,
+        forward_only=request.forward_only,
+    )
+
+
+def encode_pass_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """Write per-datum log-probs (float32, each [n] or [n, K]) and metrics as the wire's output."""
+    output = wire_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    output.metrics.update(metrics)
+    start = 0
+    while start < len(logprobs):
+        trailing = logprobs[start].shape[1:]
+        stop = start + 1
+        while stop < len(logprobs) and logprobs[stop].shape[1:] == trailing:
+            stop += 1
+        _add_record(output, logprobs[start:stop], trailing)
+        start = stop
+    return output.SerializeToString(deterministic=True)
+
+
+def _add_record(
+    output: wire_pb2.ForwardBackwardOutput, arrays: Sequence[np.ndarray], trailing: tuple[int, ...]
+) -> None:
+    record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
+    field = record.fields["logprobs"]
+    field.dtype = wire_pb2.DTYPE_FLOAT32
+    field.trailing_shape.extend(trailing)
+    blobs = [np.ascontiguousarray(array, "<f4").tobytes() for array in arrays]
+    field.data = b"".join(blobs)
+    field.offsets = np.cumsum([0, *map(len, blobs)], dtype="<i8").tobytes()
+
+
+def _datum(index: int, datum: wire_pb2.Datum) -> DatumArrays:
+    chunks = [_chunk_tokens(index, chunk) for chunk in datum.model_input]
+    tokens = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
+    inputs = {
+        name: _tensor(f"datum {index}: loss_fn_inputs.{name}", tensor)
+        for name, tensor in datum.loss_fn_inputs.items()
+    }
+    return DatumArrays(tokens, inputs)
+
+
+def _chunk_tokens(index: int, chunk: wire_pb2.Chunk) -> np.ndarray:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        raise MalformedBody(
+            f"datum {index}: model_input has a chunk of type {kind or 'unknown'}; "
+            "this server trains on text (encoded_text) only."
+        )
+    raw = chunk.encoded_text.tokens
+    if len(raw) % 4:
+        raise MalformedBody(f"datum {index}: model_input tokens are not a list of 32-bit integers.")
+    return np.frombuffer(raw, "<i4").astype(np.int64)
+
+
+def _tensor(where: str, tensor: wire_pb2.Tensor) -> np.ndarray:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise MalformedBody(f"{where} has an unknown dtype; use int64 or float32.")
+    shape = tuple(tensor.shape)
+    if any(side < 0 for side in shape) or np.prod(shape, dtype=object) > MAX_ELEMENTS:
+        raise MalformedBody(f"{where} has an impossible shape {list(shape)}.")
+    encoding = tensor.WhichOneof("encoding")
+    if encoding == "sparse_csr":
+        return _csr(where, tensor.sparse_csr, dtype, shape)
+    values = _flat(where, tensor.dense, dtype)
+    if not shape:
+        return values
+    if int(np.prod(shape, dtype=object)) != values.size:
+        raise MalformedBody(f"{where} has {values.size} values for shape {list(shape)}.")
+    return values.reshape(shape)
+
+
+def _csr(
+    where: str, sparse: wire_pb2.SparseCsr, dtype: np.dtype, shape: tuple[int, ...]
+) -> np.ndarray:
+    if len(shape) != 2:
+        raise MalformedBody(f"{where} is sparse and needs a 2-D shape, got {list(shape)}.")
+    rows, columns = shape
+    values = _flat(where, sparse.values, dtype)
+    crow = _flat(where, sparse.crow_indices, np.dtype("<i8"))
+    col = _flat(where, sparse.col_indices, np.dtype("<i8"))
+    counts = np.diff(crow)
+    consistent = (
+        crow.size == rows + 1
+        and crow[0] == 0
+        and crow[-1] == values.size == col.size
+        and crow.min() >= 0  # before the differences mean anything: they may overflow
+        and (counts >= 0).all()
+        and (col.size == 0 or (col.min() >= 0 and col.max() < columns))
+    )
+    if not consistent:
+        raise MalformedBody(f"{where} has inconsistent CSR indices for shape {list(shape)}.")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(rows), counts), col] = values
+    return dense
+
+
+def _flat(where: str, raw: bytes, dtype: np.dtype) -> np.ndarray:
+    if len(raw) % dtype.itemsize:
+        raise MalformedBody(f"{where} has {len(raw)} bytes, not a whole number of {dtype.name}.")
+    values = np.frombuffer(raw, dtype)
+    return values.astype(np.int64 if dtype.kind == "i" else np.float32)

@@ -1,0 +1,190 @@
+"""Read and write the body of a sample request, and write what was sampled.
+
+A body is JSON for what is small and plain arrays for what is long: a prompt of 32,000 tokens is
+128 KB, and is read in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+from cotrain.wire.proto import wire_pb2
+from cotrain_store.errors import MalformedBody
+from cotrain_store.messages.encoding import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Bytes of the JSON part, tokens of the prompt, rows and columns of the targets.
+_HEADER = struct.Struct("<4I")
+
+
+@dataclass(frozen=True)
+class SampleBody:
+    """One sample request, as the worker needs it; every default is already filled in."""
+
+    prompt: tuple[int, ...]
+    num_samples: int
+    max_tokens: int | None
+    """None: as many as the context holds."""
+    temperature: float
+    top_k: int
+    """-1: off."""
+    top_p: float
+    seed: int | None
+    """None: to be derived from the request id, so that a second run gives the same tokens."""
+    stop: tuple[str, ...] | tuple[int, ...] | None
+    """None: end-of-sequence tokens; (): nothing stops; else these and end-of-sequence tokens."""
+    prompt_logprobs: bool
+    topk_prompt_logprobs: int
+    topk_sample_logprobs: int
+    prompt_logprobs_last_n: int | None
+    target_prompt_logprobs: tuple[tuple[int, ...], ...] | None
+    """`[len(prompt) - 1, K]`; -1: skip."""
+    stream: bool
+
+
+class TopK(Protocol):
+    """The k likeliest tokens at each of n positions, likeliest first."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [n, k]."""
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [n, k]."""
+
+
+class SampledSequence(Protocol):
+    """One continuation of the prompt."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [n]."""
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [n], of the raw model."""
+
+    @property
+    def stop_reason(self) -> Literal["stop", "length"]:
+        """Why it ended."""
+
+    @property
+    def topk(self) -> TopK | None:
+        """The likeliest tokens at each of its positions, where asked for."""
+
+
+class SampleOutput(Protocol):
+    """What a decoder gives for one request with a prompt of P tokens."""
+
+    @property
+    def sequences(self) -> Sequence[SampledSequence]:
+        """All continuations, in order."""
+
+    @property
+    def prompt_logprobs(self) -> np.ndarray | None:
+        """float32 [P], NaN where not computed; None where not asked for."""
+
+    @property
+    def topk_prompt(self) -> TopK | None:
+        """[P, k], where asked for."""
+
+    @property
+    def target_prompt_logprobs(self) -> np.ndarray | None:
+        """float32 [P - 1, K], NaN where skipped; None where not asked for."""
+
+    @property
+    def cached_prompt_tokens(self) -> int:
+        """Prompt tokens that were not computed for this request."""
+
+
+def encode_sample(body: SampleBody) -> bytes:
+    """Write a body; equal bodies give equal bytes."""
+    settings = asdict(body)
+    prompt = np.asarray(settings.pop("prompt"), "<i4")
+    targets = settings.pop("target_prompt_logprobs")
+    rows, columns = (
+        (len(targets), len(targets[0]) if targets else 0) if targets is not None else (0, 0)
+    )
+    settings["has_targets"] = targets is not None
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
+    header = _HEADER.pack(len(text), prompt.size, rows, columns)
+    return header + text + prompt.tobytes() + np.asarray(targets or (), "<i8").tobytes()
+
+
+def decode_sample(body: bytes) -> SampleBody:
+    """Read what `encode_sample` wrote, in this version or the next.
+
+    Raises:
+        MalformedBody: it is not such a body.
+    """
+    try:
+        length, tokens, rows, columns = _HEADER.unpack_from(body)
+        start = _HEADER.size + length
+        settings = json.loads(body[_HEADER.size : start])
+        prompt = np.frombuffer(body, "<i4", tokens, start)
+        targets = np.frombuffer(body, "<i8", rows * columns, start + 4 * tokens)
+        has_targets, stop = settings.pop("has_targets"), settings.pop("stop")
+        settings["prompt"] = tuple(prompt.tolist())
+        settings["stop"] = None if stop is None else tuple(stop)
+        settings["target_prompt_logprobs"] = (
+            tuple(map(tuple, targets.reshape(rows, columns).tolist())) if has_targets else None
+        )
+        return decode(SampleBody, settings)
+    except (
+        struct.error,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as broken:
+        raise MalformedBody("The body of a sample request cannot be read.") from broken
+
+
+def encode_sample_output(output: SampleOutput) -> bytes:
+    """Write what was sampled as the wire's SampleResponse."""
+    response = wire_pb2.SampleResponse(prompt_cache_hit_tokens=output.cached_prompt_tokens)
+    for sequence in output.sequences:
+        response.sequences.append(_sequence(sequence))
+    if output.prompt_logprobs is not None:
+        response.prompt_logprobs = np.ascontiguousarray(output.prompt_logprobs, "<f4").tobytes()
+    if output.topk_prompt is not None:
+        response.topk_prompt_logprobs.CopyFrom(_topk(output.topk_prompt))
+    if output.target_prompt_logprobs is not None:
+        # The wire has 0 where nothing was asked for.
+        targets = np.nan_to_num(np.ascontiguousarray(output.target_prompt_logprobs, "<f4"))
+        response.target_prompt_logprobs.dtype = wire_pb2.DTYPE_FLOAT32
+        response.target_prompt_logprobs.dense = targets.tobytes()
+        response.target_prompt_logprobs.shape.extend(targets.shape)
+    return response.SerializeToString(deterministic=True)
+
+
+def _sequence(sequence: SampledSequence) -> wire_pb2.SampledSequence:
+    return wire_pb2.SampledSequence(
+        stop_reason=(
+            wire_pb2.STOP_REASON_STOP
+            if sequence.stop_reason == "stop"
+            else wire_pb2.STOP_REASON_LENGTH
+        ),
+        tokens=np.ascontiguousarray(sequence.tokens, "<i4").tobytes(),
+        logprobs=np.ascontiguousarray(sequence.logprobs, "<f4").tobytes(),
+        topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
+    )
+
+
+def _topk(topk: TopK) -> wire_pb2.TopkLogprobs:
+    length, k = topk.token_ids.shape
+    return wire_pb2.TopkLogprobs(
+        token_ids=np.ascontiguousarray(topk.token_ids, "<i4").tobytes(),
+        logprobs=np.ascontiguousarray(topk.logprobs, "<f4").tobytes(),
+        k=k,
+        length=length,
+    )

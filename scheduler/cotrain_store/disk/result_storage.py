@@ -1,0 +1,69 @@
+"""Results as Redis values: small ones whole, large ones as a reference into the spool."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
+from cotrain_store.keys import result_keys
+from cotrain_store.messages.results import Result, ResultKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cotrain_store.disk.spool import Spool
+
+#: What the requests of a run resolve to that was closed before they were planned.
+UNLOADED = Result.failed("The training run was unloaded before this request ran.", "user")
+#: What the requests of a run resolve to that could not be brought back after a crash.
+RUN_STOPPED = Result.failed(
+    "The training run was stopped: its log could not be replayed to the stored results.", "server"
+)
+
+_SPOOLED = {
+    ResultKind.JSON: ResultKind.SPOOLED_JSON,
+    ResultKind.PASS: ResultKind.SPOOLED_PASS,
+    ResultKind.SAMPLE: ResultKind.SPOOLED_SAMPLE,
+}
+_WHOLE = {spooled: whole for whole, spooled in _SPOOLED.items()}
+
+
+@contextmanager
+def packed_results(
+    results: Sequence[Result], spool: Spool
+) -> Iterator[Sequence[tuple[bytes, int]]]:
+    """Encode results for Redis, each with its lifetime in ms; large ones are on disk afterwards.
+
+    Their files stay for as long as the block takes, which is to store what refers to them.
+    """
+    puts = {
+        index: spool.put(result.payload)  # all of them share one fsync
+        for index, result in enumerate(results)
+        if result.kind in _SPOOLED and len(result.payload) > INLINE_LIMIT_BYTES
+    }
+    try:
+        yield [
+            _large(result, puts[index].result()) if index in puts else _small(result)
+            for index, result in enumerate(results)
+        ]
+    finally:
+        spool.settle(put.result() for put in puts.values() if not put.exception())
+
+
+def _small(result: Result) -> tuple[bytes, int]:
+    return result.pack(), result_keys.SMALL_RESULT_TTL_MS
+
+
+def _large(result: Result, ref: str) -> tuple[bytes, int]:
+    return Result(_SPOOLED[result.kind], ref.encode()).pack(), result_keys.LARGE_RESULT_TTL_MS
+
+
+def is_spooled(result: Result) -> bool:
+    """Tell whether a result's payload is on disk."""
+    return result.kind in _WHOLE
+
+
+def whole_result(result: Result, spool: Spool) -> Result:
+    """Read the payload of a spooled result; raises SpoolCorrupt when it is gone."""
+    return Result(_WHOLE[result.kind], spool.read(result.payload.decode()))

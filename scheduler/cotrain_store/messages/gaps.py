@@ -1,0 +1,36 @@
+"""What is told of a gap: a seq that never came, and requests that wait behind it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain_store.keys import run_keys
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import PoolId, RunId
+    from cotrain_store.redis_client.connection import Connection
+
+
+async def client_seq(connection: Connection, pool: PoolId, run: RunId, place: int) -> int:
+    """Count like the client, which knows nothing of the riders before a place."""
+    riders = await connection.zrange(run_keys.riders(pool, run), 0, -1)
+    return place - sum(int(rider) < place for rider in riders)
+
+
+def still_waiting(missing: int) -> str:
+    """Say why a request waits, and what to do next."""
+    return (
+        f"waiting for seq_id {missing}, which never reached the server: its client failed before "
+        "it was sent, or is not done with it. Where it failed, go on with a new training client "
+        "from the last checkpoint; what waits here fails after COTRAIN_GAP_LIMIT_S (900 s unless set)"
+    )
+
+
+def given_up(missing: int) -> str:
+    """Say why a request failed, and what to do next."""
+    return (
+        f"seq_id {missing} of this run never reached the server: its client failed before it was "
+        "sent. This request waited behind it for COTRAIN_GAP_LIMIT_S, was given up, and changed "
+        "nothing; so does what is sent later. Go on with a new training client from the last "
+        f"checkpoint, or send seq_id {missing}."
+    )

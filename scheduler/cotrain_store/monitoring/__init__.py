@@ -1,0 +1,1 @@
+"""What an operator reads: status, metrics, logs; nothing here changes a run."""

@@ -1,0 +1,135 @@
+"""What operators and dashboards see: workers, queues, cycles, Redis. Reads only."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store.keys import age_keys, fleet_keys, run_keys, sample_keys
+from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
+from cotrain_store.oplog.dispatch import WorkerBeat
+from cotrain_store.redis_client.store_clock import parse_ms
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_store.redis_client.connection import Connection
+
+
+@dataclass(frozen=True)
+class QueueStatus:
+    """What one tenant has accepted and not yet got back in one pool."""
+
+    tenant: TenantId
+    ops: int
+    tokens: int
+    bytes: int
+    """Of the ops."""
+    samples_waiting: int = 0
+    samples_running: int = 0
+
+
+@dataclass(frozen=True)
+class PoolStatus:
+    """One pool at a glance."""
+
+    pool: PoolId
+    workers: tuple[WorkerBeat, ...]
+    workers_known: int
+    workers_away: tuple[WorkerId, ...]
+    """Known places whose process gives no sign of life."""
+    open_cycles: int
+    last_cycle: int
+    queues: tuple[QueueStatus, ...]
+    oldest_ready_s: float
+    oldest_gap_s: float
+    counters: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RedisStatus:
+    """How the Redis under everything is doing."""
+
+    version: str
+    appendonly: bool
+    appendfsync: str
+    aof_bytes: int
+    aof_last_write_ok: bool
+    memory_bytes: int
+
+
+async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
+    """Read one pool's status."""
+    ids = sorted(WorkerId(n.decode()) for n in await connection.smembers(fleet_keys.workers(pool)))
+    tenants = sorted(
+        TenantId(n.decode()) for n in await connection.smembers(run_keys.queue_tenants(pool))
+    )
+    pipeline = connection.pipeline(transaction=False)
+    pipeline.zrange(run_keys.ready(pool), 0, 0, withscores=True)
+    pipeline.zrange(run_keys.gaps(pool), 0, 0, withscores=True)
+    pipeline.get(age_keys.clock())
+    pipeline.get(fleet_keys.cycle_counter(pool))
+    pipeline.hgetall(fleet_keys.counters(pool))
+    for worker in ids:
+        pipeline.get(fleet_keys.worker(pool, worker))
+        pipeline.hlen(fleet_keys.open_steps(pool, worker))
+    for tenant in tenants:
+        pipeline.hmget(run_keys.queue(pool, tenant), ["ops", "tokens", "bytes"])
+        pipeline.hmget(sample_keys.sample_load(pool, tenant), ["waiting", "running"])
+    ready, gaps, clock, cycle, counters, *rows = await pipeline.execute()
+    beats, opened = rows[0 : 2 * len(ids) : 2], rows[1 : 2 * len(ids) : 2]
+    loads = rows[2 * len(ids) :]
+    queues = [
+        QueueStatus(tenant, *(int(value or 0) for value in [*ops, *samples]))
+        for tenant, ops, samples in zip(tenants, loads[::2], loads[1::2], strict=True)
+    ]
+    return PoolStatus(
+        pool=pool,
+        workers=tuple(decode(WorkerBeat, json.loads(beat)) for beat in beats if beat),
+        workers_known=len(ids),
+        workers_away=tuple(worker for worker, beat in zip(ids, beats, strict=True) if beat is None),
+        open_cycles=sum(opened),
+        last_cycle=int(cycle or 0),
+        queues=tuple(queues),
+        oldest_ready_s=_age_s(ready, time.time() * 1000),
+        oldest_gap_s=_age_s(gaps, parse_ms(clock)),
+        counters={name.decode(): float(value) for name, value in counters.items()},
+    )
+
+
+async def cycle_records(connection: Connection, pool: PoolId, count: int) -> list[dict[str, Any]]:
+    """Read the records of the last `count` cycles, newest first."""
+    return [
+        json.loads(row) for row in await connection.lrange(fleet_keys.cycles(pool), 0, count - 1)
+    ]
+
+
+async def redis_status(connection: Connection) -> RedisStatus:
+    """Ask Redis how it is."""
+    facts = await connection.info()
+    fsync = await connection.config_get("appendfsync")
+    return RedisStatus(
+        version=str(facts["redis_version"]),
+        appendonly=facts.get("aof_enabled") == 1,
+        appendfsync=str(fsync.get("appendfsync", "")),
+        aof_bytes=int(facts.get("aof_current_size", 0)),
+        aof_last_write_ok=facts.get("aof_last_write_status", "ok") == "ok",
+        memory_bytes=int(facts["used_memory"]),
+    )
+
+
+async def scheduler_alive(connection: Connection) -> bool:
+    """Tell whether some scheduler holds the lease."""
+    return bool(await connection.exists(fleet_keys.scheduler_lease()))
+
+
+async def scheduler_epoch(connection: Connection) -> int:
+    """Read the fencing number of the newest scheduler."""
+    return int(await connection.get(fleet_keys.scheduler_epoch()) or 0)
+
+
+def _age_s(oldest: list[tuple[bytes, float]], now_ms: float) -> float:
+    return max(0.0, (now_ms - oldest[0][1]) / 1000) if oldest else 0.0

@@ -1,0 +1,1 @@
+"""A run's operation log: accepted, planned, executed, committed, rolled back."""

@@ -1,0 +1,35 @@
+"""Over which parts of steps processes died, for the next process to be careful with.
+
+A part of a step is named by the request that it begins with, and anything behind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain_store.keys import fleet_keys
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import PoolId
+    from cotrain_store.redis_client.connection import SyncConnection
+
+
+class Deaths:
+    """The deaths in one pool."""
+
+    def __init__(self, connection: SyncConnection, pool: PoolId) -> None:
+        self._redis = connection
+        self._key = fleet_keys.deaths(pool)
+
+    def by_part(self) -> dict[str, int]:
+        """Tell over which parts of steps processes died, and how often."""
+        rows = self._redis.hgetall(self._key)
+        return {part.decode(): int(count) for part, count in rows.items()}
+
+    def risk(self, part: str) -> None:
+        """Count a death in advance: `survived` takes it back, if there is anybody left to call it."""
+        self._redis.hincrby(self._key, part, 1)
+
+    def survived(self, part: str) -> None:
+        """Take back what `risk` noted."""
+        self._redis.hdel(self._key, part)

@@ -1,0 +1,280 @@
+"""Read what is ready and write plans: the scheduler's side of the log.
+
+Only the holder of the newest epoch may write; an older one gets Fenced, and stands by.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain_store.errors import Fenced, PlanOutdated
+from cotrain_store.keys import age_keys, fleet_keys, result_keys, run_keys, sample_keys
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.gaps import client_seq, given_up
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
+from cotrain_store.messages.results import Result
+from cotrain_store.redis_client.connection import async_script
+from cotrain_store.redis_client.store_clock import clock_ms
+from cotrain_store.sampling.endings import CANCELLED, LIVES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from cotrain_store.redis_client.connection import Connection
+
+#: Runs and ops per run read for one plan: more than any cycle can hold.
+MAX_RUNS = 4_096
+MAX_OPS_PER_RUN = 64
+#: The store's clock goes on by at most this at once.
+MAX_STEP_S = 10.0
+#: Keys that end by one call; Redis does nothing else meanwhile. Others have their turn between the
+#: calls of one second, which end more than a store can accept in that time.
+ENDS_AT_ONCE = 1_000
+_CALLS_AT_ONCE = 10
+#: A step is planned when its worker is free: planning ahead would only fix the order too early.
+MAX_OPEN_STEPS = 1
+
+
+@dataclass(frozen=True)
+class WorkerBeat:
+    """What a live worker says about itself."""
+
+    id: WorkerId
+    epoch: int
+    state: str
+    device: str
+    tokens_per_s: float
+    runs: int
+    memory_bytes: int
+    seen_at: float
+    restored_ops: int = 0
+    samples_running: int = 0
+    samples_waiting: int = 0
+    """Claimed, and not yet in the decoder's batch."""
+    safe_tokens: int = 0
+    """What one pass of the base model has room for; less than was set up once memory ran out."""
+    halvings: int = 0
+    """How often that was."""
+    host: str = ""
+    parked_runs: int = 0
+    """Of `runs`, those whose adapters are in host memory and not on the device."""
+    takes_saves: bool = True
+    """False while its disk is too far behind: a save waits then, and its run behind it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one worker of a pool is, or should be. Its process may be another one tomorrow."""
+
+    worker: WorkerId
+    epoch: int
+    """Of the process that came last."""
+    beat: WorkerBeat | None
+    """None while nobody is there."""
+
+
+class Dispatch:
+    """One scheduler's access to every pool, under its lease."""
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self._redis = connection
+        self._name = name
+        self._epoch = ""
+        self._ready = async_script(connection, "ready")
+        self._plan = async_script(connection, "ages", "plan")
+        self._lease = async_script(connection, "lease")
+        self._reassign = async_script(
+            connection, "ages", "sample_finish", "sample_put_back", "reassign"
+        )
+        self._expire_gap = async_script(connection, "ages", "reject", "given_up", "expire_gap")
+        self._tick = async_script(connection, "ages", "tick")
+        self._counted_at: float | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this scheduler; 0 before it ever led."""
+        return int(self._epoch or 0)
+
+    async def lead(self) -> bool:
+        """Take or renew the lease; False while another scheduler holds it."""
+        script_keys = [fleet_keys.scheduler_lease(), fleet_keys.scheduler_epoch()]
+        answer = await self._lease(script_keys, [self._name, fleet_keys.LEASE_TTL_MS, self._epoch])
+        if not answer:
+            self._counted_at = None
+            return False
+        self._epoch = answer.decode()
+        return True
+
+    async def pass_time(self) -> None:
+        """Let the store's clock go on by what passed since the last call, and end what is due by it.
+
+        At most MAX_STEP_S: of a time without a scheduler, or without a Redis, no client could make use.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        now = time.monotonic()
+        passed_s = min(now - (now if self._counted_at is None else self._counted_at), MAX_STEP_S)
+        script_keys = [fleet_keys.scheduler_epoch(), age_keys.clock(), age_keys.ends()]
+        for passed_ms in (int(passed_s * 1000), *([0] * (_CALLS_AT_ONCE - 1))):
+            ended = await self._tick(script_keys, [self._epoch, passed_ms, ENDS_AT_ONCE])
+            if ended == b"FENCED":
+                raise Fenced
+            self._counted_at = now
+            if ended < ENDS_AT_ONCE:
+                return
+
+    async def resign(self) -> None:
+        """Give the lease back, so that the next scheduler need not wait for it to run out."""
+        if await self._redis.get(fleet_keys.scheduler_lease()) == self._name.encode():
+            await self._redis.delete(fleet_keys.scheduler_lease())
+
+    async def pools(self) -> list[PoolId]:
+        """List the pools there are."""
+        return sorted(PoolId(name.decode()) for name in await self._redis.hkeys(fleet_keys.pools()))
+
+    async def places(self, pool: PoolId) -> list[Place]:
+        """List the places of a pool's workers, also those where nobody has been for a while."""
+        ids = sorted(
+            WorkerId(n.decode()) for n in await self._redis.smembers(fleet_keys.workers(pool))
+        )
+        pipeline = self._redis.pipeline(transaction=False)
+        for worker in ids:
+            pipeline.get(fleet_keys.worker_epoch(pool, worker))
+            pipeline.get(fleet_keys.worker(pool, worker))
+        rows = await pipeline.execute()
+        return [
+            Place(worker, int(epoch or 0), decode(WorkerBeat, json.loads(beat)) if beat else None)
+            for worker, epoch, beat in zip(ids, rows[::2], rows[1::2], strict=True)
+        ]
+
+    async def reassign(self, pool: PoolId, place: Place, heir: WorkerId) -> bool:
+        """Give what a dead worker had to another one; its runs but those at work can go anywhere.
+
+        Should its last process still live, it can write nothing any more. False if somebody is there
+        again, or the heir is gone: nothing was written.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        script_keys = [
+            fleet_keys.scheduler_epoch(), fleet_keys.workers(pool),
+            fleet_keys.worker_epoch(pool, place.worker), fleet_keys.worker(pool, place.worker),
+            fleet_keys.worker(pool, heir), result_keys.spool_segment_refs(),
+            result_keys.notify_results(), fleet_keys.counters(pool),
+        ]  # fmt: skip
+        args = [
+            self._epoch, fleet_keys.prefix(pool), place.worker, place.epoch, heir,
+            sample_keys.ANY_LANE, CANCELLED.pack(), result_keys.SMALL_RESULT_TTL_MS,
+            len(CANCELLED.payload), *LIVES,
+        ]  # fmt: skip
+        answer = await self._reassign(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"OK")
+
+    async def open_steps(self, pool: PoolId, worker: WorkerId) -> int:
+        """Count a worker's steps that are planned and not yet committed."""
+        return int(await self._redis.hlen(fleet_keys.open_steps(pool, worker)))
+
+    async def ready(self, pool: PoolId) -> list[RunQueue]:
+        """Read the runs that can go on, those that waited longest first."""
+        rows = await self._ready(
+            [run_keys.ready(pool)], [fleet_keys.prefix(pool), MAX_RUNS, MAX_OPS_PER_RUN]
+        )
+        return [_run_queue([field.decode() for field in row]) for row in rows]
+
+    async def last_cycle(self, pool: PoolId) -> int:
+        """Read the number of the pool's last cycle; 0 before the first."""
+        return int(await self._redis.get(fleet_keys.cycle_counter(pool)) or 0)
+
+    async def plan(self, pool: PoolId, step: Step) -> None:
+        """Write a step; it is then fixed, whatever dies. The worker is told.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+            PlanOutdated: the queue changed since it was read; nothing was written.
+        """
+        script_keys = [
+            fleet_keys.scheduler_epoch(), fleet_keys.cycle_counter(pool),
+            fleet_keys.open_steps(pool, step.worker), run_keys.ready(pool), run_keys.gaps(pool),
+            fleet_keys.notify_worker(pool, step.worker),
+        ]  # fmt: skip
+        args: list[str | int] = [
+            self._epoch, fleet_keys.prefix(pool), step.worker, step.cycle, encode(step),
+            MAX_OPEN_STEPS,
+        ]  # fmt: skip
+        for run, first, count in _runs_of(step.ops):
+            args += [run, first, count]
+        answer = await self._plan(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+        if answer == b"OUTDATED":
+            raise PlanOutdated
+
+    async def old_gaps(self, pool: PoolId, older_than_s: float) -> list[tuple[RunId, TenantId]]:
+        """List the runs that hold ops behind a seq missing for longer than that."""
+        latest = await clock_ms(self._redis) - older_than_s * 1000
+        runs = await self._redis.zrangebyscore(run_keys.gaps(pool), 0, latest)
+        tenants = [
+            await self._redis.hget(run_keys.log(pool, RunId(r.decode())), "tenant") for r in runs
+        ]
+        return [
+            (RunId(run.decode()), TenantId(tenant.decode()))
+            for run, tenant in zip(runs, tenants, strict=True)
+            if tenant
+        ]
+
+    async def expire_gap(self, pool: PoolId, run: RunId, tenant: TenantId) -> None:
+        """Fail what waits behind a seq that never came; the gap itself is not skipped.
+
+        What fails counts in no queue any more, until the missing request comes after all.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        missing = int(await self._redis.hget(run_keys.log(pool, run), "next") or 0)
+        message = given_up(await client_seq(self._redis, pool, run, missing))
+        failure = Result.failed(message, "server")
+        rejected = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
+        script_keys = [
+            fleet_keys.scheduler_epoch(), run_keys.gaps(pool), run_keys.log(pool, run),
+            run_keys.ops(pool, run), run_keys.bodies(pool, run), result_keys.spool_segment_refs(),
+            run_keys.queue(pool, tenant), result_keys.notify_results(),
+        ]  # fmt: skip
+        args = [
+            self._epoch, run, missing, result_keys.SMALL_RESULT_TTL_MS, failure.pack(),
+            failure.payload, rejected.envelope(),
+        ]  # fmt: skip
+        if await self._expire_gap(script_keys, args) == b"FENCED":
+            raise Fenced
+
+    async def wakes(self) -> AsyncIterator[bool]:
+        """Yield True whenever a worker became free, False whenever an op became ready."""
+        async with self._redis.pubsub(ignore_subscribe_messages=True) as subscription:
+            await subscription.subscribe(fleet_keys.notify_scheduler())
+            async for message in subscription.listen():
+                yield message["data"] == b"free"
+
+
+def _run_queue(fields: list[str]) -> RunQueue:
+    run, tenant, worker, first, *envelopes = fields
+    ops = tuple(
+        QueuedOp.parse(RunId(run), int(first) + offset, envelope)
+        for offset, envelope in enumerate(envelopes)
+    )
+    return RunQueue(RunId(run), TenantId(tenant), WorkerId(worker) if worker else None, ops)
+
+
+def _runs_of(ops: Sequence[QueuedOp]) -> list[tuple[RunId, int, int]]:
+    """Sum a step up as (run, first seq, number of ops) per run."""
+    first: dict[RunId, int] = {}
+    count: dict[RunId, int] = {}
+    for op in ops:
+        first.setdefault(op.run, op.seq)
+        count[op.run] = count.get(op.run, 0) + 1
+    return [(run, first[run], count[run]) for run in first]

@@ -1,0 +1,298 @@
+"""Read steps and bodies, commit results, register snapshots, end runs: a worker's side of the log.
+
+Plain synchronous, as the worker's engine is. Everything is fenced by the worker's epoch: a worker
+that was paused while another took its place gets Fenced and must exit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED, packed_results
+from cotrain_store.errors import Fenced, SpoolCorrupt
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
+from cotrain_store.keys.usage_fields import training_amounts
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import PoolId, RunId, WorkerId, request_id
+from cotrain_store.messages.ops import QueuedOp, RunUsage, Step
+from cotrain_store.messages.runs import RunState
+from cotrain_store.oplog.commit_rows import op_rows
+from cotrain_store.oplog.crash_counts import Deaths
+from cotrain_store.oplog.dispatch import WorkerBeat
+from cotrain_store.oplog.reader import RunLogs
+from cotrain_store.oplog.rollback import DIGESTS_KEPT, Rollback
+from cotrain_store.oplog.save_rows import save_row
+from cotrain_store.redis_client.connection import sync_script
+from cotrain_store.tenants.names import TenantNames
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from cotrain_store.disk.spool import Spool
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.messages.results import Result
+    from cotrain_store.messages.saves import SaveRecords
+    from cotrain_store.messages.weights import CheckpointRecord
+    from cotrain_store.redis_client.connection import SyncConnection
+
+
+class Execution:
+    """One worker's access to its pool."""
+
+    def __init__(
+        self,
+        connection: SyncConnection,
+        spool: Spool,
+        results: Spool,
+        pool: PoolId,
+        worker: WorkerId,
+    ) -> None:
+        self._redis = connection
+        self._spool = spool
+        self._results = results
+        self.pool = pool
+        self.worker = worker
+        self.logs = RunLogs(connection, results, pool)
+        self.deaths = Deaths(connection, pool)
+        self.tenant_names = TenantNames(connection)
+        self._commit = sync_script(connection, "ages", "unread", "usage_add", "samplers", "commit")
+        self._snapshot = sync_script(connection, "log_cut", "snapshot")
+        self._roll_back = Rollback(connection, pool, worker)
+        self._forget = sync_script(connection, "forget")
+        self._close = sync_script(connection, "ages", "given_up", "run_close", "close")
+        self.epoch = 0
+        self._numerics_id = ""
+        self._base_model = ""
+        self._left_open: set[int] = set()
+        self._wakes: Any = None  # redis-py leaves its PubSub untyped
+
+    def enter(self, record: PoolRecord) -> int:
+        """Take this worker's place with a new epoch, and publish what the pool can do."""
+        self._numerics_id = record.numerics_id
+        self._base_model = record.base_model
+        self.epoch = int(self._redis.incr(fleet_keys.worker_epoch(self.pool, self.worker)))
+        self._redis.sadd(fleet_keys.workers(self.pool), self.worker)
+        self._redis.hset(fleet_keys.pools(), self.pool, encode(record))
+        self._left_open = {step.cycle for step in self.open_steps()}
+        return self.epoch
+
+    @property
+    def writer(self) -> str:
+        """Name this worker as no other process was ever named, after it entered."""
+        return f"{self.worker}-{self.epoch}"
+
+    def beat(self, beat: WorkerBeat) -> None:
+        """Say that this worker is alive; raises Fenced when another took its place."""
+        current = self._redis.get(fleet_keys.worker_epoch(self.pool, self.worker))
+        if current is None or int(current) != self.epoch:
+            raise Fenced
+        text = json.dumps(asdict(beat))
+        self._redis.set(
+            fleet_keys.worker(self.pool, self.worker), text, px=fleet_keys.WORKER_BEAT_TTL_MS
+        )
+
+    def leave(self) -> None:
+        """Say that this worker is gone, without waiting for its beat to run out."""
+        if self._wakes:
+            self._wakes.close()
+            self._wakes = None
+        self._redis.delete(fleet_keys.worker(self.pool, self.worker))
+
+    def open_steps(self) -> list[Step]:
+        """Read the planned and not yet committed steps, oldest first; those of a dead worker, too,
+        whose heir this one is.
+        """
+        rows = self._redis.hvals(fleet_keys.open_steps(self.pool, self.worker))
+        steps = sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
+        self._left_open |= {step.cycle for step in steps if step.worker != self.worker}
+        return [replace(step, worker=self.worker) for step in steps]
+
+    def starts(self, step: Step) -> int:
+        """Count this start of a step that a predecessor left open; 0 for one planned since then.
+
+        A request that kills its process would otherwise kill every successor.
+        """
+        if step.cycle not in self._left_open:
+            return 0
+        return int(self._redis.hincrby(fleet_keys.starts(self.pool), str(step.cycle), 1))
+
+    def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
+        """Read the bodies of ops; None where one is gone or does not match its digest."""
+        pipeline = self._redis.pipeline(transaction=False)
+        inline = [op for op in ops if op.ref == "inline"]
+        for op in inline:
+            pipeline.hget(run_keys.bodies(self.pool, op.run), str(op.seq))
+        found = dict(zip(((op.run, op.seq) for op in inline), pipeline.execute(), strict=True))
+        return [
+            found[op.run, op.seq] if op.ref == "inline" else self._spooled(op.ref) for op in ops
+        ]
+
+    def _spooled(self, ref: str) -> bytes | None:
+        try:
+            return self._spool.read(ref)
+        except SpoolCorrupt:
+            return None
+
+    def commit(
+        self,
+        step: Step,
+        results: Mapping[tuple[RunId, int], Result],
+        record: Mapping[str, Any],
+        counted: Mapping[str, float],
+        crashed: Collection[tuple[RunId, int]] = (),
+        saves: Mapping[tuple[RunId, int], SaveRecords] | None = None,
+        usage: Mapping[RunId, RunUsage] | None = None,
+        *,
+        is_exact: bool = True,
+    ) -> None:
+        """Make a step's results visible and end its cycle. Twice is harmless.
+
+        `saves` are the records of the SAVE ops that succeeded. The result of a named one appears only
+        when its weights are stored (`SavedWeights.stored`); where its name is in use it fails here, and
+        has no weights. `record` is what the cycle's history keeps; `counted` is added to the pool's
+        totals, `usage` to what the tenants used. Ops in `crashed` changed nothing and must never be
+        run again: the log keeps their place only. What is not `is_exact` has other last bits than this
+        worker's numerics stand for.
+
+        Raises:
+            Fenced: another worker took this one's place; nothing was written.
+        """
+        saved = {request_id(*op): save_row(records) for op, records in (saves or {}).items()}
+        used = training_amounts(usage or {}, step.tenant_by_run, self._base_model, time.time())
+        script_keys = [
+            fleet_keys.worker_epoch(self.pool, self.worker),
+            fleet_keys.open_steps(self.pool, self.worker), fleet_keys.cycles(self.pool),
+            result_keys.spool_segment_refs(), result_keys.notify_results(),
+            fleet_keys.notify_scheduler(), fleet_keys.counters(self.pool),
+            fleet_keys.starts(self.pool), fleet_keys.deaths(self.pool),
+        ]  # fmt: skip
+        args: list[str | int | bytes] = [
+            self.epoch, fleet_keys.prefix(self.pool), step.cycle, json.dumps(record),
+            fleet_keys.CYCLES_KEPT, json.dumps(counted), self._numerics_id if is_exact else "mixed",
+            json.dumps(saved), json.dumps(used), tenant_keys.USAGE_TTL_S,
+        ]  # fmt: skip
+        told = [results[op.run, op.seq] for op in step.ops]
+        with packed_results(told, self._results) as packed:
+            args += op_rows(step, results, crashed, packed)
+            answer = self._commit(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+        if answer == b"ORDER":
+            raise AssertionError(
+                f"cycle {step.cycle} holds an op whose predecessor is not committed"
+            )
+
+    def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str) -> bool:
+        """Make a complete file the run's base; the one before stays, and the log is cut up to that.
+
+        False if it came too late, or too early: the log holds a save whose weights are not stored.
+
+        Raises:
+            Fenced: another worker took this one's place.
+        """
+        script_keys = [
+            fleet_keys.worker_epoch(self.pool, self.worker), run_keys.log(self.pool, run),
+            run_keys.ops(self.pool, run), run_keys.bodies(self.pool, run),
+            run_keys.digests(self.pool, run), result_keys.spool_segment_refs(),
+        ]  # fmt: skip
+        answer = self._snapshot(script_keys, [self.epoch, seq, file, sha256, DIGESTS_KEPT, run])
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"OK")
+
+    def roll_back(self, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
+        """Let a run go on from a checkpoint: the newest state is lost, with both snapshots. Never silent.
+
+        `file` is a complete snapshot, under seq `done`, of the state that the checkpoint has. All that is
+        accepted by now and not committed fails, category server, and keeps its place; what comes later
+        runs. An open step of this worker then holds those as REJECTED: read it anew.
+
+        Returns the run's new weights_epoch.
+
+        Raises:
+            Fenced: another worker took this one's place.
+            SpoolCorrupt: the run has no log.
+        """
+        position = self.logs.position(checkpoint.run)
+        if position is None:
+            raise SpoolCorrupt(f"Run {checkpoint.run} has no log.")
+        return self._roll_back(self.epoch, position, checkpoint, file, sha256)
+
+    def runs_to_drop(self) -> list[RunId]:
+        """List the closed runs this worker may still hold."""
+        members = self._redis.smembers(fleet_keys.drops(self.pool, self.worker))
+        return sorted(RunId(member.decode()) for member in members)
+
+    def forget(self, run: RunId) -> bool:
+        """Delete the log of a closed run; False while an op is planned or a save is not stored."""
+        pool = self.pool
+        script_keys = [
+            fleet_keys.worker_epoch(pool, self.worker), run_keys.log(pool, run),
+            run_keys.ops(pool, run), run_keys.bodies(pool, run), run_keys.digests(pool, run),
+            result_keys.spool_segment_refs(), fleet_keys.drops(pool, self.worker),
+            run_keys.riders(pool, run),
+        ]  # fmt: skip
+        answer = self._forget(script_keys, [self.epoch, run])
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"OK")
+
+    def close_run(self, run: RunId, tenant: TenantId) -> None:
+        """End a run whose last save failed; `SavedWeights.stored` ends one whose last save succeeded.
+
+        What waits fails, as after `Intake.close_run`. Twice is harmless.
+
+        Raises:
+            Fenced: another worker took this one's place.
+        """
+        self._end_run(run, tenant, RunState.CLOSED, UNLOADED)
+
+    def fail_run(self, run: RunId, tenant: TenantId) -> None:
+        """Stop a run that cannot go on: what waits fails, what is planned commits. Others go on.
+
+        Raises:
+            Fenced: another worker took this one's place, and the run may well be able to.
+        """
+        self._end_run(run, tenant, RunState.FAILED, RUN_STOPPED)
+
+    def _end_run(self, run: RunId, tenant: TenantId, state: RunState, failure: Result) -> None:
+        epoch_key = fleet_keys.worker_epoch(self.pool, self.worker)
+        script_keys = [run_keys.run(run), result_keys.notify_results(), epoch_key]
+        args = [
+            run, fleet_keys.prefix(self.pool), result_keys.SMALL_RESULT_TTL_MS, "", "",
+            failure.pack(), state, tenant, self.epoch,
+        ]  # fmt: skip
+        if self._close(script_keys, args) == b"FENCED":
+            raise Fenced
+
+    def referenced_segments(self) -> list[str]:
+        """List the spool segments that some op or result still needs."""
+        counts = (result_keys.spool_segment_refs(), result_keys.spool_results())
+        return [name.decode() for count in counts for name in self._redis.hkeys(count)]
+
+    def living_writers(self) -> frozenset[str]:
+        """Name all workers of any pool that are alive, as `writer` names this one."""
+        found = set()
+        for pool in (PoolId(name.decode()) for name in self._redis.hkeys(fleet_keys.pools())):
+            members = self._redis.smembers(fleet_keys.workers(pool))
+            beats = [beat_at(self._redis, pool, WorkerId(name.decode())) for name in members]
+            found |= {f"{beat.id}-{beat.epoch}" for beat in beats if beat}
+        return frozenset(found)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there may be a step or a run to drop, at most `timeout_s`."""
+        if self._wakes is None:
+            wakes = self._redis.pubsub(ignore_subscribe_messages=True)
+            wakes.subscribe(fleet_keys.notify_worker(self.pool, self.worker))
+            self._wakes = wakes  # only now: one that never subscribed would wait for nothing
+        self._wakes.get_message(timeout=timeout_s)
+
+
+def beat_at(connection: SyncConnection, pool: PoolId, worker: WorkerId) -> WorkerBeat | None:
+    """Read the sign of life at a worker's place, whoever gives it; None for nobody's."""
+    beat = connection.get(fleet_keys.worker(pool, worker))
+    return decode(WorkerBeat, json.loads(beat)) if beat else None

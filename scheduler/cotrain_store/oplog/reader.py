@@ -1,0 +1,116 @@
+"""What a worker reads of a run's log to bring the run back: where it stands, its ops, their results.
+
+Nothing here writes, so nothing is fenced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING
+
+from cotrain_store.disk.result_storage import is_spooled, whole_result
+from cotrain_store.errors import SpoolCorrupt
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
+from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.ids import PoolId, RequestId, RunId, run_of, seq_of
+from cotrain_store.messages.ops import QueuedOp
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.oplog.positions import LogPosition, log_position
+
+if TYPE_CHECKING:
+    from cotrain_store.disk.spool import Spool
+    from cotrain_store.messages.ops import Step
+    from cotrain_store.redis_client.connection import SyncConnection
+
+
+class RunLogs:
+    """The logs of a pool's runs."""
+
+    def __init__(self, connection: SyncConnection, results: Spool, pool: PoolId) -> None:
+        self._redis = connection
+        self._results = results
+        self._pool = pool
+
+    def position(self, run: RunId) -> LogPosition | None:
+        """Read where a run's log stands; None for a run that has none."""
+        raw = self._redis.hgetall(run_keys.log(self._pool, run))
+        row = {field.decode(): value.decode() for field, value in raw.items()}
+        return log_position(row) if row else None
+
+    def bases(self, run: RunId) -> frozenset[str]:
+        """Name the registered snapshots of a run, of whichever pool it is: workers of all share a folder."""
+        files: set[bytes | None] = set()
+        for pool in self._redis.hkeys(fleet_keys.pools()):
+            log = run_keys.log(PoolId(pool.decode()), run)
+            files |= set(self._redis.hmget(log, ["snapfile", "oldfile"]))
+        return frozenset(file.decode() for file in files if file)
+
+    def logged_ops(self, run: RunId, first: int, last: int) -> list[QueuedOp]:
+        """Read the ops first…last of a run for a replay.
+
+        Raises:
+            SpoolCorrupt: one of them is missing.
+        """
+        if last < first:
+            return []
+        seqs = range(first, last + 1)
+        envelopes = self._redis.hmget(run_keys.ops(self._pool, run), [str(seq) for seq in seqs])
+        ops = []
+        for seq, envelope in zip(seqs, envelopes, strict=True):
+            if envelope is None:
+                raise SpoolCorrupt(f"The log of run {run} has no seq {seq}.")
+            ops.append(QueuedOp.parse(run, seq, envelope.decode()))
+        return ops
+
+    def behind(self, step: Step, most: int) -> list[QueuedOp]:
+        """Read the ops that wait behind a step's, of its runs: of each run at most so many, in order, up
+        to the first gap. They may never be planned.
+        """
+        last = {op.run: op.seq for op in step.ops}  # of one run, in order
+        pipeline = self._redis.pipeline(transaction=False)
+        for run, seq in last.items():
+            seqs = range(seq + 1, seq + 1 + most)
+            pipeline.hmget(run_keys.ops(self._pool, run), [str(each) for each in seqs])
+        found = []
+        for (run, seq), envelopes in zip(last.items(), pipeline.execute(), strict=True):
+            waiting = itertools.takewhile(lambda each: each is not None, envelopes)
+            found += [
+                QueuedOp.parse(run, at, envelope.decode())
+                for at, envelope in enumerate(waiting, start=seq + 1)
+            ]
+        return found
+
+    def ready_runs(self, most: int) -> list[RunId]:
+        """Read runs of the pool whose next op is there, those that wait longest first.
+
+        The next plan may take them, some of them, for this worker or another one.
+        """
+        found = self._redis.zrange(run_keys.ready(self._pool), 0, most - 1)
+        return [RunId(run.decode()) for run in found]
+
+    def stored_result(self, op: QueuedOp) -> Result | None:
+        """Read the committed result of an op, whole, if it has not expired and its file is there."""
+        packed = self._redis.get(result_keys.result(op.request_id))
+        if not packed:
+            return None
+        result = Result.unpack(packed)
+        try:
+            return whole_result(result, self._results) if is_spooled(result) else result
+        except SpoolCorrupt:
+            return None
+
+    def checkpoints(self, run: RunId) -> list[CheckpointRecord]:
+        """List a run's checkpoints with optimizer state, the newest first: what it can go on from.
+
+        The seq after which one was made is that of its weights.
+        """
+        names = self._redis.zrange(weights_keys.run_checkpoints(run), 0, -1)
+        of_training = [name.decode() for name in names if name.startswith(b"weights/")]
+        rows = self._redis.mget(
+            [weights_keys.checkpoint(run, *name.split("/")) for name in of_training] or [""]
+        )
+        found = [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
+        own = [checkpoint for checkpoint in found if run_of(RequestId(checkpoint.weights)) == run]
+        return sorted(own, key=lambda checkpoint: seq_of(checkpoint.weights), reverse=True)

@@ -1,0 +1,1 @@
+"""The only importer of redis: connections, batching, subscriptions, the embedded server."""

@@ -1,0 +1,186 @@
+"""Open a connection to Redis and refuse one that could lose acknowledged writes.
+
+No other file but `together` imports redis; the classes that own one role each (intake, dispatch,
+execution, futures, records, tenants, status, and those of sampling) all get their connection from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from cotrain_store.errors import StoreUnavailable, UnsafeRedis
+from cotrain_store.keys import fleet_keys
+from cotrain_store.redis_client.batching import SharedRedis
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_UNANSWERED = (RedisConnectionError, RedisTimeoutError)
+#: What passes, and is waited for: Redis is away, or full for now (results expire, and make room).
+CONNECTION_LOST = (*_UNANSWERED, OutOfMemoryError)
+
+#: Whatever Redis may say. Only for tasks that live as long as their process: they log it, and go on.
+ANY_TROUBLE = (RedisError,)
+
+#: What Redis must be set to so that an acknowledged write survives a kill and a power cut.
+DURABLE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+
+#: A bare pool is unbounded and fails under thousands of concurrent requests; this one queues.
+MAX_CONNECTIONS = 64
+POOL_TIMEOUT_S = 20.0
+SOCKET_TIMEOUT_S = 10.0
+
+#: redis-py types every reply as `bytes | str | …`; ours are always bytes. Its types stop here.
+Connection: TypeAlias = Any
+SyncConnection: TypeAlias = Any
+Script: TypeAlias = Any
+
+_SCRIPTS = Path(__file__).parent.parent / "scripts"
+_RETRIES = 3
+_RECANCEL_S = 0.05
+
+
+def open_connection(url: str) -> Connection:
+    """Open a pooled asynchronous connection (scheduler). Connects on first use."""
+    return redis.asyncio.Redis.from_pool(_pool(url))
+
+
+def open_shared_connection(url: str) -> Connection:
+    """Open one for a process with many callers at once (server)."""
+    return SharedRedis.from_pool(_pool(url))
+
+
+def _pool(url: str) -> redis.asyncio.BlockingConnectionPool:
+    return redis.asyncio.BlockingConnectionPool.from_url(
+        url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=POOL_TIMEOUT_S,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=2.0,
+        health_check_interval=15,
+        # Every script may run twice, so a call whose outcome is unknown is simply made again.
+        retry=AsyncRetry(ExponentialBackoff(cap=0.5, base=0.02), _RETRIES),
+        retry_on_error=list(_UNANSWERED),
+    )
+
+
+def open_sync_connection(url: str) -> SyncConnection:
+    """Open a pooled synchronous connection (worker)."""
+    pool = redis.BlockingConnectionPool.from_url(
+        url,
+        max_connections=8,
+        timeout=POOL_TIMEOUT_S,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=2.0,
+        health_check_interval=15,
+        retry=Retry(ExponentialBackoff(cap=0.5, base=0.02), _RETRIES),
+        retry_on_error=list(_UNANSWERED),
+    )
+    return redis.Redis.from_pool(pool)
+
+
+def async_script(connection: Connection, *parts: str) -> Script:
+    """Load one of our scripts, after the parts it calls, for an asynchronous connection."""
+    script = connection.register_script(_source(parts))
+
+    async def run(keys: Sequence[str], args: Sequence[Any]) -> Any:
+        try:
+            return await script(keys, args)
+        except ResponseError as refused:
+            raise _named(refused) from None
+
+    return run
+
+
+def sync_script(connection: SyncConnection, *parts: str) -> Script:
+    """Load one of our scripts, after the parts it calls, for a synchronous connection."""
+    script = connection.register_script(_source(parts))
+
+    def run(keys: Sequence[str], args: Sequence[Any]) -> Any:
+        try:
+            return script(keys, args)
+        except ResponseError as refused:
+            raise _named(refused) from None
+
+    return run
+
+
+def _named(refused: ResponseError) -> ResponseError:
+    """Give the error of a script its name: for Redis 6.2 all of them are one, and only the text differs."""
+    return OutOfMemoryError(str(refused)) if " -OOM " in str(refused) else refused
+
+
+def _source(parts: Iterable[str]) -> str:
+    return "\n".join((_SCRIPTS / f"{part}.lua").read_text() for part in parts)
+
+
+async def stop_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks that talk to Redis, and return when they have ended.
+
+    One cancellation may not do: up to Python 3.11 `asyncio.wait_for`, which redis-py calls for every
+    command, swallows one that comes as the command ends (python/cpython#86296).
+    """
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        ended, running = await asyncio.wait(running, timeout=_RECANCEL_S)
+        await asyncio.gather(*ended, return_exceptions=True)
+
+
+async def check_store(connection: Connection, *, accept_data_loss: bool) -> None:
+    """Refuse a Redis that could lose acknowledged writes, or one of another schema version.
+
+    Raises:
+        UnsafeRedis: a persistence setting is not what durability needs.
+        StoreUnavailable: Redis does not answer.
+    """
+    try:
+        found = {name: (await connection.config_get(name)).get(name) for name in DURABLE}
+        await connection.set(fleet_keys.schema(), fleet_keys.SCHEMA_VERSION, nx=True)
+        version = await connection.get(fleet_keys.schema())
+    except CONNECTION_LOST as lost:
+        raise StoreUnavailable from lost
+    refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
+
+
+def check_store_sync(connection: SyncConnection, *, accept_data_loss: bool) -> None:
+    """Do what `check_store` does, on a synchronous connection."""
+    try:
+        found = {name: connection.config_get(name).get(name) for name in DURABLE}
+        connection.set(fleet_keys.schema(), fleet_keys.SCHEMA_VERSION, nx=True)
+        version = connection.get(fleet_keys.schema())
+    except CONNECTION_LOST as lost:
+        raise StoreUnavailable from lost
+    refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
+
+
+def refuse_unsafe(
+    found: Mapping[str, str | None], version: bytes | None, *, accept_data_loss: bool
+) -> None:
+    """Raise UnsafeRedis naming every setting that differs from DURABLE, or the schema version."""
+    wrong = [
+        f"{k} is {found.get(k)!r}, needs {v!r}" for k, v in DURABLE.items() if found.get(k) != v
+    ]
+    if wrong and not accept_data_loss:
+        raise UnsafeRedis(
+            f"This Redis could lose acknowledged writes: {'; '.join(wrong)}. Set them, or accept the "
+            "loss with COTRAIN_ACCEPT_DATA_LOSS=true."
+        )
+    ours, theirs = fleet_keys.SCHEMA_VERSION, version.decode() if version else "none"
+    if theirs != ours:
+        raise UnsafeRedis(
+            f"This Redis holds a store of schema version {theirs}; this program reads and writes "
+            f"version {ours} alone, and leaves it as it is. Start the cotrain that wrote it."
+        )

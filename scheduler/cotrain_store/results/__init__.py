@@ -1,0 +1,1 @@
+"""Waiting for results, and knowing which of them were delivered."""

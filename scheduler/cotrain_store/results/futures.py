@@ -1,0 +1,256 @@
+"""Wait for results: one subscriber per process wakes every waiter in it.
+
+A message can be lost while the subscription is down, so a waiter registers first and looks second,
+every (re)subscription looks for all waiters, and a slow sweep does too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self
+
+from cotrain_store.disk.result_storage import is_spooled, whole_result
+from cotrain_store.errors import (
+    RequestNotFound,
+    RunNotFound,
+    SampleExpired,
+    SamplerNotFound,
+    SpoolCorrupt,
+)
+from cotrain_store.keys import result_keys, run_keys, sample_keys, weights_keys
+from cotrain_store.messages.gaps import client_seq, still_waiting
+from cotrain_store.messages.ids import RequestId, WeightsRef, run_of
+from cotrain_store.messages.results import Result
+from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.redis_client.store_clock import clock_ms
+from cotrain_store.redis_client.subscription import RETRY_S, listen, repeat
+from cotrain_store.results.delivery import Deliveries, SampleDeliveries
+from cotrain_store.results.unread import Unread
+from cotrain_store.sampling.endings import parse_sample
+from cotrain_store.tenants.records import Records
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from cotrain_store.disk.spool import Spool
+    from cotrain_store.messages.ids import PoolId, TenantId
+    from cotrain_store.redis_client.connection import Connection
+    from cotrain_store.sampling.endings import SampleName
+
+SWEEP_S = 5.0
+#: A gap younger than this is a client that is still sending.
+GAP_NOTICE_S = 120.0
+#: Places in a run's order have at most this many digits; longer ones name nothing.
+_PLACE_DIGITS = 19
+
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The result is not there yet, and why if there is something to say."""
+
+    queue_state: QueueState = "active"
+    reason: str | None = None
+
+
+class Futures:
+    """Resolve request ids to results for the tenants that own them."""
+
+    def __init__(self, connection: Connection, spool: Spool) -> None:
+        self._redis = connection
+        self._spool = spool
+        self._records = Records(connection)
+        self._deliveries = Deliveries(connection)
+        self._sample_deliveries = SampleDeliveries(connection)
+        self._unread = Unread(connection)
+        self._waiters: defaultdict[str, set[asyncio.Future[bytes | None]]] = defaultdict(set)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._released = False
+
+    async def __aenter__(self) -> Self:
+        """Start listening."""
+        self._tasks = [
+            asyncio.create_task(listen(self._redis, result_keys.notify_results(), self._heard)),
+            asyncio.create_task(repeat("sweep futures", SWEEP_S, self._sweep)),
+            asyncio.create_task(self._unread.keep_telling()),
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Stop listening; whoever still waits gets Pending."""
+        self.release_all()
+        await stop_tasks(self._tasks)
+        await self._unread.tell()
+
+    @property
+    def waiters(self) -> int:
+        """How many requests are held open in this process."""
+        return sum(len(waiting) for waiting in self._waiters.values())
+
+    def release_all(self) -> None:
+        """Answer every waiter Pending, now and from now on: this process is draining."""
+        self._released = True
+        for waiting in self._waiters.values():
+            for waiter in waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def wait(
+        self, tenant: TenantId, request: RequestId, timeout_s: float
+    ) -> Result | Pending:
+        """Hold until the result is there or `timeout_s` is over.
+
+        A Redis that does not answer, or a disk, is a pause for the client: it gives Pending, no error.
+
+        Raises:
+            RequestNotFound: unknown, expired, or another tenant's.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                return await self._outcome(tenant, request, left_s)
+            except (*CONNECTION_LOST, OSError):  # the latter for a file that cannot be read now
+                if self._released or left_s == 0.0:
+                    return Pending("paused_capacity", "the server's store is restarting")
+                await asyncio.sleep(min(RETRY_S, left_s))
+
+    async def _outcome(
+        self, tenant: TenantId, request: RequestId, timeout_s: float
+    ) -> Result | Pending:
+        name = parse_sample(request)
+        if name:
+            return await self._sample_outcome(tenant, request, name, timeout_s)
+        pool = await self._pool_of_own(tenant, request)
+        packed = await self._held(request, timeout_s)
+        if packed is None and self._released:
+            return Pending()  # thousands leave at once, and the next process looks anyway
+        if packed is None:
+            return await self._pending(pool, request)
+        self._deliveries.note(pool, run_of(request), request, time.monotonic())
+        self._unread.note_sent(tenant, request)
+        return await self._whole(packed, RequestNotFound("The result has expired."))
+
+    async def _sample_outcome(
+        self, tenant: TenantId, request: RequestId, name: SampleName, timeout_s: float
+    ) -> Result | Pending:
+        is_done = await self._is_sample_done(tenant, request, name)
+        packed = await self._held(request, 0.0 if is_done else timeout_s)
+        if packed is None and not await self._is_sample_done(tenant, request, name):
+            return Pending()
+        packed = packed or await self._redis.get(
+            result_keys.result(request)
+        )  # done between the two looks
+        if packed is None:
+            raise SampleExpired
+        self._sample_deliveries.note(name, time.monotonic())
+        self._unread.note_sent(tenant, request)
+        return await self._whole(packed, SampleExpired())
+
+    async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
+        """Look at a sample request; raises SampleExpired for one that may be asked for again."""
+        owner, state = await self._redis.hmget(sample_keys.sample(request), ["tenant", "state"])
+        if owner is None:
+            with contextlib.suppress(SamplerNotFound):
+                await self._records.sampler(tenant, name.sampler)
+                raise SampleExpired
+        if owner is None or owner.decode() != tenant:
+            raise RequestNotFound
+        return bool(state == b"done")
+
+    async def _pool_of_own(self, tenant: TenantId, request: RequestId) -> PoolId:
+        try:
+            return (await self._records.run(tenant, run_of(request))).pool
+        except RunNotFound as foreign:
+            raise RequestNotFound from foreign
+
+    async def _held(self, request: RequestId, timeout_s: float) -> bytes | None:
+        waiter: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self._waiters[request].add(waiter)
+        try:
+            packed: bytes | None = await self._redis.get(result_keys.result(request))
+            if packed is not None or self._released:
+                return packed
+            # What `asyncio.wait_for` would do, with a future and a frame less for each of thousands.
+            timer = asyncio.get_running_loop().call_later(timeout_s, _give_up, waiter)
+            try:
+                return await waiter
+            finally:
+                timer.cancel()
+        finally:
+            self._waiters[request].discard(waiter)
+            if not self._waiters[request]:
+                del self._waiters[request]
+
+    async def _pending(self, pool: PoolId, request: RequestId) -> Pending:
+        """Tell a waiter why, and a client that polls for what never was or has expired, so."""
+        run = run_of(request)
+        log, since, now_ms = await asyncio.gather(
+            self._redis.hmget(run_keys.log(pool, run), ["next", "done", "last"]),
+            self._redis.zscore(run_keys.gaps(pool), run),
+            clock_ms(self._redis),
+        )
+        place = request.rpartition(":")[2]
+        is_place = place.isdecimal() and len(place) <= _PLACE_DIGITS
+        if log[0] is None or not is_place or int(place) > int(log[2]):
+            raise RequestNotFound
+        if int(place) <= int(log[1]) and await self._has_expired(request):
+            raise RequestNotFound("The result has expired.")
+        if since is not None and now_ms - since > GAP_NOTICE_S * 1000:
+            missing = await client_seq(self._redis, pool, run, int(log[0]))
+            return Pending("paused_capacity", still_waiting(missing))
+        return Pending()
+
+    async def _has_expired(self, request: RequestId) -> bool:
+        """Tell whether a committed op has no result any more; one that owes its weights has none yet."""
+        # In this order: what is owed when we look first has its result when we look second.
+        if await self._redis.hexists(weights_keys.weights(WeightsRef(request)), "checkpoint"):
+            return False
+        return await self._redis.get(result_keys.result(request)) is None
+
+    async def _whole(self, packed: bytes, expired: RequestNotFound) -> Result:
+        result = Result.unpack(packed)
+        if not is_spooled(result):
+            return result
+        try:
+            return await asyncio.to_thread(whole_result, result, self._spool)
+        except SpoolCorrupt as gone:
+            raise expired from gone
+
+    async def _heard(self, message: bytes | None) -> None:
+        """Look for who is named, or for everybody after a (re)subscription."""
+        named = list(self._waiters) if message is None else message.decode().split("\n")
+        await self._resolve(named)
+
+    async def _sweep(self) -> None:
+        await self._resolve(list(self._waiters))
+        await self._deliveries.expire_read(time.monotonic())
+        await self._sample_deliveries.expire_read(time.monotonic())
+
+    async def _resolve(self, requests: Iterable[str]) -> None:
+        waiting = [request for request in requests if request in self._waiters]
+        if not waiting:
+            return
+        values = await self._redis.mget([result_keys.result(RequestId(r)) for r in waiting])
+        for request, packed in zip(waiting, values, strict=True):
+            if packed is None:
+                continue
+            for waiter in self._waiters.get(request, ()):
+                if not waiter.done():
+                    waiter.set_result(packed)
+
+
+def _give_up(waiter: asyncio.Future[bytes | None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

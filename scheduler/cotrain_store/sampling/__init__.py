@@ -1,0 +1,1 @@
+"""Sample requests, which stand outside the log: accepted, claimed, resolved."""

@@ -1,0 +1,202 @@
+"""Claim sample requests and resolve them: a worker's side of sampling.
+
+Plain synchronous and fenced by the worker's epoch, as execution is.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from cotrain_store.bodies.sample_body import decode_sample
+from cotrain_store.disk.result_storage import packed_results
+from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
+from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys
+from cotrain_store.keys.usage_fields import sampling_amounts, usage_hour
+from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.redis_client.connection import sync_script
+from cotrain_store.sampling.endings import CANCELLED, LIVES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_store.bodies.sample_body import SampleBody
+    from cotrain_store.disk.spool import Spool
+    from cotrain_store.messages.ids import PoolId, WorkerId
+    from cotrain_store.messages.samples import SampleUsage
+    from cotrain_store.redis_client.connection import SyncConnection
+
+
+@dataclass(frozen=True)
+class ClaimedSample:
+    """One sample request that this worker runs now."""
+
+    request: RequestId
+    tenant: TenantId
+    sampler: SamplerId
+    weights: WeightsRef | None
+    """None: the base model alone."""
+    body: SampleBody | None
+    """None: it is gone or cannot be read."""
+    accepted_at: float
+    starts: int
+    """How many processes died while they held it."""
+    deaths: int
+    """How many processes died over it alone (`risk`)."""
+
+
+class Sampling:
+    """One worker's access to the sample requests of its pool.
+
+    What writes raises Fenced when another process took this worker's place.
+    """
+
+    def __init__(
+        self,
+        connection: SyncConnection,
+        spool: Spool,
+        results: Spool,
+        pool: PoolId,
+        worker: WorkerId,
+        epoch: int,
+    ) -> None:
+        self._redis = connection
+        self._spool = spool
+        self._results = results
+        self._pool = pool
+        self._worker = worker
+        self._epoch = epoch
+        self._epoch_key = fleet_keys.worker_epoch(pool, worker)
+        self._claim_token = secrets.token_hex(8)
+        self._claim = sync_script(connection, "sample_claim")
+        self._requeue = sync_script(
+            connection, "ages", "sample_finish", "sample_put_back", "sample_requeue"
+        )
+        self._resolve = sync_script(
+            connection, "ages", "unread", "usage_add", "sample_finish", "sample_resolve"
+        )
+
+    def requeue(self) -> int:
+        """At enter: put what a dead predecessor ran back at the front, in order; count it."""
+        return self._put_back(deaths=1)
+
+    def give_back(self) -> int:
+        """At leave: put what this process runs back at the front; no death is counted."""
+        return self._put_back(deaths=0)
+
+    def claim(self, most: int) -> list[ClaimedSample]:
+        """Take waiting requests, one per tenant in turn; of a tenant's, those first that only this
+        worker can run. After a lost connection, or an OSError, the next call gives the same again.
+        """
+        pool, me = self._pool, self._worker
+        script_keys = [
+            self._epoch_key, sample_keys.sample_ring(pool), sample_keys.claimed_samples(pool, me),
+            fleet_keys.workers(pool), sample_keys.last_claim(pool, me),
+        ]  # fmt: skip
+        args = [
+            self._epoch,
+            fleet_keys.prefix(pool),
+            me,
+            sample_keys.ANY_LANE,
+            most,
+            self._claim_token,
+        ]
+        rows = self._claim(script_keys, args)
+        if rows == b"FENCED":
+            raise Fenced
+        claimed = [self._claimed(row) for row in rows]
+        self._claim_token = secrets.token_hex(8)  # only now: what cannot be read comes again
+        return claimed
+
+    def risk(self, request: RequestId) -> None:
+        """Count a death over this claimed request in advance: nobody may be left to do it after."""
+        self._redis.hincrby(sample_keys.sample(request), "deaths", 1)
+
+    def resolve(
+        self,
+        results: Mapping[RequestId, Result],
+        counted: Mapping[str, float],
+        usage: Mapping[RequestId, SampleUsage] | None = None,
+    ) -> None:
+        """Make results visible, free what the requests held, tell their clients.
+
+        The first result of each wins. `counted` is added to the pool's totals, unless none did: so
+        twice is harmless. `usage` is added to what their tenants used.
+        """
+        script_keys = [
+            self._epoch_key, result_keys.spool_segment_refs(), result_keys.notify_results(),
+            fleet_keys.counters(self._pool),
+        ]  # fmt: skip
+        now = time.time()
+        args: list[str | int | bytes] = [
+            self._epoch, json.dumps(counted), *LIVES, usage_hour(now), tenant_keys.USAGE_TTL_S,
+        ]  # fmt: skip
+        with packed_results(list(results.values()), self._results) as all_packed:
+            for (request, result), (packed, ttl_ms) in zip(
+                results.items(), all_packed, strict=True
+            ):
+                failed = int(result.kind is ResultKind.FAILURE)
+                used = sampling_amounts(request, (usage or {}).get(request), self._base_model)
+                args += [request, packed, ttl_ms, failed, len(result.payload), json.dumps(used)]
+            answer = self._resolve(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+
+    @cached_property
+    def _base_model(self) -> str:
+        row = self._redis.hget(fleet_keys.pools(), self._pool)
+        return str(json.loads(row)["base_model"])
+
+    def cancelled(self) -> list[RequestId]:
+        """List this worker's requests that their clients gave up; each is to be resolved, CANCELLED."""
+        members = self._redis.smembers(sample_keys.cancelled_samples(self._pool, self._worker))
+        return sorted(RequestId(member.decode()) for member in members)
+
+    def depth(self) -> int:
+        """Count the requests that wait in this pool, whoever may run them."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for tenant in self._redis.lrange(sample_keys.sample_ring(self._pool), 0, -1):
+            pipeline.hget(sample_keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")
+        return sum(int(waiting or 0) for waiting in pipeline.execute())
+
+    def _put_back(self, *, deaths: int) -> int:
+        script_keys = [
+            self._epoch_key,
+            result_keys.spool_segment_refs(),
+            result_keys.notify_results(),
+        ]
+        args = [
+            self._epoch, fleet_keys.prefix(self._pool), self._worker, deaths, CANCELLED.pack(),
+            result_keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload), *LIVES,
+        ]  # fmt: skip
+        count = self._requeue(script_keys, args)
+        if count == b"FENCED":
+            raise Fenced
+        return int(count)
+
+    def _claimed(self, row: Sequence[bytes | None]) -> ClaimedSample:
+        request, tenant, sampler, weights, ref, at = (
+            (row[column] or b"").decode() for column in (0, 1, 2, 3, 4, 6)
+        )
+        return ClaimedSample(
+            request=RequestId(request),
+            tenant=TenantId(tenant),
+            sampler=SamplerId(sampler),
+            weights=WeightsRef(weights) if weights else None,
+            body=self._body(ref, row[5]),
+            accepted_at=float(at),
+            starts=int(row[7] or 0),
+            deaths=int(row[8] or 0),
+        )
+
+    def _body(self, ref: str, inline: bytes | None) -> SampleBody | None:
+        try:
+            content = inline if ref == "inline" else self._spool.read(ref)
+            return decode_sample(content) if content is not None else None
+        except (SpoolCorrupt, MalformedBody):
+            return None

@@ -1,0 +1,160 @@
+"""Tell a client which of its sample requests have ended: one poll for all of them.
+
+Each client (a sampler and the number of its copy) has a list of its own. A cursor names a place in
+it; what lies before a cursor that came back is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from cotrain_store.keys import result_keys, sample_keys
+from cotrain_store.messages.ids import sample_id
+from cotrain_store.redis_client.connection import CONNECTION_LOST, async_script, stop_tasks
+from cotrain_store.redis_client.subscription import listen
+from cotrain_store.sampling.endings import parse_sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+    from cotrain_store.messages.ids import RequestId, SamplerId
+    from cotrain_store.messages.samples import SamplerRecord
+    from cotrain_store.redis_client.connection import Connection
+
+#: How long a poll without a timeout is held.
+HOLD_S = 30.0
+#: A wake-up can be lost; look by ourselves this often.
+SWEEP_S = 5.0
+#: More than this are told by the next poll, or acknowledged by the next script.
+MOST = 1_000
+#: Scores of a sorted set are exact up to here.
+_LARGEST = 2**53
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample request that has ended."""
+
+    request: RequestId
+    failed: bool
+    size: int
+    """Bytes of its result; 0 where it is not known any more."""
+
+
+class Completions:
+    """One API process's waiting room for polls of many requests at once."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+        self._read = async_script(connection, "ages", "sample_read")
+        self._waiters: defaultdict[tuple[SamplerId, int], set[asyncio.Event]] = defaultdict(set)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._released = False
+
+    async def __aenter__(self) -> Self:
+        """Start listening."""
+        listening = listen(self._redis, result_keys.notify_results(), self._heard)
+        self._tasks = [asyncio.create_task(listening)]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Stop listening; whoever still waits is answered."""
+        self.release_all()
+        await stop_tasks(self._tasks)
+
+    @property
+    def waiters(self) -> int:
+        """How many polls are held open in this process."""
+        return sum(len(waiting) for waiting in self._waiters.values())
+
+    def release_all(self) -> None:
+        """Answer every poll now, and from now on at once: this process is draining."""
+        self._released = True
+        self._wake(list(self._waiters))
+
+    async def wait(
+        self, sampler: SamplerRecord, clone: int, after: int, timeout_s: float | None
+    ) -> tuple[list[Completion], int]:
+        """Hold until something ended after the cursor `after`, or `timeout_s` (HOLD_S) is over.
+
+        Returns what ended, oldest first, and the cursor behind it. The same is told again until a
+        later call names that cursor. A Redis that does not answer is a pause, never an error.
+        """
+        deadline = time.monotonic() + (HOLD_S if timeout_s is None else timeout_s)
+        while True:
+            with self._waiting(sampler.id, clone) as woken:  # first registered, then looked
+                with contextlib.suppress(*CONNECTION_LOST):
+                    ended, cursor = await self._ended(sampler.id, clone, after)
+                    if ended:
+                        return ended, cursor
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or self._released:
+                    return [], after
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(woken.wait(), min(left_s, SWEEP_S))
+
+    async def acknowledge(self, sampler: SamplerRecord, requests: Iterable[str]) -> None:
+        """Shorten the lives of results that their client holds; ids of others are left alone."""
+        named = {request: parse_sample(request) for request in requests}
+        held = [request for request, name in named.items() if name and name.sampler == sampler.id]
+        for start in range(0, len(held), MOST):
+            some = held[start : start + MOST]
+            await self._read(
+                [], [result_keys.READ_RESULT_TTL_MS, sample_keys.SAMPLE_RECORD_EXTRA_MS, *some]
+            )
+
+    async def _ended(
+        self, sampler: SamplerId, clone: int, after: int
+    ) -> tuple[list[Completion], int]:
+        name, read = sample_keys.completions(sampler, clone), min(after, _LARGEST)
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            # The last one stays: the next number grows from it.
+            pipeline.zremrangebyscore(name, "-inf", f"({read}")
+            pipeline.zrangebyscore(name, f"({read}", "+inf", start=0, num=MOST, withscores=True)
+            rows = (await pipeline.execute())[1]
+        requests = [sample_id(sampler, int(seq)) for seq, _ in rows]
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for request in requests:
+                pipeline.hmget(sample_keys.sample(request), ["failed", "size"])
+            facts = await pipeline.execute()
+        ended = [
+            Completion(request, failed == b"1", int(size or 0))
+            for request, (failed, size) in zip(requests, facts, strict=True)
+        ]
+        return ended, int(rows[-1][1]) if rows else after
+
+    @contextlib.contextmanager
+    def _waiting(self, sampler: SamplerId, clone: int) -> Iterator[asyncio.Event]:
+        woken, waiting = asyncio.Event(), self._waiters[sampler, clone]
+        waiting.add(woken)
+        try:
+            yield woken
+        finally:
+            waiting.discard(woken)
+            if not waiting:
+                del self._waiters[sampler, clone]
+
+    async def _heard(self, message: bytes | None) -> None:
+        if message is None:
+            self._wake(list(self._waiters))
+            return
+        for request in message.decode().split("\n"):
+            name = parse_sample(request)
+            if name:
+                self._wake([(name.sampler, name.clone)])
+
+    def _wake(self, clients: Iterable[tuple[SamplerId, int]]) -> None:
+        for client in clients:
+            for woken in self._waiters.get(client, ()):
+                woken.set()

@@ -1,0 +1,167 @@
+"""Accept and cancel sample requests: the API's side of sampling.
+
+They are no part of a run's log: they change nothing, so each may run anywhere, in any order, and
+again after a crash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain_store.bodies.sample_body import encode_sample
+from cotrain_store.disk.capacity import Capacity
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, SpoolRef
+from cotrain_store.errors import (
+    SamplerNotFound,
+    SamplingBusy,
+    SeqConflict,
+    SessionFinished,
+    StoreUnavailable,
+    UnreadQuotaReached,
+)
+from cotrain_store.failpoints import failpoint
+from cotrain_store.keys import (
+    fleet_keys,
+    result_keys,
+    run_keys,
+    sample_keys,
+    tenant_keys,
+    weights_keys,
+)
+from cotrain_store.messages.ids import RequestId, WeightsRef, sample_id
+from cotrain_store.monitoring import metrics
+from cotrain_store.redis_client.connection import CONNECTION_LOST, async_script
+from cotrain_store.sampling.endings import CANCELLED, CLONE_SIZE, LIVES, OWN_SEQS, parse_sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_store.bodies.sample_body import SampleBody
+    from cotrain_store.disk.spool import Spool
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.samples import SamplerRecord
+    from cotrain_store.redis_client.connection import Connection
+
+
+@dataclass(frozen=True)
+class SampleLimits:
+    """What one tenant may have waiting and running in one pool."""
+
+    requests: int = 4_096
+    bytes: int = 256_000_000
+    unread_bytes: int = 2_000_000_000
+    """Of results that were never fetched, in all pools."""
+
+
+class SampleIntake:
+    """Accept sample requests, and cancel them."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        spool: Spool,
+        limits: SampleLimits,
+        disk_reserve_bytes: int = 0,
+    ) -> None:
+        self._limits = limits
+        self._capacity = Capacity(connection, spool, disk_reserve_bytes)
+        self._submit = async_script(connection, "ages", "unread", "samplers", "sample_submit")
+        self._cancel = async_script(connection, "ages", "sample_finish", "sample_cancel")
+
+    async def submit(self, sampler: SamplerRecord, seq: int, body: SampleBody) -> RequestId:
+        """Accept one sample request; durable when this returns. Twice with the same body is one.
+
+        Raises:
+            SeqConflict: this seq was used with other content.
+            SamplerNotFound: it expired meanwhile.
+            SessionFinished: its session has ended.
+            SamplingBusy, UnreadQuotaReached, StoreFull, DiskReserveReached, StoreUnavailable:
+            nothing is wrong; later.
+        """
+        await self._capacity.check()
+        request, content = sample_id(sampler.id, seq), encode_sample(body)
+        answer = b"ROOM"
+        if len(content) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
+            answer = await self._accept(sampler, request, _clone(seq), content, "")
+        if answer == b"ROOM":
+            with self._capacity.placing() as place:
+                ref = await place(content)
+                failpoint("api.before_submit", request)
+                answer = await self._accept(sampler, request, _clone(seq), content, ref)
+                failpoint("api.after_submit", request)
+        refusal = _REFUSALS.get(answer.decode())
+        if refusal:
+            raise refusal(seq)
+        if answer == b"DUP":
+            metrics.REQUESTS_DUPLICATE.inc()
+        else:
+            metrics.REQUESTS_ACCEPTED.labels("sample").inc()
+        return request
+
+    async def cancel(self, tenant: TenantId, request: RequestId) -> None:
+        """Stop a sample request; one that is unknown, foreign or finished is left as it is.
+
+        A waiting one fails at once, a running one as soon as its worker hears of it. Twice is
+        harmless.
+
+        Raises:
+            StoreUnavailable: try again later.
+        """
+        if parse_sample(request) is None:
+            return
+        script_keys = [
+            sample_keys.sample(request),
+            result_keys.spool_segment_refs(),
+            result_keys.notify_results(),
+        ]
+        args = [
+            request, tenant, CANCELLED.pack(), result_keys.SMALL_RESULT_TTL_MS,
+            len(CANCELLED.payload), *LIVES,
+        ]  # fmt: skip
+        try:
+            await self._cancel(script_keys, args)
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+
+    async def _accept(
+        self, sampler: SamplerRecord, request: RequestId, clone: str, content: bytes, ref: str
+    ) -> bytes:
+        pool, tenant, limits = sampler.pool, sampler.tenant, self._limits
+        weights = sampler.weights or WeightsRef("")
+        segment = SpoolRef.parse(ref).segment if ref.startswith("spool:") else ""
+        script_keys = [
+            sample_keys.sample(request), sample_keys.sampler(sampler.id),
+            tenant_keys.session(sampler.session), weights_keys.weights(weights),
+            sample_keys.sample_load(pool, tenant), run_keys.queue_tenants(pool),
+            sample_keys.sample_ring(pool), result_keys.spool_segment_refs(),
+            fleet_keys.workers(pool),
+        ]  # fmt: skip
+        args = [
+            request, tenant, sampler.id, hashlib.sha256(content).hexdigest(),
+            fleet_keys.prefix(pool), weights, ref, segment, len(content),
+            content if ref == "inline" else b"", repr(time.time()), clone,
+            sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral), limits.requests, limits.bytes,
+            sample_keys.ANY_LANE, self._capacity.unread_bytes(limits.unread_bytes),
+        ]  # fmt: skip
+        try:
+            answer: bytes = await self._submit(script_keys, args)
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+        return answer
+
+
+def _clone(seq: int) -> str:
+    """Name which copy of a client is to be told of the end; nobody for the server's own."""
+    return "" if seq >= OWN_SEQS else str(seq // CLONE_SIZE)
+
+
+_REFUSALS: dict[str, Callable[[int], Exception]] = {
+    "CONFLICT": lambda seq: SeqConflict(f"seq_id {seq} was already used with different content."),
+    "GONE": lambda _: SamplerNotFound(),
+    "FINISHED": lambda _: SessionFinished(),
+    "BUSY": lambda _: SamplingBusy(),
+    "UNREAD": lambda _: UnreadQuotaReached(),
+}

@@ -1,0 +1,124 @@
+"""Carry the tokens of a streaming sample request from its worker to the API, as they come.
+
+Nothing is stored: who comes late, or too slowly, sees a hole in `before`, which the final result
+fills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import defaultdict
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Self
+
+from cotrain_store.keys import sample_keys
+from cotrain_store.redis_client.connection import stop_tasks
+from cotrain_store.redis_client.subscription import listen
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Iterator
+    from types import TracebackType
+
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.redis_client.connection import Connection, SyncConnection
+
+#: Messages kept for a follower that is slow to read; what comes on top is left to the final result.
+MOST_UNREAD = 4_096
+
+
+@dataclass(frozen=True)
+class StreamedTokens:
+    """Some new tokens of one sequence of a request."""
+
+    sequence: int
+    before: int
+    """How many tokens of this sequence came before these."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class TokenPublisher:
+    """The worker's end."""
+
+    def __init__(self, connection: SyncConnection) -> None:
+        self._redis = connection
+
+    def publish(self, request: RequestId, events: Iterable[StreamedTokens]) -> None:
+        """Tell whoever follows this request; nobody may."""
+        message = [request, [astuple(event) for event in events]]
+        self._redis.publish(sample_keys.notify_tokens(), json.dumps(message, separators=(",", ":")))
+
+
+class TokenFeed:
+    """The tokens of one request, for `async for`; ends when it is closed."""
+
+    def __init__(self) -> None:
+        self._unread: asyncio.Queue[StreamedTokens | None] = asyncio.Queue()
+
+    def put(self, event: StreamedTokens) -> None:
+        """Add what was heard."""
+        if self._unread.qsize() < MOST_UNREAD:
+            self._unread.put_nowait(event)
+
+    def close(self) -> None:
+        """End the iteration after what has come so far; twice is harmless."""
+        self._unread.put_nowait(None)
+
+    async def __aiter__(self) -> AsyncIterator[StreamedTokens]:
+        """Yield what comes, until closed."""
+        while (event := await self._unread.get()) is not None:
+            yield event
+
+
+class TokenStream:
+    """The API's end: one subscription per process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+        self._feeds: defaultdict[str, set[TokenFeed]] = defaultdict(set)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Start listening."""
+        self._tasks = [
+            asyncio.create_task(listen(self._redis, sample_keys.notify_tokens(), self._heard))
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Stop listening; every feed ends."""
+        await stop_tasks(self._tasks)
+        for feeds in self._feeds.values():
+            for feed in feeds:
+                feed.close()
+
+    @contextlib.contextmanager
+    def follow(self, request: RequestId) -> Iterator[TokenFeed]:
+        """Collect a request's tokens from now on; enter before it is submitted to miss none.
+
+        Nothing here says that the request ended: close the feed once its result is there
+        (`waiting.add_done_callback(lambda _: feed.close())`).
+        """
+        feed = TokenFeed()
+        self._feeds[request].add(feed)
+        try:
+            yield feed
+        finally:
+            self._feeds[request].discard(feed)
+            if not self._feeds[request]:
+                del self._feeds[request]
+
+    async def _heard(self, message: bytes | None) -> None:
+        if message is None:
+            return  # what was missed is a hole that the final result fills
+        request, events = json.loads(message)
+        for feed in self._feeds.get(request, ()):
+            for sequence, before, tokens, logprobs in events:
+                feed.put(StreamedTokens(sequence, before, tuple(tokens), tuple(logprobs)))

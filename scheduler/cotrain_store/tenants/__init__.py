@@ -1,0 +1,1 @@
+"""Who asks, and what belongs to whom: keys, records, lists, usage, audit."""

@@ -1,0 +1,220 @@
+"""Who is who: API keys and the tenants they belong to.
+
+Of a key only the SHA-256 is kept. Those that were issued are rows in Redis. Those that an operator chose
+are good exactly as long as they stand in the settings of the process that is asked: Redis knows whose
+they are, so that one that comes back finds its tenant, but no process takes one because of that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from cotrain_store.errors import ExpiredKey, InvalidKey, KeyInSettings
+from cotrain_store.keys import tenant_keys
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.sessions import Tenant
+from cotrain_store.tenants.key_format import KeyRecord, digest_of_key, issued_key_id
+from cotrain_store.tenants.names import name_tenant
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_store.redis_client.connection import Connection
+    from cotrain_store.tenants.key_format import ChosenKey, KeyPrefix
+
+#: A revoked key stops working within this time.
+CACHE_S = 5.0
+_CACHE_SIZE = 10_000
+
+_Cached = TypeVar("_Cached")
+_NO_DIGEST = hashlib.sha256(b"").hexdigest()
+
+
+class Tenants:
+    """Authenticate and administer API keys."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+        self._chosen: dict[str, KeyRecord] = {}  # by digest
+        self._known: dict[str, tuple[float, KeyRecord]] = {}
+        self._live: dict[str, tuple[float, bool]] = {}
+
+    async def key(self, api_key: str) -> KeyRecord:
+        """Find a key by what its owner shows; raises InvalidKey or ExpiredKey."""
+        key_id, digest = issued_key_id(api_key), digest_of_key(api_key)  # only what has the form
+        if digest in self._chosen:
+            return self._chosen[digest]
+        cached = self._known.get(digest)
+        if cached and time.monotonic() - cached[0] < CACHE_S:
+            return cached[1]
+        row = await self._row(key_id or "")
+        # The same comparison for an unknown id, so that time tells nothing.
+        if not key_id or not hmac.compare_digest(row.get("digest", _NO_DIGEST), digest):
+            raise InvalidKey
+        record = _record(key_id, row)
+        if record.has_expired(time.time()):
+            raise ExpiredKey
+        _remember(self._known, digest, record)
+        return record
+
+    async def is_live(self, key_id: str) -> bool:
+        """Tell whether a key exists and has not expired; the answer may be CACHE_S old."""
+        if any(key.id == key_id for key in self._chosen.values()):
+            return True
+        cached = self._live.get(key_id)
+        if cached and time.monotonic() - cached[0] < CACHE_S:
+            return cached[1]
+        row = await self._row(key_id)
+        is_live = bool(row) and not _record(key_id, row).has_expired(time.time())
+        _remember(self._live, key_id, is_live)
+        return is_live
+
+    async def authenticate(self, api_key: str) -> Tenant:
+        """Find the tenant of a key; raises InvalidKey or ExpiredKey."""
+        record = await self.key(api_key)
+        return Tenant(record.tenant, record.name)
+
+    async def issue(
+        self,
+        name: str,
+        *,
+        tenant: TenantId | None = None,
+        not_after: float | None = None,
+        prefix: KeyPrefix = "tml",
+    ) -> str:
+        """Make a key and return it: the only time that its secret is seen.
+
+        Without `tenant` the key starts a new one; with it, it is one more key of that tenant.
+        """
+        key_id = secrets.token_hex(8)
+        api_key = f"{prefix}-{key_id}_{secrets.token_urlsafe(32)}"
+        row: dict[str | bytes, str] = {
+            "digest": digest_of_key(api_key),
+            "tenant": tenant or _new_tenant(),
+            "name": name,
+            "created_at": repr(time.time()),
+            "not_after": "" if not_after is None else repr(not_after),
+            "prefix": f"{prefix}-{key_id}",
+        }
+        await self._redis.hset(tenant_keys.api_key(key_id), mapping=row)
+        await self._redis.sadd(tenant_keys.api_keys(), key_id)
+        await name_tenant(self._redis, TenantId(row["tenant"]), name)
+        return api_key
+
+    async def take(self, chosen: Sequence[ChosenKey]) -> list[KeyRecord]:
+        """Accept the keys of this process's settings, these and no others; and list them for operators.
+
+        Returns those that were listed before and are no more: they stand in the settings no longer.
+        """
+        before = await self._listed()
+        self._chosen = {digest_of_key(key.api_key): await self._whose(key) for key in chosen}
+        listed = {record.id: encode(record) for record in self._chosen.values()}
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.delete(tenant_keys.settings_keys())
+            if listed:
+                names = {record.tenant: record.name for record in self._chosen.values()}
+                pipeline.hset(tenant_keys.settings_keys(), mapping=listed)
+                pipeline.hset(tenant_keys.tenant_names(), mapping=names)
+            await pipeline.execute()
+        return [record for record in before if record.id not in listed]
+
+    async def revoke(self, key_id: str) -> bool:
+        """Remove a key; False if there was none. Takes effect within CACHE_S everywhere.
+
+        Raises:
+            KeyInSettings: it was not issued, so that there is nothing to remove here.
+        """
+        if any(record.id == key_id for record in await self._listed()):
+            raise KeyInSettings
+        if not await self._row(key_id):
+            return False
+        removed = await self._redis.delete(tenant_keys.api_key(key_id))
+        await self._redis.srem(tenant_keys.api_keys(), key_id)
+        self._known.clear()
+        self._live.clear()
+        return bool(removed)
+
+    async def list_keys(self) -> list[KeyRecord]:
+        """List all keys, oldest first: those issued, and those of the API process that started last."""
+        ids = await self._redis.smembers(tenant_keys.api_keys())
+        rows = [(key_id.decode(), await self._row(key_id.decode())) for key_id in ids]
+        issued = [_record(key_id, row) for key_id, row in rows if row]
+        return sorted([*issued, *await self._listed()], key=lambda record: record.created_at)
+
+    async def is_known(self, tenant: TenantId) -> bool:
+        """Tell whether a tenant was ever given a key, or has anything."""
+        is_named = await self._redis.hexists(tenant_keys.tenant_names(), tenant)
+        return bool(is_named or await self._redis.exists(tenant_keys.tenant_sessions(tenant)))
+
+    async def name_all(self) -> None:
+        """Name the tenants whose keys were made before tenants had names."""
+        for key in await self.list_keys():
+            await name_tenant(self._redis, key.tenant, key.name)
+
+    async def _listed(self) -> list[KeyRecord]:
+        found = await self._redis.hvals(tenant_keys.settings_keys())
+        return [decode(KeyRecord, json.loads(record)) for record in found]
+
+    async def _whose(self, chosen: ChosenKey) -> KeyRecord:
+        """Find whose a chosen key is, or make it a tenant of its own, for ever."""
+        digest = digest_of_key(chosen.api_key)
+        fresh = KeyRecord(
+            id=secrets.token_hex(8),
+            tenant=await self._earlier_tenant(chosen.api_key, digest) or _new_tenant(),
+            name="",
+            created_at=time.time(),
+            not_after=None,
+            prefix="",
+        )
+        await self._redis.hsetnx(tenant_keys.chosen_keys(), digest, encode(fresh))
+        known = json.loads(await self._redis.hget(tenant_keys.chosen_keys(), digest) or b"")
+        row = {**known, "name": chosen.name, "prefix": chosen.prefix, "in_settings": True}
+        return decode(KeyRecord, row)
+
+    async def _earlier_tenant(self, api_key: str, digest: str) -> TenantId | None:
+        """Find the tenant that an earlier version gave this key, if one did."""
+        tenant = _tenant_by_digest(digest)
+        row = tenant_keys.api_key(issued_key_id(api_key) or f"d{digest[:32]}")
+        left = await self._redis.exists(row, tenant_keys.tenant_sessions(tenant))
+        return tenant if left else None
+
+    async def _row(self, key_id: str) -> dict[str, str]:
+        """Read the row of an issued key; empty where there is none."""
+        found = await self._redis.hgetall(tenant_keys.api_key(key_id))
+        row = {field.decode(): value.decode() for field, value in found.items()}
+        # Earlier versions wrote rows for keys of the settings as well, and took those keys for ever.
+        is_chosen = bool(row) and row["tenant"] == _tenant_by_digest(row["digest"])
+        return {} if is_chosen else row
+
+
+def _new_tenant() -> TenantId:
+    return TenantId(f"t-{secrets.token_hex(8)}")
+
+
+def _tenant_by_digest(digest: str) -> TenantId:
+    """Name the tenant of a chosen key as earlier versions did; no issued key has such a one."""
+    return TenantId(f"t-{digest[:16]}")
+
+
+def _record(key_id: str, row: Mapping[str, str]) -> KeyRecord:
+    return KeyRecord(
+        key_id,
+        TenantId(row["tenant"]),
+        row["name"],
+        float(row["created_at"]),
+        float(row["not_after"]) if row["not_after"] else None,
+        # Rows of earlier versions do not say whether theirs begins with `tml` or `sk`.
+        row.get("prefix", f"…-{key_id}"),
+    )
+
+
+def _remember(cache: dict[str, tuple[float, _Cached]], name: str, value: _Cached) -> None:
+    if len(cache) >= _CACHE_SIZE:
+        cache.clear()
+    cache[name] = (time.monotonic(), value)

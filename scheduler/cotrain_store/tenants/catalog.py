@@ -1,0 +1,222 @@
+"""Lists of what a tenant has, newest first: runs, checkpoints, sessions.
+
+A page is cut by place (`offset`). What is added while somebody pages moves everything one place on: a
+page then repeats the end of the one before, and nothing is left out. What is deleted moves it back.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from cotrain_store.errors import RunNotFound
+from cotrain_store.keys import run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.ids import RunId, SessionId
+from cotrain_store.messages.rows import run_record, session_record
+from cotrain_store.messages.weights import CheckpointRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.sessions import SessionRecord
+    from cotrain_store.redis_client.connection import Connection
+    from cotrain_store.tenants.records import Records
+    from cotrain_store.weights.checkpoints import Checkpoints
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Page(Generic[Item]):
+    """A part of a list, and how long the whole of it is."""
+
+    items: tuple[Item, ...]
+    total_count: int
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """A run as lists show it; of another tenant's, only checkpoints that it published."""
+
+    run: RunRecord
+    last_checkpoint: CheckpointRecord | None
+    """The newest of kind `weights`."""
+    last_sampler_checkpoint: CheckpointRecord | None
+
+
+class Catalog:
+    """List what a tenant has, and what others published."""
+
+    def __init__(self, connection: Connection, records: Records, checkpoints: Checkpoints) -> None:
+        self._redis = connection
+        self._records = records
+        self._checkpoints = checkpoints
+
+    async def runs(
+        self, tenant: TenantId, offset: int, limit: int, project: str | None = None
+    ) -> Page[RunEntry]:
+        """List a tenant's runs, or those in one project."""
+        await self._checkpoints.strike_expired(tenant)
+        sessions = None if project is None else await self._sessions_in(tenant, project)
+        page = await self._page(
+            tenant_keys.training_runs(tenant),
+            offset,
+            limit,
+            None if sessions is None else lambda run: run.partition(":")[0] in sessions,
+        )
+        runs = await self._run_records(RunId(name) for name in page.items)
+        return Page(tuple(await self._own_entries(runs)), page.total_count)
+
+    async def accessible_runs(self, tenant: TenantId, offset: int, limit: int) -> Page[RunEntry]:
+        """List a tenant's runs, and others' from which something is published."""
+        await self._checkpoints.strike_expired(tenant)
+        own = await self._redis.zrange(tenant_keys.training_runs(tenant), 0, -1, withscores=True)
+        published = await self._published()
+        others = [run for run in await self._run_records(published) if run.tenant != tenant]
+        created_at = {RunId(name.decode()): score for name, score in own}
+        created_at |= {run.id: run.created_at for run in others}
+        newest_first = sorted(created_at, key=lambda run: (created_at[run], run), reverse=True)
+        shown = newest_first[offset : offset + limit]
+        entry_by_run = {run.id: _entry(run, published[run.id]) for run in others}
+        runs = await self._run_records(run for run in shown if run not in entry_by_run)
+        entry_by_run |= {entry.run.id: entry for entry in await self._own_entries(runs)}
+        return Page(tuple(entry_by_run[run] for run in shown), len(newest_first))
+
+    async def run(self, tenant: TenantId, name: str, *, accessible: bool) -> RunEntry:
+        """Find one run; raises RunNotFound."""
+        await self._checkpoints.strike_expired(tenant)
+        try:
+            run = await self._records.run(tenant, name)
+        except RunNotFound:
+            published = (await self._published()).get(RunId(name), []) if accessible else []
+            if not published:
+                raise
+            return _entry((await self._run_records([RunId(name)]))[0], published)
+        return (await self._own_entries([run]))[0]
+
+    async def checkpoints_of(self, tenant: TenantId, run: str) -> Sequence[CheckpointRecord]:
+        """List the checkpoints of one run; of another tenant's, the published ones.
+
+        Raises:
+            RunNotFound: unknown, or another tenant's without a published checkpoint.
+        """
+        await self._checkpoints.strike_expired(tenant)
+        try:
+            own = await self._records.run(tenant, run)
+        except RunNotFound:
+            published = (await self._published()).get(RunId(run))
+            if not published:
+                raise
+            return published
+        names = await self._redis.zrange(weights_keys.run_checkpoints(own.id), 0, -1, desc=True)
+        return await self._checkpoint_records(f"{own.id}/{name.decode()}" for name in names)
+
+    async def checkpoints(
+        self,
+        tenant: TenantId,
+        offset: int,
+        limit: int,
+        keep: Callable[[str], bool] | None = None,
+    ) -> Page[CheckpointRecord]:
+        """List a tenant's checkpoints, or those whose `<run>/<kind>/<name>` is to be kept."""
+        await self._checkpoints.strike_expired(tenant)
+        page = await self._page(weights_keys.tenant_checkpoints(tenant), offset, limit, keep)
+        return Page(tuple(await self._checkpoint_records(page.items)), page.total_count)
+
+    async def sessions(self, tenant: TenantId, offset: int, limit: int) -> tuple[SessionId, ...]:
+        """List sessions."""
+        page = await self._page(tenant_keys.tenant_sessions(tenant), offset, limit)
+        return tuple(SessionId(name) for name in page.items)
+
+    async def session_runs(self, session: SessionId) -> list[RunId]:
+        """List the runs of a session that was found through its tenant, in the order of their making."""
+        members = await self._redis.smembers(tenant_keys.session_runs(session))
+        return sorted(
+            (RunId(member.decode()) for member in members), key=lambda run: (len(run), run)
+        )
+
+    async def session_records(
+        self, sessions: Iterable[SessionId]
+    ) -> dict[SessionId, SessionRecord]:
+        """Read sessions that a tenant's own records name."""
+        names = list(sessions)
+        pipeline = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipeline.hgetall(tenant_keys.session(name))
+        rows = zip(names, await pipeline.execute(), strict=True)
+        return {name: session_record(row) for name, row in rows if row}
+
+    async def _page(
+        self, key: str, offset: int, limit: int, keep: Callable[[str], bool] | None = None
+    ) -> Page[str]:
+        """Cut a page out of a sorted set, or out of those of its members that are to be kept."""
+        if keep is None:
+            pipeline = self._redis.pipeline()
+            pipeline.zrange(key, offset, offset + limit - 1, desc=True)
+            pipeline.zcard(key)
+            members, total = await pipeline.execute()
+            return Page(tuple(member.decode() for member in members), total)
+        members = await self._redis.zrange(key, 0, -1, desc=True)
+        kept = [name for name in (member.decode() for member in members) if keep(name)]
+        return Page(tuple(kept[offset : offset + limit]), len(kept))
+
+    async def _own_entries(self, runs: Sequence[RunRecord]) -> list[RunEntry]:
+        """Find the newest checkpoints of runs."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for run in runs:
+            pipeline.zrange(weights_keys.run_checkpoints(run.id), 0, -1, desc=True)
+        rows = await pipeline.execute()
+        newest = [
+            _newest_of_each_kind(run.id, names) for run, names in zip(runs, rows, strict=True)
+        ]
+        found = await self._checkpoint_records(member for members in newest for member in members)
+        return [_entry(run, [record for record in found if record.run == run.id]) for run in runs]
+
+    async def _run_records(self, runs: Iterable[RunId]) -> list[RunRecord]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for run in runs:
+            pipeline.hgetall(run_keys.run(run))
+        return [run_record(row) for row in await pipeline.execute()]
+
+    async def _checkpoint_records(self, members: Iterable[str]) -> list[CheckpointRecord]:
+        """Read checkpoints; one that was deleted meanwhile is left out."""
+        names = [weights_keys.checkpoint(*_parts(member)) for member in members]
+        rows = await self._redis.mget(names) if names else []
+        return [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
+
+    async def _published(self) -> dict[RunId, list[CheckpointRecord]]:
+        """Read all published checkpoints there are, the newest first."""
+        members = await self._redis.smembers(weights_keys.published())
+        records = await self._checkpoint_records(member.decode() for member in members)
+        by_run: dict[RunId, list[CheckpointRecord]] = {}
+        for record in sorted(records, key=lambda record: record.created_at, reverse=True):
+            by_run.setdefault(record.run, []).append(record)
+        return by_run
+
+    async def _sessions_in(self, tenant: TenantId, project: str) -> frozenset[str]:
+        members = await self._redis.zrange(tenant_keys.tenant_sessions(tenant), 0, -1)
+        sessions = await self.session_records(SessionId(member.decode()) for member in members)
+        return frozenset(name for name, found in sessions.items() if found.project_id == project)
+
+
+def _entry(run: RunRecord, newest_first: Sequence[CheckpointRecord]) -> RunEntry:
+    def first(kind: str) -> CheckpointRecord | None:
+        return next((found for found in newest_first if found.kind == kind), None)
+
+    return RunEntry(run, first("weights"), first("sampler_weights"))
+
+
+def _newest_of_each_kind(run: RunId, newest_first: Sequence[bytes]) -> list[str]:
+    by_kind: dict[bytes, str] = {}
+    for name in newest_first:
+        by_kind.setdefault(name.partition(b"/")[0], f"{run}/{name.decode()}")
+    return list(by_kind.values())
+
+
+def _parts(member: str) -> tuple[RunId, str, str]:
+    run, kind, name = member.split("/")
+    return RunId(run), kind, name

@@ -1,0 +1,126 @@
+"""What a search of sessions looks at: how each is doing, and what its checkpoints hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain_store.keys import run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.ids import RunId, SessionId
+from cotrain_store.messages.rows import session_record
+from cotrain_store.messages.runs import RunState
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.sessions import SessionRecord
+    from cotrain_store.redis_client.connection import Connection
+    from cotrain_store.weights.checkpoints import Checkpoints
+
+#: A score is created_at in s; clients get it in µs.
+_MICROSECONDS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place between two sessions in a tenant's list: behind this one, towards the older ones."""
+
+    created_at_us: int
+    session: str
+
+
+@dataclass(frozen=True)
+class SessionEntry:
+    """One session and how it is doing."""
+
+    place: Place
+    record: SessionRecord
+    is_alive: bool
+    """Its client was heard of within SESSION_BEAT_TTL_MS."""
+    failed_run: RunId | None
+    """A run of it that the server stopped."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What checkpoints hold."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+    def __add__(self, other: Stored) -> Stored:
+        return Stored(self.count + other.count, self.size_bytes + other.size_bytes)
+
+
+class SessionSearch:
+    """Walk through a tenant's sessions, newest first."""
+
+    def __init__(self, connection: Connection, checkpoints: Checkpoints) -> None:
+        self._redis = connection
+        self._checkpoints = checkpoints
+
+    async def behind(self, tenant: TenantId, place: Place | None, count: int) -> list[SessionEntry]:
+        """Read up to `count` sessions behind a place, from the newest one without it.
+
+        What is added meanwhile stands before every place: a walk sees each older session once.
+        """
+        places = await self._places(tenant, place, count)
+        pipeline = self._redis.pipeline(transaction=False)
+        for found in places:
+            session = SessionId(found.session)
+            pipeline.hgetall(tenant_keys.session(session))
+            pipeline.exists(tenant_keys.session_beat(session))
+            pipeline.smembers(tenant_keys.session_runs(session))
+        answers = await pipeline.execute()
+        runs = sorted(RunId(run.decode()) for of_session in answers[2::3] for run in of_session)
+        failed = await self._first_failed(runs)
+        return [
+            SessionEntry(
+                found, session_record(row), bool(beat), failed.get(SessionId(found.session))
+            )
+            for found, row, beat in zip(places, answers[::3], answers[1::3], strict=True)
+        ]
+
+    async def stored(self, tenant: TenantId) -> dict[SessionId, Stored]:
+        """Sum up what the checkpoints of each session hold."""
+        await self._checkpoints.strike_expired(tenant)
+        sizes = await self._redis.hgetall(weights_keys.checkpoint_sizes(tenant))
+        by_session: dict[SessionId, Stored] = {}
+        for member, size in sizes.items():
+            session = SessionId(member.decode().partition(":")[0])
+            by_session[session] = by_session.get(session, Stored()) + Stored(1, int(size))
+        return by_session
+
+    async def _places(self, tenant: TenantId, place: Place | None, count: int) -> list[Place]:
+        """Read places; those of the same µs as `place` are read again, and left out if not behind it."""
+        name = tenant_keys.tenant_sessions(tenant)
+        if place is None:
+            rows = await self._redis.zrange(name, 0, count - 1, desc=True, withscores=True)
+            return [_place(*row) for row in rows]
+        newest = (place.created_at_us + 1) / _MICROSECONDS
+        same = await self._redis.zcount(name, (place.created_at_us - 1) / _MICROSECONDS, newest)
+        rows = await self._redis.zrange(
+            name,
+            newest,
+            "-inf",
+            desc=True,
+            byscore=True,
+            withscores=True,
+            offset=0,
+            num=count + same,
+        )
+        behind = (place.created_at_us, place.session)
+        places = [_place(*row) for row in rows]
+        return [at for at in places if (at.created_at_us, at.session) < behind][:count]
+
+    async def _first_failed(self, runs: list[RunId]) -> dict[SessionId, RunId]:
+        """Of each session, find the first run that the server stopped."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for run in runs:
+            pipeline.hget(run_keys.run(run), "state")
+        states = zip(reversed(runs), reversed(await pipeline.execute()), strict=True)
+        failed = RunState.FAILED.encode()
+        return {SessionId(run.partition(":")[0]): run for run, state in states if state == failed}
+
+
+def _place(session: bytes, created_at_s: float) -> Place:
+    return Place(round(created_at_s * _MICROSECONDS), session.decode())

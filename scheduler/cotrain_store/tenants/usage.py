@@ -1,0 +1,61 @@
+"""What a tenant used, by the hour: reads only, the commits of workers do the counting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+
+from cotrain_store.keys import tenant_keys
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.redis_client.connection import Connection
+
+What: TypeAlias = Literal[
+    "training_tokens",
+    "device_s",
+    "prefill_tokens",
+    "cached_tokens",
+    "sampled_tokens",
+    "checkpoints",
+]
+HOUR = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class UsageRow:
+    """How much of one kind one run or sampler used in one hour."""
+
+    hour: datetime
+    """Its start."""
+    what: What
+    base_model: str
+    session: str
+    source: str
+    """The run or the sampler."""
+    amount: float
+
+
+class Usage:
+    """Read what tenants used."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+
+    async def rows(self, tenant: TenantId, start: datetime, end: datetime) -> list[UsageRow]:
+        """Read what was used in the hours from `start` until before `end`, both whole hours."""
+        hours = [start + HOUR * number for number in range((end - start) // HOUR)]
+        pipeline = self._redis.pipeline(transaction=False)
+        for hour in hours:
+            pipeline.hgetall(tenant_keys.usage(tenant, int(hour.timestamp())))
+        found = zip(hours, await pipeline.execute(), strict=True)
+        return [_row(hour, *item) for hour, fields in found for item in fields.items()]
+
+
+def _row(hour: datetime, field: bytes, amount: bytes) -> UsageRow:
+    what, _, rest = field.decode().partition("|")
+    base_model, session, source = rest.rsplit("|", 2)  # only the base model's name may hold a bar
+    return UsageRow(hour, cast("What", what), base_model, session, source, float(amount))

@@ -1,0 +1,1 @@
+"""Records of saved weights and of checkpoints; the files are the worker's."""

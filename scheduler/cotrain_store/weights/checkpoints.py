@@ -1,0 +1,143 @@
+"""Delete, publish, keep and copy checkpoints: the API's side of them. A worker makes them.
+
+Each change is one script: a checkpoint is in all lists or in none.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cotrain_store.errors import CheckpointNotFound, SeqConflict
+from cotrain_store.keys import run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.redis_client.connection import async_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_store.messages.ids import RunId, TenantId
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointKind
+    from cotrain_store.redis_client.connection import Connection
+
+
+class Checkpoints:
+    """Change checkpoints, for their owners only: anybody else's are not found."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+        self._delete = async_script(connection, "checkpoint_index", "checkpoint_delete")
+        self._replace = async_script(connection, "checkpoint_index", "checkpoint_replace")
+        self._copy = async_script(connection, "checkpoint_index", "records", "checkpoint_copy")
+        self._totals = async_script(connection, "checkpoint_index", "checkpoint_totals")
+
+    async def delete(self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str) -> None:
+        """Take a name away; its weights go when nothing else uses them.
+
+        Raises:
+            CheckpointNotFound: unknown, expired, or another tenant's.
+        """
+        args = [tenant, weights_keys.checkpoint_member(run, kind, name)]
+        if await self._delete([weights_keys.checkpoint(run, kind, name)], args) == b"GONE":
+            raise CheckpointNotFound
+
+    async def publish(
+        self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, *, public: bool
+    ) -> CheckpointRecord:
+        """Let every tenant read a checkpoint, or only its owner again. Twice is harmless.
+
+        Raises:
+            CheckpointNotFound: unknown, expired, or another tenant's.
+        """
+        key = weights_keys.checkpoint(run, kind, name)
+        return await self._change(tenant, key, lambda record: replace(record, public=public))
+
+    async def set_ttl(
+        self,
+        tenant: TenantId,
+        run: RunId,
+        kind: CheckpointKind,
+        name: str,
+        ttl_seconds: int | None,
+    ) -> CheckpointRecord:
+        """Let a checkpoint expire so many seconds from now, or never.
+
+        Raises:
+            CheckpointNotFound: unknown, expired, or another tenant's.
+        """
+        key, expires_at = weights_keys.checkpoint(run, kind, name), _after(ttl_seconds)
+        return await self._change(
+            tenant, key, lambda record: replace(record, expires_at=expires_at)
+        )
+
+    async def copy(
+        self,
+        source: CheckpointRecord,
+        destination: RunRecord,
+        ttl_seconds: int | None,
+        *,
+        reader: TenantId | None = None,
+    ) -> CheckpointRecord:
+        """Give the weights of a checkpoint a second name, in a new run that is closed.
+
+        `source` was found for `reader`, by default the tenant of `destination`: it is that tenant's,
+        or public. Twice is harmless.
+
+        Raises:
+            CheckpointNotFound: `source` is gone meanwhile.
+            SeqConflict: the run exists and is not this copy.
+        """
+        copy = replace(
+            source, run=destination.id, tenant=destination.tenant, created_at=time.time(),
+            expires_at=_after(ttl_seconds), public=False,
+        )  # fmt: skip
+        script_keys = [
+            weights_keys.checkpoint(source.run, source.kind, source.name),
+            run_keys.run(destination.id), tenant_keys.session_runs(destination.session),
+            tenant_keys.training_runs(destination.tenant),
+            weights_keys.checkpoint(copy.run, copy.kind, copy.name),
+        ]  # fmt: skip
+        reader = reader or destination.tenant
+        created_at = repr(destination.created_at)
+        args = [encode(destination), destination.id, encode(copy), reader, created_at]
+        answer = await self._copy(script_keys, args)
+        if answer == b"GONE":
+            raise CheckpointNotFound
+        made = None if answer == b"CONFLICT" else _record(answer)
+        if made is None or made.weights != copy.weights or made.tenant != copy.tenant:
+            raise SeqConflict(f"The training run {destination.id} exists already.")
+        return made
+
+    async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
+        """Count a tenant's checkpoints, and their bytes; one not stored yet counts, without bytes."""
+        script_keys = [weights_keys.checkpoint_sizes(tenant), weights_keys.owed_checkpoints(tenant)]
+        count, size = await self._totals(script_keys, [tenant])
+        return count, size
+
+    async def strike_expired(self, tenant: TenantId) -> None:
+        """Take what has expired off a tenant's lists; call it before reading them."""
+        await self.stored_bytes(tenant)
+
+    async def _change(
+        self, tenant: TenantId, key: str, change: Callable[[CheckpointRecord], CheckpointRecord]
+    ) -> CheckpointRecord:
+        while True:
+            before = await self._redis.get(key)
+            record = _record(before) if before else None
+            if record is None or record.tenant != tenant:
+                raise CheckpointNotFound
+            changed = change(record)
+            if await self._replace([key], [before, encode(changed)]) == b"OK":
+                return changed
+
+
+def _record(text: bytes) -> CheckpointRecord:
+    return decode(CheckpointRecord, json.loads(text))
+
+
+def _after(ttl_seconds: int | None) -> float | None:
+    return None if ttl_seconds is None else time.time() + ttl_seconds

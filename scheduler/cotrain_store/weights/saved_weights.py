@@ -1,0 +1,168 @@
+"""What is known of saved weights, from the save to their last user: a worker's side of them.
+
+Plain synchronous and fenced by the worker's epoch, as execution is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from cotrain_store.disk.result_storage import UNLOADED
+from cotrain_store.errors import Fenced
+from cotrain_store.keys import fleet_keys, result_keys, tenant_keys, weights_keys
+from cotrain_store.keys.usage_fields import usage_field, usage_hour
+from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, run_of
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.rows import WEIGHTS_FIELDS, weights_record
+from cotrain_store.messages.weights import CheckpointRecord, external_folder
+from cotrain_store.redis_client.connection import sync_script
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import PoolId, WorkerId
+    from cotrain_store.messages.weights import WeightsRecord
+    from cotrain_store.redis_client.connection import SyncConnection
+
+#: Redis does nothing else while it looks at these: about 20 µs for each.
+WEIGHTS_AT_ONCE = 250
+
+
+class SavedWeights:
+    """One worker's access to the weights of its pool.
+
+    What writes raises Fenced when another process took this worker's place.
+    """
+
+    def __init__(
+        self, connection: SyncConnection, pool: PoolId, worker: WorkerId, epoch: int
+    ) -> None:
+        self._redis = connection
+        self._pool = pool
+        self._worker = worker
+        self._epoch = epoch
+        self._epoch_key = fleet_keys.worker_epoch(pool, worker)
+        ends = ("ages", "checkpoint_index", "given_up", "run_close", "save_end")
+        self._stored = sync_script(
+            connection, *ends, "unread", "samplers", "usage_add", "weights_stored"
+        )
+        self._lost = sync_script(connection, *ends, "weights_lost")
+        self._list_unused = sync_script(connection, "weights_in_use", "weights_unused")
+        self._forget = sync_script(connection, "weights_in_use", "weights_forget")
+
+    def weights(self, ref: WeightsRef) -> WeightsRecord | None:
+        """Read what is known of sampler weights; None once they are forgotten."""
+        row = self._redis.hmget(weights_keys.weights(ref), WEIGHTS_FIELDS)
+        return weights_record(row) if row[0] else None
+
+    def unstored(self) -> list[WeightsRecord]:
+        """List the weights that nobody but this worker has; after a crash, nobody: a replay of the
+        log makes them again.
+        """
+        members = self._redis.smembers(weights_keys.unstored_weights(self._pool, self._worker))
+        found = [self.weights(WeightsRef(member.decode())) for member in members]
+        return sorted((w for w in found if w), key=lambda weights: weights.created_at)
+
+    def stored(self, ref: WeightsRef, digest: str, size: int, optimizer_digest: str = "") -> bool:
+        """Note that all files of weights are durable, `size` bytes together.
+
+        What a named save owed appears with it: its checkpoint, its result, the end of its run if it
+        was the last one. False when there are no such weights: forgotten, lost, or their save was
+        refused because its name was in use. The first digest stays.
+        """
+        pool, now = self._pool, time.time()
+        checkpoint, result = self._owed(ref, size)
+        tenant = checkpoint.tenant if checkpoint else TenantId("")
+        script_keys = [
+            self._epoch_key, weights_keys.weights(ref), weights_keys.content(pool, digest),
+            weights_keys.unstored_weights(pool, self._worker),
+            weights_keys.optimizer_content(pool, optimizer_digest), result_keys.notify_results(),
+            tenant_keys.usage(tenant, usage_hour(now)),
+        ]  # fmt: skip
+        args = [
+            self._epoch, ref, digest, size, optimizer_digest, fleet_keys.prefix(pool),
+            encode(checkpoint) if checkpoint else "", result, UNLOADED.pack(),
+            usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
+            tenant_keys.USAGE_TTL_S,
+        ]  # fmt: skip
+        answer = self._stored(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"OK")
+
+    def _owed(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
+        """Read what a named save owes: its checkpoint and result, now that its size is known.
+
+        Nobody but this worker changes them; a script that finds them gone asks for neither.
+        """
+        text, packed = self._redis.hmget(weights_keys.weights(ref), ["checkpoint", "result"])
+        if text is None:
+            return None, b""
+        checkpoint = replace(decode(CheckpointRecord, json.loads(text)), size=size)
+        result = Result.unpack(packed)
+        if checkpoint.kind == "external_weights" and result.kind is ResultKind.JSON:
+            result = Result.of_json({**result.json(), "size_bytes": size})
+        return checkpoint, result.pack()
+
+    def lost(self, ref: WeightsRef, message: str) -> None:
+        """Give up a named save that nothing can make again: it fails, category server.
+
+        Its name is free again. Nothing happens to weights that are stored, and to those of a sampler.
+        """
+        pool = self._pool
+        script_keys = [
+            self._epoch_key, weights_keys.weights(ref), result_keys.notify_results(),
+            weights_keys.unstored_weights(pool, self._worker), weights_keys.pool_weights(pool),
+            weights_keys.external_folders(pool), weights_keys.weights_users(ref),
+        ]  # fmt: skip
+        args = [
+            self._epoch, ref, fleet_keys.prefix(pool), Result.failed(message, "server").pack(),
+            result_keys.SMALL_RESULT_TTL_MS, UNLOADED.pack(), external_folder(ref),
+        ]  # fmt: skip
+        if self._lost(script_keys, args) == b"FENCED":
+            raise Fenced
+
+    def unused_weights(self) -> list[WeightsRecord]:
+        """List the stored weights of this pool that no checkpoint, living sampler or load refers to."""
+        refs = sorted(self._redis.smembers(weights_keys.pool_weights(self._pool)))
+        unused: list[list[bytes]] = []
+        for start in range(0, len(refs), WEIGHTS_AT_ONCE):
+            unused += self._list_unused([], refs[start : start + WEIGHTS_AT_ONCE])
+        return [weights_record(row) for row in unused]
+
+    def forget_weights(self, ref: WeightsRef) -> bool:
+        """Forget weights unless they are in use again; True when nothing else has their content.
+
+        Then their folder may go, but not at once: another worker may have found it and be about to
+        call `stored`.
+        """
+        pool = self._pool
+        script_keys = [
+            self._epoch_key, weights_keys.weights(ref), weights_keys.weights_users(ref),
+            weights_keys.pool_weights(pool), weights_keys.external_folders(pool),
+        ]  # fmt: skip
+        args = [self._epoch, fleet_keys.prefix(pool), ref, external_folder(ref)]
+        answer = self._forget(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"LAST")
+
+    def knows(self, digest: str) -> bool:
+        """Tell whether some weights have this content: a folder without is a leftover."""
+        return bool(self._redis.exists(weights_keys.content(self._pool, digest)))
+
+    def knows_optimizer(self, digest: str) -> bool:
+        """Tell whether some weights have this optimizer state: a file without is a leftover."""
+        return bool(self._redis.exists(weights_keys.optimizer_content(self._pool, digest)))
+
+    def knows_external(self, folder: str) -> bool:
+        """Tell whether some weights have this folder (`external_folder`) of encrypted files."""
+        return bool(self._redis.sismember(weights_keys.external_folders(self._pool), folder))
+
+    @cached_property
+    def _base_model(self) -> str:
+        row = self._redis.hget(fleet_keys.pools(), self._pool)
+        return str(json.loads(row)["base_model"])

@@ -1,0 +1,1 @@
+"""An uploaded archive, trusted in nothing, until it is an adapter."""

@@ -1,0 +1,284 @@
+"""Take an adapter's two files out of an uploaded archive, trusting nothing in it.
+
+tar (plain, gzip, zstd) and zip. Nothing is written anywhere: what is allowed is read into memory, up to
+a limit that counts decompressed bytes as they come, whatever the archive declares. Names select, they
+never become paths.
+"""
+
+from __future__ import annotations
+
+import struct
+import tarfile
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from stat import S_IFMT, S_IFREG
+from typing import IO, TYPE_CHECKING, Protocol
+
+import zstandard
+
+from cotrain_server.adapter_upload.peft_config import CONFIG, TENSORS
+from cotrain_server.adapter_upload.safetensors_header import named
+from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
+from cotrain_server.http.request_body import MAX_WINDOW_BYTES
+from cotrain_store.disk.checksums import SUMS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: What tools put beside an adapter; not read.
+IGNORED = {"README.md", "checkpoint_complete", SUMS}
+PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+
+MAX_MEMBERS = 16
+MAX_CONFIG_BYTES = 1024**2
+#: Of a name or of other extensions of a tar header; at most this many in a row.
+MAX_EXTENSION_BYTES = 64 * 1024
+MAX_EXTENSIONS = 3
+#: Of a gzip; tools that write several fill each with 64 KiB.
+MAX_GZIP_MEMBERS = 10_000
+#: zipfile reads a list of members in one go, however long it claims to be; ours is far shorter.
+MAX_ZIP_READ_BYTES = 128 * 1024
+
+_BLOCK = 512
+_PIECE_BYTES = 64 * 1024
+_EXTENSIONS = (
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
+)  # fmt: skip
+#: What Python's readers raise for bytes that are not what they should be.
+_BROKEN = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, zstandard.ZstdError,
+    struct.error, EOFError, NotImplementedError, RuntimeError, ValueError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """The content of the two files that make an adapter."""
+
+    config: bytes
+    tensors: bytes
+
+
+class _Reader(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class _Member:
+    name: str
+    is_folder: bool
+    is_file: bool
+    content: _Reader
+
+
+def unpack(archive: IO[bytes], limit_bytes: int) -> AdapterFiles:
+    """Read the two files of an archive that holds no more than `limit_bytes` once decompressed.
+
+    Raises:
+        Invalid: a member that is not allowed, or one that is missing.
+        BodyTooLarge: more than `limit_bytes`.
+        Unreadable: not an archive of a known kind, truncated or damaged.
+    """
+    found: dict[str, bytes] = {}
+    try:
+        for count, member in enumerate(_members(archive, limit_bytes), 1):
+            if count > MAX_MEMBERS:
+                raise Invalid(f"The archive has more than {MAX_MEMBERS} members.")
+            _take(member, found, limit_bytes)
+    except _BROKEN as broken:
+        raise Unreadable("The archive is truncated or damaged, or not a tar or zip.") from broken
+    for name in (CONFIG, TENSORS):
+        if name not in found:
+            raise Invalid(f"The archive has no {name}.")
+    return AdapterFiles(found[CONFIG], found[TENSORS])
+
+
+def _take(member: _Member, found: dict[str, bytes], limit_bytes: int) -> None:
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts:
+        raise _forbidden(member)
+    if member.is_folder:
+        return
+    if path.suffix in PICKLES:
+        raise Invalid("Only safetensors checkpoints are accepted.")
+    if not member.is_file or path.name not in {CONFIG, TENSORS, *IGNORED}:
+        raise _forbidden(member)
+    if path.name in found:
+        raise Invalid(f"The archive has {path.name} twice.")
+    if path.name not in IGNORED:
+        limit = MAX_CONFIG_BYTES if path.name == CONFIG else limit_bytes
+        found[path.name] = _read_all(member.content, limit)
+
+
+def _forbidden(member: _Member) -> Invalid:
+    return Invalid(f"Archive contains a forbidden member: {named(member.name)}.")
+
+
+def _read_all(content: _Reader, limit_bytes: int) -> bytes:
+    received = bytearray()
+    while piece := content.read(_PIECE_BYTES):
+        received += piece
+        if len(received) > limit_bytes:
+            raise _too_large(limit_bytes)
+    return bytes(received)
+
+
+def _too_large(limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"Decompressed upload exceeds {limit_bytes / 1024**2:g} MiB.")
+
+
+def _members(archive: IO[bytes], limit_bytes: int) -> Iterator[_Member]:
+    begin = archive.read(4)
+    archive.seek(0)
+    stream: _Reader
+    if begin.startswith(b"PK"):
+        return _zip_members(archive, limit_bytes)
+    if begin.startswith(b"\x1f\x8b"):
+        stream = _Gunzip(archive)
+    elif begin == b"\x28\xb5\x2f\xfd":
+        decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+        stream = decoder.stream_reader(archive, read_across_frames=True)
+    else:
+        stream = archive
+    return _tar_members(_Counted(stream, limit_bytes))
+
+
+class _Gunzip:
+    """The content of a gzip, member after member.
+
+    `gzip.GzipFile` reads the name in a header byte by byte, however long, and any number of members
+    that hold nothing: for minutes, in which this process did little else.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._member = _gunzip()
+        self._members_left = MAX_GZIP_MEMBERS
+        self._compressed = b""
+
+    def read(self, size: int, /) -> bytes:
+        while True:
+            if self._member.eof and not self._begin_next():
+                return b""
+            compressed = self._compressed or self._file.read(_PIECE_BYTES)
+            piece = self._member.decompress(compressed, size)
+            self._compressed = self._member.unused_data or self._member.unconsumed_tail
+            if piece:
+                return piece
+            if not compressed and not self._member.eof:
+                raise EOFError
+
+    def _begin_next(self) -> bool:
+        self._compressed = self._compressed or self._file.read(_PIECE_BYTES)
+        if not self._compressed:
+            return False
+        self._members_left -= 1
+        if not self._members_left:
+            raise Invalid(f"The gzip has more than {MAX_GZIP_MEMBERS} members.")
+        self._member = _gunzip()
+        return True
+
+
+def _gunzip() -> zlib._Decompress:
+    return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # 16: with the header and trailer of gzip
+
+
+class _Counted:
+    """A stream that gives at most so many bytes, and stops with an error where one is missing."""
+
+    def __init__(self, stream: _Reader, limit_bytes: int) -> None:
+        self._stream = stream
+        self._limit_bytes = limit_bytes
+        self._left = limit_bytes
+
+    def read(self, size: int, /) -> bytes:
+        piece = self._stream.read(size)
+        self._left -= len(piece)
+        if self._left < 0:
+            raise _too_large(self._limit_bytes)
+        return piece
+
+    def read_exactly(self, size: int) -> bytes:
+        received = bytearray()
+        while len(received) < size:
+            piece = self.read(min(size - len(received), _PIECE_BYTES))
+            if not piece:
+                raise EOFError
+            received += piece
+        return bytes(received)
+
+
+class _Part:
+    """The next `size` bytes of a stream; none if a header says less than none."""
+
+    def __init__(self, stream: _Counted, size: int) -> None:
+        self._stream = stream
+        self._left = size
+
+    def read(self, size: int, /) -> bytes:
+        piece = self._stream.read_exactly(min(size, self._left))
+        self._left -= len(piece)
+        return piece
+
+
+# ---- tar -----------------------------------------------------------------------------------------
+
+
+def _tar_members(stream: _Counted) -> Iterator[_Member]:
+    """Read headers one by one. The extensions of a header are skipped: no name we take needs one."""
+    extensions = 0
+    while any(block := stream.read_exactly(_BLOCK)):
+        header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        extensions = extensions + 1 if header.type in _EXTENSIONS else 0
+        if extensions > MAX_EXTENSIONS or (extensions and header.size > MAX_EXTENSION_BYTES):
+            raise Invalid("Archive contains a forbidden member: a header that never ends.")
+        content = _Part(stream, header.size if header.type in _WITH_CONTENT else 0)
+        if not extensions:
+            yield _Member(header.name, header.isdir(), header.type in _FILES, content)
+        while content.read(_PIECE_BYTES):
+            pass
+        stream.read_exactly(-header.size % _BLOCK)
+
+
+_FILES = (tarfile.REGTYPE, tarfile.AREGTYPE)
+_WITH_CONTENT = (*_FILES, *_EXTENSIONS)
+
+
+# ---- zip -----------------------------------------------------------------------------------------
+
+
+class _ShortReads:
+    """A file whose every read is short: `zipfile` asks for as much as the archive tells it to.
+
+    A list of members that is cut short by it is one that `zipfile` refuses.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size if 0 <= size <= MAX_ZIP_READ_BYTES else MAX_ZIP_READ_BYTES)
+
+
+def _zip_members(archive: IO[bytes], limit_bytes: int) -> Iterator[_Member]:
+    with zipfile.ZipFile(_ShortReads(archive)) as opened:
+        for info in opened.infolist():
+            is_folder = info.filename.endswith("/")
+            if is_folder or not _is_plain(info):
+                yield _Member(info.filename, is_folder, is_file=False, content=archive)
+                continue
+            with opened.open(info) as content:
+                counted = _Counted(content, limit_bytes)
+                yield _Member(info.filename, is_folder=False, is_file=True, content=counted)
+
+
+def _is_plain(info: zipfile.ZipInfo) -> bool:
+    """Tell whether a member is a regular file that is read in bounded pieces: neither lzma nor bzip2."""
+    is_encrypted = info.flag_bits & 1
+    kind = S_IFMT(info.external_attr >> 16)  # 0 where the archive was made without Unix modes
+    methods = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+    return not is_encrypted and kind in (0, S_IFREG) and info.compress_type in methods

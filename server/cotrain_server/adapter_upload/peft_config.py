@@ -1,0 +1,247 @@
+"""Read a PEFT LoRA adapter that somebody uploaded: what its two files say, but for the numbers.
+
+What would make it compute something else than `W + scale * B @ A` on modules that can be adapted here is
+refused, with the key that says so. Plain PEFT and the names of `tinker_cookbook` are understood.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from cotrain_server.adapter_upload.safetensors_header import named, read_header
+from cotrain_server.adapter_upload.strict_json import read_object
+from cotrain_server.errors import Invalid
+from cotrain_store.bodies.import_body import PeftAdapter, PeftModule
+from cotrain_store.messages.runs import LoraSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from cotrain_server.adapter_upload.safetensors_header import TensorEntry
+
+    Family = Literal["attn", "mlp", "unembed"]
+
+Number = TypeVar("Number", int, float)
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+
+#: The last part of a module's path, and which of a run's three switches trains it.
+FAMILY_BY_MODULE: Mapping[str, Family] = {
+    "q_proj": "attn",
+    "k_proj": "attn",
+    "v_proj": "attn",
+    "o_proj": "attn",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+    "lm_head": "unembed",
+}
+UNEMBED = "lm_head"
+#: What `tinker_cookbook` calls it.
+UNEMBED_OF_COOKBOOK = "model.unembed_tokens"
+
+#: Read below.
+_READ = {
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
+    "init_lora_weights", "bias",
+}  # fmt: skip
+#: Of training, of what other tools show, or of where to attach, which the tensors' names say, too.
+_WITHOUT_EFFECT = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "lora_dropout", "fan_in_fan_out", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "megatron_core", "qalora_group_size", "eva_config", "runtime_config",
+}  # fmt: skip
+#: The others (PiSSA, OLoRA, LoftQ, CorDA …) change the weights of the base model as well.
+_INITS_OF_THE_ADAPTER_ALONE = (None, True, False, "gaussian", "orthogonal", "eva")
+
+_MATRIX = re.compile(
+    r"base_model\.model\.(?P<module>[\w.]{1,256})\.lora_(?P<letter>[AB])\.weight", re.A
+)
+#: PEFT takes any regular expression here; one that somebody uploaded may run for ever.
+_MODULE_ENDING = re.compile(r"\^?\w+(?:\\?\.\w+)*", re.A)
+
+
+@dataclass(frozen=True)
+class _Config:
+    """What of `adapter_config.json` decides about the function."""
+
+    rank: int
+    alpha: float
+    is_rslora: bool
+    rank_by_ending: Mapping[str, tuple[int, int]]
+    alpha_by_ending: Mapping[str, tuple[int, float]]
+    """Its place in the list, of which the first that fits counts, and what it says."""
+    targets: frozenset[str] | None  # None: a pattern; the tensors' names say it
+
+    def rank_of(self, module: str) -> int:
+        return _first_match(self.rank_by_ending, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        rank = self.rank_of(module)
+        alpha = _first_match(self.alpha_by_ending, module, self.alpha)
+        return alpha / sqrt(rank) if self.is_rslora else alpha / rank
+
+    def names(self, module: str) -> bool:
+        return self.targets is None or not self.targets.isdisjoint(_endings(module))
+
+
+def read_adapter(config: bytes, tensors: bytes, seed: int) -> PeftAdapter:
+    """Read both files; `seed` is of what the run trains beyond what they hold.
+
+    Raises:
+        Invalid: with a sentence that names the key.
+    """
+    settings = _read_config(config)
+    modules = _read_modules(settings, read_header(tensors))
+    families = {FAMILY_BY_MODULE[_leaf(module.name)] for module in modules}
+    lora = LoraSpec(
+        rank=max(settings.rank_of(module.name) for module in modules),
+        seed=seed,
+        train_attn="attn" in families,
+        train_mlp="mlp" in families,
+        train_unembed="unembed" in families,
+    )
+    return PeftAdapter(lora, modules, tensors)
+
+
+# ---- adapter_config.json -------------------------------------------------------------------------
+
+
+def _read_config(content: bytes) -> _Config:
+    fields = read_object(CONFIG, content)
+    _refuse_other_functions(fields)
+    if not _is_number(fields.get("lora_alpha")):
+        raise Invalid(f"{CONFIG}: lora_alpha must be a number.")
+    if not _is_rank(fields.get("r")):
+        raise Invalid(f"{CONFIG}: r must be a whole number of 1 or more.")
+    targets = fields.get("target_modules")
+    return _Config(
+        rank=fields["r"],
+        alpha=fields["lora_alpha"],
+        is_rslora=bool(fields.get("use_rslora")),
+        rank_by_ending=_pattern(fields, "rank_pattern", _is_rank),
+        alpha_by_ending=_pattern(fields, "alpha_pattern", _is_number),
+        targets=frozenset(map(str, targets)) if isinstance(targets, list) else None,
+    )
+
+
+def _refuse_other_functions(fields: Mapping[str, Any]) -> None:
+    if fields.get("peft_type") != "LORA":
+        raise Invalid(f"{CONFIG}: peft_type must be LORA.")
+    if fields.get("bias", "none") != "none":
+        raise Invalid(f"{CONFIG}: bias must be none.")
+    if fields.get("init_lora_weights") not in _INITS_OF_THE_ADAPTER_ALONE:
+        raise Invalid(
+            f"{CONFIG}: init_lora_weights names a method that changes the base model's weights, too. "
+            "Save the adapter with path_initial_model_for_weight_conversion."
+        )
+    for key in sorted(fields.keys() - _READ - _WITHOUT_EFFECT):
+        if fields[key]:
+            raise Invalid(f"{CONFIG}: {named(key)} is not supported; only plain LoRA is.")
+
+
+def _pattern(fields: Mapping[str, Any], key: str, is_valid: Any) -> dict[str, Any]:
+    pattern = fields.get(key) or {}
+    if not isinstance(pattern, dict) or not all(is_valid(value) for value in pattern.values()):
+        raise Invalid(f"{CONFIG}: {key} must map names of modules to numbers.")
+    for ending in pattern:
+        if not _MODULE_ENDING.fullmatch(ending):
+            raise Invalid(
+                f"{CONFIG}: {key}: {named(ending)} must be a module's name or the end of one; "
+                "other patterns are not supported."
+            )
+    found: dict[str, Any] = {}
+    for place, (ending, value) in enumerate(pattern.items()):
+        found.setdefault(ending.replace("\\", ""), (place, value))
+    return found
+
+
+def _first_match(
+    value_by_ending: Mapping[str, tuple[int, Number]], module: str, otherwise: Number
+) -> Number:
+    # By the module's few endings, not by all that somebody listed: a megabyte of those would take
+    # minutes for a megabyte of modules.
+    named = [value_by_ending.get(ending) for ending in (f"^{module}", *_endings(module))]
+    return min((found for found in named if found), default=(0, otherwise))[1]
+
+
+def _endings(module: str) -> Iterator[str]:
+    parts = module.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 2**31 and isfinite(value)
+
+
+# ---- adapter_model.safetensors -------------------------------------------------------------------
+
+
+def _read_modules(config: _Config, entries: Mapping[str, TensorEntry]) -> tuple[PeftModule, ...]:
+    tensor_by_place: dict[tuple[str, str], str] = {}
+    for tensor in entries:
+        place = _place_of(tensor, config)
+        if place in tensor_by_place:
+            raise Invalid(f"{named(tensor)} is there twice, under two names.")
+        tensor_by_place[place] = tensor
+    modules = []
+    for module in dict.fromkeys(module for module, _ in tensor_by_place):
+        a, b = (_matrix(tensor_by_place, module, letter) for letter in "AB")
+        rank = config.rank_of(module)
+        _check_rank(rank, a, entries[a].shape[:1])
+        _check_rank(rank, b, entries[b].shape[1:])
+        modules.append(PeftModule(module, a, b, config.scale_of(module)))
+    if not modules:
+        raise Invalid(f"{TENSORS} holds no LoRA matrices.")
+    return tuple(modules)
+
+
+def _place_of(tensor: str, config: _Config) -> tuple[str, str]:
+    """Say which module a tensor is of, and whether it is its A or its B."""
+    matched = _MATRIX.fullmatch(tensor)
+    if not matched:
+        raise Invalid(f"{named(tensor)} cannot be imported: {_advice(tensor)}")
+    module, letter = matched.group("module", "letter")
+    if module == UNEMBED_OF_COOKBOOK:
+        return UNEMBED, letter
+    if _leaf(module) not in FAMILY_BY_MODULE:
+        known = ", ".join(FAMILY_BY_MODULE)
+        raise Invalid(f"{named(tensor)} cannot be imported: LoRA is trained here on {known}.")
+    if not config.names(module):
+        raise Invalid(
+            f"{named(tensor)} is of a module that target_modules of {CONFIG} does not name."
+        )
+    return module, letter
+
+
+def _advice(tensor: str) -> str:
+    if ".base_layer." in tensor or "lora_" not in tensor:
+        return (
+            "these are weights of the base model. Save the adapter with save_embedding_layers=False "
+            "and without modules_to_save."
+        )
+    return "only lora_A.weight and lora_B.weight of linear modules can."
+
+
+def _matrix(tensor_by_place: Mapping[tuple[str, str], str], module: str, letter: str) -> str:
+    tensor = tensor_by_place.get((module, letter))
+    if tensor is None:
+        raise Invalid(f"lora_{letter}.weight of {named(module)} is missing.")
+    return tensor
+
+
+def _check_rank(rank: int, tensor: str, found: Sequence[int]) -> None:
+    if list(found) != [rank]:
+        raise Invalid(f"{named(tensor)} has rank {list(found)}, but {CONFIG} says {rank}.")
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -1,0 +1,96 @@
+"""Read the header of a safetensors file that somebody uploaded, without the numbers and without torch.
+
+The format: eight bytes of length, that much JSON `{name: {dtype, shape, data_offsets}}`, then the
+tensors' bytes, every one of them belonging to exactly one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from cotrain_server.adapter_upload.strict_json import read_object
+from cotrain_server.errors import Invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_HEADER_BYTES = 1_000_000
+MAX_DIMENSIONS = 8
+BYTES_BY_DTYPE: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
+
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What the header says about one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int  # of its bytes, counted from the end of the header
+
+
+def read_header(content: bytes) -> dict[str, TensorEntry]:
+    """Read the tensors' dtypes, shapes and places.
+
+    Raises:
+        Invalid: the file is not whole, its tensors overlap or leave gaps, or one has a dtype other than
+            those of BYTES_BY_DTYPE.
+    """
+    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    start = _LENGTH_BYTES + length
+    if not 2 <= length <= MAX_HEADER_BYTES or start > len(content):
+        raise Invalid("adapter_model.safetensors is not a safetensors file, or is cut short.")
+    header = read_object("The header of adapter_model.safetensors", content[_LENGTH_BYTES:start])
+    _check_metadata(header.pop(_METADATA, {}))
+    entries = {name: _entry(named(name), fields) for name, fields in header.items()}
+    _check_cover(entries, len(content) - start)
+    return entries
+
+
+def named(name: str) -> str:
+    """Write a name from an upload so that any message can hold it."""
+    return ascii(name)[1:-1][:200]
+
+
+def _entry(name: str, fields: Any) -> TensorEntry:
+    if not isinstance(fields, dict) or set(fields) != _FIELDS:
+        raise Invalid(f"{name} is not described by dtype, shape and data_offsets.")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BYTES_BY_DTYPE:
+        raise Invalid(f"{name} is not F32, F16 or BF16.")
+    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
+        raise Invalid(f"{name} has an impossible shape.")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise Invalid(f"{name} has impossible data_offsets.")
+    begin, end = offsets
+    if end - begin != prod(shape) * BYTES_BY_DTYPE[dtype]:
+        raise Invalid(f"{name} has another number of bytes than its shape needs.")
+    return TensorEntry(dtype, tuple(shape), begin, end)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        type(each) is int and 0 <= each < 2**48 for each in value
+    )
+
+
+def _check_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise Invalid("The metadata of adapter_model.safetensors is not a map of texts.")
+
+
+def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
+    """See that the tensors lie one after the other and fill the file."""
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            raise Invalid(f"{named(name)} overlaps another tensor, or leaves a gap before it.")
+        position = entry.end
+    if position != size:
+        raise Invalid("adapter_model.safetensors has another size than its header says.")

@@ -1,0 +1,213 @@
+"""A checkpoint's files on their way out: one by one with ranges, or all of them as one tar.
+
+Only regular files that a worker wrote for this checkpoint are opened, by names of our own, and never
+through a link. Once open, a file that a worker sweeps away is still sent to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+import tarfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+import structlog
+from starlette.responses import FileResponse, StreamingResponse
+from typing_extensions import override
+
+from cotrain_store.disk.checksums import read_sums, sum_of
+from cotrain_store.errors import CheckpointNotFound, StoreUnavailable, WeightsGone
+from cotrain_store.messages.weights import external_folder
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from starlette.types import Receive, Scope, Send
+
+    from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
+
+log = structlog.get_logger()
+
+#: What PEFT reads, and all that a download holds.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ARCHIVE = "checkpoint.tar"
+#: SDK 0.22 looks for this empty file in an archive.
+COMPLETE = "checkpoint_complete"
+CHUNK_BYTES = 1024**2
+_BLOCK = tarfile.BLOCKSIZE
+#: Errors of this process, or of this moment: the file may well be there.
+_SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
+#: Never through a link, and without waiting for the other end of a pipe.
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+#: Files that were found whole: which they are, when they were last written, what they hold.
+_WHOLE: set[tuple[int, int, int, int, str | None]] = set()
+_WHOLE_KEPT = 10_000
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file that is being sent; whoever holds it closes it."""
+
+    name: str
+    content: BinaryIO
+    size: int
+
+
+def is_encrypted(checkpoint: CheckpointRecord, weights: WeightsRecord) -> bool:
+    """Tell whether all there is to download of a checkpoint is encrypted."""
+    return checkpoint.kind == "external_weights" and weights.external
+
+
+def names_of(checkpoint: CheckpointRecord, weights: WeightsRecord) -> tuple[str, ...]:
+    """Name the files of a checkpoint."""
+    encrypted = is_encrypted(checkpoint, weights)
+    return tuple(f"{name}.age" for name in ADAPTER_FILES) if encrypted else ADAPTER_FILES
+
+
+def folder_of(data_dir: Path, checkpoint: CheckpointRecord, weights: WeightsRecord) -> Path:
+    """Say where a worker put the files of a checkpoint."""
+    if is_encrypted(checkpoint, weights):
+        return data_dir / "external" / external_folder(weights.ref)
+    return data_dir / "weights" / weights.digest[:2] / weights.digest
+
+
+async def open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
+    """Open regular files for reading, and see that they hold what was written.
+
+    Raises:
+        CheckpointNotFound: one is not there any more.
+        WeightsGone: one is damaged.
+        StoreUnavailable: one cannot be read now.
+    """
+    return await asyncio.to_thread(_open_files, folder, names)
+
+
+def _open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
+    with ExitStack() as opened:
+        files = [_open(folder, name, opened) for name in names]
+        _check(folder, files)
+        opened.pop_all()  # all of them: the response closes them
+        return files
+
+
+def _open(folder: Path, name: str, opened: ExitStack) -> OpenFile:
+    try:
+        descriptor = os.open(folder / name, _FLAGS)
+    except OSError as error:
+        if error.errno in _SAYS_NOTHING:
+            log.error("file_unreadable", file=name, reason=error.strerror)
+            raise StoreUnavailable("The file cannot be read now.") from error
+        raise CheckpointNotFound from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise CheckpointNotFound
+    content = opened.enter_context(os.fdopen(descriptor, "rb", buffering=0))
+    return OpenFile(name, content, found.st_size)
+
+
+def _check(folder: Path, files: Sequence[OpenFile]) -> None:
+    try:
+        sums = read_sums(folder)
+        damaged = [file.name for file in files if not _is_whole(file, sums.get(file.name))]
+    except OSError as error:
+        log.error("file_unreadable", folder=folder.name, reason=error.strerror)
+        raise StoreUnavailable("The file cannot be read now.") from error
+    if damaged:
+        log.error("file_damaged", folder=folder.name, files=damaged)
+        raise WeightsGone
+
+
+def _is_whole(file: OpenFile, expected: str | None) -> bool:
+    """Tell whether a file is what was written, as far as that was noted; each is hashed once."""
+    found = os.fstat(file.content.fileno())
+    this = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, expected)
+    if expected is None or this in _WHOLE:
+        return True
+    if sum_of(file.content) != expected:
+        return False
+    if len(_WHOLE) >= _WHOLE_KEPT:
+        _WHOLE.clear()
+    _WHOLE.add(this)
+    return True
+
+
+class FileDownload(FileResponse):
+    """One file, whole or the ranges that are asked for."""
+
+    chunk_size = CHUNK_BYTES
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+        descriptor = file.content.fileno()
+        super().__init__(
+            f"/dev/fd/{descriptor}",  # this very file, whatever has its name by now
+            media_type="application/octet-stream",
+            filename=file.name,
+            stat_result=os.fstat(descriptor),
+        )
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, and close it."""
+        with self._file.content:
+            await super().__call__(scope, receive, send)
+
+
+class TarDownload(StreamingResponse):
+    """Files as one tar, made while it is sent; its length is known before."""
+
+    def __init__(self, files: Sequence[OpenFile], name: str, made_at: float) -> None:
+        self._files = files
+        headers = {
+            "Content-Length": str(tar_size([file.size for file in files])),
+            "Content-Disposition": f'attachment; filename="{name}"',
+            "Accept-Ranges": "none",
+        }
+        super().__init__(_tar(files, int(made_at)), media_type="application/x-tar", headers=headers)
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, and close its files."""
+        with ExitStack() as opened:
+            for file in self._files:
+                opened.enter_context(file.content)
+            await super().__call__(scope, receive, send)
+
+
+def tar_size(sizes: Sequence[int]) -> int:
+    """Count the bytes of a tar of files of these sizes and the empty COMPLETE.
+
+    A header and whole blocks for each, and two empty blocks at the end.
+    """
+    return sum(_BLOCK + size + _padding(size) for size in [*sizes, 0]) + 2 * _BLOCK
+
+
+async def _tar(files: Sequence[OpenFile], made_at: int) -> AsyncIterator[bytes]:
+    for file in files:
+        yield _header(file.name, file.size, made_at)
+        async for part in _content(file):
+            yield part
+        yield bytes(_padding(file.size))
+    yield _header(COMPLETE, 0, made_at) + bytes(2 * _BLOCK)
+
+
+async def _content(file: OpenFile) -> AsyncIterator[bytes]:
+    while part := await asyncio.to_thread(file.content.read, CHUNK_BYTES):
+        yield part
+
+
+def _header(name: str, size: int, made_at: int) -> bytes:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime = size, made_at
+    return entry.tobuf(tarfile.GNU_FORMAT)
+
+
+def _padding(size: int) -> int:
+    return -size % _BLOCK

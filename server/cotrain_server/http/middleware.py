@@ -1,0 +1,122 @@
+"""The outermost layer of HTTP: it names every request, measures it, and catches what nobody foresaw.
+
+One of the two places where everything may be caught; it logs where it happened, never the message
+of an exception, which may quote what a tenant sent.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+import structlog
+from starlette.requests import ClientDisconnect
+
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST, ambiguous_length, internal_error
+from cotrain_server.http.long_poll import answer_held
+from cotrain_server.http.tenant_routes import meet
+from cotrain_store.monitoring import metrics
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from cotrain_server.services import Services
+
+log = structlog.get_logger()
+
+#: Answers that are no news: "not yet" to a poll, "slower" to a sampling client, and "not ready" to
+#: whoever waits for that.
+_NOT_LOGGED = {
+    ("/api/v1/retrieve_future", 408),
+    ("/api/v1/retrieve_futures", 408),
+    ("/api/v1/asample", 429),
+    ("/readyz", 503),
+}
+
+
+class Edge:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = secrets.token_hex(8)
+        scope.setdefault("state", {})["request_id"] = request_id
+        started_at, statuses = time.perf_counter(), list[int]()
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+                added = [(b"x-request-id", request_id.encode())]
+                if _is_leaving(scope):
+                    added.append((b"connection", b"close"))
+                message["headers"] = [*message["headers"], *added]
+            await send(message)
+
+        try:
+            await self._routed(scope, receive, send_noted)
+            await answer_held(scope, receive, send_noted)
+        except ClientDisconnect:
+            statuses.append(CLIENT_CLOSED_REQUEST)
+        except Exception as error:  # noqa: BLE001  # the HTTP edge answers whatever happened
+            _log_crash(error, request_id)
+            if not statuses:
+                await internal_error(request_id)(scope, receive, send_noted)
+        _measure(scope, statuses[0] if statuses else 0, time.perf_counter() - started_at)
+
+    async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _has_two_lengths(scope):
+            scope["route"] = None
+            await ambiguous_length(scope["state"]["request_id"])(scope, receive, send)
+            return
+        await meet(scope)
+        # A scope of their own: what the layers below leave in it would be held with a poll.
+        below = {**scope}
+        try:
+            await self.app(below, receive, send)
+        finally:
+            scope["route"] = below.get("route")
+
+
+def _has_two_lengths(scope: Scope) -> bool:
+    """Tell whether a request says its length twice: a proxy before us may have believed the other one."""
+    names = {name for name, _ in scope["headers"]}
+    return {b"content-length", b"transfer-encoding"} <= names
+
+
+def _is_leaving(scope: Scope) -> bool:
+    """Tell whether this process drains: who asks again must not find the connection just closed."""
+    services: Services | None = getattr(scope["app"].state, "services", None)
+    return services is not None and services.draining
+
+
+def _measure(scope: Scope, status: int, duration_s: float) -> None:
+    # The template, not the path: ids must not become labels.
+    route = getattr(scope["route"], "path", "unmatched")
+    metrics.HTTP_REQUESTS.labels(route, status).inc()
+    metrics.HTTP_DURATION.labels(route).observe(duration_s)
+    if status < 400 or (route, status) in _NOT_LOGGED:
+        return
+    tenant = scope["state"].get("tenant")
+    log.info(
+        "request_refused",
+        request=scope["state"]["request_id"],
+        tenant=tenant and tenant.id,
+        key_name=tenant and tenant.name,
+        route=route,
+        code=status,
+        dur_ms=round(duration_s * 1000, 1),
+    )
+
+
+def _log_crash(error: Exception, request_id: str) -> None:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    log.error("request_crashed", request=request_id, error=type(error).__name__, where=where)

@@ -1,0 +1,1 @@
+"""What this process alone counts, and refuses when it is too much."""

@@ -1,0 +1,126 @@
+"""Turn saves and loads into ops of the log. Pure: what was sent, and what its path names, in; op out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from cotrain.types import SaveWeightsForSamplerRequest
+from cotrain.wire.checkpoints import (
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsRequest,
+)
+from cotrain_server.errors import Invalid, sentence
+from cotrain_server.requests.checkpoint_validation import (
+    check_fits,
+    check_metadata,
+    check_name,
+    check_optimizer,
+    check_recipients,
+    check_ttl,
+)
+from cotrain_server.requests.passes import Op, canonical_json, digest_of, op_or_refusal
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import sampler_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from cotrain_server.requests.passes import AddressedFields
+    from cotrain_store.messages.runs import LoraSpec, RunRecord
+    from cotrain_store.messages.weights import CheckpointKind, WeightsRecord
+
+    SaveReader = Callable[[AddressedFields, RunRecord], SaveRequest]
+
+Shape = TypeVar("Shape", bound=BaseModel)
+
+
+def save_op(request: AddressedFields, run: RunRecord, kind: CheckpointKind) -> Op:
+    """Check a save of a kind and make its op."""
+    # SDK 0.38 numbers the sampler anew each time it sends the same save; the first number counts.
+    is_unnamed = request.fields.get("sampling_session_seq_id") is not None
+    content = canonical_json([kind, {**request.fields, "sampling_session_seq_id": is_unnamed}])
+
+    def make() -> Op:
+        save = _READERS[kind](request, run)
+        if save.name is not None:
+            check_name(save.name)
+        check_ttl(save.ttl_seconds)
+        check_metadata(save.user_metadata)
+        return Op(OpKind.SAVE, encode(save).encode(), 0, digest_of(content), sampler=save.sampler)
+
+    return op_or_refusal(make, content)
+
+
+def _training(request: AddressedFields, run: RunRecord) -> SaveRequest:
+    wanted = SaveWeightsRequest.model_validate(request.fields)
+    return SaveRequest(
+        name=f"{request.seq:06d}" if wanted.path is None else wanted.path,
+        kind="weights",
+        overwrite=wanted.overwrite,
+        ttl_seconds=wanted.ttl_seconds,
+        user_metadata=dict(wanted.user_metadata or {}),
+    )
+
+
+def _for_sampler(request: AddressedFields, run: RunRecord) -> SaveRequest:
+    wanted = SaveWeightsForSamplerRequest.model_validate(request.fields)
+    number = wanted.sampling_session_seq_id
+    if (wanted.path is None) == (number is None):
+        raise Invalid("Exactly one of path and sampling_session_seq_id is needed.")
+    return SaveRequest(
+        name=wanted.path,
+        sampler=None if number is None else sampler_id(run.session, number),
+        ttl_seconds=wanted.ttl_seconds,
+        user_metadata=dict(wanted.user_metadata or {}),
+    )
+
+
+def _external(request: AddressedFields, run: RunRecord) -> SaveRequest:
+    wanted = SaveWeightsExternalRequest.model_validate(request.fields)
+    recipients = wanted.age_encryption_recipients
+    if recipients is not None:
+        check_recipients(recipients)
+    return SaveRequest(
+        name=wanted.path,
+        kind="external_weights",
+        ttl_seconds=wanted.ttl_seconds,
+        user_metadata=dict(wanted.user_metadata or {}),
+        age_recipients=tuple(recipients or ()),
+    )
+
+
+_READERS: Mapping[CheckpointKind, SaveReader] = {
+    "weights": _training,
+    "sampler_weights": _for_sampler,
+    "external_weights": _external,
+}
+
+
+def read_as(shape: type[Shape], fields: dict[str, Any]) -> Shape:
+    """Read fields as a shape; raises Invalid naming the first that is wrong."""
+    try:
+        return shape.model_validate(fields)
+    except ValidationError as error:
+        raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
+
+
+def load_op(
+    request: AddressedFields, wanted: LoadWeightsRequest, weights: WeightsRecord, run: RunRecord
+) -> Op:
+    """Make the op of a load into a run. Raises Invalid where the weights do not fit."""
+    check_fits(weights, run, optimizer=wanted.optimizer)
+    check_optimizer(weights, optimizer=wanted.optimizer)
+    body = load_body(wanted.path, weights, optimizer=wanted.optimizer)
+    return Op(OpKind.LOAD, body, 0, digest_of(canonical_json(request.fields)), (weights.ref,))
+
+
+def load_body(
+    path: str, weights: WeightsRecord, *, optimizer: bool, creates: LoraSpec | None = None
+) -> bytes:
+    """Write the body of a load; `creates` for one that makes its run."""
+    return encode(LoadRequest(path, (LoadSource(weights.ref),), optimizer, creates)).encode()

@@ -1,0 +1,146 @@
+"""Decide whether a training request may enter the log. Pure; the message is for its tenant.
+
+Nothing invalid may be accepted: a bad token id would kill the device for every tenant, and a replay
+must never meet an op that cannot run. What is refused here still takes its place in the run's order
+(as a rejected op), because its client has already used up the seq_id.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cotrain_server.errors import Invalid
+from cotrain_server.requests.loss_inputs import NEEDS_BY_LOSS, TARGETS, LossNeeds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain.types import AdamParams
+    from cotrain_store.bodies.pass_body import DatumArrays, PassBody
+    from cotrain_store.messages.pools import PoolRecord
+
+
+#: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass, which then
+#: has to be run in parts, for the neighbours too.
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+def check_pass(request: PassBody, pool: PoolRecord) -> None:
+    """Check a forward or forward_backward request against its loss and its base model.
+
+    Raises:
+        Invalid: with a sentence that names the datum and the field.
+    """
+    if not request.datums:
+        raise Invalid("data is empty; send at least one datum.")
+    needs = _needs_of(request.loss_fn)
+    _check_config(request.loss_fn, needs, request.loss_config)
+    for number, datum in enumerate(request.datums):
+        _check_shapes(number, datum, request.loss_fn, needs, pool)
+    check_tokens("Token", [datum.tokens for datum in request.datums], pool.vocab_size)
+    targets = [datum.inputs[TARGETS] for datum in request.datums]
+    check_tokens("Target token", targets, pool.vocab_size)
+    for name in needs.inputs:
+        check_finite(f"loss_fn_inputs.{name}", [datum.inputs[name] for datum in request.datums])
+
+
+def check_adam(params: AdamParams) -> None:
+    """Check what the wire type leaves open about an optim_step's numbers. Raises Invalid."""
+    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        if abs(getattr(params, name)) > LARGEST:
+            raise Invalid(f"adam_params.{name} is larger than a float32 can be.")
+    # A row that never got a gradient has m = v = 0, and 0 / (0 + 0) is not a number.
+    if params.eps <= 0:
+        raise Invalid("adam_params.eps must be greater than 0.")
+    if params.eps < SMALLEST:
+        raise Invalid("adam_params.eps is 0 as a float32.")
+
+
+def check_rank(rank: int, max_rank: int) -> None:
+    """Check a new run's rank. Raises Invalid."""
+    if not 1 <= rank <= max_rank:
+        raise Invalid(f"rank must be between 1 and {max_rank}.")
+
+
+def _needs_of(loss_fn: str) -> LossNeeds:
+    if loss_fn not in NEEDS_BY_LOSS:
+        raise Invalid(f"loss_fn {loss_fn!r:.80} is not known. Known: {', '.join(NEEDS_BY_LOSS)}.")
+    return NEEDS_BY_LOSS[loss_fn]
+
+
+def _check_config(loss_fn: str, needs: LossNeeds, config: Mapping[str, float | str]) -> None:
+    numbers: dict[str, float] = {}
+    for name, value in config.items():
+        if name not in needs.config:
+            known = ", ".join(sorted(needs.config)) or "none"
+            raise Invalid(
+                f"loss_fn_config.{name:.80} is not a setting of {loss_fn}. Known: {known}."
+            )
+        if isinstance(value, str) or not 0 <= value <= LARGEST:
+            raise Invalid(f"loss_fn_config.{name} must be a finite number, 0 or more.")
+        numbers[name] = value
+    low = numbers.get("clip_low_threshold", 0.0)
+    if low > numbers.get("clip_high_threshold", low):
+        raise Invalid("loss_fn_config.clip_low_threshold is above clip_high_threshold.")
+
+
+def _check_shapes(
+    number: int, datum: DatumArrays, loss_fn: str, needs: LossNeeds, pool: PoolRecord
+) -> None:
+    length = len(datum.tokens)
+    if not 1 <= length <= pool.context_length:
+        raise Invalid(
+            f"Datum {number} has {length} tokens; {pool.base_model} reads 1 to "
+            f"{pool.context_length}."
+        )
+    for name in (TARGETS, *needs.inputs):
+        if name not in datum.inputs:
+            raise Invalid(f"data[{number}].loss_fn_inputs.{name} is missing; {loss_fn} needs it.")
+    shape = datum.inputs[TARGETS].shape
+    if shape != (length,) and not (needs.takes_columns and _is_table(shape, length)):
+        raise Invalid(_wrong_shape(number, TARGETS, shape, f"the input has {length} tokens"))
+    for name in needs.inputs:
+        found = datum.inputs[name].shape
+        if found != shape:
+            raise Invalid(_wrong_shape(number, name, found, f"{TARGETS} has {list(shape)}"))
+
+
+def _is_table(shape: tuple[int, ...], length: int) -> bool:
+    return len(shape) == 2 and shape[0] == length and shape[1] >= 1
+
+
+def _wrong_shape(number: int, name: str, shape: tuple[int, ...], because: str) -> str:
+    return f"data[{number}].loss_fn_inputs.{name} has shape {list(shape)}, but {because}."
+
+
+def check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None:
+    """Check the token ids of some datums. Raises Invalid with the place of the first bad one."""
+    # One look at everything; only a bad request pays for finding out where.
+    everything = np.concatenate([array.ravel() for array in ids])
+    if everything.min() >= 0 and everything.max() < vocab_size:
+        return
+    for number, array in enumerate(ids):
+        bad = np.argwhere((array < 0) | (array >= vocab_size))
+        if len(bad):
+            raise Invalid(
+                f"{what} id {array[tuple(bad[0])]} at datum {number}, position {_place(bad[0])} is "
+                f"outside the vocabulary (0..{vocab_size - 1})."
+            )
+
+
+def check_finite(name: str, values: Sequence[np.ndarray]) -> None:
+    """Check a field of some datums for NaN and infinity. Raises Invalid."""
+    if np.isfinite(np.concatenate([array.ravel() for array in values])).all():
+        return
+    for number, array in enumerate(values):
+        bad = np.argwhere(~np.isfinite(array))
+        if len(bad):
+            place = _place(bad[0])
+            raise Invalid(f"data[{number}].{name}[{place}] is not finite.")
+
+
+def _place(index: np.ndarray) -> str:
+    return ", ".join(str(axis) for axis in index)

@@ -1,0 +1,285 @@
+"""Turn the body of a training request into an op of the log. Pure: bytes in, op out.
+
+First which run and which place in its order, then what, checked against the run's base model. A
+request that is addressed and wrong becomes a rejected op: its client has used up that place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from cotrain.errors import UnsupportedInput
+from cotrain.types import (
+    ForwardBackwardRequest,
+    ForwardRequest,
+    OptimStepRequest,
+    SequencedRequest,
+)
+from cotrain.wire.model import Name, SeqId, WireModel
+from cotrain.wire.pass_codec import encode_pass_request
+from cotrain_server.errors import Invalid, Unreadable, sentence
+from cotrain_server.requests.pass_validation import check_adam, check_pass
+from cotrain_store.bodies.pass_body import decode_pass, parse_pass
+from cotrain_store.errors import MalformedBody
+from cotrain_store.messages.ops import OpKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
+    from cotrain_store.messages.ids import SamplerId, WeightsRef
+    from cotrain_store.messages.pools import PoolRecord
+
+#: Sparse tensors are small on the wire and full size here; this many elements is 64 to 128 MiB.
+MAX_SPARSE_ELEMENTS = 1 << 24
+
+
+class PlacedRequest(WireModel):
+    """Whose a pass or a step is, and where it stands; it may leave its place to the server."""
+
+    model_id: Name
+    seq_id: SeqId | None = None
+
+
+_Address = TypeVar("_Address", SequencedRequest, PlacedRequest)
+
+
+@dataclass(frozen=True)
+class Op:
+    """What `Intake.submit` takes."""
+
+    kind: OpKind
+    body: bytes
+    tokens: int
+    digest: str
+    """Of what the client sent, not of what that named at the time: a repeat is the same request."""
+    uses: tuple[WeightsRef, ...] = ()
+    """Weights that must stay while the log needs this op."""
+    sampler: SamplerId | None = None
+    """What a save without a name makes."""
+
+    @classmethod
+    def rejected(cls, message: str, content: bytes) -> Self:
+        """Make an op that only takes its place in the order and fails with this message."""
+        return cls(OpKind.REJECTED, _failure(message), 0, digest_of(content))
+
+    def refused(self, message: str) -> Op:
+        """Make of an op that may not run one that takes its place and fails."""
+        return Op(OpKind.REJECTED, _failure(message), 0, self.digest)
+
+    def fitting(self, most_tokens: int, most_bytes: int) -> Op:
+        """Give an op that an empty queue can take: this one, or one that fails and says why not.
+
+        Of one that never fits its client would be told to wait, for ever.
+        """
+        for size, most, unit in (
+            (self.tokens, most_tokens, "tokens"),
+            (len(self.body), most_bytes, "bytes"),
+        ):
+            if size > most:
+                return self.refused(
+                    f"data has {size} {unit}; of one tenant no more than {most} may wait at once. "
+                    "Send it in several calls."
+                )
+        return self
+
+
+@dataclass(frozen=True)
+class AddressedPass:
+    """A forward or forward_backward whose run and place are known."""
+
+    model_id: str
+    seq: int | None
+    """None: behind all that the run was sent so far."""
+    message: PassMessage | None
+    """What to run; None where the request does not say (`refusal` says why)."""
+    refusal: str
+    content: bytes
+    """The same bytes for the same request, however it was sent: what its digest is of."""
+
+
+@dataclass(frozen=True)
+class AddressedStep:
+    """An optim_step whose run is known; nothing else is checked yet."""
+
+    model_id: str
+    seq: int | None
+    """None: behind all that the run was sent so far."""
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AddressedFields:
+    """A save or a load whose run and place are known; nothing else is checked yet."""
+
+    model_id: str
+    seq: int
+    fields: dict[str, Any]
+
+
+def read_binary_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
+    """Read a pass as SDK 0.38 sends it; `forward_only` for an endpoint that is never anything else.
+
+    Raises:
+        Unreadable: not the message, or without a run.
+    """
+    try:
+        message = parse_pass(body)
+    except MalformedBody as error:
+        raise Unreadable(str(error)) from error
+    place = message.seq_id or None  # the wire has no other way to leave it out
+    address = address_of(PlacedRequest, {"model_id": message.model_id, "seq_id": place})
+    for datum in message.data:  # says where tokens were sampled; nothing here uses it
+        datum.ClearField("model_input_spans")
+        datum.ClearField("loss_fn_input_spans")
+    message.DiscardUnknownFields()
+    message.forward_only |= forward_only
+    return AddressedPass(address.model_id, address.seq_id, message, "", _canonical(message))
+
+
+def read_json_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
+    """Read a pass as SDK 0.22 sends it, and turn it into the same message.
+
+    Raises:
+        Unreadable: not a JSON object, or without a run.
+    """
+    fields = json_object(body)
+    address = address_of(PlacedRequest, fields)
+    message, refusal = None, ""
+    try:
+        message = _pass_message(fields, forward_only=forward_only)
+    except ValidationError as error:
+        refusal = sentence(error.errors(include_url=False, include_input=False))
+    except UnsupportedInput as error:
+        refusal = str(error)
+    content = canonical_json(fields) if message is None else _canonical(message)
+    return AddressedPass(address.model_id, address.seq_id, message, refusal, content)
+
+
+def read_fields(body: bytes) -> AddressedFields:
+    """Read a save or a load. Raises Unreadable: not a JSON object, or without a run and a place in its order."""
+    fields = json_object(body)
+    address = address_of(SequencedRequest, fields)
+    return AddressedFields(address.model_id, address.seq_id, fields)
+
+
+def read_step(body: bytes) -> AddressedStep:
+    """Read an optim_step. Raises Unreadable as `read_json_pass` does."""
+    fields = json_object(body)
+    address = address_of(PlacedRequest, fields)
+    return AddressedStep(address.model_id, address.seq_id, fields)
+
+
+def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
+    """Check a pass against its run's base model and make its op."""
+    if request.message is None:
+        return Op.rejected(request.refusal, request.content)
+    try:
+        _refuse_vast_sparse(request.message)
+        decoded = decode_pass(request.message)
+        check_pass(decoded, pool)
+    except (Invalid, MalformedBody) as error:
+        return Op.rejected(str(error), request.content)
+    kind = OpKind.FORWARD if decoded.forward_only else OpKind.FORWARD_BACKWARD
+    return Op(kind, request.content, decoded.num_tokens, digest_of(request.content))
+
+
+def step_op(request: AddressedStep) -> Op:
+    """Check an optim_step and make its op."""
+    return op_or_refusal(lambda: _step_op(request.fields), canonical_json(request.fields))
+
+
+def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
+    """Make an op, or where that raises Invalid or a ValidationError a rejected one that says why."""
+    try:
+        return make()
+    except ValidationError as error:
+        refusal = sentence(error.errors(include_url=False, include_input=False))
+    except Invalid as error:
+        refusal = str(error)
+    return Op.rejected(refusal, content)
+
+
+def _step_op(fields: dict[str, Any]) -> Op:
+    params = OptimStepRequest.model_validate(_placed(fields)).adam_params
+    check_adam(params)
+    body = params.model_dump_json().encode()
+    return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Read a JSON object; raises Unreadable."""
+    try:
+        fields = from_json(body)
+    except ValueError as error:
+        raise Unreadable(f"The request body is not JSON: {error}.") from error
+    if not isinstance(fields, dict):
+        raise Unreadable("The request body is not a JSON object.")
+    return fields
+
+
+def address_of(kind: type[_Address], fields: dict[str, Any]) -> _Address:
+    """Read whose a request is and where it stands; raises Unreadable where it does not say."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise Unreadable(sentence(error.errors(include_url=False, include_input=False))) from error
+
+
+def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
+    content = (
+        ForwardRequest.model_validate(_placed(fields)).forward_input
+        if forward_only
+        else ForwardBackwardRequest.model_validate(_placed(fields)).forward_backward_input
+    )
+    return encode_pass_request(
+        fields["model_id"],
+        fields.get("seq_id") or 0,
+        content.data,
+        content.loss_fn,
+        content.loss_fn_config,
+        forward_only=forward_only,
+    )
+
+
+def _placed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Put in the place that the wire's shapes ask for: the address is read already."""
+    return {**fields, "seq_id": fields.get("seq_id") or 1}
+
+
+def _refuse_vast_sparse(message: PassMessage) -> None:
+    claimed = 0
+    for number, datum in enumerate(message.data):
+        for name, tensor in datum.loss_fn_inputs.items():
+            if tensor.HasField("sparse_csr"):
+                claimed += abs(prod(tensor.shape))
+            if claimed > MAX_SPARSE_ELEMENTS:
+                raise Invalid(
+                    f"data[{number}].loss_fn_inputs.{name}: the sparse tensors of one request may "
+                    f"span at most {MAX_SPARSE_ELEMENTS} elements."
+                )
+
+
+def _failure(message: str) -> bytes:
+    return json.dumps({"error": message, "category": "user"}).encode()
+
+
+def _canonical(message: PassMessage) -> bytes:
+    return message.SerializeToString(deterministic=True)
+
+
+def canonical_json(fields: Any) -> bytes:
+    """Write fields as the same bytes, in whatever order they were sent."""
+    return json.dumps(fields, sort_keys=True).encode()
+
+
+def digest_of(content: bytes) -> str:
+    """Name content by its hash."""
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,147 @@
+"""Turn a reverse KL into an op of the log. Pure: what was sent, and what its path names, in; op out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from cotrain.errors import UnsupportedInput
+from cotrain.wire.mint import ReverseKlRequest
+from cotrain_server.errors import Invalid, sentence
+from cotrain_server.requests.pass_validation import check_finite, check_tokens
+from cotrain_server.requests.passes import (
+    Op,
+    PlacedRequest,
+    address_of,
+    canonical_json,
+    digest_of,
+    json_object,
+)
+from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
+from cotrain_store.messages.ops import OpKind
+
+if TYPE_CHECKING:
+    from cotrain.wire.datums import ModelInput
+    from cotrain.wire.mint import ReverseKlDatum
+    from cotrain.wire.tensors import TensorData
+    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.pools import PoolRecord
+
+
+@dataclass(frozen=True)
+class AddressedKl:
+    """A reverse KL whose run is known; nothing else is checked yet."""
+
+    model_id: str
+    seq: int | None
+    """None: behind all that the run was sent so far."""
+    fields: dict[str, Any]
+
+    @property
+    def content(self) -> bytes:
+        """The same bytes for the same request."""
+        return canonical_json(self.fields)
+
+    @property
+    def reference_path(self) -> str | None:
+        """The path or base model that it names; None where that is no text."""
+        path = self.fields.get("reference_model_path")
+        return path if isinstance(path, str) else None
+
+
+def read_reverse_kl(body: bytes) -> AddressedKl:
+    """Read whose a reverse KL is; raises Unreadable where it does not say."""
+    fields = json_object(body)
+    address = address_of(PlacedRequest, fields)
+    return AddressedKl(address.model_id, address.seq_id, fields)
+
+
+def refused_reverse_kl(request: AddressedKl, message: str) -> Op:
+    """Make an op that only takes the place of a reverse KL and fails."""
+    return Op.rejected(message, request.content)
+
+
+def reverse_kl_op(request: AddressedKl, reference: WeightsRef | None, pool: PoolRecord) -> Op:
+    """Check a reverse KL against its run's base model and make its op.
+
+    `reference` is what its path names; None is the base model alone.
+    """
+    try:
+        wanted = ReverseKlRequest.model_validate(request.fields)
+        body = _body(wanted, reference)
+        _check_body(body, pool)
+    except ValidationError as error:
+        refusal = sentence(error.errors(include_url=False, include_input=False))
+        return refused_reverse_kl(request, refusal)
+    except (Invalid, UnsupportedInput) as error:
+        return refused_reverse_kl(request, str(error))
+    uses = () if reference is None else (reference,)
+    digest = digest_of(request.content)
+    return Op(OpKind.REVERSE_KL, encode_reverse_kl(body), body.num_tokens, digest, uses)
+
+
+def _body(wanted: ReverseKlRequest, reference: WeightsRef | None) -> ReverseKlBody:
+    datums = tuple(_arrays(number, datum) for number, datum in enumerate(wanted.data))
+    return ReverseKlBody(reference, wanted.temperature, datums)
+
+
+def _arrays(number: int, datum: ReverseKlDatum) -> KlArrays:
+    return KlArrays(
+        student_context=_tokens(datum.student_input),
+        reference_context=_tokens(datum.reference_input),
+        targets=_row(f"data[{number}].target_tokens", datum.target_tokens, "int64"),
+        weights=_row(f"data[{number}].weights", datum.weights, "float32"),
+    )
+
+
+def _tokens(context: ModelInput) -> np.ndarray:
+    return np.asarray(context.to_ints(), np.int64)
+
+
+def _row(where: str, tensor: TensorData, dtype: str) -> np.ndarray:
+    if tensor.is_sparse or len(tensor.dense_shape) != 1:
+        raise Invalid(f"{where} must be a dense row; its shape is {tensor.dense_shape}.")
+    if tensor.dtype != dtype:
+        raise Invalid(f"{where} must be of dtype {dtype}, not {tensor.dtype}.")
+    with np.errstate(over="ignore"):  # to infinity, which is refused
+        return np.asarray(tensor.data).astype(dtype)
+
+
+def _check_body(body: ReverseKlBody, pool: PoolRecord) -> None:
+    if not body.datums:
+        raise Invalid("data is empty; send at least one datum.")
+    if not 0 < body.temperature < math.inf:
+        raise Invalid("temperature must be positive and finite.")
+    for number, datum in enumerate(body.datums):
+        _check_lengths(number, datum, pool)
+    for what, ids in (
+        ("Student token", [datum.student_context for datum in body.datums]),
+        ("Reference token", [datum.reference_context for datum in body.datums]),
+        ("Target token", [datum.targets for datum in body.datums]),
+    ):
+        check_tokens(what, ids, pool.vocab_size)
+    check_finite("weights", [datum.weights for datum in body.datums])
+
+
+def _check_lengths(number: int, datum: KlArrays, pool: PoolRecord) -> None:
+    targets, weights = len(datum.targets), len(datum.weights)
+    if targets == 0:
+        raise Invalid(f"data[{number}].target_tokens is empty.")
+    if weights != targets:
+        raise Invalid(f"data[{number}].weights has {weights} values for {targets} target_tokens.")
+    for name, context in (
+        ("student_input", datum.student_context),
+        ("reference_input", datum.reference_context),
+    ):
+        length = len(context) + targets - 1
+        if len(context) == 0:
+            raise Invalid(f"data[{number}].{name} is empty; the first target needs a context.")
+        if length > pool.context_length:
+            raise Invalid(
+                f"data[{number}].{name} and target_tokens have {length + 1} tokens; "
+                f"{pool.base_model} reads {pool.context_length} before the last."
+            )

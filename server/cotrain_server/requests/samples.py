@@ -1,0 +1,124 @@
+"""Turn an asample of the wire into what the store takes. Pure: bytes in, `SampleBody` out.
+
+What it may hold of a base model is for `sample_validation`; here is only what the shapes leave open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from cotrain.types import SampleRequest
+from cotrain.wire.datums import EncodedTextChunk
+from cotrain_server.errors import Invalid, sentence
+from cotrain_server.requests.sample_validation import MAX_TARGETS, SKIPPED
+from cotrain_store.bodies.sample_body import SampleBody
+
+if TYPE_CHECKING:
+    from cotrain.wire.datums import ModelInput
+    from cotrain.wire.tensors import TensorData
+
+
+@dataclass(frozen=True)
+class AddressedSample:
+    """A sample request whose sampler and number there are known."""
+
+    sampler: str
+    seq: int
+    body: SampleBody
+
+
+def read_sample(content: bytes) -> AddressedSample:
+    """Read an asample as SDKs send it.
+
+    Raises:
+        Invalid: not the JSON of one, without a sampler, or asking for what is not served here.
+    """
+    try:
+        request = SampleRequest.model_validate_json(content)
+    except ValidationError as error:
+        raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
+    if request.sampling_session_id is None or request.seq_id is None:
+        raise Invalid(
+            "sampling_session_id and seq_id are needed: make a sampler with "
+            "create_sampling_session first."
+        )
+    _refuse_unsupported(request)
+    return AddressedSample(request.sampling_session_id, request.seq_id, _body(request))
+
+
+def _refuse_unsupported(request: SampleRequest) -> None:
+    if request.prompt_alt_tokens_k:
+        raise Invalid("prompt_alt_tokens_k is not supported here.")
+    if request.record_stability_info:
+        raise Invalid(
+            "record_stability_info is not supported here: it serves the loss stable_reinforce, whose "
+            "formula is not published. Choose another loss_fn, such as importance_sampling."
+        )
+
+
+def _body(request: SampleRequest) -> SampleBody:
+    params = request.sampling_params
+    return SampleBody(
+        prompt=_tokens(request.prompt),
+        num_samples=request.num_samples,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        stop=_stop(params.stop),
+        prompt_logprobs=bool(request.prompt_logprobs),
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        target_prompt_logprobs=_targets(request.target_prompt_logprobs),
+        stream=False,
+    )
+
+
+def _tokens(prompt: ModelInput) -> tuple[int, ...]:
+    tokens: list[int] = []
+    for chunk in prompt.chunks:
+        if not isinstance(chunk, EncodedTextChunk):
+            raise Invalid(
+                f"prompt: chunks of type {chunk.type} cannot be read here; send text tokens."
+            )
+        tokens += chunk.tokens
+    return tuple(tokens)
+
+
+def _stop(stop: str | list[str] | list[int] | None) -> tuple[str, ...] | tuple[int, ...] | None:
+    if stop is None:
+        return None
+    return (stop,) if isinstance(stop, str) else tuple(stop)  # type: ignore[return-value]  # one or the other, never mixed
+
+
+def _targets(tensor: TensorData | None) -> tuple[tuple[int, ...], ...] | None:
+    """Fill a matrix of token ids; what a sparse one does not list asks for nothing, as -1 does."""
+    if tensor is None:
+        return None
+    shape = tensor.dense_shape
+    if tensor.dtype != "int64" or len(shape) != 2 or shape[1] < 1:
+        raise Invalid(
+            f"target_prompt_logprobs must be int64 of shape [len(prompt) - 1, K], not "
+            f"{tensor.dtype} of shape {shape}."
+        )
+    if prod(shape) > MAX_TARGETS:
+        raise Invalid(f"target_prompt_logprobs may have at most {MAX_TARGETS} cells.")
+    ids = [int(token) for token in tensor.data]
+    if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
+        return _rows(ids, width=shape[1])
+    filled = [SKIPPED] * prod(shape)
+    for row, (start, end) in enumerate(pairwise(tensor.sparse_crow_indices)):
+        for listed in range(start, end):
+            filled[row * shape[1] + tensor.sparse_col_indices[listed]] = ids[listed]
+    return _rows(filled, width=shape[1])
+
+
+def _rows(cells: list[int], width: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(cells[start : start + width]) for start in range(0, len(cells), width))

@@ -1,0 +1,1 @@
+"""`cotrain serve`: processes, their environment, the data folder; knows no request."""

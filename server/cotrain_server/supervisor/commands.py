@@ -1,0 +1,135 @@
+"""What a server consists of: which programs, with which settings, and how each is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cotrain_server.supervisor import environment as variables
+from cotrain_server.supervisor.process import Program
+from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
+from cotrain_store.settings.store import PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from cotrain_server.supervisor.data_folder import DataFolder
+
+API_GRACE_S = 10.0
+SCHEDULER_GRACE_S = 5.0
+#: A worker ends its cycle and writes recovery copies; what it does not manage is replayed. It plans by
+#: the same variable, if that is set.
+WORKER_GRACE_S = 60.0
+REDIS_GRACE_S = 30.0
+#: Else numpy keeps a thread per core for products of matrices, which neither API nor scheduler makes.
+ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+#: How long a worker's threads wait for one another before they give their core away. By default so long that
+#: one which another process keeps from its core holds all of them (docs/performance.md, What was tried).
+GIVES_WAY = {"GOMP_SPINCOUNT": "10000"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to serve, decided from the command line."""
+
+    base_models: tuple[str, ...]
+    """Hub ids, folders, or NAME=FOLDER."""
+    host: str
+    port: int
+    """0 takes a free one."""
+    data_dir: Path
+    redis_url: str | None
+    """None: start our own Redis."""
+    api_keys: tuple[str, ...]
+    """As the API's settings have them. None given and none known: one is made."""
+    accept_data_loss: bool
+    given: Mapping[str, str]
+    """Settings given by flag, by variable name without its prefix."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """How each process is started."""
+
+    plan: Plan
+    folder: DataFolder
+    redis_url: str
+    lock: int
+    listener: int
+
+    def redis(self) -> Program:
+        """Make the embedded Redis; without its supervisor it ends by itself, in good order."""
+        command = redis_command(find_redis_binary(), self.folder.redis, self.folder.socket())
+        return Program(
+            "redis",
+            command,
+            variables.environment(frozenset(), {}),
+            REDIS_GRACE_S,
+            death_signal=signal.SIGTERM,
+            pass_fds=(self.lock,),
+        )
+
+    def workers(self) -> list[Program]:
+        """Make one worker per base model."""
+        return [
+            self._ours(
+                f"worker-w{number}",
+                "cotrain_workers",
+                variables.WORKER,
+                _worker_grace_s(),
+                BASE_MODEL=base_model,
+                WORKER_ID=f"w{number}",
+            )
+            for number, base_model in enumerate(self.plan.base_models)
+        ]
+
+    def scheduler(self) -> Program:
+        """Make the scheduler."""
+        return self._ours("scheduler", "cotrain_scheduler", variables.SCHEDULER, SCHEDULER_GRACE_S)
+
+    def api(self) -> Program:
+        """Make the API. It listens on our socket, so that a restart of it refuses no connection."""
+        names = ",".join(base_model.partition("=")[0] for base_model in self.plan.base_models)
+        api = self._ours(
+            "api",
+            "cotrain_server",
+            variables.API,
+            API_GRACE_S,
+            BASE_MODELS=names,
+            HOST=self.plan.host,
+            PORT=str(self.plan.port),
+            LISTEN_FD=str(self.listener),
+            # By its environment, which other users of this host cannot read.
+            API_KEYS=",".join(self.plan.api_keys),
+        )
+        return replace(api, pass_fds=(self.lock, self.listener))
+
+    def _ours(
+        self, name: str, module: str, known: frozenset[str], grace_s: float, **own: str
+    ) -> Program:
+        shared = {
+            "REDIS_URL": self.redis_url,
+            "REDIS_PASSWORD_FILE": "",  # in the URL by now
+            "DATA_DIR": str(self.folder.path),
+            "ACCEPT_DATA_LOSS": str(self.plan.accept_data_loss).lower(),
+            # The API alone gets them, all in one variable.
+            "API_KEYS": "",
+            "API_KEYS_FILE": "",
+        }
+        # -P: a file of the folder we were started in must not be taken for a module.
+        command = [sys.executable, "-P", "-m", module]
+        given = {**self.plan.given, **shared, **own}
+        threads = GIVES_WAY if known is variables.WORKER else ONE_THREAD
+        environment = {**threads, **variables.environment(known, given)}
+        return Program(name, command, environment, grace_s, pass_fds=(self.lock,))
+
+
+def _worker_grace_s() -> float:
+    with suppress(ValueError):  # the worker says what is wrong with it
+        return float(os.environ.get(f"{PREFIX}STOP_GRACE_S", ""))
+    return WORKER_GRACE_S

@@ -1,0 +1,110 @@
+"""The data folder: who may use it, and where in it things are."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+
+from cotrain_store.disk.durable_files import make_folder
+from cotrain_store.redis_client.embedded_server import LOG_FOLDER, MAX_SOCKET_PATH
+
+SOCKET_NAME = "redis.sock"
+#: A log that is larger than this is put aside as `.1`, in place of the one before.
+LOG_BYTES = 64 * 1024**2
+
+LOG_END_BYTES = 64 * 1024
+
+
+class FolderInUse(Exception):
+    """Another server uses this data folder, or a process of one is still ending."""
+
+
+class UnsafeFolder(Exception):
+    """This folder belongs to somebody else."""
+
+
+class DataFolder:
+    """One server's folder; everything in it is readable by its owner only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():  # the folder above one that is there need not be ours to read
+            make_folder(path)
+        for folder in (self.logs, self.redis, self.redis / LOG_FOLDER):
+            make_folder(folder)
+
+    @property
+    def logs(self) -> Path:
+        """One file per process."""
+        return self.path / "logs"
+
+    @property
+    def redis(self) -> Path:
+        """The append-only file."""
+        return self.path / "redis"
+
+    def lock(self) -> int:
+        """Take the folder; the file descriptor holds it. Raises FolderInUse.
+
+        Every process we start inherits the descriptor, so the folder is free only when the last of
+        them is gone. A new server therefore never meets a Redis, or a worker, of the one before.
+        """
+        file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as held:
+            os.close(file)
+            raise FolderInUse(f"Another server uses {self.path}, or is still ending.") from held
+        return file
+
+    def socket(self) -> Path:
+        """Name the socket of the embedded Redis; its folder is ours alone. Raises UnsafeFolder."""
+        _socket_name(self.path).parent.mkdir(mode=0o700, exist_ok=True)
+        return found_socket(self.path)
+
+    def log_of(self, process: str) -> Path:
+        """Name a process's log."""
+        return self.logs / f"{process}.log"
+
+    def open_log(self, process: str) -> int:
+        """Open a process's log for appending; the caller closes the descriptor."""
+        path = self.log_of(process)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def log_end(self, process: str) -> list[str]:
+        """Read the last lines of a process's log, the first of them perhaps in part."""
+        with self.log_of(process).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
+            return log.read().decode(errors="replace").splitlines()
+
+    def put_logs_aside(self) -> None:
+        """Copy logs that have grown large, and empty them: whoever writes one has it open.
+
+        Every refused request is a line, also those of strangers, who must not fill the disk.
+        """
+        for path in self.logs.glob("*.log"):
+            if path.stat().st_size > LOG_BYTES:
+                shutil.copyfile(path, path.with_suffix(".log.1"))
+                path.with_suffix(".log.1").chmod(0o600)
+                os.truncate(path, 0)
+
+
+def found_socket(path: Path) -> Path:
+    """Name the socket of the server that uses this data folder, and make nothing. Raises UnsafeFolder."""
+    socket = _socket_name(path)
+    if socket.parent.exists():
+        found = socket.parent.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise UnsafeFolder(f"{socket.parent} is not a folder that only this user can read.")
+    return socket
+
+
+def _socket_name(path: Path) -> Path:
+    if len(str(path / "run" / SOCKET_NAME)) <= MAX_SOCKET_PATH:
+        return path / "run" / SOCKET_NAME
+    name = f"cotrain-{sha256(str(path).encode()).hexdigest()[:16]}"
+    return Path(tempfile.gettempdir()) / name / SOCKET_NAME

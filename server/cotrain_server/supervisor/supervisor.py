@@ -1,0 +1,240 @@
+"""Run a whole server on this host: Redis, API, scheduler and one worker per base model.
+
+The same processes that run in containers, each in its own session. Started in the order they need
+one another, ended in the reverse: first whoever takes new work, last what keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cotrain_server.probe import probe
+from cotrain_server.supervisor.commands import Programs
+from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
+from cotrain_server.supervisor.process import Child
+from cotrain_server.supervisor.startup_progress import NewLines, follow
+from cotrain_server.views.readiness import write_troubles
+from cotrain_store.disk.folder_claim import claim_folder
+from cotrain_store.errors import StoreUnavailable
+from cotrain_store.redis_client.connection import (
+    CONNECTION_LOST,
+    check_store,
+    open_connection,
+    open_sync_connection,
+)
+from cotrain_store.tenants.api_keys import Tenants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cotrain_server.supervisor.commands import Plan
+    from cotrain_server.supervisor.process import Program
+
+#: Processes of a server that was just killed need a moment to be gone.
+LOCK_PATIENCE_S = 5.0
+BACKLOG = 4096
+POLL_S = 0.05
+READY_POLL_S = 0.2
+LOGS_EVERY_S = 60.0
+#: A start takes this long without anything to worry about.
+SILENCE_S = 10.0
+
+
+class CannotServe(Exception):
+    """A process refused to start, and would again."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What the operator needs to know once everything runs."""
+
+    address: str
+    new_key: str | None
+    """Made just now, because there was none; only its hash is kept."""
+
+
+@dataclass
+class Supervisor:
+    """The processes of one server."""
+
+    plan: Plan
+    say: Callable[[str], None]
+    announce: Callable[[Announcement], None]
+    _stages: list[list[Child]] = field(default_factory=list)
+    _kept: list[asyncio.Task[None]] = field(default_factory=list)
+    _troubles: dict[str, str] = field(default_factory=dict)
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _refusal: str | None = None
+    _was_ready: bool = False
+
+    async def run(self) -> None:
+        """Serve until SIGINT or SIGTERM; a second one does not wait for anything.
+
+        Raises:
+            FolderInUse, UnsafeFolder, NoRedisFound, OSError: the server cannot start at all.
+            UnsafeRedis: it must not.
+            CannotServe: one of its processes cannot, for a reason that does not pass.
+        """
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
+        folder = DataFolder(self.plan.data_dir)
+        lock = await _locked(folder)
+        write_troubles(folder.path, {})
+        self.say(f"everything is kept in {folder.path}, logs in {folder.logs}")
+        with _listen(self.plan.host, self.plan.port) as listener:
+            starting = asyncio.create_task(self._start(folder, lock, listener))
+            tidying = asyncio.create_task(_keep_logs_short(folder))
+            stopping = asyncio.create_task(self._stop.wait())
+            try:
+                await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if starting.done():
+                    starting.result()
+                # Keeping a process ends only when all shall end, or by a fault of our own.
+                await asyncio.wait({stopping, *self._kept}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                starting.cancel()
+                stopping.cancel()
+                tidying.cancel()
+                listener.close()
+                await self._drain()
+                os.close(lock)
+        if self._refusal:
+            raise CannotServe(self._refusal)
+
+    async def _start(self, folder: DataFolder, lock: int, listener: socket.socket) -> None:
+        redis_url = self.plan.redis_url or f"unix://{folder.socket()}"
+        programs = Programs(self.plan, folder, redis_url, lock, listener.fileno())
+        if self.plan.redis_url is None:
+            self._add(folder, [programs.redis()])
+        new_key = await _prepare_store(redis_url, self.plan, self.say)
+        workers = programs.workers()
+        logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
+        following = asyncio.create_task(follow(logs, self.say))
+        self._add(folder, workers)
+        self.say("each worker loads its libraries first, which takes some seconds")
+        self._add(folder, [programs.scheduler()])
+        self._add(folder, [programs.api()])
+        port = listener.getsockname()[1]
+        await _ready(_url(_reachable(self.plan.host), port), self.say)
+        following.cancel()
+        self._was_ready = True
+        self.announce(Announcement(_url(self.plan.host, port), new_key))
+
+    def _add(self, folder: DataFolder, programs: Sequence[Program]) -> None:
+        note = partial(self._note, folder)
+        stage = [Child(program, folder, self.say, note, self._give_up) for program in programs]
+        self._stages.append(stage)
+        self._kept += [asyncio.create_task(child.keep()) for child in stage]
+
+    async def _drain(self) -> None:
+        for stage in reversed(self._stages):
+            await asyncio.gather(*(child.stop() for child in stage))
+        for outcome in await asyncio.gather(*self._kept, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        self.say("stopped")
+
+    def _on_signal(self) -> None:
+        if not self._stop.is_set():
+            self.say("stopping; press Ctrl-C again to stop at once")
+            self._stop.set()
+            return
+        for child in (child for stage in self._stages for child in stage):
+            child.kill()
+
+    def _give_up(self, refusal: str) -> bool:
+        """End all for a process that refuses to start, unless it has run before: then that may pass."""
+        if self._was_ready:
+            return False
+        self._refusal = self._refusal or refusal
+        self._stop.set()
+        return True
+
+    def _note(self, folder: DataFolder, process: str, trouble: str | None) -> None:
+        self._troubles.pop(process, None)
+        if trouble is not None:
+            self._troubles[process] = trouble
+        write_troubles(folder.path, self._troubles)
+
+
+async def _keep_logs_short(folder: DataFolder) -> None:
+    while True:
+        with suppress(OSError):  # no disk left to copy to: later, maybe
+            await asyncio.to_thread(folder.put_logs_aside)
+        await asyncio.sleep(LOGS_EVERY_S)
+
+
+async def _locked(folder: DataFolder) -> int:
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            return folder.lock()
+        except FolderInUse:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(POLL_S)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None]) -> str | None:
+    """Wait for Redis, refuse an unsafe one, and see to it that there is an API key.
+
+    Returns a key made just now, because there was none.
+    """
+    connection = open_connection(redis_url)
+    patient_until = time.monotonic() + SILENCE_S
+    try:
+        while True:
+            with suppress(StoreUnavailable, *CONNECTION_LOST):
+                await check_store(connection, accept_data_loss=plan.accept_data_loss)
+                with open_sync_connection(redis_url) as store:
+                    await asyncio.to_thread(claim_folder, store, plan.data_dir)
+                return None if plan.api_keys else await _first_key(Tenants(connection))
+            if time.monotonic() > patient_until:
+                say("waiting for Redis")
+                patient_until = math.inf
+            await asyncio.sleep(POLL_S)
+    finally:
+        await connection.aclose()
+
+
+async def _first_key(tenants: Tenants) -> str | None:
+    # One that stood in the settings of an earlier start is good no more.
+    issued = [key for key in await tenants.list_keys() if not key.in_settings]
+    return None if issued else await tenants.issue("first tenant")
+
+
+async def _ready(url: str, say: Callable[[str], None]) -> None:
+    """Wait until the server would train; after a while, say what it waits for."""
+    patient_until, said = time.monotonic() + SILENCE_S, ""
+    while True:
+        status, body = await asyncio.to_thread(probe, f"{url}/readyz")
+        if status == 200:
+            return
+        reasons = " ".join(json.loads(body)["reasons"]) if status == 503 else "No API answers."
+        if reasons != said and time.monotonic() > patient_until:
+            say(f"not ready yet: {reasons}")
+            said = reasons
+        await asyncio.sleep(READY_POLL_S)
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # not bound here
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

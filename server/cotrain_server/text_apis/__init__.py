@@ -1,0 +1,1 @@
+"""OpenAI's and Anthropic's endpoints: words around the generation of tokens."""

@@ -1,0 +1,128 @@
+"""What Anthropic's clients send, which of it is served here, and how they are told that it is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cotrain_server.text_apis.unsupported_fields import refuse_unsupported, text_of
+from cotrain_store.bodies.sample_body import SampleBody
+
+if TYPE_CHECKING:
+    from cotrain_server.text_apis.chat_template import Message
+    from cotrain_server.text_apis.route import Refusal
+
+HARMLESS = frozenset({
+    "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
+    "user_profile_id", "workspace_id",
+})  # fmt: skip
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "container": (),
+    "output_config": ({},),
+    "thinking": ({"type": "disabled"},),
+    "tool_choice": ({"type": "none"}, {"type": "auto"}),
+    "tools": ([],),
+}
+_ERROR_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error", 408: "timeout_error", 413: "request_too_large",
+    415: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(
+        extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+class Turn(_Fields):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessageRequest(_Fields):
+    """POST messages: write the next message of a chat, or the rest of its last one."""
+
+    model: Annotated[str, Field(min_length=1, max_length=2048)]
+    """A base model, a `tinker://` path, or `<base model>;<path>`."""
+    max_tokens: int
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+
+    def check(self) -> None:
+        """Refuse what is not served here; raises Invalid."""
+        refuse_unsupported(self.model_extra or {}, HARMLESS, NEUTRAL)
+        for number, turn in enumerate(self.messages):
+            refuse_unsupported(turn.model_extra or {}, (), {}, f"messages[{number}].")
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the last message is the model's own, to go on with."""
+        return self.messages[-1].role == "assistant"
+
+    def chat(self) -> list[Message]:
+        """List the messages as a template takes them: turns of one side in a row become one.
+
+        Raises:
+            Invalid: one of them is not text.
+        """
+        chat: list[Message] = []
+        if self.system:
+            chat.append({"role": "system", "content": text_of(self.system, "system")})
+        for number, turn in enumerate(self.messages):
+            text = text_of(turn.content, f"messages[{number}].content")
+            if chat and chat[-1]["role"] == turn.role:
+                chat[-1] = {"role": turn.role, "content": f"{chat[-1]['content']}\n{text}"}
+            else:
+                chat.append({"role": turn.role, "content": text})
+        return chat
+
+    def body(self, prompt: list[int]) -> SampleBody:
+        """Make the sample request."""
+        return SampleBody(
+            prompt=tuple(prompt),
+            num_samples=1,
+            max_tokens=self.max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=-1 if self.top_k is None else self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=None,
+            stop=tuple(self.stop_sequences or ()) or None,
+            prompt_logprobs=False,
+            topk_prompt_logprobs=0,
+            topk_sample_logprobs=0,
+            prompt_logprobs_last_n=None,
+            target_prompt_logprobs=None,
+            stream=bool(self.stream),
+        )
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """How Anthropic's API says that something is wrong."""
+
+    type: Literal["error"] = "error"
+    error: ErrorDetail
+    request_id: str
+
+
+def anthropic_error(refusal: Refusal, request_id: str) -> AnthropicError:
+    """Say that something is wrong."""
+    kind = _ERROR_TYPES.get(refusal.status, "api_error")
+    detail = ErrorDetail(type=kind, message=refusal.message)
+    return AnthropicError(error=detail, request_id=request_id)

@@ -1,0 +1,231 @@
+"""Run sample requests on behalf of a caller that waits: submit, follow, and withdraw if it leaves.
+
+Each becomes an ordinary sample request of the tenant's: the same queue, quota and result as an
+SDK's. Knows tokens and nothing of text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from cotrain.wire.sample_codec import decode_sample_response
+from cotrain_server.errors import RequestError
+from cotrain_server.http.request_body import away_from_the_loop
+from cotrain_store.errors import StoreError
+from cotrain_store.messages.ids import sample_id
+from cotrain_store.messages.results import ResultKind
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.results.futures import Pending
+from cotrain_store.sampling.endings import OWN_SEQS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+    from typing import Any
+
+    from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
+    from cotrain_server.services import Services
+    from cotrain_store.bodies.sample_body import SampleBody
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.results import Category, Result
+    from cotrain_store.messages.samples import SamplerRecord
+    from cotrain_store.sampling.token_stream import TokenFeed
+
+#: Proxies close connections on which nothing moves for a minute or so.
+IDLE_S = 15.0
+#: What comes with the result is told in pieces of this size.
+PIECE_TOKENS = 256
+
+
+class GenerationFailed(RequestError):
+    """The request failed."""
+
+    def __init__(self, result: Result) -> None:
+        failure = result.json()
+        super().__init__(failure["error"])
+        self.category: Category = failure["category"]
+
+
+class ShuttingDown(RequestError):
+    """This server process is about to stop; ask again."""
+
+    retry_after_s = 1.0
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The next tokens of one sequence; those of all events together are the whole sequence."""
+
+    prompt: int
+    sequence: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    likeliest: Sequence[TopK | None]
+    """Per token, the likeliest ones in its place; empty where not asked for."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All sequences of one prompt are complete."""
+
+    prompt: int
+    response: SampleResponse
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Nothing has happened for a while."""
+
+
+Event = NewTokens | Ended | Idle
+
+
+class Generation:
+    """Sample requests of one sampler that somebody waits for; `close` it when nobody does."""
+
+    def __init__(self, services: Services, sampler: SamplerRecord) -> None:
+        self._services = services
+        self._sampler = sampler
+        self._running: set[RequestId] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._events: asyncio.Queue[Event | asyncio.Task[None]] = asyncio.Queue()
+        self._held = ExitStack()
+
+    @classmethod
+    async def start(
+        cls, services: Services, sampler: SamplerRecord, bodies: Sequence[SampleBody]
+    ) -> Self:
+        """Submit one request per prompt; when one is refused, those before it are withdrawn.
+
+        Raises:
+            TooManyPolls, and what `SampleIntake.submit` raises.
+        """
+        generation = cls(services, sampler)
+        with generation._held as held:
+            held.enter_context(services.held_poll(sampler.tenant))
+            held.callback(generation._withdraw)
+            for prompt, body in enumerate(bodies):
+                await generation._submit(prompt, body)
+            generation._held = held.pop_all()
+        return generation
+
+    def close(self) -> None:
+        """Give up what has not ended yet. Twice is harmless."""
+        self._held.close()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield what happens until all have ended.
+
+        Raises:
+            GenerationFailed, ShuttingDown: there is no result.
+        """
+        left = len(self._tasks)
+        while left:
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    event = await self._events.get()
+            except TimeoutError:
+                yield Idle()
+                continue
+            if isinstance(event, asyncio.Task):
+                event.result()
+                left -= 1
+            else:
+                yield event
+                await asyncio.sleep(0)  # a long row of them must not keep others from their turn
+
+    async def responses(self) -> list[SampleResponse]:
+        """Wait for all results, in the order of the prompts; raises what `events` does."""
+        ended = {e.prompt: e.response async for e in self.events() if isinstance(e, Ended)}
+        return [ended[prompt] for prompt in sorted(ended)]
+
+    async def _submit(self, prompt: int, body: SampleBody) -> None:
+        seq = OWN_SEQS + secrets.randbits(62)
+        request = sample_id(self._sampler.id, seq)
+        feed = None
+        if body.stream:
+            feed = self._held.enter_context(self._services.token_stream.follow(request))
+        self._running.add(request)
+        await self._services.sample_intake.submit(self._sampler, seq, body)
+        task = asyncio.create_task(self._follow(prompt, request, body, feed))
+        task.add_done_callback(self._note_end)
+        self._tasks.append(task)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # somebody has seen it, even if nobody listens any more
+            self._events.put_nowait(task)
+
+    async def _follow(
+        self, prompt: int, request: RequestId, body: SampleBody, feed: TokenFeed | None
+    ) -> None:
+        told = [0] * body.num_samples
+        waiting = asyncio.create_task(self._result(request))
+        try:
+            if feed is not None:
+                waiting.add_done_callback(lambda _: feed.close())
+                await self._pass_on(prompt, feed, told)
+            response = await waiting
+        finally:
+            waiting.cancel()
+        for sequence, sampled in enumerate(response.sequences):
+            for new in _rest(prompt, sequence, sampled, told[sequence]):
+                self._events.put_nowait(new)
+        self._events.put_nowait(Ended(prompt, response))
+
+    async def _pass_on(self, prompt: int, feed: TokenFeed, told: list[int]) -> None:
+        async for new in feed:
+            # Behind a hole nothing more is told: the result has it all.
+            if new.before == told[new.sequence]:
+                told[new.sequence] += len(new.tokens)
+                self._events.put_nowait(
+                    NewTokens(prompt, new.sequence, new.tokens, new.logprobs, ())
+                )
+
+    async def _result(self, request: RequestId) -> SampleResponse:
+        futures, hold_s = self._services.futures, self._services.settings.long_poll_s
+        while isinstance(
+            outcome := await futures.wait(self._sampler.tenant, request, hold_s), Pending
+        ):
+            if self._services.draining:
+                raise ShuttingDown
+        self._running.discard(request)
+        with suppress(StoreError, *CONNECTION_LOST):  # then it is kept for a day, not for minutes
+            await self._services.completions.acknowledge(self._sampler, [request])
+        if outcome.kind is ResultKind.FAILURE:
+            raise GenerationFailed(outcome)
+        payload = outcome.payload
+        return await away_from_the_loop(len(payload), decode_sample_response, payload)
+
+    def _withdraw(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._running:
+            _in_background(self._cancel(tuple(self._running)))
+
+    async def _cancel(self, requests: Sequence[RequestId]) -> None:
+        # Without a store they run to their end, for nobody.
+        with suppress(StoreError, *CONNECTION_LOST):
+            for request in requests:
+                await self._services.sample_intake.cancel(self._sampler.tenant, request)
+
+
+def _rest(prompt: int, sequence: int, sampled: SampledSequence, told: int) -> Iterator[NewTokens]:
+    for start in range(told, len(sampled.tokens), PIECE_TOKENS):
+        piece = slice(start, start + PIECE_TOKENS)
+        logprobs, likeliest = sampled.logprobs or [], sampled.topk_logprobs or []
+        yield NewTokens(prompt, sequence, sampled.tokens[piece], logprobs[piece], likeliest[piece])
+
+
+#: The event loop alone would not keep them.
+_background: set[asyncio.Task[None]] = set()
+
+
+def _in_background(work: Coroutine[Any, Any, None]) -> None:
+    """Do this although its caller is being cancelled, and cannot await any more."""
+    task = asyncio.create_task(work)
+    _background.add(task)
+    task.add_done_callback(_background.discard)

@@ -1,0 +1,218 @@
+"""What OpenAI's clients send, which of it is served here, and how they are told that it is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
+
+from cotrain_server.errors import Invalid
+from cotrain_server.text_apis.unsupported_fields import refuse_unsupported, text_of
+from cotrain_store.bodies.sample_body import SampleBody
+
+if TYPE_CHECKING:
+    from cotrain_server.text_apis.chat_template import Message
+    from cotrain_server.text_apis.route import Refusal
+
+MAX_CHOICES = 128
+MAX_LIKELIEST = 20
+MAX_PROMPTS = 256
+#: What a completion has when its caller does not say; a chat goes on to its end.
+COMPLETION_TOKENS = 16
+
+HARMLESS = frozenset({
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
+})  # fmt: skip
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+#: What a message may carry beside its text: clients send back the answers they got.
+MESSAGE_HARMLESS = frozenset({"annotations", "name"})
+MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {"refusal": ("",), "tool_calls": ([],)}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+_ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+Tokens = list[StrictInt]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(
+        extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+class StreamOptions(_Fields):
+    """How to stream."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(_Fields):
+    """What completions and chat completions have in common; `null` is the default everywhere."""
+
+    model: Annotated[str, Field(min_length=1, max_length=2048)]
+    """A base model, a `tinker://` path, or `<base model>;<path>`."""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """Not OpenAI's own: only the k likeliest tokens may come."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Where to stop beside the end of the sequence."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream shall end with what it cost."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check_fields(self) -> None:
+        """Refuse what is not served here; raises Invalid."""
+        refuse_unsupported(self.model_extra or {}, HARMLESS, NEUTRAL)
+
+    def sample(
+        self, prompt: list[int], max_tokens: int | None, likeliest: int, *, score_prompt: bool
+    ) -> SampleBody:
+        """Make the sample request; `score_prompt` for the prompt's own log-probs."""
+        return SampleBody(
+            prompt=tuple(prompt),
+            num_samples=self.n or 1,
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=-1 if self.top_k is None else self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop=self.stop_strings or None,
+            prompt_logprobs=score_prompt,
+            topk_prompt_logprobs=likeliest if score_prompt else 0,
+            topk_sample_logprobs=likeliest,
+            prompt_logprobs_last_n=None,
+            target_prompt_logprobs=None,
+            # The likeliest tokens of each place come with the result only.
+            stream=bool(self.stream) and not likeliest,
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """POST completions: go on with a text."""
+
+    prompt: str | Tokens | list[str | Tokens]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
+    """How many of the likeliest tokens to name per token; 0 for the log-probs alone."""
+    echo: bool | None = None
+    """Whether the answer begins with the prompt."""
+
+    @property
+    def prompts(self) -> list[str | Tokens]:
+        """The prompts, each as text or as tokens; raises Invalid for none, or too many."""
+        given = self.prompt
+        is_one = isinstance(given, str) or (given and all(isinstance(part, int) for part in given))
+        prompts: list[Any] = [given] if is_one else list(given)
+        if not 1 <= len(prompts) <= MAX_PROMPTS:
+            raise Invalid(f"prompt: 1 to {MAX_PROMPTS} prompts are taken, not {len(prompts)}.")
+        return prompts
+
+    def body(self, prompt: list[int]) -> SampleBody:
+        """Make the sample request of one prompt."""
+        tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        is_scored = bool(self.echo) and self.logprobs is not None
+        return self.sample(prompt, tokens, self.logprobs or 0, score_prompt=is_scored)
+
+    def check(self) -> None:
+        """Refuse what is not served here; raises Invalid."""
+        self.check_fields()
+        if self.echo and self.stream and self.logprobs is not None:
+            raise Invalid("echo: the log-probs of a prompt cannot be streamed.")
+
+
+class ChatMessage(_Fields):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST chat/completions: write the next message of a chat."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    """The newer name of `max_tokens`."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Not OpenAI's own: options of the model's chat template, such as `enable_thinking`."""
+
+    def body(self, prompt: list[int]) -> SampleBody:
+        """Make the sample request."""
+        limits = (self.max_completion_tokens, self.max_tokens)
+        max_tokens = next((limit for limit in limits if limit is not None), None)
+        return self.sample(prompt, max_tokens, self.top_logprobs or 0, score_prompt=False)
+
+    def check(self) -> None:
+        """Refuse what is not served here; raises Invalid."""
+        self.check_fields()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Invalid("top_logprobs needs logprobs.")
+
+    def chat(self) -> list[Message]:
+        """List the messages as a template takes them; raises Invalid where one is not text."""
+        return [
+            _message(message, f"messages[{number}]") for number, message in enumerate(self.messages)
+        ]
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str
+
+
+class OpenAIError(BaseModel):
+    """How OpenAI's API says that something is wrong."""
+
+    error: ErrorDetail
+
+
+def openai_error(refusal: Refusal) -> OpenAIError:
+    """Say that something is wrong."""
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    return OpenAIError(
+        error=ErrorDetail(
+            message=refusal.message,
+            type=_ERROR_TYPES.get(refusal.status, kind),
+            code=refusal.code,
+        )
+    )
+
+
+def _message(message: ChatMessage, where: str) -> Message:
+    if message.role not in ROLES:
+        raise Invalid(f"{where}.role: {message.role!r} is not supported here.")
+    refuse_unsupported(message.model_extra or {}, MESSAGE_HARMLESS, MESSAGE_NEUTRAL, f"{where}.")
+    text = text_of(message.content, f"{where}.content")
+    return {"role": ROLES[message.role], "content": text}

@@ -1,0 +1,1 @@
+"""What answers, dashboards and Prometheus show; reads, and changes nothing."""

@@ -1,0 +1,80 @@
+"""Show records of the store as the wire has them."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from cotrain.wire.rest import Checkpoint, CheckpointType, TrainingRun
+from cotrain_store.messages.runs import RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
+    from cotrain_store.tenants.catalog import RunEntry
+
+TYPE_BY_KIND: Mapping[CheckpointKind, CheckpointType] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+#: Whose run it is that others published from: nobody learns another tenant's id.
+ANOTHER_TENANT = "another tenant"
+
+
+def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
+    """Show a checkpoint."""
+    return Checkpoint(
+        checkpoint_id=f"{record.kind}/{record.name}",
+        checkpoint_type=TYPE_BY_KIND[record.kind],
+        time=utc(record.created_at),
+        tinker_path=record.path,
+        size_bytes=record.size,
+        public=record.public,
+        user_metadata=text_by_name(record.user_metadata),
+        expires_at=None if record.expires_at is None else utc(record.expires_at),
+    )
+
+
+def training_run_of(entry: RunEntry, tenant: TenantId) -> TrainingRun:
+    """Show a run to a tenant: of another one's, what its published checkpoints tell anyway."""
+    run = entry.run
+    is_own = run.tenant == tenant
+    newest = [found for found in (entry.last_checkpoint, entry.last_sampler_checkpoint) if found]
+    last_request_at = run.last_request_at or run.created_at
+    return TrainingRun(
+        training_run_id=run.id,
+        base_model=run.base_model,
+        model_owner=tenant if is_own else ANOTHER_TENANT,
+        corrupted=is_own and run.state is RunState.FAILED,
+        lora_rank=run.lora.rank,
+        lora_alpha=run.lora.alpha,
+        last_request_time=utc(
+            last_request_at
+            if is_own
+            else max((found.created_at for found in newest), default=run.created_at)
+        ),
+        last_checkpoint=checkpoint_of(entry.last_checkpoint) if entry.last_checkpoint else None,
+        last_sampler_checkpoint=(
+            checkpoint_of(entry.last_sampler_checkpoint) if entry.last_sampler_checkpoint else None
+        ),
+        user_metadata=text_by_name(run.user_metadata) if is_own else None,
+        weights_epoch=run.weights_epoch if is_own else 0,
+        rolled_back_to=(run.rolled_back_to or None) if is_own else None,
+    )
+
+
+def text_by_name(metadata: Mapping[str, Any]) -> dict[str, str] | None:
+    """Show metadata as the wire has it: what is no text is shown as JSON; nothing at all as None."""
+    return {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in metadata.items()
+    } or None
+
+
+def utc(seconds: float) -> datetime:
+    """Show a time; seconds since the epoch."""
+    return datetime.fromtimestamp(seconds, UTC)

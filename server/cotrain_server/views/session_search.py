@@ -1,0 +1,119 @@
+"""Which sessions a search finds, and how it shows them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from cotrain.wire.rest import (
+    AccessibleSearchOwner,
+    ActiveStatusQuery,
+    ClientFinishedStatusQuery,
+    FailedRunReason,
+    FailedStatusQuery,
+    FinishReason,
+    OwnSearchOwner,
+    SessionActive,
+    SessionFailed,
+    SessionFinished,
+    SessionSearchCursor,
+    SessionStatus,
+    SessionSummary,
+)
+from cotrain_server.views.records import text_by_name
+from cotrain_store.errors import RunFailed
+from cotrain_store.tenants.session_search import Place, Stored
+
+if TYPE_CHECKING:
+    from cotrain.wire.rest import SearchOwner, SessionSearchRequest, StatusQuery
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.tenants.session_search import SessionEntry
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+def may_find(owner: SearchOwner, tenant: TenantId) -> bool:
+    """Tell whether a tenant's own sessions are looked for: it sees no others."""
+    if isinstance(owner, (OwnSearchOwner, AccessibleSearchOwner)):
+        return True
+    return tenant in owner.owner_urns
+
+
+def matches(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
+    """Tell whether a session is what a search looks for."""
+    session = entry.record
+    in_project = wanted.project_ids is None or (session.project_id or "") in wanted.project_ids
+    metadata = text_by_name(session.user_metadata) or {}
+    has_metadata = wanted.user_metadata.items() <= metadata.items()
+    return in_project and has_metadata and _is_named(wanted, entry) and _has_status(wanted, entry)
+
+
+def summary_of(entry: SessionEntry, tenant: TenantId, stored: Stored) -> SessionSummary:
+    """Show a session."""
+    session = entry.record
+    return SessionSummary(
+        session_id=session.id,
+        created_at=_time_of(entry.place),
+        owner=tenant,
+        project_id=session.project_id or "",
+        status=status_of(entry),
+        checkpoints_count=stored.count,
+        display_name=session.display_name,
+        user_metadata=text_by_name(session.user_metadata),
+        checkpoint_storage_bytes=stored.size_bytes,
+    )
+
+
+def status_of(entry: SessionEntry) -> SessionStatus | None:
+    """Say how a session is doing; None where nobody knows."""
+    if entry.failed_run is not None:
+        reason = FailedRunReason(training_run_id=entry.failed_run)
+        return SessionFailed(reason=reason, message=str(RunFailed()))
+    if entry.record.finished_at is not None:
+        return SessionFinished(
+            reason=FinishReason.model_validate({"type": entry.record.finish_reason})
+        )
+    return SessionActive() if entry.is_alive else None
+
+
+def cursor_at(place: Place) -> SessionSearchCursor:
+    """Show a place in the list of sessions."""
+    return SessionSearchCursor(last_created_at=_time_of(place), last_session_id=place.session)
+
+
+def place_of(cursor: SessionSearchCursor) -> Place:
+    """Read `cursor_at` back."""
+    return Place((cursor.last_created_at - _EPOCH) // _MICROSECOND, cursor.last_session_id)
+
+
+def _is_named(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
+    if wanted.session_id is None and wanted.display_name is None:
+        return True
+    if entry.record.id == wanted.session_id:
+        return True
+    words = (wanted.display_name or "").lower().split()
+    name = (entry.record.display_name or "").lower()
+    return bool(words) and all(word in name for word in words)
+
+
+def _has_status(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
+    status = status_of(entry)
+    return wanted.statuses is None or any(_asks_for(query, status) for query in wanted.statuses)
+
+
+def _asks_for(query: StatusQuery, status: SessionStatus | None) -> bool:
+    match status:
+        case SessionActive():
+            return isinstance(query, ActiveStatusQuery)
+        case SessionFailed():
+            return isinstance(query, FailedStatusQuery)
+        case SessionFinished():
+            if not isinstance(query, ClientFinishedStatusQuery):
+                return False
+            return query.reasons is None or status.reason.type in query.reasons
+    return False
+
+
+def _time_of(place: Place) -> datetime:
+    return _EPOCH + _MICROSECOND * place.created_at_us

@@ -1,0 +1,162 @@
+"""Show what was used: by the hour and session as the hosted services bill it, by run as our own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, TypeAlias
+
+from cotrain.wire.usage import (
+    Amounts,
+    CheckpointUsage,
+    PrefillUsage,
+    SampleUsage,
+    SourceUsage,
+    TrainingUsage,
+    UsageEvent,
+    UsageInfo,
+)
+from cotrain_server.errors import Invalid
+from cotrain_store.messages.ids import SessionId
+from cotrain_store.tenants.usage import HOUR, What
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from cotrain_store.messages.sessions import SessionRecord, Tenant
+    from cotrain_store.tenants.usage import UsageRow
+
+LONGEST = timedelta(days=14)
+
+#: How much of each kind.
+_Used: TypeAlias = defaultdict[What, float]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Whole hours, in UTC."""
+
+    start: datetime
+    end: datetime
+
+
+def window(starting_on: datetime, ending_before: datetime, now: datetime) -> Window:
+    """Check a window by the rules of the hosted services; a time without a zone is UTC.
+
+    Raises:
+        Invalid: saying which rule does not hold.
+    """
+    start, end = _in_utc(starting_on, "starting_on"), _in_utc(ending_before, "ending_before")
+    if start > now:
+        raise Invalid("starting_on must not be in the future.")
+    if end <= start:
+        raise Invalid("ending_before must be after starting_on.")
+    if end - start > LONGEST:
+        raise Invalid("ending_before may be at most 14 days after starting_on.")
+    return Window(start, end)
+
+
+def last_day(now: datetime) -> Window:
+    """Name the last 24 hours, the current one included."""
+    end = now.astimezone(UTC).replace(minute=0, second=0, microsecond=0) + HOUR
+    return Window(end - 24 * HOUR, end)
+
+
+def events_of(
+    rows: Iterable[UsageRow], sessions: Mapping[SessionId, SessionRecord], tenant: Tenant
+) -> list[UsageEvent]:
+    """Show what each session used in each hour: by hour, then the largest first."""
+    used: defaultdict[tuple[datetime, str, str], _Used] = defaultdict(_nothing)
+    for row in rows:
+        used[row.hour, row.base_model, row.session][row.what] += row.amount
+    events = [
+        UsageEvent(
+            bucket_start=hour,
+            bucket_end=hour + HOUR,
+            base_model=base_model or None,
+            user_id=tenant.id,
+            user_name=tenant.name,
+            session_id=session or None,
+            project_id=_project(sessions, session),
+            event_info=info,
+        )
+        for (hour, base_model, session), amounts in used.items()
+        for info in _infos(amounts)
+    ]
+    return sorted(events, key=lambda event: (event.bucket_start, -_tokens(event.event_info)))
+
+
+def sources_of(rows: Iterable[UsageRow]) -> list[SourceUsage]:
+    """Show what each run and sampler used: the most device time first."""
+    used: defaultdict[tuple[str, str, str], _Used] = defaultdict(_nothing)
+    for row in rows:
+        used[row.source, row.session, row.base_model][row.what] += row.amount
+    sources = [
+        SourceUsage(
+            source=source, session_id=session, base_model=base_model, amounts=_amounts(amounts)
+        )
+        for (source, session, base_model), amounts in used.items()
+    ]
+    return sorted(
+        sources, key=lambda of: (-of.amounts.device_s, -of.amounts.training_tokens, of.source)
+    )
+
+
+def total_of(rows: Iterable[UsageRow]) -> Amounts:
+    """Add up what was used."""
+    used = _nothing()
+    for row in rows:
+        used[row.what] += row.amount
+    return _amounts(used)
+
+
+def _nothing() -> _Used:
+    return defaultdict(float)
+
+
+def _in_utc(time: datetime, name: str) -> datetime:
+    try:
+        in_utc = time.replace(tzinfo=time.tzinfo or UTC).astimezone(UTC)
+    except OverflowError as out_of_range:
+        raise Invalid(f"{name} is no time that this server can count.") from out_of_range
+    if in_utc != in_utc.replace(minute=0, second=0, microsecond=0):
+        raise Invalid(f"{name} must be aligned to a UTC hour, as 2026-07-13T00:00:00Z is.")
+    return in_utc
+
+
+def _infos(amounts: _Used) -> list[UsageInfo]:
+    """Tell the kinds apart, leaving out what was not used; prefill_tokens holds the cached ones, too."""
+    used = _amounts(amounts)
+    infos: list[UsageInfo] = [
+        TrainingUsage(token_count=used.training_tokens),
+        PrefillUsage(cached=False, token_count=used.prefill_tokens - used.cached_tokens),
+        PrefillUsage(cached=True, token_count=used.cached_tokens),
+        SampleUsage(token_count=used.sampled_tokens),
+        CheckpointUsage(count=used.checkpoints),
+    ]
+    return [info for info in infos if _quantity(info)]
+
+
+def _quantity(info: UsageInfo) -> int:
+    return info.count if isinstance(info, CheckpointUsage) else info.token_count
+
+
+def _tokens(info: UsageInfo) -> int:
+    return 0 if isinstance(info, CheckpointUsage) else info.token_count
+
+
+def _amounts(amounts: _Used) -> Amounts:
+    return Amounts(
+        training_tokens=round(amounts["training_tokens"]),
+        device_s=round(amounts["device_s"], 6),
+        prefill_tokens=round(amounts["prefill_tokens"]),
+        cached_tokens=round(amounts["cached_tokens"]),
+        sampled_tokens=round(amounts["sampled_tokens"]),
+        checkpoints=round(amounts["checkpoints"]),
+    )
+
+
+def _project(sessions: Mapping[SessionId, SessionRecord], session: str) -> str | None:
+    record = sessions.get(SessionId(session))
+    return record.project_id if record else None

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from cotrain import (
+    APIStatusError,
+    ModelInput,
+    RequestFailed,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    UnsupportedInput,
+)
+from cotrain.clients.sampling import _clone
+from cotrain.settings import ClientSettings
+from tests.support.fake_api import refusal
+from tests.support.fake_sampling import FakeSampling
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPT = ModelInput.from_ints([7, 8, 9])
+THREE = SamplingParams(max_tokens=3)
+
+
+@pytest.fixture(params=[False, True], ids=["poll_each", "poll_all"])
+def api(request: pytest.FixtureRequest) -> FakeSampling:
+    return FakeSampling(batches=request.param)
+
+
+@pytest.fixture
+def service(api: FakeSampling) -> Iterator[ServiceClient]:
+    with ServiceClient("http://server", "tml-key", network=api.network) as client:
+        yield client
+
+
+@pytest.fixture
+def sampler(service: ServiceClient) -> SamplingClient:
+    return service.create_sampling_client(base_model="m")
+
+
+def test_a_sample_has_tokens_logprobs_and_ids(sampler: SamplingClient) -> None:
+    response = sampler.sample(PROMPT, 2, THREE).result()
+    assert [sequence.tokens for sequence in response.sequences] == [[9, 9, 9], [9, 9, 9]]
+    assert [sequence.logprobs for sequence in response.sequences] == [[-0.5] * 3, [-1.5] * 3]
+    assert [s.sequence_id for s in response.sequences] == ["s1:sample:0:0/0", "s1:sample:0:0/1"]
+    assert response.prompt_cache_hit_tokens == 2
+    assert response.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("prompt", [[7, 8, 9], "text"])
+def test_what_is_no_prompt_says_how_to_make_one(sampler: SamplingClient, prompt: Any) -> None:
+    with pytest.raises(UnsupportedInput, match=r"ModelInput\.from_ints"):
+        sampler.sample(prompt, 1, THREE)
+
+
+def test_every_parameter_is_sent_as_it_was_given(
+    api: FakeSampling, sampler: SamplingClient
+) -> None:
+    params = SamplingParams(max_tokens=5, seed=3, stop=["\n"], temperature=0, top_k=4, top_p=0.5)
+    sampler.sample(PROMPT, 2, params, True, 3, 4, prompt_logprobs_last_n=2).result()
+    sent = api.bodies("asample")[0]
+    assert sent["sampling_params"] == params.model_dump()
+    asked = {name: sent[name] for name in sent if "logprobs" in name}
+    assert asked == {
+        "prompt_logprobs": True,
+        "topk_prompt_logprobs": 3,
+        "topk_sample_logprobs": 4,
+        "prompt_logprobs_last_n": 2,
+    }
+
+
+def test_requests_of_one_sampler_are_numbered_from_nought(
+    api: FakeSampling, sampler: SamplingClient
+) -> None:
+    futures = [sampler.sample(PROMPT, 1, THREE) for _ in range(20)]
+    for future in futures:
+        future.result()
+    assert sorted(body["seq_id"] for body in api.samples.values()) == list(range(20))
+
+
+def test_logprobs_of_a_prompt_begin_with_none(api: FakeSampling, sampler: SamplingClient) -> None:
+    assert sampler.compute_logprobs(PROMPT).result() == [None, -1.0, -1.0]
+    assert sampler.compute_logprobs_async(PROMPT, 1).result() == [None, -1.0, -1.0]
+    sent = api.bodies("asample")
+    assert [body["sampling_params"]["max_tokens"] for body in sent] == [1, 1]
+    assert [body.get("prompt_logprobs_last_n") for body in sent] == [None, 1]
+
+
+def test_what_the_caller_changes_afterwards_changes_nothing(sampler: SamplingClient) -> None:
+    prompt = ModelInput.from_ints([1, 2])
+    future = sampler.sample(prompt, 1, THREE)
+    prompt.chunks.clear()
+    assert future.result().sequences[0].tokens == [2, 2, 2]
+
+
+def test_samplers_of_one_session_never_share_a_number(
+    api: FakeSampling, service: ServiceClient
+) -> None:
+    run = service.create_lora_training_client("m")
+    first = service.create_sampling_client(base_model="m")
+    second = run.save_weights_and_get_sampling_client()
+    third = run.create_sampling_client("tinker://s1:train:0/sampler_weights/a")
+    assert [each.sampler_id for each in (first, second, third)] == [
+        f"s1:sample:{n}" for n in range(3)
+    ]
+
+
+def test_a_sampler_knows_its_base_model(api: FakeSampling, service: ServiceClient) -> None:
+    named = service.create_sampling_client("tinker://s1:train:0/sampler_weights/a")
+    plain = service.create_sampling_client(base_model="other")
+    assert (named.get_base_model(), plain.get_base_model()) == ("m", "other")
+    assert sum(path.startswith("samplers/") for path in api.paths()) == 1
+
+
+def test_a_busy_server_is_asked_again_with_the_same_number(
+    api: FakeSampling, sampler: SamplingClient
+) -> None:
+    api.answers["asample"] = [refusal(429, "full", **{"Retry-After": "0.01"}) for _ in range(3)]
+    sampler.sample(PROMPT, 1, THREE).result()
+    assert [body["seq_id"] for body in api.bodies("asample")] == [0, 0, 0, 0]
+
+
+def test_a_lost_result_is_sampled_anew(api: FakeSampling, sampler: SamplingClient) -> None:
+    api.answers["retrieve_future"] = [refusal(410, "expired")]
+    assert sampler.sample(PROMPT, 1, THREE).result().sequences[0].sequence_id == "s1:sample:0:1/0"
+    assert [body["seq_id"] for body in api.bodies("asample")] == [0, 1]
+
+
+def test_a_result_that_is_lost_again_and_again_is_given_up(
+    api: FakeSampling, sampler: SamplingClient
+) -> None:
+    api.answers["retrieve_future"] = [refusal(410, "expired")] * 5
+    with pytest.raises(APIStatusError, match="expired"):
+        sampler.sample(PROMPT, 1, THREE).result()
+    assert len(api.samples) == 5
+
+
+def test_a_failed_sample_says_why(api: FakeSampling, sampler: SamplingClient) -> None:
+    failed = {"error": "Too long.", "category": "user"}
+    api.answers["retrieve_future"] = [httpx.Response(200, json=failed)]
+    with pytest.raises(RequestFailed, match="Too long") as caught:
+        sampler.sample(PROMPT, 1, THREE).result()
+    assert caught.value.category == "user"
+
+
+def test_giving_up_a_future_cancels_the_sample(api: FakeSampling, sampler: SamplingClient) -> None:
+    held = api.hold["s1:sample:0:0"] = threading.Event()
+    future = sampler.sample(PROMPT, 1, THREE)
+    asyncio.run(future.accepted_async())
+    assert future.cancel()
+    with pytest.raises(CancelledError):
+        future.result()
+    asyncio.run(until(lambda: api.cancelled == ["s1:sample:0:0"]))
+    held.set()
+    assert sampler.sample(PROMPT, 1, THREE).result().sequences
+
+
+def test_cancelling_the_last_task_that_awaits_a_sample_cancels_it(
+    api: FakeSampling, sampler: SamplingClient
+) -> None:
+    api.hold["s1:sample:0:0"] = threading.Event()
+
+    async def give_up() -> None:
+        future = await sampler.sample_async(PROMPT, 1, THREE)
+        other = asyncio.ensure_future(future)
+        task = asyncio.ensure_future(future)
+        await asyncio.sleep(0)
+        other.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await other
+        assert not task.done()
+        await until(lambda: "s1:sample:0:0" in api.samples)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: api.cancelled == ["s1:sample:0:0"])
+
+    asyncio.run(give_up())
+
+
+def test_a_sample_that_nobody_waits_for_in_time_goes_on(
+    api: FakeSampling, sampler: SamplingClient
+) -> None:
+    held = api.hold["s1:sample:0:0"] = threading.Event()
+    future = sampler.sample_async(PROMPT, 1, THREE)
+    with pytest.raises(TimeoutError):
+        asyncio.run(future.result_async(timeout=0.01))
+    held.set()
+    assert future.result().sequences
+    assert not api.cancelled
+
+
+def test_one_prompt_is_all_that_a_sample_needs(api: FakeSampling, sampler: SamplingClient) -> None:
+    assert len(sampler.sample(PROMPT).result().sequences) == 1
+    assert asyncio.run(sampler.sample_async(prompt=PROMPT)).result().sequences
+    assert api.bodies("asample")[0]["sampling_params"] == SamplingParams().model_dump(
+        exclude_none=True
+    )
+
+
+def test_a_result_that_is_there_cannot_be_given_up(
+    api: FakeSampling, sampler: SamplingClient
+) -> None:
+    future = sampler.sample(PROMPT, 1, THREE)
+    future.result()
+    assert not future.cancel()
+    assert future.result().sequences
+    assert not api.cancelled
+
+
+def test_a_pickled_client_samples_from_the_same_sampler_under_numbers_of_its_own(
+    sampler: SamplingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection: Any = sampler._connection
+    shared: list[ClientSettings] = []
+
+    def share(settings: ClientSettings) -> Any:
+        shared.append(settings)
+        return connection
+
+    monkeypatch.setattr("cotrain.clients.sampling.shared_connection", share)
+    clones = [pickle.loads(pickle.dumps(sampler)) for _ in range(3)]
+    api_ids = [clone.sample(PROMPT, 1, THREE).result().sequences[0].sequence_id for clone in clones]
+    seq_ids = [int(each.rsplit(":", 1)[1].partition("/")[0]) for each in api_ids]
+    assert all(seq_id % 10**9 == 0 and seq_id > 0 for seq_id in seq_ids)
+    assert len(set(seq_ids)) == 3
+    assert {clone.sampler_id for clone in clones} == {sampler.sampler_id}
+    assert shared == [ClientSettings("http://server", "tml-key")] * 3
+
+
+def test_clones_of_one_process_share_a_connection() -> None:
+    settings = ClientSettings("http://127.0.0.1:9", "tml-key")
+    first, second = (_clone(settings, "s", "m", False) for _ in range(2))
+    assert first._connection is second._connection
+    first._connection.loop.close(first._connection.transport.close)

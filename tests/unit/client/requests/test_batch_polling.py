@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from cotrain.requests.batch_polling import Completions
+from cotrain.transport.http import RetryPolicy, Transport
+from cotrain.types import SamplingSessionTarget
+from tests.support.fake_api import FakeApi, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.support.fake_api import Answer
+
+TARGET = SamplingSessionTarget(sampling_session_id="s", cloned_sampler_id=3)
+
+
+def ended(cursor: int, *request_ids: str) -> httpx.Response:
+    completions = [{"state": "finished", "request_id": each} for each in request_ids]
+    return httpx.Response(200, json={"completions": completions, "cursor": cursor})
+
+
+def poll(
+    work: Callable[[Completions], Awaitable[Any]],
+    *answers: Answer,
+    policy: RetryPolicy | None = None,
+) -> list[dict[str, Any]]:
+    """Do `work` while the server gives these answers; returns what it was asked."""
+    api = FakeApi(answers={"retrieve_futures": list(answers)})
+
+    async def at_once(_: float) -> None:
+        return None
+
+    async def run() -> None:
+        transport = Transport(
+            "http://server", "k", network=api.network, policy=policy, sleep=at_once
+        )
+        completions = Completions(transport, TARGET)
+        await work(completions)
+        if completions.task is not None:
+            await completions.task
+        await transport.close()
+
+    asyncio.run(run())
+    return api.bodies("retrieve_futures")
+
+
+def test_one_poll_serves_everybody_who_waits() -> None:
+    async def wait_for_three(completions: Completions) -> None:
+        await asyncio.gather(*(completions.ended(each) for each in "abc"))
+
+    asked = poll(wait_for_three, ended(2, "b", "a"), ended(3, "c"))
+    assert [body["prev_cursor"] for body in asked] == [0, 2]
+    assert asked[0]["target"] == TARGET.model_dump()
+    assert "timeout" not in asked[0]
+
+
+def test_what_ended_before_anybody_waited_is_remembered() -> None:
+    async def wait_late(completions: Completions) -> None:
+        await completions.ended("late")
+        await completions.ended("early")
+
+    assert len(poll(wait_late, ended(2, "early", "late"))) == 1
+
+
+def test_what_has_arrived_is_told_until_the_server_has_heard_it() -> None:
+    async def wait_and_tell(completions: Completions) -> None:
+        await completions.ended("a")
+        completions.retrieved("a")
+
+    asked = poll(wait_and_tell, ended(1, "a"), refusal(503), ended(1))
+    assert [body["retrieved_request_ids"] for body in asked] == [[], ["a"], ["a"]]
+    # Nobody waits, so the server need not either.
+    assert [body.get("timeout") for body in asked] == [None, 0.0, 0.0]
+
+
+def test_what_arrives_during_a_poll_is_told_with_the_next() -> None:
+    told: list[list[str]] = []
+
+    async def run() -> None:
+        is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            told.append(json.loads(request.content)["retrieved_request_ids"])
+            is_asked.set()
+            await may_answer.wait()
+            return ended(0)
+
+        transport = Transport("http://server", "k", network=httpx.MockTransport(answer))
+        completions = Completions(transport, TARGET)
+        completions.retrieved("a")
+        await is_asked.wait()
+        completions.retrieved("b")
+        may_answer.set()
+        assert completions.task is not None
+        await completions.task
+        await transport.close()
+
+    asyncio.run(run())
+    assert told == [["a"], ["b"]]
+
+
+def test_nobody_polls_when_there_is_nothing_to_hear_or_say() -> None:
+    async def one_after_another(completions: Completions) -> None:
+        await completions.ended("a")
+        assert completions.task is None
+        await completions.ended("b")
+
+    assert len(poll(one_after_another, ended(1, "a"), ended(2, "b"))) == 2
+
+
+@pytest.mark.parametrize("answer", [refusal(429), refusal(500), httpx.ReadError("cut")])
+def test_a_disturbance_is_waited_out(answer: Answer) -> None:
+    asked = poll(lambda completions: completions.ended("a"), answer, ended(1, "a"))
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "policy"),
+    [
+        (refusal(404), None),
+        (refusal(500), RetryPolicy(give_up_after_s=-1)),
+        (httpx.Response(200, json={"completions": "none"}), None),
+    ],
+)
+def test_where_batch_polling_fails_everybody_asks_for_themselves(
+    answer: Answer, policy: RetryPolicy | None
+) -> None:
+    async def wait_twice(completions: Completions) -> None:
+        await asyncio.gather(completions.ended("a"), completions.ended("b"))
+        completions.retrieved("a")
+        await completions.ended("c")
+
+    assert len(poll(wait_twice, answer, policy=policy)) == 1

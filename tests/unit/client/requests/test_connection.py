@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import atexit
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from cotrain import Datum, ModelInput, ServiceClient
+from cotrain.errors import (
+    ClientClosed,
+    MalformedMessage,
+    NotFoundError,
+    UnsupportedInput,
+    VersionMismatch,
+)
+from cotrain.requests import connection as module
+from cotrain.requests.connection import shared_connection
+from cotrain.settings import ClientSettings
+from cotrain.version import PROTOCOL, __version__
+from cotrain.wire.proto import wire_pb2 as wire
+from tests.support.fake_api import FakeApi
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+URL = "http://server:8000"
+
+
+@pytest.fixture
+def api() -> FakeApi:
+    return FakeApi()
+
+
+@pytest.fixture
+def service(api: FakeApi) -> Iterator[ServiceClient]:
+    with ServiceClient(URL, "tml-key", network=api.network) as client:
+        yield client
+
+
+def configure(api: FakeApi, **config: Any) -> None:
+    api.answers["client/config"] = [httpx.Response(200, json=config)]
+
+
+def train(service: ServiceClient, datums: int) -> None:
+    datum = Datum(model_input=ModelInput.from_ints([1, 2, 3] * 1_000), loss_fn_inputs={})
+    service.create_lora_training_client("m").forward([datum] * datums, "cross_entropy").result()
+
+
+def passes(api: FakeApi) -> list[httpx.Request]:
+    return [call for call in api.calls if call.url.path.endswith("/forward_backward")]
+
+
+def test_the_server_is_asked_once_before_anything_else(
+    api: FakeApi, service: ServiceClient
+) -> None:
+    train(service, 1)
+    train(service, 1)
+    assert api.paths()[:3] == ["client/config", "create_session", "create_model"]
+    assert api.paths().count("client/config") == 1
+    assert api.bodies("client/config") == [{"sdk_version": f"cotrain-{__version__}"}]
+
+
+@pytest.mark.parametrize(
+    ("config", "chunks"),
+    [
+        ({}, [5]),
+        ({"fwdbwd_max_chunk_len": 2}, [2, 2, 1]),
+        ({"fwdbwd_max_chunk_bytes_count": 30_000}, [2, 2, 1]),
+        ({"fwdbwd_max_chunk_len": 2, "cotrain_max_pass_bytes": 70_000}, [5]),
+    ],
+)
+def test_the_server_says_how_large_a_request_may_be(
+    api: FakeApi, service: ServiceClient, config: dict[str, int], chunks: list[int]
+) -> None:
+    configure(api, **config)
+    train(service, 5)
+    messages = [wire.ForwardBackwardRequest.FromString(call.content) for call in passes(api)]
+    assert [len(message.data) for message in messages] == chunks
+    assert [message.seq_id for message in messages] == list(range(1, len(chunks) + 1))
+
+
+def test_what_is_more_than_one_request_takes_no_place(api: FakeApi, service: ServiceClient) -> None:
+    configure(api, cotrain_max_pass_bytes=30_000)
+    run = service.create_lora_training_client("m")
+    datum = Datum(model_input=ModelInput.from_ints([1] * 3_000), loss_fn_inputs={})
+    with pytest.raises(UnsupportedInput, match="Send it in several calls"):
+        run.forward_backward([datum] * 5, "cross_entropy")
+    run.forward([datum], "cross_entropy").result()
+    assert list(api.passes) == ["pass:1"]
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_passes_are_compressed_where_server_and_machine_can(
+    api: FakeApi, service: ServiceClient, monkeypatch: pytest.MonkeyPatch, is_installed: bool
+) -> None:
+    monkeypatch.setattr(module, "can_compress", lambda: is_installed)
+    configure(api, proto_compress_fwdbwd=True)
+    service.create_lora_training_client("m")
+    assert service._connection.transport.compresses == is_installed
+
+
+def test_what_a_process_shares_is_closed_when_it_ends_and_only_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_exit: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(call))
+    settings = ClientSettings("http://127.0.0.1:9", "tml-at-exit")
+    shared = shared_connection(settings)
+    assert shared_connection(settings) is shared
+    ((close, pid, connection),) = at_exit
+    close(pid + 1, connection)
+    assert shared.loop.run(asyncio.sleep(0, "open")) == "open"
+    close(pid, connection)
+    with pytest.raises(ClientClosed):
+        shared.loop.run(asyncio.sleep(0))
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
+def test_a_server_of_another_protocol_is_not_talked_to(
+    api: FakeApi, service: ServiceClient, protocol: int
+) -> None:
+    configure(api, cotrain_version="9.8.7", cotrain_protocol=protocol)
+    with pytest.raises(VersionMismatch, match=r"install cotrain 9\.8\.7 here") as caught:
+        service.create_lora_training_client("m")
+    assert f"the server is cotrain 9.8.7 and speaks protocol {protocol}" in str(caught.value)
+    assert api.paths() == ["client/config"]
+
+
+def test_a_server_that_does_not_name_its_protocol_is_given_a_try(
+    api: FakeApi, service: ServiceClient
+) -> None:
+    configure(api, pjwt_auth_enabled=False)
+    train(service, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (httpx.Response(404, json={"detail": "Not Found"}), NotFoundError),
+        (httpx.Response(404, html="<html>"), NotFoundError),
+        (httpx.Response(200, html="<html>"), MalformedMessage),
+    ],
+)
+def test_somebody_elses_server_is_told_from_ours(
+    api: FakeApi, service: ServiceClient, answer: httpx.Response, error: type[Exception]
+) -> None:
+    api.answers["client/config"] = [answer]
+    with pytest.raises(error, match=f"{URL} is no cotrain server.*is the base URL right"):
+        service.create_lora_training_client("m")

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain.errors import ClientClosed
+from cotrain.requests.event_loop_thread import BackgroundLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOREVER = 3600
+
+
+@pytest.fixture
+def loop() -> Iterator[BackgroundLoop]:
+    background = BackgroundLoop("test")
+    yield background
+    background.close(nothing)
+
+
+async def nothing() -> None: ...
+
+
+def test_a_call_from_the_clients_own_thread_is_refused_for_it_would_wait_for_itself(
+    loop: BackgroundLoop,
+) -> None:
+    async def call_back() -> None:
+        loop.run(nothing())
+
+    with pytest.raises(RuntimeError, match="would wait for itself"):
+        loop.run(call_back())
+
+
+def test_cancelling_a_wait_reaches_the_work(loop: BackgroundLoop) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        started.set()
+        try:
+            await asyncio.sleep(FOREVER)
+        finally:
+            ended.set()
+
+    async def give_up() -> None:
+        waiting = asyncio.create_task(loop.run_async(work()))
+        assert await asyncio.to_thread(started.wait, 120)
+        waiting.cancel()
+        await waiting
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(give_up())
+    assert ended.wait(120)
+
+
+def test_closing_tells_who_waits_that_it_was_closed(loop: BackgroundLoop) -> None:
+    started = threading.Event()
+
+    async def work() -> None:
+        started.set()
+        await asyncio.sleep(FOREVER)
+
+    async def wait() -> None:
+        with pytest.raises(ClientClosed):
+            await loop.run_async(work())
+
+    def close() -> None:
+        started.wait(120)
+        loop.close(nothing)
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    asyncio.run(wait())
+    closer.join()
+    with pytest.raises(ClientClosed):
+        loop.run(nothing())

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import zstandard
+
+from cotrain.errors import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    APITimeoutError,
+    AuthenticationError,
+    BadRequestError,
+    InternalServerError,
+    MalformedMessage,
+    NotFoundError,
+    RateLimitError,
+    UnprocessableEntityError,
+)
+from cotrain.transport.http import RetryPolicy, Transport, read
+from cotrain.types import Datum, GetInfoRequest, GetServerCapabilitiesResponse, ModelInput
+from cotrain.wire.pass_codec import encode_pass_request
+from tests.support.fake_api import FakeApi, refusal
+
+if TYPE_CHECKING:
+    from tests.support.fake_api import Answer
+
+REQUEST = GetInfoRequest(model_id="m")
+
+
+class Naps:
+    """A sleep that only remembers."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def post(api: FakeApi, naps: Naps, policy: RetryPolicy | None = None) -> httpx.Response:
+    async def once() -> httpx.Response:
+        transport = Transport(
+            "http://server/prefix/", "tml-key", network=api.network, policy=policy, sleep=naps
+        )
+        try:
+            return await transport.post("get_info", REQUEST)
+        finally:
+            await transport.close()
+
+    return asyncio.run(once())
+
+
+def api_answering(*answers: Answer) -> FakeApi:
+    return FakeApi(answers={"/prefix/api/v1/get_info": [*answers, httpx.Response(200, json={})]})
+
+
+def test_every_call_carries_the_key_under_the_prefix_of_the_base_url() -> None:
+    api = api_answering()
+    post(api, Naps())
+    assert api.calls[0].url == "http://server/prefix/api/v1/get_info"
+    assert api.calls[0].headers["X-API-Key"] == "tml-key"
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        refusal(408),
+        refusal(429),
+        refusal(500),
+        refusal(503),
+        httpx.ConnectError("refused"),
+        httpx.ReadError("reset"),
+        httpx.RemoteProtocolError("closed"),
+        httpx.ReadTimeout("slow"),
+    ],
+)
+def test_a_transient_trouble_is_tried_again(trouble: Answer) -> None:
+    api, naps = api_answering(trouble, trouble), Naps()
+    assert post(api, naps).status_code == 200
+    assert len(api.calls) == 3
+    assert 0.375 <= naps.seconds[0] <= 0.5
+    assert 0.75 <= naps.seconds[1] <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("status", "error_class"),
+    [
+        (400, BadRequestError),
+        (401, AuthenticationError),
+        (404, NotFoundError),
+        (409, APIStatusError),
+        (410, APIStatusError),
+        (413, APIStatusError),
+        (422, UnprocessableEntityError),
+    ],
+)
+def test_a_refusal_is_never_tried_again(status: int, error_class: type[APIError]) -> None:
+    api, naps = api_answering(refusal(status, "because")), Naps()
+    with pytest.raises(error_class, match=f"{status}: because"):
+        post(api, naps)
+    assert len(api.calls) == 1
+    assert naps.seconds == []
+
+
+def test_the_server_says_how_long_to_wait() -> None:
+    naps = Naps()
+    post(api_answering(refusal(429, "full", **{"Retry-After": "3"})), naps)
+    assert naps.seconds == [3.0]
+
+
+@pytest.mark.parametrize("header", ["-1", "600", "soon", "nan", "Wed, 21 Oct 2026 07:28:00 GMT"])
+def test_an_unreasonable_wait_is_not_obeyed(header: str) -> None:
+    naps = Naps()
+    post(api_answering(refusal(429, "full", **{"Retry-After": header})), naps)
+    assert naps.seconds[0] <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error_class"),
+    [
+        (refusal(429), RateLimitError),
+        (refusal(502), InternalServerError),
+        (httpx.ConnectError("refused"), APIConnectionError),
+        (httpx.ReadTimeout("slow"), APITimeoutError),
+    ],
+)
+def test_after_its_time_the_last_trouble_is_the_error(
+    trouble: Answer, error_class: type[APIError]
+) -> None:
+    with pytest.raises(error_class):
+        post(api_answering(trouble), Naps(), RetryPolicy(give_up_after_s=-1.0))
+
+
+def test_an_answer_of_another_shape_is_an_error() -> None:
+    response = httpx.Response(200, text="<html>", request=httpx.Request("GET", "http://server/x"))
+    with pytest.raises(MalformedMessage, match="GetServerCapabilitiesResponse"):
+        read(response, GetServerCapabilitiesResponse)
+
+
+def test_a_refusal_without_json_says_what_it_can() -> None:
+    with pytest.raises(APIStatusError, match="404: Not Found") as caught:
+        post(api_answering(httpx.Response(404)), Naps())
+    assert caught.value.status_code == 404
+
+
+PAGE = "<html>Welcome to nginx</html>"
+
+
+def test_a_web_page_is_not_taken_for_an_answer() -> None:
+    response = httpx.Response(200, html=PAGE, request=httpx.Request("GET", "http://server:1/x"))
+    with pytest.raises(MalformedMessage, match="http://server:1 is no cotrain server"):
+        read(response, GetServerCapabilitiesResponse)
+
+
+def test_an_address_that_has_moved_says_where_to() -> None:
+    moved = httpx.Response(
+        308, headers={"Location": "https://new/"}, request=httpx.Request("GET", "http://old/x")
+    )
+    with pytest.raises(MalformedMessage, match="it redirects to https://new/"):
+        read(moved, GetServerCapabilitiesResponse)
+
+
+@pytest.mark.parametrize(
+    ("status", "says"), [(404, "404: Not Found; a web page came back, so http://server is no")]
+)
+def test_a_refusal_that_is_a_web_page_asks_for_the_right_address(status: int, says: str) -> None:
+    with pytest.raises(APIStatusError, match=says) as caught:
+        post(api_answering(httpx.Response(status, html=PAGE)), Naps())
+    assert "nginx" not in str(caught.value)
+
+
+def test_the_page_of_a_proxy_whose_server_restarts_is_waited_out() -> None:
+    api, naps = api_answering(httpx.Response(502, html=PAGE)), Naps()
+    assert post(api, naps).status_code == 200
+    with pytest.raises(InternalServerError, match=r"^502: Bad Gateway$"):
+        post(api_answering(httpx.Response(502, html=PAGE)), naps, RetryPolicy(give_up_after_s=-1.0))
+
+
+def send_pass(*, compresses: bool, tokens: int = 4_000) -> httpx.Request:
+    """Send a pass of so many tokens; returns what the server was sent."""
+    datum = Datum(model_input=ModelInput.from_ints([7] * tokens), loss_fn_inputs={})
+    message = encode_pass_request("m", 1, [datum], "x", None, forward_only=True)
+    api = FakeApi(answers={"forward_backward": [httpx.Response(200, json={})]})
+
+    async def once() -> None:
+        transport = Transport("http://server", "tml-key", network=api.network)
+        transport.compresses = compresses
+        await transport.post("forward_backward", message)
+        await transport.post("get_info", REQUEST)
+        await transport.close()
+
+    asyncio.run(once())
+    assert "Content-Encoding" not in api.calls[1].headers
+    return api.calls[0]
+
+
+def test_a_pass_is_compressed_where_the_server_asks_for_it() -> None:
+    plain, zipped = send_pass(compresses=False), send_pass(compresses=True)
+    assert "Content-Encoding" not in plain.headers
+    assert zipped.headers["Content-Encoding"] == "zstd"
+    assert zstandard.ZstdDecompressor().decompress(zipped.content) == plain.content
+    assert 10 * len(zipped.content) < len(plain.content)
+
+
+def test_a_large_pass_is_written_as_a_small_one_is() -> None:
+    plain, zipped = (send_pass(compresses=zips, tokens=100_000) for zips in (False, True))
+    assert zstandard.ZstdDecompressor().decompress(zipped.content) == plain.content
+
+
+def test_what_is_small_already_is_not_compressed() -> None:
+    assert "Content-Encoding" not in send_pass(compresses=True, tokens=4).headers
+
+
+def test_a_pass_is_written_once_however_often_it_is_sent() -> None:
+    api = FakeApi(answers={"forward_backward": [refusal(503), refusal(503)]})
+    message = encode_pass_request("m", 1, [], "x", None, forward_only=True)
+
+    async def meanwhile(_: float) -> None:
+        message.seq_id += 1
+
+    async def once() -> None:
+        transport = Transport("http://server", "k", network=api.network, sleep=meanwhile)
+        await transport.post("forward_backward", message)
+        await transport.close()
+
+    asyncio.run(once())
+    assert len({call.content for call in api.calls}) == 1
+
+
+def test_who_knows_better_when_to_ask_again_hears_of_a_busy_server_at_once() -> None:
+    api, naps = FakeApi(answers={"get_info": [refusal(503), refusal(429)]}), Naps()
+
+    async def once() -> None:
+        transport = Transport("http://server", "k", network=api.network, sleep=naps)
+        try:
+            await transport.post("get_info", REQUEST, raises_busy=True)
+        finally:
+            await transport.close()
+
+    with pytest.raises(RateLimitError):
+        asyncio.run(once())
+    assert len(naps.seconds) == 1
+
+
+def test_a_wrong_key_is_named_as_what_to_look_at() -> None:
+    with pytest.raises(AuthenticationError, match=r"^401: Authentication failed; is the key right"):
+        post(api_answering(refusal(401, "Authentication failed.")), Naps())

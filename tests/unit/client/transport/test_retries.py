@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from cotrain.errors import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    APITimeoutError,
+    RateLimitError,
+    status_error,
+)
+from cotrain.transport import retries as module
+from cotrain.transport.retries import TELL_AGAIN_S, WARN_AFTER_S, Contact, Patience, RetryPolicy
+
+URL = "http://server:8000"
+REFUSED = APIConnectionError("cannot reach http://server:8000: refused")
+
+
+class Time:
+    """A clock that moves only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(module, "time", time)
+    return time
+
+
+def patience_with(time: Time, contact: Contact) -> Patience:
+    return Patience(RetryPolicy(), contact, time.sleep, _since=time.now, _began=time.now)
+
+
+async def until_enough(patience: Patience, error: APIError) -> APIError:
+    while True:
+        try:
+            await patience.wait_out(error)
+        except APIError as enough:
+            return enough
+
+
+async def test_a_server_that_never_answered_is_given_up_soon_and_named(time: Time) -> None:
+    began = time.now
+    enough = await until_enough(patience_with(time, Contact(URL)), REFUSED)
+    assert 30 < time.now - began < 45
+    assert str(enough).startswith(f"{REFUSED} (tried ")
+    assert f"Nothing has ever answered at {URL}" in str(enough)
+    assert enough.__cause__ is REFUSED
+
+
+async def test_a_server_that_did_answer_is_given_minutes(time: Time) -> None:
+    contact = Contact(URL)
+    contact.heard()
+    began = time.now
+    enough = await until_enough(patience_with(time, contact), APITimeoutError("slow"))
+    assert 300 < time.now - began < 315
+    assert type(enough) is APITimeoutError
+    assert "Nothing has ever answered" not in str(enough)
+    assert "times in 30" in str(enough)
+
+
+async def test_the_last_refusal_is_the_error_as_it_is(time: Time) -> None:
+    busy = RateLimitError("full", 429, None)
+    assert await until_enough(patience_with(time, Contact(URL)), busy) is busy
+
+
+async def test_a_word_of_the_server_renews_it(time: Time) -> None:
+    patience = patience_with(time, Contact(URL))
+    for _ in range(20):
+        await patience.wait_out(REFUSED)
+        patience.renew()
+    began = time.now
+    await until_enough(patience, REFUSED)
+    assert time.now - began > 30
+
+
+@pytest.mark.parametrize("calls", [1, 5])
+async def test_an_outage_is_warned_of_once_and_its_end_is_noted(
+    time: Time, caplog: pytest.LogCaptureFixture, calls: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    contact = Contact(URL)
+    for _ in range(2):
+        contact.heard()
+        waiting = [patience_with(time, contact) for _ in range(calls)]
+        while time.now < waiting[0]._since + 2 * WARN_AFTER_S:
+            for patience in waiting:
+                await patience.wait_out(REFUSED)
+    contact.heard()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+    assert "still trying, for 300 s in all" in caplog.messages[0]
+    assert caplog.messages[1].startswith(f"{URL} answers again, after ")
+
+
+async def test_a_short_silence_is_no_news(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    contact = Contact(URL)
+    await patience_with(time, contact).wait_out(REFUSED)
+    contact.heard()
+    assert not caplog.records
+
+
+def test_delays_double_up_to_the_longest() -> None:
+    policy = RetryPolicy()
+    waits = [policy.delay_s(failures, REFUSED, jitter=0.0) for failures in range(1, 8)]
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert policy.delay_s(10_000, REFUSED, jitter=1.0) == 7.5
+
+
+# ---- a word while waiting -------------------------------------------------------------------------
+
+FULL = "512 requests wait: COTRAIN_QUOTA_OPS is 512."
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_the_reason_of_a_long_wait_is_said_once_by_all_calls_together(
+    time: Time, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    contact = Contact(URL)
+    waiting = [patience_with(time, contact) for _ in range(5)]
+    while time.now < waiting[0]._since + 4 * WARN_AFTER_S:
+        for number, patience in enumerate(waiting):  # each is refused with numbers of its own
+            await patience.wait_out(status_error(status, f"{number}: {FULL}", None))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert FULL in caplog.messages[0]
+
+
+async def test_a_short_refusal_is_no_news(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+    patience = patience_with(time, Contact(URL))
+    while time.now < patience._since + WARN_AFTER_S - 3:
+        await patience.wait_out(status_error(429, FULL, None, retry_after_s=1.0))
+    assert not caplog.records
+
+
+async def test_a_wait_that_lasts_is_said_again_after_a_while(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    contact = Contact(URL)
+    for _ in range(2):
+        contact.busy(RateLimitError(FULL, 429, None), WARN_AFTER_S)
+        time.now += TELL_AGAIN_S
+    assert len(caplog.records) == 2
+
+
+def pending(reason: str | None) -> APIStatusError:
+    return status_error(408, "not yet", {"queue_state_reason": reason})
+
+
+async def test_why_a_result_is_not_there_yet_is_said_once(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    patience = patience_with(time, Contact(URL))
+    for reason in [None, None, "waiting for seq_id 3, which never came"] * 3:
+        time.now += 45.0  # as long as a poll is held
+        patience.pending(pending(reason))
+    (said,) = caplog.messages
+    assert said.endswith(": waiting for seq_id 3, which never came")

@@ -1,0 +1,231 @@
+"""The codec against the official SDK's own encoder and decoder."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker import types as theirs
+from tinker.proto import request_conv, response_conv, tinker_public_pb2
+
+from cotrain import types as ours
+from cotrain.errors import MalformedMessage, UnsupportedInput
+from cotrain.wire.pass_codec import (
+    decode_pass_output,
+    encode_datums,
+    encode_pass_request,
+    pass_output_to_json,
+)
+from cotrain.wire.proto import wire_pb2 as wire
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+tokens = st.integers(-(2**31), 2**31 - 1)
+configs = st.none() | st.dictionaries(
+    st.text("abc_", min_size=1), st.floats(allow_nan=False) | st.text("xyz"), max_size=3
+)
+
+
+@st.composite
+def datum_fields(draw: st.DrawFn) -> tuple[list[int], dict[str, np.ndarray]]:
+    sequence = draw(st.lists(tokens, min_size=1, max_size=6))
+    length = len(sequence)
+    weights = draw(st.lists(floats, min_size=length, max_size=length))
+    return sequence, {
+        "target_tokens": np.array(sequence, dtype=np.int64),
+        "weights": np.array(weights, dtype=np.float32),
+    }
+
+
+@given(st.lists(datum_fields(), max_size=4), configs, st.integers(1, 2**31 - 1), st.booleans())
+def test_a_request_encodes_as_the_official_sdk_encodes_it(
+    fields: list[tuple[list[int], dict[str, Any]]],
+    config: dict[str, float | str] | None,
+    seq_id: int,
+    forward_only: bool,
+) -> None:
+    their_message = _their_message(fields, config, seq_id)
+    their_message.forward_only = forward_only
+    our_data = [
+        ours.Datum(model_input=ours.ModelInput.from_ints(sequence), loss_fn_inputs=inputs)
+        for sequence, inputs in fields
+    ]
+    our_message = encode_pass_request(
+        "m", seq_id, our_data, "ppo", config, forward_only=forward_only
+    )
+    assert _bytes(our_message) == _bytes(their_message)
+
+
+def test_a_sparse_tensor_encodes_as_the_official_sdk_encodes_it() -> None:
+    weights = torch.zeros(3, 40)
+    weights[1, 7] = 0.5
+    their_tensor = theirs.TensorData.from_torch_sparse(weights)
+    assert their_tensor.sparse_crow_indices is not None
+    our_tensor = ours.TensorData(
+        data=their_tensor.data,
+        dtype=their_tensor.dtype,
+        shape=their_tensor.shape,
+        sparse_crow_indices=their_tensor.sparse_crow_indices,
+        sparse_col_indices=their_tensor.sparse_col_indices,
+    )
+    our_datum = ours.Datum(
+        model_input=ours.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"weights": our_tensor}
+    )
+    our_message = encode_pass_request("m", 1, [our_datum], "ppo", None, forward_only=False)
+    their_message = _their_message([([1, 2, 3], {"weights": their_tensor})], None, 1)
+    assert _bytes(our_message) == _bytes(their_message)
+
+
+def test_what_is_no_datum_is_named() -> None:
+    datum = ours.Datum(model_input=ours.ModelInput.from_ints([1]))
+    with pytest.raises(UnsupportedInput, match=r"data\[1\] is a dict, not a Datum"):
+        encode_datums([datum, {"model_input": 1}])  # type: ignore[list-item]  # what is refused
+    with pytest.raises(UnsupportedInput, match="data is one Datum; give a list of them"):
+        encode_datums(datum)  # type: ignore[arg-type]  # what is refused
+
+
+def test_a_datum_that_is_not_text_is_named() -> None:
+    text = ours.Datum(model_input=ours.ModelInput.from_ints([1]))
+    image = ours.Datum(model_input=ours.ModelInput(chunks=[ours.ImageChunk()]))
+    with pytest.raises(UnsupportedInput, match=r"datum 1: .*image"):
+        encode_pass_request("m", 1, [text, image], "ppo", None, forward_only=False)
+
+
+@given(st.lists(st.lists(floats, max_size=5), max_size=4), st.integers(0, 4))
+def test_a_result_in_two_records_decodes_as_the_official_sdk_decodes_it(
+    columns: list[list[float]], cut: int
+) -> None:
+    message = wire.ForwardBackwardOutput(
+        loss_fn_output_type="package:ArrayRecord", metrics={"loss:sum": 2.5}
+    )
+    for part in (columns[:cut], columns[cut:]):
+        _add_record(message, [np.array(column, dtype=np.float32) for column in part])
+    payload = message.SerializeToString()
+    _assert_same(
+        decode_pass_output(payload), response_conv.deserialize_forward_backward_output(payload)
+    )
+
+
+def test_rows_of_several_columns_keep_their_shape() -> None:
+    message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    _add_record(
+        message, [np.arange(6, dtype=np.float32).reshape(3, 2), np.ones((1, 2), np.float32)]
+    )
+    message.loss_fn_outputs[0].fields["logprobs"].trailing_shape.append(2)
+    payload = message.SerializeToString()
+    output = decode_pass_output(payload)
+    assert output.loss_fn_outputs[0]["logprobs"].shape == [3, 2]
+    _assert_same(output, response_conv.deserialize_forward_backward_output(payload))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (wire.DTYPE_INT32, np.array([-1, 2**31 - 1], dtype=np.int32)),
+        (wire.DTYPE_INT64, np.array([-1, 2**40], dtype=np.int64)),
+        (wire.DTYPE_BFLOAT16, torch.tensor([1.5, -2.0]).bfloat16().view(torch.int16).numpy()),
+    ],
+)
+def test_narrow_elements_widen_as_the_official_sdk_widens_them(
+    dtype: wire.DType, values: np.ndarray
+) -> None:
+    message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    _add_record(message, [values])
+    message.loss_fn_outputs[0].fields["logprobs"].dtype = dtype
+    payload = message.SerializeToString()
+    _assert_same(
+        decode_pass_output(payload), response_conv.deserialize_forward_backward_output(payload)
+    )
+
+
+def test_a_result_rewritten_as_json_is_what_the_older_sdk_reads() -> None:
+    message = wire.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", metrics={"loss:sum": 1.0}
+    )
+    _add_record(message, [np.array([0.5], dtype=np.float32)])
+    assert json.loads(pass_output_to_json(message.SerializeToString())) == {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": [{"logprobs": {"data": [0.5], "dtype": "float32", "shape": [1]}}],
+        "metrics": {"loss:sum": 1.0},
+    }
+
+
+def test_bytes_that_are_no_message_are_refused() -> None:
+    with pytest.raises(MalformedMessage):
+        decode_pass_output(b"\xff\xff\xff")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dtype": wire.DTYPE_UNSPECIFIED}, "element type"),
+        ({"offsets": struct.pack("<2q", 0, 6)}, "not a whole array"),
+        ({"offsets": struct.pack("<2q", 0, 400)}, "not a whole array"),
+        ({"offsets": struct.pack("<2q", 4, 0)}, "not a whole array"),
+        ({"offsets": struct.pack("<3q", 0, 4, 8)}, "2 arrays for 1 datums"),
+        ({"offsets": b"123"}, "whole number of elements"),
+    ],
+)
+def test_a_result_that_is_cut_wrongly_is_refused(changes: dict[str, Any], why: str) -> None:
+    message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    _add_record(message, [np.array([1, 2], dtype=np.float32)])
+    for name, value in changes.items():
+        setattr(message.loss_fn_outputs[0].fields["logprobs"], name, value)
+    with pytest.raises(MalformedMessage, match=why):
+        decode_pass_output(message.SerializeToString())
+
+
+@pytest.mark.parametrize("name", sorted(wire.DESCRIPTOR.message_types_by_name))
+def test_every_message_has_the_fields_of_the_official_sdk(name: str) -> None:
+    their = tinker_public_pb2.DESCRIPTOR.message_types_by_name[name]
+    our = wire.DESCRIPTOR.message_types_by_name[name]
+    assert _shape(our) == _shape(their)
+
+
+def _shape(descriptor: Any) -> set[tuple[Any, ...]]:
+    return {(f.name, f.number, f.type, f.is_repeated, f.has_presence) for f in descriptor.fields}
+
+
+def _their_message(
+    fields: list[tuple[list[int], dict[str, Any]]],
+    config: dict[str, float | str] | None,
+    seq_id: int,
+) -> Any:
+    data = [
+        theirs.Datum(model_input=theirs.ModelInput.from_ints(sequence), loss_fn_inputs=inputs)
+        for sequence, inputs in fields
+    ]
+    content = theirs.ForwardBackwardInput(data=data, loss_fn="ppo", loss_fn_config=config)
+    return request_conv.forward_backward_request_to_proto(
+        theirs.ForwardBackwardRequest(forward_backward_input=content, model_id="m", seq_id=seq_id)
+    )
+
+
+def _bytes(message: Any) -> bytes:
+    serialized: bytes = message.SerializeToString(deterministic=True)
+    return serialized
+
+
+def _add_record(message: wire.ForwardBackwardOutput, arrays: list[np.ndarray]) -> None:
+    record = message.loss_fn_outputs.add(num_datums=len(arrays))
+    field = record.fields["logprobs"]
+    field.dtype = wire.DTYPE_FLOAT32
+    field.data = b"".join(array.tobytes() for array in arrays)
+    ends = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
+    field.offsets = ends.tobytes()
+
+
+def _assert_same(our: ours.ForwardBackwardOutput, their: Any) -> None:
+    assert our.loss_fn_output_type == their.loss_fn_output_type
+    assert our.metrics == their.metrics
+    assert len(our.loss_fn_outputs) == len(their.loss_fn_outputs)
+    for our_datum, their_datum in zip(our.loss_fn_outputs, their.loss_fn_outputs, strict=True):
+        assert our_datum.keys() == their_datum.keys()
+        for name, tensor in our_datum.items():
+            assert tensor.dtype == their_datum[name].dtype
+            np.testing.assert_array_equal(tensor.to_numpy(), their_datum[name].to_numpy())

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from cotrain.wire.tensors import TensorData
+
+
+@given(
+    arrays.arrays(np.float32, arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4))
+)
+def test_a_numpy_array_survives_the_round_trip(array: np.ndarray) -> None:
+    returned = TensorData.from_numpy(array).to_numpy()
+    assert returned.dtype == np.float32
+    np.testing.assert_array_equal(returned, array)
+
+
+@given(arrays.arrays(np.int64, (3, 2)))
+def test_whole_numbers_stay_whole(array: np.ndarray) -> None:
+    tensor = TensorData.from_numpy(array)
+    assert tensor.dtype == "int64"
+    np.testing.assert_array_equal(tensor.to_numpy(), array)
+
+
+# torch says so once in a process, to whoever makes the first one.
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 0.0, 1.5, -2.0]), min_size=5, max_size=5), min_size=1)
+)
+def test_a_csr_matrix_fills_up_to_what_torch_made_it_from(rows: list[list[float]]) -> None:
+    sparse = torch.tensor(rows).to_sparse_csr()
+    tensor = TensorData(
+        data=sparse.values().tolist(),
+        dtype="float32",
+        shape=list(sparse.shape),
+        sparse_crow_indices=sparse.crow_indices().tolist(),
+        sparse_col_indices=sparse.col_indices().tolist(),
+    )
+    assert tensor.tolist() == rows
+    assert tensor.to_torch().equal(torch.tensor(rows))
+
+
+def test_an_array_of_bfloat16_widens_to_float32() -> None:
+    tensor = TensorData.from_torch(torch.tensor([0.5, -1.0], dtype=torch.bfloat16))
+    assert (tensor.dtype, tensor.data) == ("float32", [0.5, -1.0])
+
+
+def test_an_empty_array_keeps_its_type_and_shape() -> None:
+    tensor = TensorData.from_numpy(np.empty((0, 3), dtype=np.int64))
+    assert (tensor.dtype, tensor.shape, tensor.tolist()) == ("int64", [0, 3], [])
+
+
+def test_nested_lists_must_be_rectangular() -> None:
+    with pytest.raises(ValueError, match="rectangular"):
+        TensorData.of([[1, 2], [3]])
+    with pytest.raises(ValueError, match="rectangular"):
+        TensorData.of([1, [2]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"data": [1.5], "dtype": "int64"}, "must be integers"),
+        ({"data": [1, 2, 3], "dtype": "int64", "shape": [2, 2]}, "do not fill"),
+        ({"data": [1], "dtype": "int64", "sparse_crow_indices": [0, 1]}, "come together"),
+        ({"data": [True], "dtype": "int64"}, "must be integers"),
+        ({"data": [2**63], "dtype": "int64"}, "must be integers|less than"),
+        ({"data": [1], "dtype": "bfloat16"}, "dtype"),
+    ],
+)
+def test_what_is_not_an_array_is_refused(fields: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        TensorData.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("crow", "col", "shape", "why"),
+    [
+        ([0, 1], [0], None, "needs shape"),
+        ([0, 1], [0], [2, 2], "rows \\+ 1"),
+        ([0, 2], [0], [1, 2], "rows \\+ 1"),
+        ([0, 1, 0, 1], [0], [3, 2], "not decrease"),
+        ([0, 1], [2], [1, 2], "column"),
+        ([0, 1], [], [1, 2], "column"),
+    ],
+)
+def test_what_is_not_a_csr_matrix_is_refused(
+    crow: list[int], col: list[int], shape: list[int] | None, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        TensorData(
+            data=[1.0],
+            dtype="float32",
+            shape=shape,
+            sparse_crow_indices=crow,
+            sparse_col_indices=col,
+        )

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from cotrain_scheduler.cycle_start import LastCycle, beat_number, eager_start
+from cotrain_store.messages.ids import RunId
+
+A, B, C = RunId("a"), RunId("b"), RunId("c")
+
+
+def test_a_run_on_its_own_never_waits() -> None:
+    last = LastCycle(frozenset({A}), duration_s=8.0, ended_at=100.0)
+    assert eager_start(last, [A], now=100.001, gather_s=5.0) == 100.001
+    assert eager_start(LastCycle(), [A], now=3.0, gather_s=5.0) == 3.0
+
+
+def test_a_cycle_starts_at_once_when_everybody_is_back() -> None:
+    last = LastCycle(frozenset({A, B}), duration_s=8.0, ended_at=100.0)
+    assert eager_start(last, [B, C, A], now=100.001, gather_s=5.0) == 100.001
+
+
+def test_those_just_answered_get_a_tenth_of_the_last_cycle_to_come_back() -> None:
+    last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
+    assert eager_start(last, [A], now=100.01, gather_s=0.005) == 100.2
+    assert eager_start(last, [A], now=100.3, gather_s=0.005) == 100.3
+
+
+def test_a_newcomer_does_not_wait_for_tenants_that_are_gone() -> None:
+    last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
+    assert eager_start(last, [C], now=500.0, gather_s=0.005) == 500.0
+
+
+def test_beats_fall_on_multiples_of_the_period() -> None:
+    assert beat_number(9.99, 10.0) == 0
+    assert beat_number(10.0, 10.0) == 1

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import tarfile
+import zipfile
+from typing import TYPE_CHECKING
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typing_extensions import override
+
+from cotrain_server.adapter_upload.archive import _Gunzip, unpack
+from cotrain_server.errors import BodyTooLarge, Invalid, RequestError, Unreadable
+from tests.support.hostile_archives import BOMBS, GOOD, HOSTILE, PACKERS
+from tests.support.uploads import CONFIG, TENSORS, tar, zipped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIMIT = 64 * 1024
+FORBIDDEN = "Archive contains a forbidden member"
+
+
+def unpacked(archive: bytes, limit: int = LIMIT) -> dict[str, bytes]:
+    files = unpack(io.BytesIO(archive), limit)
+    return {CONFIG: files.config, TENSORS: files.tensors}
+
+
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+def test_both_files_are_read_from_archives_of_every_kind(
+    pack: Callable[[dict[str, bytes]], bytes],
+) -> None:
+    assert unpacked(pack(GOOD)) == GOOD
+
+
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+def test_a_folder_around_them_and_what_tools_put_beside_them_are_skipped(
+    pack: Callable[[dict[str, bytes]], bytes],
+) -> None:
+    beside = {"my-adapter/README.md": b"# mine", "my-adapter/checkpoint_complete": b""}
+    within = {f"my-adapter/{name}": content for name, content in GOOD.items()}
+    assert unpacked(pack({**beside, **within})) == GOOD
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_extended_headers_and_folders_of_ordinary_tools_are_no_obstacle(form: int) -> None:
+    folder = tarfile.TarInfo("./")
+    folder.type = tarfile.DIRTYPE
+    members = [(folder, b"")]
+    for name, content in GOOD.items():
+        info = tarfile.TarInfo(f"./{name}")
+        info.mtime = 1.5  # not a whole number: an extended header, where there are such
+        members.append((info, content))
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=form) as archive:
+        for info, content in members:
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    assert unpacked(file.getvalue()) == GOOD
+
+
+@pytest.mark.parametrize("archive", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_member_is_refused(archive: bytes) -> None:
+    with pytest.raises(Invalid, match=FORBIDDEN):
+        unpacked(archive)
+
+
+@pytest.mark.parametrize("flag", ["link", "encrypted"])
+def test_a_hostile_member_of_a_zip_is_refused(flag: str) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        info = zipfile.ZipInfo(CONFIG)
+        info.external_attr = 0o120777 << 16 if flag == "link" else 0
+        archive.writestr(info, b"{}")
+    content = bytearray(file.getvalue())
+    if flag == "encrypted":
+        content[content.rindex(b"PK\1\2") + 8] |= 1
+    with pytest.raises(Invalid, match=FORBIDDEN):
+        unpacked(bytes(content))
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "optimizer.pt", "a.pkl", "adapter_model.bin"]
+)
+@pytest.mark.parametrize("pack", [tar, zipped])
+def test_pickles_are_refused_before_anything_is_read_of_them(
+    pack: Callable[[dict[str, bytes]], bytes], name: str
+) -> None:
+    with pytest.raises(Invalid, match="Only safetensors checkpoints are accepted"):
+        unpacked(pack({name: b"\x80\x04cposix\nsystem\n", **GOOD}))
+
+
+@pytest.mark.parametrize("pack", [tar, zipped])
+def test_too_many_members_are_refused(pack: Callable[[dict[str, bytes]], bytes]) -> None:
+    many = {f"{number}/README.md": b"" for number in range(17)}
+    with pytest.raises(Invalid, match="more than 16 members"):
+        unpacked(pack(many))
+
+
+def test_a_zip_with_an_endless_list_of_members_is_refused_before_the_list_is_read() -> None:
+    archive = zipped({f"{number}/": b"" for number in range(3000)})
+    with pytest.raises(Unreadable):
+        unpacked(archive)
+
+
+@pytest.mark.parametrize("pack", [tar, zipped])
+def test_a_file_that_is_there_twice_is_refused(pack: Callable[[dict[str, bytes]], bytes]) -> None:
+    with pytest.raises(Invalid, match="twice"):
+        unpacked(pack({**GOOD, f"again/{CONFIG}": b"{}"}))
+
+
+@pytest.mark.parametrize("pack", [tar, zipped])
+@pytest.mark.parametrize("missing", [CONFIG, TENSORS])
+def test_a_file_that_is_missing_is_named(
+    pack: Callable[[dict[str, bytes]], bytes], missing: str
+) -> None:
+    rest = {name: content for name, content in GOOD.items() if name != missing}
+    with pytest.raises(Invalid, match=f"The archive has no {missing}"):
+        unpacked(pack(rest))
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
+def test_a_bomb_is_refused_by_what_comes_out_of_it(bomb: bytes) -> None:
+    with pytest.raises(BodyTooLarge):
+        unpacked(bomb)
+
+
+def test_a_zstd_frame_that_asks_for_too_much_memory_is_refused() -> None:
+    wide = zstandard.ZstdCompressionParameters(window_log=27, write_content_size=False)
+    stream = zstandard.ZstdCompressor(compression_params=wide).compressobj()
+    with pytest.raises(Unreadable):
+        unpacked(stream.compress(tar(GOOD)) + stream.flush())
+
+
+def test_headers_that_never_end_are_refused() -> None:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, 512
+    block = info.tobuf() + bytes(512)
+    with pytest.raises(Invalid, match="a header that never ends"):
+        unpacked(block * 4 + tar(GOOD))
+    info.size = 10**9
+    with pytest.raises(Invalid, match="a header that never ends"):
+        unpacked(info.tobuf() + bytes(512))
+
+
+class Counted(io.BytesIO):
+    """A file that counts how often it is read."""
+
+    reads = 0
+
+    @override
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.reads += 1
+        return super().read(size)
+
+
+def test_a_gzip_with_a_name_without_end_is_read_in_large_pieces() -> None:
+    size = 2**20
+    archive = Counted(b"\x1f\x8b\x08\x08" + bytes(6) + b"x" * size)
+    with pytest.raises(Unreadable):
+        unpack(archive, LIMIT)
+    assert archive.reads <= size / (64 * 1024) + 4
+
+
+def test_a_gzip_may_have_members_and_not_any_number_of_them() -> None:
+    whole = tar(GOOD)
+    assert (
+        unpacked(gzip.compress(whole[:700]) + gzip.compress(b"") + gzip.compress(whole[700:]))
+        == GOOD
+    )
+    with pytest.raises(Invalid, match="more than 10000 members"):
+        unpacked(gzip.compress(b"") * 10_001)
+
+
+@pytest.mark.parametrize("size", [1, 7, 511, 2**20])
+def test_a_gzip_that_is_read_in_pieces_is_whole(size: int) -> None:
+    content = os.urandom(1000) + bytes(200_000) + os.urandom(1000)
+    stream = _Gunzip(io.BytesIO(gzip.compress(content[:5]) + gzip.compress(content[5:])))
+    assert b"".join(iter(lambda: stream.read(size), b"")) == content
+
+
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+def test_a_truncated_archive_is_refused(pack: Callable[[dict[str, bytes]], bytes]) -> None:
+    whole = pack(GOOD)
+    for length in range(0, min(2000, len(whole) // 2), 97):  # tars are padded to 10 KiB
+        with pytest.raises(RequestError):
+            unpacked(whole[:length])
+
+
+def test_what_is_no_archive_is_refused() -> None:
+    for content in (
+        b"",
+        b"\0" * 4096,
+        b"hello" * 1000,
+        b"PK\3\4",
+        b"\x1f\x8b\x08",
+        b"\x28\xb5\x2f\xfd",
+    ):
+        with pytest.raises((Unreadable, Invalid)):
+            unpacked(content)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(list(PACKERS)),
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),
+)
+def test_a_damaged_archive_is_read_or_refused_and_never_anything_else(
+    kind: str, damage: list[tuple[int, int]]
+) -> None:
+    content = bytearray(PACKERS[kind](GOOD))
+    for place, value in damage:
+        content[place % len(content)] = value
+    try:
+        files = unpacked(bytes(content))
+    except RequestError:
+        return
+    assert all(len(file) <= LIMIT for file in files.values())

@@ -1,0 +1,50 @@
+"""One tenant's bodies in the memory of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from cotrain_server.errors import TooManyBodies
+from cotrain_server.limits.body_memory import BodyRoom
+from cotrain_store.messages.ids import TenantId
+
+A, B = TenantId("a"), TenantId("b")
+
+
+def test_bodies_of_one_tenant_share_a_room_until_they_are_answered() -> None:
+    room = BodyRoom(most_bytes=10)
+    with room.of(A) as first:
+        first(6)
+        with room.of(B) as of_another:
+            of_another(10)
+        with room.of(A) as second:
+            second(4)
+            with pytest.raises(TooManyBodies):
+                second(1)
+            with pytest.raises(TooManyBodies):
+                first(1)
+        first(4)
+    with room.of(A) as third:
+        third(10)
+
+
+def test_a_body_that_is_alone_always_has_room_and_keeps_others_out() -> None:
+    room = BodyRoom(most_bytes=10)
+    with room.of(A) as large:
+        large(8)
+        large(8)
+        with room.of(A) as small, pytest.raises(TooManyBodies):
+            small(1)
+
+
+def test_a_body_that_was_refused_leaves_nothing_behind() -> None:
+    room = BodyRoom(most_bytes=10)
+
+    def broken() -> None:
+        with room.of(A) as take:
+            take(9)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken()
+    assert not room._held

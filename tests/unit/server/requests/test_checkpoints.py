@@ -1,0 +1,225 @@
+"""From the fields of a save or a load to an op of the log."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pyrage
+import pytest
+
+from cotrain.wire.checkpoints import LoadWeightsRequest
+from cotrain_server.errors import Invalid
+from cotrain_server.requests.checkpoints import load_op, save_op
+from cotrain_server.requests.passes import Op, read_fields
+from cotrain_store.messages.ids import RunId, SessionId, TenantId, WeightsRef, WorkerId
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_store.messages.weights import WeightsRecord
+from tests.support.http_api import POOL
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.weights import CheckpointKind
+
+RUN = "s:train:0"
+LORA = LoraSpec(4, 0)
+RECORD = RunRecord(RunId(RUN), TenantId("t"), SessionId("s"), POOL.id, POOL.base_model, LORA, 0.0)
+WEIGHTS = WeightsRecord(
+    WeightsRef("s:train:9:7"), RunId("s:train:9"), TenantId("t"), POOL.id, WorkerId("w"),
+    POOL.base_model, LORA, 0.0, digest="d", has_optimizer=True,
+)  # fmt: skip
+RECIPIENT = str(pyrage.x25519.Identity.generate().to_public())
+SSH_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAII/FTSpfrH/3Wm+puNcPrKu9xMS4G+8GOwRCrzhX2OAk a@b"
+ALL_KINDS: list[CheckpointKind] = ["weights", "sampler_weights", "external_weights"]
+
+
+def save(of: CheckpointKind = "sampler_weights", **fields: Any) -> Op:
+    body = {"model_id": RUN, "seq_id": 3, **fields}
+    return save_op(read_fields(json.dumps(body).encode()), RECORD, of)
+
+
+def saved(op: Op) -> SaveRequest:
+    assert op.kind is OpKind.SAVE, op.body
+    return SaveRequest.parse(op.body)
+
+
+def why(op: Op) -> str:
+    assert op.kind is OpKind.REJECTED
+    failure = json.loads(op.body)
+    assert failure["category"] == "user"
+    return str(failure["error"])
+
+
+def load(weights: WeightsRecord = WEIGHTS, run: RunRecord = RECORD, **fields: Any) -> Op:
+    body = {"model_id": RUN, "seq_id": 3, "path": "tinker://x", "optimizer": True, **fields}
+    request = read_fields(json.dumps(body).encode())
+    return load_op(request, LoadWeightsRequest.model_validate(body), weights, run)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_named_save_carries_all_that_is_kept_with_the_weights(kind: CheckpointKind) -> None:
+    metadata = {"renderer": "qwen3"}
+    op = save(kind, path="step-10", ttl_seconds=7_200, user_metadata=metadata)
+    assert saved(op) == SaveRequest(
+        name="step-10", kind=kind, ttl_seconds=7_200, user_metadata=metadata
+    )
+
+
+def test_a_training_save_without_a_name_is_named_by_its_place() -> None:
+    assert saved(save("weights")).name == "000003"
+
+
+def test_only_a_training_save_asks_before_it_takes_a_name() -> None:
+    assert saved(save("weights", path="a", overwrite=True)).overwrite
+    assert not saved(save("weights", path="a")).overwrite
+
+
+def test_a_save_without_a_name_makes_a_sampler_of_the_runs_own_session() -> None:
+    assert saved(save(sampling_session_seq_id=4)).sampler == "s:sample:4"
+
+
+def test_an_inflight_save_is_a_snapshot() -> None:
+    inflight = save(sampling_session_seq_id=4, kind="inflight")
+    assert inflight.body == save(sampling_session_seq_id=4, kind="snapshot").body
+
+
+@pytest.mark.parametrize("ttl_seconds", [None, 1])
+def test_a_save_sent_again_under_another_number_for_its_sampler_is_the_same(
+    ttl_seconds: int | None,
+) -> None:
+    first, again = (save(sampling_session_seq_id=n, ttl_seconds=ttl_seconds) for n in (4, 5))
+    assert first.digest == again.digest
+    assert first.digest != save(sampling_session_seq_id=4, ttl_seconds=7_200).digest
+    assert first.digest != save(path="4", ttl_seconds=ttl_seconds).digest
+
+
+def test_saves_of_two_kinds_are_two_requests() -> None:
+    assert len({save(kind, path="a").digest for kind in ALL_KINDS}) == 3
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize(
+    "name", ["", "a/b", "../x", "a..b", ".a", "-a", "ä", "a b", "a\n", "x" * 129, "%2e", "a\0b"]
+)
+def test_a_name_that_is_no_part_of_a_path_is_rejected(kind: CheckpointKind, name: str) -> None:
+    assert why(save(kind, path=name)).startswith("path")
+
+
+@pytest.mark.parametrize("name", ["a", "0", "step-10", "a.b_c-D", "x" * 128])
+def test_any_other_name_is_taken(name: str) -> None:
+    assert saved(save(path=name)).name == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (
+            "sampler_weights",
+            {},
+            "Exactly one of path and sampling_session_seq_id is needed.",
+        ),
+        (
+            "sampler_weights",
+            {"path": "a", "sampling_session_seq_id": 1},
+            "Exactly one of path and sampling_session_seq_id is needed.",
+        ),
+        ("external_weights", {}, "path: Field required."),
+        (
+            "weights",
+            {"path": "a", "ttl_seconds": 3_599},
+            "ttl_seconds must be between 3600 and 315360000 (10 years).",
+        ),
+        (
+            "external_weights",
+            {"path": "a", "ttl_seconds": 315_360_001},
+            "ttl_seconds must be between 3600 and 315360000 (10 years).",
+        ),
+        (
+            "weights",
+            {"path": "a", "user_metadata": {"a": "x" * 65_536}},
+            "user_metadata may have at most 65536 bytes as JSON.",
+        ),
+        (
+            "external_weights",
+            {"path": "a", "age_encryption_recipients": [RECIPIENT, "age1x"]},
+            "age_encryption_recipients[1]: not an age X25519 recipient, nor an SSH public key.",
+        ),
+        (
+            "external_weights",
+            {"path": "a", "age_encryption_recipients": []},
+            "age_encryption_recipients must have 1 to 64 entries.",
+        ),
+    ],
+)
+def test_a_save_that_cannot_be_kept_as_asked_is_rejected(
+    kind: CheckpointKind, fields: dict[str, Any], message: str
+) -> None:
+    assert why(save(kind, **fields)) == message
+
+
+def test_an_export_is_encrypted_to_age_recipients_and_ssh_keys() -> None:
+    op = save("external_weights", path="a", age_encryption_recipients=[RECIPIENT, SSH_KEY])
+    assert saved(op).age_recipients == (RECIPIENT, SSH_KEY)
+
+
+def test_a_load_names_the_weights_that_the_path_has_now_and_keeps_them() -> None:
+    op = load()
+    assert op.kind is OpKind.LOAD
+    assert op.uses == (WEIGHTS.ref,)
+    source = LoadSource(WEIGHTS.ref)
+    assert LoadRequest.parse(op.body) == LoadRequest("tinker://x", (source,), optimizer=True)
+
+
+def test_a_load_sent_again_is_the_same_though_its_path_has_moved() -> None:
+    moved = replace(WEIGHTS, ref=WeightsRef("s:train:9:8"))
+    assert load().digest == load(moved).digest
+    assert load().digest != load(optimizer=False).digest
+
+
+def test_no_key_of_another_account_gets_into_the_log() -> None:
+    assert load(weights_access_token="tml-secret").body == load().body
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            replace(RECORD, lora=LoraSpec(8, 0)),
+            "The checkpoint has rank 4, train_attn=True, train_mlp=True, train_unembed=True; the "
+            "run has rank 8, train_attn=True, train_mlp=True, train_unembed=True.",
+        ),
+        (
+            replace(RECORD, lora=LoraSpec(4, 0, train_mlp=False)),
+            "The checkpoint has rank 4, train_attn=True, train_mlp=True, train_unembed=True; the "
+            "run has rank 4, train_attn=True, train_mlp=False, train_unembed=True.",
+        ),
+        (
+            replace(RECORD, base_model="other"),
+            "The checkpoint is of base model tiny/model, the run of other.",
+        ),
+    ],
+)
+def test_a_run_takes_no_checkpoint_of_another_shape(run: RunRecord, message: str) -> None:
+    with pytest.raises(Invalid) as refused:
+        load(run=run)
+    assert str(refused.value) == message
+
+
+def test_runs_of_other_seeds_take_each_others_checkpoints() -> None:
+    assert load(run=replace(RECORD, lora=LoraSpec(4, 1))).kind is OpKind.LOAD
+
+
+def test_an_optimizer_state_of_another_alpha_is_not_loaded() -> None:
+    run = replace(RECORD, lora=replace(RECORD.lora, alpha=64.0))
+    with pytest.raises(Invalid, match="has alpha 32, the run 64: load it without its optimizer"):
+        load(run=run)
+    assert load(run=run, optimizer=False).kind is OpKind.LOAD
+
+
+def test_an_optimizer_state_that_was_not_saved_is_not_loaded() -> None:
+    bare = replace(WEIGHTS, has_optimizer=False)
+    with pytest.raises(Invalid, match="no optimizer state"):
+        load(bare)
+    assert load(bare, optimizer=False).kind is OpKind.LOAD

@@ -1,0 +1,194 @@
+"""What may enter the log: the wording of each refusal, and that nothing bad gets past."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain.types import AdamParams
+from cotrain_server.errors import Invalid
+from cotrain_server.requests.loss_inputs import NEEDS_BY_LOSS
+from cotrain_server.requests.pass_validation import check_adam, check_pass, check_rank
+from cotrain_store.bodies.pass_body import DatumArrays, PassBody
+from tests.support.http_api import POOL
+
+
+def datum(length: int = 3, loss_fn: str = "cross_entropy", **changes: Any) -> DatumArrays:
+    inputs: dict[str, np.ndarray] = {"target_tokens": np.arange(length)}
+    for name in NEEDS_BY_LOSS[loss_fn].inputs:
+        inputs[name] = np.ones(length, np.float32)
+    return DatumArrays(np.arange(length), inputs | changes)
+
+
+def request(
+    *datums: DatumArrays, loss_fn: str = "cross_entropy", **config: float | str
+) -> PassBody:
+    return PassBody(datums or (datum(loss_fn=loss_fn),), loss_fn, config, forward_only=False)
+
+
+def refusal(body: PassBody) -> str:
+    with pytest.raises(Invalid) as refused:
+        check_pass(body, POOL)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("loss_fn", NEEDS_BY_LOSS)
+def test_every_loss_takes_its_own_inputs(loss_fn: str) -> None:
+    check_pass(request(loss_fn=loss_fn), POOL)
+
+
+@pytest.mark.parametrize("loss_fn", NEEDS_BY_LOSS)
+def test_every_required_input_is_required(loss_fn: str) -> None:
+    for name in ("target_tokens", *NEEDS_BY_LOSS[loss_fn].inputs):
+        whole = datum(loss_fn=loss_fn)
+        inputs = {key: value for key, value in whole.inputs.items() if key != name}
+        message = refusal(request(replace(whole, inputs=inputs), loss_fn=loss_fn))
+        assert message == f"data[0].loss_fn_inputs.{name} is missing; {loss_fn} needs it."
+
+
+def test_inputs_a_loss_does_not_use_are_left_alone() -> None:
+    check_pass(request(datum(mask=np.array([np.nan]))), POOL)
+
+
+def test_an_unknown_loss_names_those_that_are_known() -> None:
+    assert refusal(replace(request(), loss_fn="nope")).startswith(
+        "loss_fn 'nope' is not known. Known: cross_entropy, importance_sampling"
+    )
+
+
+def test_a_request_without_datums_is_refused() -> None:
+    assert "data is empty" in refusal(replace(request(), datums=()))
+
+
+def test_a_token_outside_the_vocabulary_is_named_by_datum_and_position() -> None:
+    bad = DatumArrays(np.array([1, 512, 3]), datum().inputs)
+    assert refusal(request(datum(), bad)) == (
+        "Token id 512 at datum 1, position 1 is outside the vocabulary (0..511)."
+    )
+
+
+@pytest.mark.parametrize("token", [-1, -100, 512, 2**31, 2**62])
+def test_targets_are_held_to_the_vocabulary_too(token: int) -> None:
+    bad = datum(target_tokens=np.array([0, 1, token]))
+    assert refusal(request(bad)) == (
+        f"Target token id {token} at datum 0, position 2 is outside the vocabulary (0..511)."
+    )
+
+
+def test_a_target_in_columns_is_named_by_row_and_column() -> None:
+    bad = datum(target_tokens=np.array([[0, 1], [2, 999], [4, 5]]), weights=np.ones((3, 2)))
+    assert "Target token id 999 at datum 0, position 1, 1 is" in refusal(request(bad))
+
+
+@pytest.mark.parametrize("length", [0, 65])
+def test_lengths_are_held_to_the_context_window(length: int) -> None:
+    message = refusal(request(datum(), datum(length)))
+    assert message == f"Datum 1 has {length} tokens; tiny/model reads 1 to 64."
+
+
+def test_targets_must_be_as_long_as_the_input() -> None:
+    message = refusal(request(datum(target_tokens=np.arange(2))))
+    assert message == (
+        "data[0].loss_fn_inputs.target_tokens has shape [2], but the input has 3 tokens."
+    )
+
+
+def test_inputs_must_have_the_shape_of_the_targets() -> None:
+    message = refusal(request(datum(weights=np.ones((3, 2)))))
+    assert message == "data[0].loss_fn_inputs.weights has shape [3, 2], but target_tokens has [3]."
+
+
+def test_targets_in_columns_are_for_cross_entropy_only() -> None:
+    columns = np.zeros((3, 2), np.int64)
+    check_pass(request(datum(target_tokens=columns, weights=np.ones((3, 2)))), POOL)
+    bad = datum(loss_fn="ppo", target_tokens=columns)
+    assert "target_tokens has shape [3, 2]" in refusal(request(bad, loss_fn="ppo"))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_named_by_datum_and_place(value: float) -> None:
+    bad = datum(loss_fn="ppo", advantages=np.array([0, value, 0], np.float32))
+    message = refusal(request(datum(loss_fn="ppo"), bad, loss_fn="ppo"))
+    assert message == "data[1].loss_fn_inputs.advantages[1] is not finite."
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, "0.8", 3.5e38])
+def test_a_loss_setting_must_be_a_usable_number(value: float | str) -> None:
+    message = refusal(request(loss_fn="ppo", clip_low_threshold=value))
+    assert message == "loss_fn_config.clip_low_threshold must be a finite number, 0 or more."
+
+
+def test_a_loss_setting_of_another_loss_is_refused() -> None:
+    message = refusal(request(loss_fn="ppo", beta=0.1))
+    assert message == (
+        "loss_fn_config.beta is not a setting of ppo. "
+        "Known: clip_high_threshold, clip_low_threshold."
+    )
+
+
+def test_clip_thresholds_must_not_cross() -> None:
+    crossed = request(loss_fn="ppo", clip_low_threshold=1.2, clip_high_threshold=0.8)
+    assert "clip_low_threshold is above" in refusal(crossed)
+
+
+ids = st.one_of(st.integers(0, 511), st.integers(-(2**62), 2**62))
+
+
+@given(
+    tokens=st.lists(ids, min_size=1, max_size=70), targets=st.lists(ids, min_size=1, max_size=70)
+)
+def test_nothing_accepted_can_reach_the_embedding_with_a_bad_id(
+    tokens: list[int], targets: list[int]
+) -> None:
+    inputs = {"target_tokens": np.array(targets), "weights": np.ones(len(targets), np.float32)}
+    try:
+        check_pass(request(DatumArrays(np.array(tokens), inputs)), POOL)
+    except Invalid:
+        return
+    assert len(tokens) == len(targets) <= POOL.context_length
+    assert all(0 <= token < POOL.vocab_size for token in tokens + targets)
+
+
+@given(weights=st.lists(st.floats(width=32), min_size=3, max_size=3))
+def test_nothing_accepted_holds_a_number_that_is_not_finite(weights: list[float]) -> None:
+    array = np.array(weights, np.float32)
+    try:
+        check_pass(request(datum(weights=array)), POOL)
+    except Invalid:
+        assert not np.isfinite(array).all()
+    else:
+        assert np.isfinite(array).all()
+
+
+@pytest.mark.parametrize("rank", [1, 64, 128])
+def test_a_rank_within_the_limit_passes(rank: int) -> None:
+    check_rank(rank, 128)
+
+
+@pytest.mark.parametrize("rank", [0, -1, 129, 10**9])
+def test_a_rank_outside_the_limit_is_refused(rank: int) -> None:
+    with pytest.raises(Invalid, match=r"rank must be between 1 and 128\."):
+        check_rank(rank, 128)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "eps", "weight_decay", "grad_clip_norm"])
+def test_a_number_of_an_optimizer_fits_a_float32(name: str) -> None:
+    check_adam(AdamParams(**{name: 3.4e38}))
+    with pytest.raises(Invalid, match=f"{name} is larger than a float32 can be"):
+        check_adam(AdamParams(**{name: 3.5e38}))
+
+
+def test_an_epsilon_that_is_zero_to_a_worker_is_none() -> None:
+    with pytest.raises(Invalid, match="eps is 0 as a float32"):
+        check_adam(AdamParams(eps=1e-46))
+
+
+def test_an_optimizer_without_epsilon_would_divide_zero_by_zero() -> None:
+    check_adam(AdamParams())
+    with pytest.raises(Invalid, match="eps must be greater than 0"):
+        check_adam(AdamParams(eps=0.0))

@@ -1,0 +1,192 @@
+"""From the bytes of a training request to an op of the log."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain.wire.proto import wire_pb2
+from cotrain_server.errors import Unreadable
+from cotrain_server.requests.passes import (
+    Op,
+    pass_op,
+    read_binary_pass,
+    read_fields,
+    read_json_pass,
+    read_step,
+    step_op,
+)
+from cotrain_store.messages.ops import OpKind
+from tests.support.http_api import POOL, pass_body
+
+RUN = "s:train:0"
+
+
+def json_op(forward_only: bool = False, seq: int = 1, **changes: Any) -> Op:
+    body = json.dumps(pass_body(RUN, seq, **changes))
+    if forward_only:
+        body = body.replace("forward_backward_input", "forward_input")
+    return pass_op(read_json_pass(body.encode(), forward_only=forward_only), POOL)
+
+
+def message(**changes: Any) -> wire_pb2.ForwardBackwardRequest:
+    return wire_pb2.ForwardBackwardRequest.FromString(json_op(**changes).body)
+
+
+def binary_op(request: wire_pb2.ForwardBackwardRequest) -> Op:
+    return pass_op(read_binary_pass(request.SerializeToString(), forward_only=False), POOL)
+
+
+def step(**params: Any) -> Op:
+    body = {"model_id": RUN, "seq_id": 2, "adam_params": params}
+    return step_op(read_step(json.dumps(body).encode()))
+
+
+def why(op: Op) -> str:
+    assert op.kind is OpKind.REJECTED
+    failure = json.loads(op.body)
+    assert failure["category"] == "user"
+    return str(failure["error"])
+
+
+def test_json_and_protobuf_of_one_request_are_one_op() -> None:
+    assert binary_op(message()) == json_op()
+
+
+def test_an_op_that_no_empty_queue_could_take_fails_at_once() -> None:
+    op = json_op()
+    size = len(op.body)
+    assert op.fitting(3, size) is op
+    over = op.fitting(2, size)
+    assert why(over).startswith("data has 3 tokens; of one tenant no more than 2 may wait at once")
+    assert over.digest == op.digest
+    assert why(op.fitting(3, size - 1)).startswith(f"data has {size} bytes; of one tenant")
+
+
+def test_an_op_counts_the_tokens_the_base_model_reads() -> None:
+    assert json_op(tokens=[1, 2, 3, 4, 5]).tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("forward_only", "kind"), [(False, OpKind.FORWARD_BACKWARD), (True, OpKind.FORWARD)]
+)
+def test_forward_and_forward_backward_are_different_ops(forward_only: bool, kind: OpKind) -> None:
+    op = json_op(forward_only=forward_only)
+    assert op.kind is kind
+    assert op.digest != json_op(forward_only=not forward_only).digest
+
+
+def test_a_request_that_only_adds_provenance_has_the_same_digest() -> None:
+    spanned = message()
+    spanned.data[0].model_input_spans.add().prompt_tokens.sequence_id = "s"
+    assert binary_op(spanned).digest == json_op().digest
+
+
+def test_other_content_has_another_digest() -> None:
+    assert json_op(tokens=[1, 2, 3]).digest != json_op(tokens=[1, 2, 4]).digest
+
+
+def test_a_wrong_request_keeps_its_digest_when_it_is_sent_again() -> None:
+    first, again = json_op(loss_fn="nope"), json_op(loss_fn="nope")
+    assert first == again
+    assert first.digest != json_op(loss_fn="nope2").digest
+
+
+def test_a_request_without_a_loss_is_rejected_by_the_name_of_the_field() -> None:
+    assert why(json_op(loss_fn=None)).startswith("forward_backward_input.loss_fn: ")
+
+
+@pytest.mark.parametrize("token", [2**31, 2**63, True, 1.5, "1"])
+def test_a_token_that_is_no_32_bit_integer_is_rejected(token: Any) -> None:
+    body = pass_body(RUN, 1)
+    body["forward_backward_input"]["data"][0]["model_input"]["chunks"][0]["tokens"] = [token]
+    op = pass_op(read_json_pass(json.dumps(body).encode(), forward_only=False), POOL)
+    assert "data[0].model_input.chunks[0]" in why(op)
+
+
+def test_a_number_that_json_does_not_have_is_rejected_like_any_other() -> None:
+    body = json.dumps(pass_body(RUN, 1)).replace("[1.0, 1.0, 1.0]", "[1.0, NaN, 1.0]")
+    op = pass_op(read_json_pass(body.encode(), forward_only=False), POOL)
+    assert why(op) == "data[0].loss_fn_inputs.weights[1] is not finite."
+
+
+def test_an_image_is_rejected_by_name_not_dropped() -> None:
+    body = pass_body(RUN, 1)
+    chunks = body["forward_backward_input"]["data"][0]["model_input"]["chunks"]
+    chunks.append({"type": "image", "data": "", "format": "png"})
+    op = pass_op(read_json_pass(json.dumps(body).encode(), forward_only=False), POOL)
+    assert "image" in why(op)
+
+
+def test_sparse_tensors_cannot_blow_up() -> None:
+    request = message()
+    target = request.data[0].loss_fn_inputs["target_tokens"]
+    target.sparse_csr.crow_indices = bytes(8 * 4)
+    del target.shape[:]
+    target.shape.extend([3, 1 << 25])
+    assert "may span at most" in why(binary_op(request))
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"3", b'{"model_id": 1}', b"{", b"\xff", b"null"])
+def test_a_request_that_does_not_say_whose_it_is_is_unreadable(body: bytes) -> None:
+    with pytest.raises(Unreadable):
+        read_json_pass(body, forward_only=False)
+
+
+@pytest.mark.parametrize("seq", [0, -1, 2**31, 2**63, True, "1", 1.0, None])
+def test_a_place_in_the_order_must_be_a_whole_number_from_one(seq: Any) -> None:
+    with pytest.raises(Unreadable, match="seq_id"):
+        read_fields(json.dumps({"model_id": RUN, "seq_id": seq}).encode())
+
+
+def test_a_message_without_a_run_is_unreadable() -> None:
+    with pytest.raises(Unreadable, match="model_id"):
+        read_binary_pass(b"", forward_only=False)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_crash_the_reader(body: bytes) -> None:
+    for read in (read_binary_pass, read_json_pass):
+        with suppress(Unreadable):
+            pass_op(read(body, forward_only=False), POOL)
+
+
+def test_a_step_carries_its_numbers() -> None:
+    op = step(learning_rate=0.5)
+    assert op.kind is OpKind.OPTIM_STEP
+    assert json.loads(op.body) == {
+        "learning_rate": 0.5,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-12,
+        "weight_decay": 0.0,
+        "grad_clip_norm": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"learning_rate": -1},
+        {"learning_rate": float("nan")},
+        {"learning_rate": float("inf")},
+        {"beta1": 1.0},
+        {"beta2": -0.1},
+        {"eps": 0},
+        {"eps": -1e-8},
+        {"weight_decay": -1},
+        {"grad_clip_norm": float("nan")},
+    ],
+)
+def test_a_step_with_a_number_out_of_range_is_rejected_by_name(params: dict[str, float]) -> None:
+    assert f"adam_params.{next(iter(params))}" in why(step(**params))
+
+
+def test_another_optimizer_is_rejected() -> None:
+    body = {"model_id": RUN, "seq_id": 1, "optimizer_params": {"type": "dimuon"}}
+    assert "AdamW" in why(step_op(read_step(json.dumps(body).encode())))

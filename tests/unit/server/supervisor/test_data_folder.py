@@ -1,0 +1,85 @@
+"""The data folder: one server at a time, and readable by its owner only."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_server.supervisor.data_folder import LOG_BYTES, DataFolder, FolderInUse, UnsafeFolder
+from cotrain_store.redis_client.embedded_server import MAX_SOCKET_PATH
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_only_one_server_has_the_folder(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path)
+    lock = folder.lock()
+    with pytest.raises(FolderInUse, match="Another server uses"):
+        folder.lock()
+    os.close(lock)
+    os.close(folder.lock())
+
+
+def test_the_folder_is_taken_until_the_last_process_of_a_server_is_gone(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path)
+    lock = folder.lock()
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,)
+    ) as child:
+        os.close(lock)
+        with pytest.raises(FolderInUse):
+            folder.lock()
+        child.communicate(b"\n")
+    os.close(folder.lock())
+
+
+def test_everything_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path / "data")
+    os.close(folder.open_log("api"))
+    for path in (folder.path, folder.logs, folder.redis, folder.socket().parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder.logs / "api.log").stat().st_mode) == 0o600
+
+
+def test_a_socket_path_too_long_for_the_kernel_moves_to_a_short_folder_of_ours(
+    tmp_path: Path,
+) -> None:
+    folder = DataFolder(tmp_path / ("x" * MAX_SOCKET_PATH))
+    socket = folder.socket()
+    assert len(str(socket)) <= MAX_SOCKET_PATH
+    assert socket == folder.socket()
+    socket.parent.rmdir()
+
+
+def test_a_folder_others_can_read_is_not_used_for_the_socket(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o755)
+    with pytest.raises(UnsafeFolder):
+        DataFolder(tmp_path).socket()
+
+
+def test_a_large_log_is_put_aside_while_its_process_writes(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path)
+    descriptor = folder.open_log("api")
+    os.truncate(folder.logs / "api.log", LOG_BYTES + 1)
+    folder.put_logs_aside()
+    os.write(descriptor, b"later")
+    os.close(descriptor)
+    assert (folder.logs / "api.log").read_bytes() == b"later"
+    aside = (folder.logs / "api.log.1").stat()
+    assert (aside.st_size, stat.S_IMODE(aside.st_mode)) == (LOG_BYTES + 1, 0o600)
+
+
+def test_a_log_of_ordinary_size_stays_whole(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path)
+    descriptor = folder.open_log("api")
+    os.write(descriptor, b"line")
+    folder.put_logs_aside()
+    os.close(descriptor)
+    assert [path.name for path in folder.logs.iterdir()] == ["api.log"]

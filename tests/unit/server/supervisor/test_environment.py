@@ -1,0 +1,48 @@
+"""Each process gets its own settings, and a typo stops the server."""
+
+from __future__ import annotations
+
+import pytest
+
+from cotrain_server.supervisor import environment as variables
+from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings.worker import WorkerSettings
+
+
+@pytest.mark.parametrize(
+    ("listed", "settings"),
+    [(variables.SCHEDULER, SchedulerSettings), (variables.WORKER, WorkerSettings)],
+)
+def test_every_setting_of_a_sibling_is_listed_and_nothing_else(
+    listed: frozenset[str], settings: type[SchedulerSettings | WorkerSettings]
+) -> None:
+    assert listed == {name.upper() for name in settings.model_fields}
+
+
+def test_a_process_gets_its_own_variables_and_no_others() -> None:
+    inherited = {
+        "PATH": "/bin",
+        "COTRAIN_CLOCK_MODE": "metronome",
+        "COTRAIN_DTYPE": "float32",
+        "COTRAIN_LOG_LEVEL": "debug",
+    }
+    made = variables.environment(variables.WORKER, {"LOG_LEVEL": "info"}, inherited)
+    assert made == {"PATH": "/bin", "COTRAIN_DTYPE": "float32", "COTRAIN_LOG_LEVEL": "info"}
+
+
+def test_a_flag_wins_over_the_environment_but_not_where_it_does_not_belong() -> None:
+    made = variables.environment(
+        variables.API, {"PORT": "1", "DEVICE": "cpu"}, {"COTRAIN_PORT": "2"}
+    )
+    assert made == {"COTRAIN_PORT": "1"}
+
+
+def test_a_misspelt_variable_is_found_and_a_clients_is_not() -> None:
+    environ = {"COTRAIN_CLOCK_MOD": "x", "COTRAIN_BASE_URL": "x", "COTRAIN_PROGRESS": "0", "A": "b"}
+    assert variables.unknown_variables(environ) == ["COTRAIN_CLOCK_MOD"]
+
+
+def test_every_process_gets_its_failpoints() -> None:
+    inherited = {"COTRAIN_FAILPOINTS": "x", "COTRAIN_FAILPOINTS_LOG": "y"}
+    assert variables.environment(variables.API, {}, inherited) == inherited
+    assert variables.unknown_variables(inherited) == []

@@ -1,0 +1,49 @@
+"""What processes print becomes JSON lines, time first; what is JSON already stays as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from cotrain_server.supervisor import json_log as loglines
+from cotrain_server.supervisor.process import LINES
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("line", "level", "said"),
+    [
+        ("1234:M 22 Nov 2026 11:22:07.123 * Ready to accept", "info", "Ready to accept"),
+        ("1:C 22 Nov 2026 11:22:07.123 # oO0 starting", "warning", "oO0 starting"),
+        ("Fatal Python error: Aborted", "info", "Fatal Python error: Aborted"),
+        ('{"half": ', "info", '{"half": '),
+    ],
+)
+def test_a_line_is_an_event(line: str, level: str, said: str) -> None:
+    written = loglines.as_json(line, "redis", NOW)
+    assert written is not None
+    assert list(json.loads(written).items()) == [
+        ("ts", "2026-01-02T03:04:05.000000Z"),
+        ("level", level),
+        ("process", "redis"),
+        ("event", said),
+    ]
+
+
+def test_our_own_lines_stay_and_empty_ones_go() -> None:
+    own = '{"ts": "x", "event": "y"}'
+    assert loglines.as_json(own, "api", NOW) == own
+    assert loglines.as_json("  \r", "api", NOW) is None
+
+
+def test_a_disk_that_is_full_costs_lines_and_not_the_process() -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-I", "-S", str(LINES), "w0"]
+        ran = subprocess.run(command, input=b"one\ntwo\n", stdout=full, stderr=full, check=False)
+    assert ran.returncode == 0

@@ -1,0 +1,171 @@
+"""Keeping a process running: real processes, really killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_server.supervisor import process as children
+from cotrain_server.supervisor.data_folder import DataFolder
+from cotrain_server.supervisor.process import TETHER, Child, Program
+from cotrain_server.supervisor.restarts import Deaths
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SLEEPER = Program("sleeper", ["sleep", "60"], {"PATH": os.environ["PATH"]}, grace_s=5)
+STUBBORN = replace(SLEEPER, command=["sh", "-c", "trap '' TERM; echo up; sleep 60"], grace_s=0.1)
+BROKEN = replace(SLEEPER, name="broken", command=["sh", "-c", "exit 7"])
+
+
+class Watched:
+    """A child, what it said, and its troubles."""
+
+    def __init__(self, folder: Path, program: Program) -> None:
+        self.lines: asyncio.Queue[str] = asyncio.Queue()
+        self.troubles: list[str | None] = []
+        self.child = Child(
+            program, DataFolder(folder), self.lines.put_nowait, lambda _, t: self.troubles.append(t)
+        )
+        self.kept = asyncio.create_task(self.child.keep())
+
+    async def pid(self) -> int:
+        """Wait for the next start."""
+        while True:
+            line = await self.lines.get()
+            if "started" in line:
+                return int(line.rpartition(" ")[2].rstrip(")"))
+
+
+async def test_a_process_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, SLEEPER)
+    first = await watched.pid()
+    os.kill(first, signal.SIGKILL)
+    died = await watched.lines.get()
+    log = tmp_path / "logs" / "sleeper.log"
+    assert died == f"sleeper was killed by SIGKILL; starting it again in 0.1 s; see {log}"
+    assert await watched.pid() != first
+    await watched.child.stop()
+    await watched.kept
+
+
+async def test_a_stopped_process_is_not_started_again(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, SLEEPER)
+    pid = await watched.pid()
+    await watched.child.stop()
+    await watched.kept
+    assert watched.lines.empty()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_process_told_to_stop_while_it_is_being_started_does_not_stay(
+    tmp_path: Path,
+) -> None:
+    watched = Watched(tmp_path, SLEEPER)
+    await asyncio.sleep(0)  # far enough to be starting, not far enough to be known
+    await watched.child.stop()
+    await asyncio.wait_for(watched.kept, 120)
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    watched = Watched(tmp_path, replace(STUBBORN, pass_fds=(write_end,)))
+    await watched.pid()
+    os.close(write_end)
+    log = tmp_path / "logs" / "sleeper.log"
+    await until(log.read_text)  # the trap is set before this is written
+    await watched.child.stop()
+    await watched.kept
+    assert await watched.lines.get() == "sleeper did not end in 0.1 s; killing it"
+    assert os.read(read_end, 1) == b""  # its last holder is gone
+    os.close(read_end)
+
+
+async def test_a_crash_loop_is_reported_and_goes_on(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, BROKEN)
+    watched.child.deaths = Deaths((time.monotonic(),) * 4)
+    await watched.pid()
+    assert "starting it again in 5 s" in await watched.lines.get()
+    assert watched.troubles == [
+        "exited with status 7, 5 times in the last minute; its log says why."
+    ]
+    await watched.child.stop()
+    await watched.kept
+
+
+REFUSING = replace(
+    SLEEPER, command=["sh", "-c", """echo '{"ts": "", "reason": "No such model."}' >&2; exit 2"""]
+)
+
+
+async def test_a_refusal_to_start_is_told_with_its_reason_and_ends_the_keeping(
+    tmp_path: Path,
+) -> None:
+    watched, refusals = Watched(tmp_path, REFUSING), list[str]()
+
+    def end(reason: str) -> bool:
+        refusals.append(reason)
+        return True
+
+    watched.child.give_up = end
+    await asyncio.wait_for(watched.kept, 120)
+    assert refusals == ["No such model."]
+    assert watched.lines.qsize() == 1  # it was started once
+
+
+async def test_a_refusal_of_what_ran_before_is_tried_again_and_reported(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, REFUSING)
+    watched.child.deaths = Deaths((time.monotonic(),) * 4)
+    await watched.pid()
+    assert "starting it again in 5 s" in await watched.lines.get()
+    assert watched.troubles == ["exited with status 2, 5 times in the last minute: No such model."]
+    await watched.child.stop()
+    await watched.kept
+
+
+async def test_a_trouble_is_over_once_the_process_has_lived_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "HEALED_AFTER_S", 0.01)
+    watched = Watched(tmp_path, SLEEPER)
+    watched.child.deaths = Deaths((time.monotonic(),) * 5)
+    await watched.pid()
+    await until(lambda: watched.troubles)
+    assert watched.troubles == [None]
+    await watched.child.stop()
+    await watched.kept
+
+
+def test_a_tethered_process_dies_with_its_supervisor_however_that_dies() -> None:
+    # The supervisor starts a tethered sleeper, says its pid, and waits to be killed.
+    supervise = (
+        "import os, subprocess, sys, time\n"
+        f"tether = [sys.executable, '-I', '-S', {str(TETHER)!r}, str(os.getpid()), '9']\n"
+        "print(subprocess.Popen([*tether, 'sh', '-c', 'echo up; exec sleep 60']).pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", supervise], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout
+        said = {supervisor.stdout.readline().strip() for _ in range(2)}
+        assert "up" in said
+        supervisor.kill()
+        # The pipe ends when its last holder is gone: the sleeper, had it stayed.
+        assert supervisor.stdout.read() == ""
+
+
+def test_a_tether_to_a_supervisor_that_is_gone_starts_nothing() -> None:
+    command = [sys.executable, "-I", "-S", str(TETHER), "1", "9", "echo", "started"]
+    ended = subprocess.run(command, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, b"")

@@ -1,0 +1,126 @@
+"""How a server ends: whoever takes new work first, what keeps it last, and nobody for ever."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_server.supervisor.commands import Plan, Programs
+from cotrain_server.supervisor.data_folder import DataFolder
+from cotrain_server.supervisor.process import Program
+from cotrain_server.supervisor.supervisor import Supervisor
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Ends at SIGTERM, and says so in a file of all.
+ORDERLY = "trap 'echo {name} >> {order}; exit 0' TERM; echo up; while :; do sleep 0.02; done"
+STUBBORN = "trap '' TERM; echo up; while :; do sleep 0.02; done"
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, said: list[str]) -> Supervisor:
+    plan = Plan(
+        base_models=("a/b", "c/d"), host="127.0.0.1", port=0, data_dir=tmp_path, redis_url=None,
+        api_keys=(), accept_data_loss=False, given={},
+    )  # fmt: skip
+    return Supervisor(plan, said.append, lambda _: None)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What the operator reads."""
+    return []
+
+
+def program(folder: Path, name: str, script: str, grace_s: float = 60) -> Program:
+    command = ["sh", "-c", script.format(name=name, order=folder / "order")]
+    return Program(name, command, {"PATH": os.environ["PATH"]}, grace_s)
+
+
+async def until_up(folder: DataFolder, *names: str) -> None:
+    """Wait until each has set its trap."""
+    logs = [folder.log_of(name) for name in names]
+    await until(lambda: all(log.exists() and log.read_text() for log in logs))
+
+
+async def test_stages_end_in_the_reverse_order_of_their_start_each_before_the_next(
+    supervisor: Supervisor, tmp_path: Path, said: list[str]
+) -> None:
+    folder = DataFolder(tmp_path)
+
+    def hear(line: str) -> None:
+        said.append(line)
+        name, is_killed, _ = line.partition(" did not end")
+        if is_killed:
+            with (tmp_path / "order").open("a") as order:
+                order.write(f"{name}\n")
+
+    supervisor.say = hear
+    supervisor._add(folder, [program(tmp_path, "redis", ORDERLY)])
+    supervisor._add(
+        folder,
+        [program(tmp_path, "w0", STUBBORN, grace_s=0.2), program(tmp_path, "w1", ORDERLY)],
+    )
+    supervisor._add(folder, [program(tmp_path, "scheduler", ORDERLY)])
+    supervisor._add(folder, [program(tmp_path, "api", STUBBORN, grace_s=0.2)])
+    await until_up(folder, "redis", "w0", "w1", "scheduler", "api")
+    await supervisor._drain()
+
+    ended = (tmp_path / "order").read_text().split()
+    assert ended[:2] == ["api", "scheduler"]
+    assert set(ended[2:4]) == {"w0", "w1"}
+    assert ended[4:] == ["redis"]
+    told = [line for line in said if "started" not in line]
+    assert told == [
+        "api did not end in 0.2 s; killing it", "w0 did not end in 0.2 s; killing it", "stopped",
+    ]  # fmt: skip
+
+
+async def test_a_worker_whose_device_is_lost_is_started_again(
+    supervisor: Supervisor, tmp_path: Path, said: list[str]
+) -> None:
+    folder, lost = DataFolder(tmp_path), tmp_path / "lost"
+    dies_once = f"if ! test -e {lost}; then touch {lost}; exit 70; fi; {ORDERLY}"
+    supervisor._add(folder, [program(tmp_path, "w0", dies_once)])
+    await until_up(folder, "w0")
+    await supervisor._drain()
+    assert [line.partition(";")[0] for line in said if "exited" in line] == [
+        "w0 exited with status 70"
+    ]
+    assert sum("started" in line for line in said) == 2
+
+
+@pytest.mark.parametrize(("set_to", "grace_s"), [(None, 60.0), ("300", 300.0), ("soon", 60.0)])
+def test_each_process_has_the_time_that_is_documented_and_a_worker_what_it_plans_by(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, set_to: str | None, grace_s: float
+) -> None:
+    if set_to:
+        monkeypatch.setenv("COTRAIN_STOP_GRACE_S", set_to)
+    folder = DataFolder(supervisor.plan.data_dir)
+    made = Programs(supervisor.plan, folder, "unix:///nowhere", lock=0, listener=0)
+    workers = made.workers()
+    assert [worker.grace_s for worker in workers] == [grace_s, grace_s]
+    assert workers[0].environment.get("COTRAIN_STOP_GRACE_S") == set_to
+    assert (made.redis().grace_s, made.scheduler().grace_s, made.api().grace_s) == (30, 5, 10)
+
+
+def test_the_libraries_of_a_server_start_no_thread_per_core_unless_told(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    folder = DataFolder(supervisor.plan.data_dir)
+    made = Programs(supervisor.plan, folder, "unix:///nowhere", lock=0, listener=0)
+    for program in (made.api(), made.scheduler()):
+        assert program.environment["OMP_NUM_THREADS"] == "1"
+        assert program.environment["OPENBLAS_NUM_THREADS"] == "3"
+    worker = made.workers()[0]
+    assert "OMP_NUM_THREADS" not in worker.environment
+    assert worker.environment["GOMP_SPINCOUNT"] == "10000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert made.workers()[0].environment["GOMP_SPINCOUNT"] == "7"

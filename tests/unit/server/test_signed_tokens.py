@@ -1,0 +1,121 @@
+"""What was signed is believed, for as long as it says, and nothing else is."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from dataclasses import replace
+
+import jwt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_server.errors import BadLink, InvalidToken
+from cotrain_server.signed_tokens import TOKEN_LIFE_S, Link, Signer, Token
+from cotrain_store.messages.ids import TenantId, WeightsRef
+
+OLD, NEW = b"o" * 32, b"n" * 32
+SIGNER = Signer((NEW, OLD))
+LINK = Link(TenantId("t-1"), "tinker://s:train:0/weights/a", WeightsRef("s:train:0:3"), "f", 1_000)
+TOKEN = Token(TenantId("t-1"), "k1", "alice")
+NOW = 900.0
+
+
+def part(value: object) -> str:
+    return base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
+
+
+def test_a_link_says_what_it_was_made_for() -> None:
+    assert SIGNER.read_link(SIGNER.sign_link(LINK), NOW) == LINK
+
+
+def test_a_link_ends_when_it_says() -> None:
+    text = SIGNER.sign_link(LINK)
+    SIGNER.read_link(text, 999.9)
+    with pytest.raises(BadLink):
+        SIGNER.read_link(text, 1_000.0)
+
+
+def test_what_the_previous_secret_signed_holds_and_what_a_third_one_signed_does_not() -> None:
+    before = Signer((OLD, b"x" * 32))
+    assert SIGNER.read_link(before.sign_link(LINK), NOW) == LINK
+    assert SIGNER.read_token(before.make_token(TOKEN, time.time())) == TOKEN
+    other = Signer((b"x" * 32, b"y" * 32))
+    with pytest.raises(BadLink):
+        SIGNER.read_link(other.sign_link(LINK), NOW)
+    with pytest.raises(InvalidToken):
+        SIGNER.read_token(other.make_token(TOKEN, time.time()))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(LINK, tenant=TenantId("t-2")),
+        replace(LINK, path="tinker://s:train:0/weights/b"),
+        replace(LINK, weights=WeightsRef("s:train:0:4")),
+        replace(LINK, file="g"),
+        replace(LINK, expires_at=9_000),
+    ],
+)
+def test_no_part_of_a_link_can_be_exchanged(changed: Link) -> None:
+    content = SIGNER.sign_link(changed).partition(".")[0]
+    seal = SIGNER.sign_link(LINK).partition(".")[2]
+    with pytest.raises(BadLink):
+        SIGNER.read_link(f"{content}.{seal}", NOW)
+
+
+@given(st.text())
+def test_anything_else_is_no_link_and_no_token(text: str) -> None:
+    with pytest.raises(BadLink):
+        SIGNER.read_link(text, NOW)
+    with pytest.raises(InvalidToken):
+        SIGNER.read_token(text)
+
+
+def test_a_token_stands_for_a_key_for_an_hour() -> None:
+    now = time.time()
+    assert SIGNER.read_token(SIGNER.make_token(TOKEN, now)) == TOKEN
+    with pytest.raises(InvalidToken) as refused:
+        SIGNER.read_token(SIGNER.make_token(TOKEN, now - TOKEN_LIFE_S - 1))
+    assert refused.value.expired
+
+
+def test_sdks_find_in_a_token_what_they_look_for() -> None:
+    claims = jwt.decode(SIGNER.make_token(TOKEN, NOW), options={"verify_signature": False})
+    assert (claims["sub"], claims["org_id"]) == ("t-1", "t-1")
+    assert claims["iss"].startswith("passport-")
+    assert claims["exp"] - claims["iat"] == TOKEN_LIFE_S
+
+
+def test_a_token_without_a_signature_or_with_another_algorithm_is_none() -> None:
+    good = SIGNER.make_token(TOKEN, time.time())
+    header, claims, seal = good.split(".")
+    for forged in (
+        f"{part({'alg': 'none', 'typ': 'JWT'})}.{claims}.",
+        f"{part({'alg': 'none', 'typ': 'JWT'})}.{claims}.{seal}",
+        f"{part({'alg': 'HS512', 'typ': 'JWT'})}.{claims}.{seal}",
+        f"{part({'alg': 'RS256', 'typ': 'JWT'})}.{claims}.{seal}",
+        f"{header}.{claims}.",
+        f"{header}.{claims}",
+        f"{header}.{part({'sub': 't-2', 'jti': 'k1', 'name': '', 'iat': 0, 'exp': 9e9})}.{seal}",
+    ):
+        with pytest.raises(InvalidToken) as refused:
+            SIGNER.read_token(forged)
+        assert not refused.value.expired
+    assert SIGNER.read_token(good) == TOKEN
+
+
+def test_a_token_that_never_expires_is_none() -> None:
+    claims = {"sub": "t-1", "jti": "k1", "name": "", "iat": 0}
+    endless = jwt.encode(claims, SIGNER._token_keys[0], algorithm="HS256")
+    with pytest.raises(InvalidToken):
+        SIGNER.read_token(endless)
+
+
+def test_a_links_signature_makes_no_token() -> None:
+    claims = {"sub": "t", "jti": "k", "name": "", "iat": 0, "exp": int(time.time()) + 99}
+    forged = jwt.encode(claims, SIGNER._link_keys[0], algorithm="HS256")
+    with pytest.raises(InvalidToken):
+        SIGNER.read_token(forged)

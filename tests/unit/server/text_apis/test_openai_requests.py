@@ -1,0 +1,173 @@
+"""What OpenAI's clients send becomes a sample request, or is refused by the name of its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cotrain_server.errors import Invalid
+from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"model": "m", "messages": MESSAGES, **fields})
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "m", "prompt": "Hi", **fields})
+
+
+def test_nothing_said_and_null_mean_the_same() -> None:
+    fields = set(ChatCompletionRequest.model_fields) - {"model", "messages"}
+    said = chat(**dict.fromkeys(fields), tools=None)
+    said.check()
+    assert said.body([1]) == chat().body([1])
+
+
+def test_defaults_are_those_of_the_api() -> None:
+    body = chat().body([1, 2])
+    assert (body.prompt, body.num_samples, body.max_tokens) == ((1, 2), 1, None)
+    assert (body.temperature, body.top_p, body.top_k, body.stop) == (1.0, 1.0, -1, None)
+    assert not body.stream
+    assert completion().body([1]).max_tokens == 16
+
+
+def test_all_fields_reach_the_sample_request() -> None:
+    asked = chat(
+        n=3, temperature=0, top_p=0.5, top_k=7, seed=-4, stop=["a", "b"], stream=True,
+        max_tokens=5, max_completion_tokens=6,
+    )  # fmt: skip
+    body = asked.body([1])
+    assert (body.num_samples, body.max_tokens, body.seed) == (3, 6, -4)
+    assert (body.temperature, body.top_p, body.top_k) == (0, 0.5, 7)
+    assert body.stop == ("a", "b")
+    assert body.stream
+
+
+def test_the_likeliest_tokens_are_asked_for_and_not_streamed_token_by_token() -> None:
+    body = chat(stream=True, logprobs=True, top_logprobs=4).body([1])
+    assert (body.topk_sample_logprobs, body.stream) == (4, False)
+    assert completion(stream=True, logprobs=0).body([1]).stream
+
+
+def test_echoed_log_probs_are_those_of_the_prompt() -> None:
+    body = completion(echo=True, logprobs=2).body([1, 2])
+    assert (body.prompt_logprobs, body.topk_prompt_logprobs) == (True, 2)
+    assert not completion(echo=True).body([1]).prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("Hi", ["Hi"]),
+        ([1, 2], [[1, 2]]),
+        (["Hi", "1"], ["Hi", "1"]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        (["Hi", [3]], ["Hi", [3]]),
+    ],
+)
+def test_prompts_come_in_five_forms(prompt: Any, prompts: list[Any]) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [[], ["x"] * 257])
+def test_no_prompt_and_too_many_are_refused(prompt: list[str]) -> None:
+    with pytest.raises(Invalid, match="prompt: 1 to 256"):
+        _ = completion(prompt=prompt).prompts
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"logit_bias": {"1": 5}},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -1},
+        {"modalities": ["text", "audio"]},
+        {"reasoning_effort": "low"},
+        {"best_of": 2},
+        {"nobody_knows_this": 1},
+    ],
+)
+def test_what_would_change_the_result_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(Invalid, match=next(iter(fields))):
+        chat(**fields).check()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "tool_choice": "auto"},
+        {"response_format": {"type": "text"}},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+    ],
+)
+def test_what_asks_for_nothing_is_ignored(fields: dict[str, Any]) -> None:
+    chat(**fields).check()
+
+
+def test_likeliest_tokens_without_log_probs_are_refused() -> None:
+    with pytest.raises(Invalid, match="top_logprobs needs logprobs"):
+        chat(top_logprobs=1).check()
+
+
+def test_log_probs_of_a_prompt_are_not_streamed() -> None:
+    completion(echo=True, stream=True).check()
+    with pytest.raises(Invalid, match="echo"):
+        completion(echo=True, stream=True, logprobs=0).check()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"n": 0}, {"n": 129}, {"top_logprobs": 21}, {"seed": 2**63}, {"messages": []}]
+)
+def test_numbers_have_limits(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        chat(**fields)
+
+
+def test_parts_of_text_are_joined_and_developers_are_the_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    told_before: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+    }
+    asked = chat(
+        messages=[
+            {"role": "developer", "content": "Be short.", "name": "me"},
+            {"role": "user", "content": parts},
+            told_before,
+        ]
+    )
+    assert asked.chat() == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"role": "tool", "content": "4"}, r"messages\[0\].role: 'tool'"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            r"messages\[0\].content\[0\]: .*'image_url'",
+        ),
+        ({"role": "assistant", "tool_calls": [{}]}, r"messages\[0\].tool_calls"),
+        ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\]"),
+    ],
+)
+def test_a_message_that_is_not_text_is_refused_by_its_place(
+    message: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(Invalid, match=named):
+        chat(messages=[message]).chat()

@@ -1,0 +1,143 @@
+"""Bodies and results of sample requests: read back as written, and nothing hostile gets through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain.wire.proto import wire_pb2
+from cotrain_store.bodies.sample_body import (
+    SampleBody,
+    decode_sample,
+    encode_sample,
+    encode_sample_output,
+)
+from cotrain_store.errors import MalformedBody
+
+tokens = st.integers(0, 2**31 - 1)
+targets = st.integers(0, 3).flatmap(
+    lambda k: st.lists(
+        st.lists(st.integers(-1, 2**31), min_size=k, max_size=k).map(tuple), max_size=4
+    ).map(tuple)
+)
+bodies = st.builds(
+    SampleBody,
+    prompt=st.lists(tokens, max_size=50).map(tuple),
+    num_samples=st.integers(1, 100),
+    max_tokens=st.none() | st.integers(0, 2**31),
+    temperature=st.floats(0, 10),
+    top_k=st.integers(-1, 500),
+    top_p=st.floats(0, 1),
+    seed=st.none() | st.integers(-(2**63), 2**64 - 1),
+    stop=st.none()
+    | st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1)).map(tuple)
+    | st.lists(tokens).map(tuple),
+    prompt_logprobs=st.booleans(),
+    topk_prompt_logprobs=st.integers(0, 20),
+    topk_sample_logprobs=st.integers(0, 20),
+    prompt_logprobs_last_n=st.none() | st.integers(0, 100),
+    target_prompt_logprobs=st.none() | targets,
+    stream=st.booleans(),
+)
+
+
+@given(bodies)
+def test_a_body_is_read_as_it_was_written(body: SampleBody) -> None:
+    assert decode_sample(encode_sample(body)) == body
+
+
+@given(bodies)
+def test_fields_of_tomorrow_are_ignored(body: SampleBody) -> None:
+    written = encode_sample(body)
+    length = int.from_bytes(written[:4], "little")
+    text = b'{"a_field_of_tomorrow":[1],' + written[17 : 16 + length]
+    longer = len(text).to_bytes(4, "little") + written[4:16] + text + written[16 + length :]
+    assert decode_sample(longer) == body
+
+
+@given(bodies, st.integers(0, 400))
+def test_a_body_that_was_cut_is_refused(body: SampleBody, cut: int) -> None:
+    written = encode_sample(body)
+    if cut < len(written):
+        with pytest.raises(MalformedBody):
+            decode_sample(written[:cut])
+
+
+@given(st.binary(max_size=200))
+def test_what_is_no_body_is_refused(content: bytes) -> None:
+    with pytest.raises(MalformedBody):
+        decode_sample(content)
+
+
+@dataclass(frozen=True)
+class TopK:
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
+class Sampled:
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    stop_reason: Literal["stop", "length"]
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    sequences: tuple[Sampled, ...]
+    prompt_logprobs: np.ndarray | None = None
+    topk_prompt: TopK | None = None
+    target_prompt_logprobs: np.ndarray | None = None
+    cached_prompt_tokens: int = 0
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def test_a_result_says_what_was_sampled_and_nothing_that_was_not_asked_for() -> None:
+    empty = Sampled(np.zeros(0, np.int32), floats(), "length")
+    some = Sampled(np.array([5, 6], np.int32), floats(-0.5, -1.5), "stop")
+    message = encode_sample_output(Output((empty, some)))
+    response = wire_pb2.SampleResponse.FromString(message)
+    assert [sequence.stop_reason for sequence in response.sequences] == [
+        wire_pb2.STOP_REASON_LENGTH,
+        wire_pb2.STOP_REASON_STOP,
+    ]
+    assert np.frombuffer(response.sequences[1].tokens, "<i4").tolist() == [5, 6]
+    assert np.frombuffer(response.sequences[1].logprobs, "<f4").tolist() == [-0.5, -1.5]
+    assert response.sequences[0].tokens == b""
+    assert response.sequences[0].HasField("logprobs")  # none is not the same as not known
+    asked = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")
+    assert not any(response.HasField(name) for name in asked)
+
+
+def test_what_was_asked_about_the_prompt_keeps_its_shape_and_its_bits() -> None:
+    topk = TopK(
+        np.array([[0, 0], [7, 3]], np.int64), floats(-99999.0, -99999.0, -0.25, -2).reshape(2, 2)
+    )
+    output = Output(
+        sequences=(Sampled(np.array([1], np.int32), floats(-1), "stop", topk),),
+        prompt_logprobs=floats(np.nan, -0.125),
+        topk_prompt=topk,
+        target_prompt_logprobs=floats(-1, np.nan, -3).reshape(1, 3),
+        cached_prompt_tokens=64,
+    )
+    response = wire_pb2.SampleResponse.FromString(encode_sample_output(output))
+    assert response.prompt_cache_hit_tokens == 64
+    np.testing.assert_array_equal(
+        np.frombuffer(response.prompt_logprobs, "<f4"), [np.nan, np.float32(-0.125)]
+    )
+    for found in (response.topk_prompt_logprobs, response.sequences[0].topk_sampled_logprobs):
+        assert (found.length, found.k) == (2, 2)
+        assert np.frombuffer(found.token_ids, "<i4").tolist() == [0, 0, 7, 3]
+        assert np.frombuffer(found.logprobs, "<f4").tolist() == [-99999, -99999, -0.25, -2]
+    targets = response.target_prompt_logprobs
+    assert (list(targets.shape), targets.dtype) == ([1, 3], wire_pb2.DTYPE_FLOAT32)
+    np.testing.assert_array_equal(np.frombuffer(targets.dense, "<f4"), [-1, 0, -3])

@@ -1,0 +1,96 @@
+"""What survives a power cut: not only what files hold, but their names and their folders' names."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from cotrain_server.supervisor.data_folder import DataFolder
+from cotrain_store.disk.durable_files import make_folder, passes, sync_folder
+from cotrain_store.disk.spool import Spool
+from cotrain_store.redis_client.embedded_server import LOG_FOLDER
+from cotrain_store.settings.worker import WorkerSettings
+from cotrain_workers.checkpoints.files import CheckpointFiles
+from cotrain_workers.recovery.resident_runs import Keeper
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[str]]]:
+    """Each folder that was synced, and the names in it at that moment."""
+    calls: list[tuple[Path, list[str]]] = []
+    fsync = os.fsync
+
+    def noted(handle: int) -> None:
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        if path.is_dir():
+            calls.append((path, sorted(entry.name for entry in path.iterdir())))
+        fsync(handle)
+
+    monkeypatch.setattr("cotrain_store.disk.durable_files.os.fsync", noted)
+    return calls
+
+
+def durable(synced: list[tuple[Path, list[str]]]) -> set[Path]:
+    return {folder / name for folder, names in synced for name in names}
+
+
+def test_the_name_of_each_new_folder_is_durable(
+    tmp_path: Path, synced: list[tuple[Path, list[str]]]
+) -> None:
+    make_folder(tmp_path / "a" / "b" / "c")
+    assert synced == [(tmp_path, ["a"]), (tmp_path / "a", ["b"]), (tmp_path / "a" / "b", ["c"])]
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")} == {0o700}
+
+
+def test_a_folder_that_a_dead_process_made_is_made_durable_now(
+    tmp_path: Path, synced: list[tuple[Path, list[str]]]
+) -> None:
+    (tmp_path / "a").mkdir()
+    make_folder(tmp_path / "a")
+    assert synced == [(tmp_path, ["a"])]
+
+
+def test_a_file_in_the_place_of_a_folder_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with pytest.raises(FileExistsError):
+        make_folder(tmp_path / "a")
+
+
+def test_all_that_must_outlive_a_power_cut_is_in_folders_with_durable_names(
+    tmp_path: Path, synced: list[tuple[Path, list[str]]]
+) -> None:
+    data = tmp_path / "data"
+    folder = DataFolder(data)
+    Spool(data / "spool", "w").close()
+    files = CheckpointFiles.below(data, "some/model")
+    nothing = cast("Any", None)
+    settings = WorkerSettings(redis_url="unix:///nowhere", data_dir=data, base_model="some/model")
+    Keeper(nothing, nothing, nothing, settings, exact=True)
+    needed = {settings.snapshots_dir, data, folder.redis, folder.redis / LOG_FOLDER, data / "spool"}
+    assert needed | {files.adapters, files.optimizers, files.external} <= durable(synced)
+
+
+def test_a_folder_can_be_made_durable(tmp_path: Path) -> None:
+    sync_folder(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.EMFILE, ""), True),
+        (OSError(errno.ENOMEM, ""), True),
+        (OSError(errno.ESTALE, ""), True),
+        (PermissionError(errno.EACCES, ""), True),
+        (FileNotFoundError(errno.ENOENT, ""), False),
+        (OSError(errno.EIO, ""), False),
+        (ValueError(), False),
+    ],
+)
+def test_what_says_nothing_of_a_file_passes(error: Exception, expected: bool) -> None:
+    assert passes(error) is expected

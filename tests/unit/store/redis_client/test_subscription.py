@@ -1,0 +1,45 @@
+"""Tasks that live as long as their process, whatever Redis says meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+from structlog.testing import capture_logs
+
+from cotrain_store.redis_client.connection import stop_tasks
+from cotrain_store.redis_client.subscription import repeat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+async def test_what_redis_refuses_ends_one_turn_and_is_logged() -> None:
+    refusals: Iterator[Exception] = iter(
+        [ResponseError("MISCONF no"), RedisConnectionError("away")]
+    )
+    third = asyncio.Event()
+
+    async def turn() -> None:
+        for refusal in refusals:
+            raise refusal
+        third.set()
+
+    with capture_logs() as logs:
+        task = asyncio.create_task(repeat("sweep", 0.0, turn))
+        await third.wait()
+        await stop_tasks([task])
+    assert [(entry["event"], entry["task"], entry["error"]) for entry in logs] == [
+        ("redis_refuses", "sweep", "MISCONF no")
+    ]
+
+
+async def test_a_defect_of_ours_ends_the_task() -> None:
+    async def turn() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await repeat("sweep", 0.0, turn)

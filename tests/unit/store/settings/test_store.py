@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from cotrain_store.settings.store import StoreSettings, misspelt_variables
+
+
+def test_every_setting_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTRAIN_REDIS_URL", "unix:///run/redis.sock")
+    monkeypatch.setenv("COTRAIN_DATA_DIR", "/data")
+    monkeypatch.setenv("COTRAIN_ACCEPT_DATA_LOSS", "true")
+    settings = StoreSettings()
+    assert settings.redis_url == "unix:///run/redis.sock"
+    assert (settings.spool_dir, settings.snapshots_dir) == (
+        Path("/data/spool"),
+        Path("/data/snapshots"),
+    )
+    assert settings.accept_data_loss
+
+
+def test_what_is_required_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COTRAIN_REDIS_URL", raising=False)
+    with pytest.raises(ValidationError, match="redis_url"):
+        StoreSettings(data_dir=Path("/data"))
+
+
+def test_settings_do_not_change() -> None:
+    settings = StoreSettings(redis_url="unix:///x", data_dir=Path("/data"))
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.redis_url = "other"  # type: ignore[misc]  # as mypy says
+
+
+def test_a_setting_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValidationError, match="redis_urll"):
+        StoreSettings.model_validate({"redis_url": "x", "data_dir": "/", "redis_urll": "y"})
+
+
+def test_a_misspelt_variable_is_found() -> None:
+    environ = {"COTRAIN_REDIS_URL": "", "COTRAIN_DATA_DIRS": "", "cotrain_x": "", "HOME": ""}
+    assert misspelt_variables([StoreSettings], environ) == ["COTRAIN_DATA_DIRS"]
+    assert misspelt_variables([], environ) == ["COTRAIN_DATA_DIRS", "COTRAIN_REDIS_URL"]
+
+
+def test_misspelt_variables_are_looked_for_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COTRAIN_REDDIS_URL", "x")
+    assert "COTRAIN_REDDIS_URL" in misspelt_variables([StoreSettings])
+
+
+def test_the_password_of_a_file_completes_the_url(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("a/b@c\n")
+    for url, whole in (
+        ("redis://redis:6379/0", "redis://:a%2Fb%40c@redis:6379/0"),
+        ("unix:///run/s", "unix://:a%2Fb%40c@/run/s"),
+    ):
+        settings = StoreSettings(redis_url=url, data_dir=tmp_path, redis_password_file=file)
+        assert settings.redis_url == whole
+
+
+@pytest.mark.parametrize(
+    ("url", "content", "message"),
+    [
+        ("redis://:other@redis", "secret", "set one"),
+        ("redis://redis", "", "is empty"),
+        ("redis://redis", None, "No such file"),
+    ],
+)
+def test_a_password_that_is_not_one_is_told(
+    tmp_path: Path, url: str, content: str | None, message: str
+) -> None:
+    file = tmp_path / "password"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValidationError, match=message):
+        StoreSettings(redis_url=url, data_dir=tmp_path, redis_password_file=file)
+
+
+def test_no_file_is_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTRAIN_REDIS_PASSWORD_FILE", "")
+    settings = StoreSettings(redis_url="redis://redis", data_dir=Path("/data"))
+    assert (settings.redis_url, settings.redis_password_file) == ("redis://redis", None)

@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from cotrain_store.disk.checksums import read_sums
+from cotrain_workers.checkpoints import peft_folder
+from cotrain_workers.checkpoints.peft_folder import (
+    CONFIG,
+    TENSORS,
+    FolderUnreadable,
+    WrittenFolder,
+    digest,
+    folder_of,
+    read_folder,
+    remove_folder,
+    write_folder,
+)
+from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.ops import Pass, PassOutput
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
+from tests.support.full_table import no_descriptor
+from tests.support.training import MIX, Tenant, random_datum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from cotrain_workers.engine.engine import Engine
+
+    NewEngine = Callable[..., Engine]
+    ModelFolder = Callable[..., Path]
+
+BASE = "qwen/tiny"
+TARGETS = (
+    Target("model.layers.0.self_attn.q_proj", "attn", 6, 10),
+    Target("model.layers.0.mlp.down_proj", "mlp", 5, 3),
+    Target("lm_head", "unembed", 4, 7),
+)
+
+
+def layout_of(spec: AdapterSpec) -> Layout:
+    return plan_layout(spec, TARGETS)
+
+
+def some_weights(spec: AdapterSpec | None = None, seed: int = 0) -> HostWeights:
+    spec = spec or AdapterSpec(rank=3, seed=5)
+    layout = layout_of(spec)
+    flat = torch.zeros(layout.size)
+    generator = torch.Generator().manual_seed(seed)
+    for pair in layout.views(flat).values():
+        for matrix in pair:
+            matrix.copy_(torch.randn(matrix.shape, generator=generator))
+    return HostWeights(spec, flat)
+
+
+def written(root: Path, weights: HostWeights | None = None) -> WrittenFolder:
+    weights = weights or some_weights()
+    return write_folder(root, weights, layout_of(weights.spec), BASE)
+
+
+ODD_SCALE = Tenant("all-2", AdapterSpec(2, seed=8, alpha=7.5), "cross_entropy", (9, 4))
+
+
+@pytest.mark.parametrize("tenant", [*MIX, ODD_SCALE], ids=lambda tenant: tenant.run)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_plain_peft_loads_the_folder_and_computes_what_the_engine_does(
+    new_engine: NewEngine, model_folder: ModelFolder, tmp_path: Path, tenant: Any, tied: bool
+) -> None:
+    engine, base = new_engine(tied=tied), model_folder("qwen3", tied=tied)
+    engine.run(tenant.ops(0))  # one optimizer step: B is no longer zero
+    weights = HostWeights(tenant.spec, engine.state(tenant.run).weights)
+    folder = write_folder(tmp_path, weights, engine.layout(tenant.run), str(base))
+    datum = random_datum(np.random.default_rng(0), "cross_entropy", 40)
+    forward = Pass(tenant.run, 99, [datum], "cross_entropy", {}, needs_grad=False)
+    output = engine.run([forward]).outputs[tenant.run, 99]
+    assert isinstance(output, PassOutput)
+
+    network: Any = AutoModelForCausalLM.from_pretrained(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
+        plain: Any = PeftModel.from_pretrained(network, folder.path)
+    with torch.no_grad():
+        logits = plain(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0]
+    targets = torch.from_numpy(datum.inputs["target_tokens"])[:, None]
+    theirs = torch.log_softmax(logits, -1).gather(1, targets)[:, 0].numpy()
+    assert np.abs(theirs - output.logprobs[0]).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AdapterSpec(rank=1, seed=0),
+        AdapterSpec(rank=5, seed=1, train_attn=False, alpha=7.5),
+        AdapterSpec(rank=16, seed=2**40, train_mlp=False, train_unembed=False),
+    ],
+)
+def test_an_adapter_is_read_back_to_the_bit(tmp_path: Path, spec: AdapterSpec) -> None:
+    weights = some_weights(spec)
+    folder = written(tmp_path, weights)
+    read = read_folder(folder.path, layout_of)
+    assert read.spec == spec
+    assert read.flat.numpy().tobytes() == weights.flat.numpy().tobytes()
+
+
+def test_bits_are_bits(tmp_path: Path) -> None:
+    weights = some_weights()
+    weights.flat[0], weights.flat[1], weights.flat[2] = float("nan"), -0.0, float("-inf")
+    read = read_folder(written(tmp_path, weights).path, layout_of)
+    assert read.flat.numpy().tobytes() == weights.flat.numpy().tobytes()
+
+
+def test_the_digest_names_the_folder_and_its_size_is_that_of_its_files(tmp_path: Path) -> None:
+    weights = some_weights()
+    folder = written(tmp_path, weights)
+    assert folder.digest == digest(weights.spec, BASE, weights.flat)
+    assert folder.path == folder_of(tmp_path, folder.digest)
+    assert folder.path.parent.name == folder.digest[:2]
+    assert folder.size == sum(path.stat().st_size for path in folder.path.iterdir())
+
+
+def test_a_folder_says_what_its_files_hold(tmp_path: Path) -> None:
+    folder = written(tmp_path).path
+    sums = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (TENSORS, CONFIG)
+    }
+    assert read_sums(folder) == sums
+
+
+def test_equal_digests_mean_equal_everything() -> None:
+    weights = some_weights()
+    changed = weights.flat.clone()
+    changed[-5] = torch.nextafter(changed[-5], torch.tensor(9e9))
+    digests = {
+        digest(weights.spec, BASE, weights.flat),
+        digest(weights.spec, BASE, weights.flat.clone()),
+        digest(weights.spec, "another", weights.flat),
+        digest(weights.spec, BASE, changed),
+        digest(replace(weights.spec, alpha=8.0), BASE, weights.flat),
+        digest(replace(weights.spec, seed=6), BASE, weights.flat),
+    }
+    assert len(digests) == 5
+
+
+def test_equal_content_is_written_once(tmp_path: Path) -> None:
+    first = written(tmp_path)
+    inode = (first.path / TENSORS).stat().st_ino
+    assert written(tmp_path) == first
+    assert (first.path / TENSORS).stat().st_ino == inode
+    assert [path.name for path in first.path.parent.iterdir()] == [first.digest]
+
+
+def test_many_writers_of_one_adapter_leave_one_whole_folder(tmp_path: Path) -> None:
+    weights, together = some_weights(), threading.Barrier(8)
+    folders: list[WrittenFolder] = []
+
+    def write() -> None:
+        together.wait()
+        folders.append(written(tmp_path, weights))
+
+    threads = [threading.Thread(target=write) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 8
+    assert len(set(folders)) == 1
+    assert [path.name for path in folders[0].path.parent.iterdir()] == [folders[0].digest]
+    assert read_folder(folders[0].path, layout_of).spec == weights.spec
+
+
+@pytest.mark.parametrize("file", [TENSORS, CONFIG])
+def test_a_damaged_folder_is_unreadable_and_writing_repairs_it(tmp_path: Path, file: str) -> None:
+    folder = written(tmp_path)
+    content = (folder.path / file).read_bytes()
+    (folder.path / file).write_bytes(content[: len(content) // 2])
+    with pytest.raises(FolderUnreadable, match="cannot be read"):
+        read_folder(folder.path, layout_of)
+    assert written(tmp_path) == folder
+    assert read_folder(folder.path, layout_of).spec == some_weights().spec
+    assert [path.name for path in folder.path.parent.iterdir()] == [folder.digest]
+
+
+@pytest.mark.parametrize("at", [-1, -40, 20])
+def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
+    path = written(tmp_path).path
+    content = bytearray((path / TENSORS).read_bytes())
+    content[at] ^= 1
+    (path / TENSORS).write_bytes(bytes(content))
+    with pytest.raises(FolderUnreadable):
+        read_folder(path, layout_of)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the tensors of a folder and leave its metadata as it is."""
+    tensors: dict[str, torch.Tensor] = load_file(path / TENSORS)
+    metadata = peft_folder._metadata((path / TENSORS).read_bytes())
+    change(tensors)
+    save_file(tensors, path / TENSORS, metadata)
+
+
+A = "base_model.model.lm_head.lora_A.weight"
+CHANGES: Mapping[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "missing": lambda tensors: tensors.pop(A),
+    "unexpected": lambda tensors: tensors.update(more=torch.zeros(1)),
+    "shape": lambda tensors: tensors.update({A: tensors[A].reshape(-1).clone()}),
+    "dtype": lambda tensors: tensors.update({A: tensors[A].half()}),
+    "value": lambda tensors: tensors.update({A: tensors[A] + 1}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_tensors_than_the_spec_stands_for_are_refused(tmp_path: Path, change: str) -> None:
+    path = written(tmp_path).path
+    rewrite(path, CHANGES[change])
+    with pytest.raises(FolderUnreadable):
+        read_folder(path, layout_of)
+
+
+def test_a_config_that_says_another_scale_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path).path
+    config = json.loads((path / CONFIG).read_text())
+    (path / CONFIG).write_text(json.dumps({**config, "lora_alpha": 64}))
+    with pytest.raises(FolderUnreadable, match=CONFIG):
+        read_folder(path, layout_of)
+
+
+def test_an_adapter_under_anothers_name_is_refused(tmp_path: Path) -> None:
+    one, other = written(tmp_path), written(tmp_path, some_weights(seed=1))
+    remove_folder(tmp_path, other.digest)
+    one.path.rename(other.path)
+    with pytest.raises(FolderUnreadable, match="other weights than its name"):
+        read_folder(other.path, layout_of)
+
+
+def test_a_folder_that_is_gone_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(FolderUnreadable, match="cannot be read"):
+        read_folder(folder_of(tmp_path, "0" * 64), layout_of)
+
+
+def test_a_process_without_descriptors_does_not_take_an_adapter_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path).path
+    monkeypatch.setattr("pathlib.Path.read_bytes", no_descriptor)
+    with pytest.raises(OSError, match="Too many open files"):
+        read_folder(path, layout_of)
+
+
+def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def power_cut(_: int) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", power_cut)
+    with pytest.raises(OSError, match="gone"):
+        written(tmp_path)
+    (left,) = tmp_path.glob("??/*")
+    assert left.name.startswith(".")
+
+
+def test_removal_takes_one_adapter_and_twice_is_harmless(tmp_path: Path) -> None:
+    one, other = written(tmp_path), written(tmp_path, some_weights(seed=1))
+    remove_folder(tmp_path, one.digest)
+    remove_folder(tmp_path, one.digest)
+    assert list(one.path.parent.glob(f"*{one.digest}*")) == []
+    assert read_folder(other.path, layout_of).spec == some_weights().spec

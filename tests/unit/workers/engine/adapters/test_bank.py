@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain_workers.engine.adapters.bank import AdapterBank, initial_weights
+from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
+
+TARGETS = (
+    Target("layers.0.q_proj", "attn", 48, 32),
+    Target("layers.0.up_proj", "mlp", 48, 100),
+    Target("lm_head", "unembed", 48, 77),
+)
+
+
+def weights_of(spec: AdapterSpec) -> dict[str, torch.Tensor]:
+    layout = plan_layout(spec, TARGETS)
+    return {name: pair.a for name, pair in layout.views(initial_weights(spec, layout)).items()}
+
+
+def test_a_is_kaiming_uniform_and_b_is_zero() -> None:
+    spec = AdapterSpec(32, seed=3)
+    layout = plan_layout(spec, TARGETS)
+
+    for pair in layout.views(initial_weights(spec, layout)).values():
+        bound = 1 / math.sqrt(48)
+        assert not pair.b.any()
+        assert pair.a.abs().max() <= bound
+        assert pair.a.std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+
+
+def test_the_seed_and_the_name_fix_a_module_whatever_else_is_trained() -> None:
+    everything = weights_of(AdapterSpec(4, seed=3))
+    head_only = weights_of(AdapterSpec(4, seed=3, train_attn=False, train_mlp=False))
+
+    assert set(head_only) == {"lm_head"}
+    assert torch.equal(head_only["lm_head"], everything["lm_head"])
+    assert not torch.equal(weights_of(AdapterSpec(4, seed=4))["lm_head"], everything["lm_head"])
+    assert not torch.equal(everything["layers.0.q_proj"], everything["lm_head"])
+
+
+def test_matrices_do_not_overlap_and_start_on_a_cache_line() -> None:
+    layout = plan_layout(AdapterSpec(5, seed=0), TARGETS)
+    owners = torch.zeros(layout.size)
+
+    for pair in layout.views(owners).values():
+        for matrix in pair:
+            assert matrix.storage_offset() % 16 == 0
+            matrix.add_(1)
+
+    assert owners.max() == 1
+    assert owners.sum() == layout.trainable_parameters == 5 * sum((80, 148, 125))
+
+
+def test_alpha_is_shared_by_all_ranks() -> None:
+    assert AdapterSpec(8, seed=0).scale == 4.0
+    assert AdapterSpec(64, seed=0).scale == 0.5
+
+
+@pytest.mark.parametrize("field", ["weights", "grads", "m", "v", "step", "grads_pending", "spec"])
+def test_a_digest_sees_every_part_of_a_state(field: str) -> None:
+    bank = AdapterBank(TARGETS, torch.device("cpu"), torch.float32)
+    bank.create("a", AdapterSpec(4, seed=0))
+    state = bank.state("a")
+    value: Any = getattr(state, field)
+    changed: Any
+    if isinstance(value, torch.Tensor):
+        changed = value.clone()
+        changed[-1] += 1e-7
+    else:
+        changed = AdapterSpec(4, seed=1) if field == "spec" else value + 1
+
+    assert replace(state, **{field: changed}).digest() != state.digest()
+    assert bank.state("a").digest() == state.digest()
+
+
+def test_a_version_is_never_that_of_other_weights() -> None:
+    bank = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16)
+    first = bank.create("a", AdapterSpec(4, seed=0))
+    seen = {first.version}
+    first.weights_changed()
+    seen.add(first.version)
+    bank.drop("a")
+    seen.add(bank.create("a", AdapterSpec(4, seed=1)).version)
+
+    assert len(seen) == 3
+
+
+def test_the_compute_copy_is_made_when_asked_and_again_after_a_change() -> None:
+    adapter = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16).create(
+        "a", AdapterSpec(4, seed=0)
+    )
+    assert adapter._compute is None
+    before = adapter.compute["lm_head"].b
+    assert adapter.compute["lm_head"].b is before
+
+    adapter.layout.views(adapter.weights)["lm_head"].b.fill_(2.0)
+    assert not before.any()
+    adapter.weights_changed()
+    assert (adapter.compute["lm_head"].b == 2.0).all()
+
+
+def test_a_parked_adapter_keeps_nothing_on_the_device() -> None:
+    bank = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16, adapter_bytes=1)
+    adapter = bank.create("a", AdapterSpec(4, seed=0))
+    assert adapter.compute
+    assert adapter.gradient.views
+
+    bank.create("b", AdapterSpec(4, seed=0))
+
+    assert adapter.parked is not None
+    assert (adapter.arenas, adapter._compute, adapter._gradient) == ({}, None, None)
+    assert set(adapter.parked.pieces_by_arena) == {"weights", "m", "v"}

@@ -1,0 +1,330 @@
+"""Saving an adapter and loading it: a run goes on from a checkpoint to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.ops import (
+    Create,
+    Failure,
+    Import,
+    Load,
+    LoadOutput,
+    OptimStep,
+    Pass,
+    PassOutput,
+    Save,
+    SaveOutput,
+)
+from cotrain_workers.engine.spec import AdapterSpec
+from tests.support.training import MIX, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import Op
+    from tests.support.training import Tenant
+
+TENANT = MIX[0]
+
+
+def saved(engine: Engine, run: str = TENANT.run) -> SaveOutput:
+    output = engine.run([Save(run, 99, optimizer=True)]).outputs[run, 99]
+    assert isinstance(output, SaveOutput)
+    return output
+
+
+def load_of(
+    save: SaveOutput,
+    *,
+    run: str = TENANT.run,
+    seq: int = 98,
+    optimizer: bool,
+    creates: bool = False,
+) -> Load:
+    state = save.optimizer if optimizer else None
+    return Load(run, seq, "tinker://r/weights/x", save.weights, state, creates)
+
+
+def logprobs_of(engine: Engine, tenant: Tenant = TENANT) -> list[bytes]:
+    """Evaluate the datums of cycle 1, which are the same whatever the run is called here."""
+    forward = next(op for op in TENANT.ops(1) if isinstance(op, Pass) and not op.needs_grad)
+    output = engine.run([replace(forward, run=tenant.run)]).outputs[tenant.run, forward.seq]
+    assert isinstance(output, PassOutput)
+    return [logprobs.tobytes() for logprobs in output.logprobs]
+
+
+def for_run(ops: list[Op], run: str) -> list[Op]:
+    return [replace(op, run=run) for op in ops]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_load_brings_back_weights_optimizer_and_what_follows_to_the_bit(
+    new_engine: Callable[..., Engine], dtype: torch.dtype
+) -> None:
+    engine, stayed = new_engine(dtype=dtype), new_engine(dtype=dtype)
+    for each in (engine, stayed):
+        each.run(TENANT.ops(0))
+    before, logprobs = engine.state(TENANT.run), logprobs_of(engine)
+    save = saved(engine)
+    for cycle in (1, 2):
+        engine.run(TENANT.ops(cycle))
+    assert logprobs_of(engine) != logprobs
+
+    loaded = engine.run([load_of(save, optimizer=True)]).outputs[TENANT.run, 98]
+
+    assert loaded == LoadOutput("tinker://r/weights/x")
+    assert same_bits(engine.state(TENANT.run), before)
+    assert logprobs_of(engine) == logprobs
+    for each in (engine, stayed):
+        each.run(TENANT.ops(1))
+    assert same_bits(engine.state(TENANT.run), stayed.state(TENANT.run))
+
+
+def test_a_load_without_optimizer_state_starts_adam_anew(new_engine: Callable[..., Engine]) -> None:
+    engine, fresh = new_engine(), new_engine()
+    engine.run(TENANT.ops(0))
+    save = saved(engine)
+    engine.run([load_of(save, optimizer=False)])
+    state = engine.state(TENANT.run)
+    assert torch.equal(state.weights, save.weights.flat)
+    assert (state.step, int(state.m.count_nonzero()), int(state.v.count_nonzero())) == (0, 0, 0)
+
+    fresh.run([load_of(save, seq=0, optimizer=False, creates=True)])
+    for each in (engine, fresh):
+        each.run(TENANT.ops(1))
+    assert same_bits(engine.state(TENANT.run), fresh.state(TENANT.run))
+
+
+def test_a_gradient_that_waits_is_gone_after_a_load(new_engine: Callable[..., Engine]) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    before, save = engine.state(TENANT.run), saved(engine)
+    engine.run([op for op in TENANT.ops(1) if isinstance(op, Pass)])
+    assert engine.state(TENANT.run).grads_pending
+
+    engine.run([load_of(save, optimizer=True)])
+
+    assert same_bits(engine.state(TENANT.run), before)
+
+
+def test_a_checkpoint_stays_as_it_is_while_the_run_that_loaded_it_trains_on(
+    new_engine: Callable[..., Engine],
+) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    save = saved(engine)
+    assert save.optimizer
+    arenas = (save.weights.flat, save.optimizer.m, save.optimizer.v)
+    before = [arena.clone() for arena in arenas]
+    engine.run([load_of(save, optimizer=True)])
+    engine.run(TENANT.ops(1))
+    assert all(map(torch.equal, arenas, before))
+
+
+def test_a_new_run_goes_on_where_the_checkpoint_was_taken(
+    new_engine: Callable[..., Engine],
+) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    first = [load_of(saved(engine), run="new", seq=0, optimizer=True, creates=True)]
+
+    engine.run([*TENANT.ops(1), *first, *for_run(TENANT.ops(1), "new")])
+
+    assert same_bits(engine.state("new"), engine.state(TENANT.run))
+
+
+def test_another_run_takes_a_checkpoint_and_keeps_its_own_seed(
+    new_engine: Callable[..., Engine],
+) -> None:
+    engine = new_engine()
+    engine.run([*TENANT.ops(0), Create("other", 0, replace(TENANT.spec, seed=77))])
+    engine.run([load_of(saved(engine), run="other", optimizer=True)])
+    other, mine = engine.state("other"), engine.state(TENANT.run)
+    assert other.spec.seed == 77
+    assert same_bits(replace(other, spec=mine.spec), mine)
+
+
+def test_saves_and_loads_of_one_cycle_run_in_their_order(
+    new_engine: Callable[..., Engine],
+) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    first = saved(engine)
+    outputs = engine.run(
+        [
+            *TENANT.ops(1),
+            Save(TENANT.run, 20),
+            load_of(first, seq=21, optimizer=True),
+            Save(TENANT.run, 22, optimizer=True),
+        ]
+    ).outputs
+    trained, again = outputs[TENANT.run, 20], outputs[TENANT.run, 22]
+    assert isinstance(trained, SaveOutput)
+    assert isinstance(again, SaveOutput)
+    assert first.optimizer
+    assert again.optimizer
+    assert not torch.equal(trained.weights.flat, first.weights.flat)
+    assert torch.equal(again.weights.flat, first.weights.flat)
+    assert torch.equal(again.optimizer.v, first.optimizer.v)
+    assert again.optimizer.step == first.optimizer.step == 1
+
+
+def test_runs_that_load_beside_others_change_no_bit_of_theirs_or_their_own(
+    new_engine: Callable[..., Engine],
+) -> None:
+    """Two of the mix load, one begins by a load, the others train: each as if alone."""
+
+    def ops_of(tenant: Tenant, save: SaveOutput, cycle: int) -> list[Op]:
+        ops = tenant.ops(cycle)
+        if tenant in MIX[:2] and cycle == 1:
+            ops.append(load_of(save, run=tenant.run, seq=50, optimizer=tenant is MIX[0]))
+        return ops
+
+    together, checkpoint_by_run = new_engine(), {}
+    together.run([op for tenant in MIX for op in tenant.ops(0)])
+    for tenant in MIX:
+        checkpoint_by_run[tenant.run] = saved(together, tenant.run)
+    born = load_of(checkpoint_by_run[MIX[2].run], run="born", seq=0, optimizer=True, creates=True)
+    for cycle in (1, 2):
+        beginning: list[Op] = [born] if cycle == 1 else []
+        together.run(
+            [
+                *beginning,
+                *for_run(MIX[2].ops(cycle), "born"),
+                *(op for t in MIX for op in ops_of(t, checkpoint_by_run[t.run], cycle)),
+            ]
+        )
+    for tenant in MIX:
+        alone = new_engine()
+        for cycle in (0, 1, 2):
+            alone.run(ops_of(tenant, checkpoint_by_run[tenant.run], cycle))
+        assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
+    assert same_bits(together.state("born"), together.state(MIX[2].run))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [AdapterSpec(4, 1), AdapterSpec(8, 1, train_unembed=False), AdapterSpec(8, 1, train_mlp=False)],
+    ids=str,
+)
+def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(
+    new_engine: Callable[..., Engine], spec: AdapterSpec
+) -> None:
+    engine = new_engine()
+    engine.run([*TENANT.ops(0), Create("other", 0, spec)])
+    before = engine.state(TENANT.run)
+    refused = engine.run([load_of(saved(engine, "other"), optimizer=True)]).outputs[TENANT.run, 98]
+    assert isinstance(refused, Failure)
+    assert refused.category == "user"
+    for words in (
+        f"rank {spec.rank}, train_attn=True, train_mlp={spec.train_mlp}, "
+        f"train_unembed={spec.train_unembed}; this run",
+        "rank 8, train_attn=True, train_mlp=True, train_unembed=True",
+    ):
+        assert words in refused.message
+    assert same_bits(engine.state(TENANT.run), before)
+
+
+def test_a_run_whose_creation_failed_tells_so_to_every_later_op(
+    new_engine: Callable[..., Engine],
+) -> None:
+    engine = new_engine()
+    wide = AdapterSpec(rank=10_000, seed=0)
+    flat = torch.zeros(engine.layout_of(wide).size)
+    refused: list[Op] = [
+        Load("a", 0, "tinker://r/weights/x", HostWeights(wide, flat), None, creates=True),
+        Create("b", 0, wide),
+        Import("c", 0, b"no adapter"),
+    ]
+    for first in refused:
+        later: list[Op] = [
+            *for_run([op for op in TENANT.ops(0) if isinstance(op, Pass | OptimStep)], first.run),
+            Save(first.run, 20, optimizer=True),
+            Load(first.run, 21, "tinker://r/weights/x", HostWeights(wide, flat), None),
+        ]
+        outputs = engine.run([first, *later]).outputs
+        for op in (first, *later):
+            failure = outputs[op.run, op.seq]
+            assert isinstance(failure, Failure), op
+            assert failure.category == "user"
+            assert (op is first) != ("its creation failed" in failure.message)
+    assert not any(engine.has(first.run) for first in refused)
+
+
+def test_a_save_for_sampling_carries_no_optimizer(new_engine: Callable[..., Engine]) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    output = engine.run([Save(TENANT.run, 9)]).outputs[TENANT.run, 9]
+    assert isinstance(output, SaveOutput)
+    assert output.optimizer is None
+
+
+def test_log_probabilities_of_the_new_run_are_those_of_the_old(
+    new_engine: Callable[..., Engine],
+) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    expected = logprobs_of(engine)
+    engine.run([load_of(saved(engine), run="new", seq=0, optimizer=False, creates=True)])
+    assert logprobs_of(engine, replace(TENANT, run="new")) == expected
+
+
+def without_optimizer(save: SaveOutput, alpha: float) -> SaveOutput:
+    return SaveOutput(HostWeights(replace(save.weights.spec, alpha=alpha), save.weights.flat))
+
+
+def test_weights_of_another_alpha_add_what_they_added_before(
+    new_engine: Callable[..., Engine],
+) -> None:
+    """The run's B takes the ratio; to fp32's rounding, since 7.5 / 32 is no power of two."""
+    engine, other = new_engine(), new_engine()
+    engine.run(TENANT.ops(0))
+    theirs = replace(TENANT.spec, alpha=7.5)
+    other.run([Create(TENANT.run, 0, theirs)])
+    other.run([load_of(without_optimizer(saved(engine), 7.5), optimizer=False)])
+    engine.run([load_of(without_optimizer(saved(engine), 7.5), optimizer=False)])
+
+    for each, factor in ((other, 1.0), (engine, 7.5 / 32)):
+        expected = saved(other).weights.flat.clone()
+        for pair in each.layout(TENANT.run).views(expected).values():
+            pair.b.mul_(factor)
+        torch.testing.assert_close(each.state(TENANT.run).weights, expected, rtol=1e-6, atol=0)
+    ours, scaled = (np.frombuffer(b"".join(logprobs_of(e)), np.float32) for e in (other, engine))
+    np.testing.assert_allclose(ours, scaled, atol=1e-5)
+
+
+def test_an_optimizer_state_of_another_alpha_is_refused_and_changes_nothing(
+    new_engine: Callable[..., Engine],
+) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    before, save = engine.state(TENANT.run), saved(engine)
+    weights = without_optimizer(save, 7.5).weights
+
+    load = replace(load_of(save, optimizer=True), weights=weights)
+    failure = engine.run([load]).outputs[TENANT.run, 98]
+
+    assert isinstance(failure, Failure)
+    assert "another alpha" in failure.message
+    assert same_bits(engine.state(TENANT.run), before)
+
+
+def test_an_alpha_that_would_overflow_is_refused(new_engine: Callable[..., Engine]) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    before = engine.state(TENANT.run)
+
+    load = load_of(without_optimizer(saved(engine), 1e300), optimizer=False)
+    failure = engine.run([load]).outputs[TENANT.run, 98]
+
+    assert isinstance(failure, Failure)
+    assert "too large an alpha" in failure.message
+    assert same_bits(engine.state(TENANT.run), before)

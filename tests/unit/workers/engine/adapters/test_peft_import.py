@@ -1,0 +1,258 @@
+"""Adapters that PEFT saved, through the reading of uploads and into the engine: the same function."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save
+from transformers import AutoModelForCausalLM
+
+from cotrain_server.adapter_upload.peft_config import FAMILY_BY_MODULE, read_adapter
+from cotrain_store.bodies.import_body import encode_import
+from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, write_folder
+from cotrain_workers.engine.adapters.bank import initial_weights
+from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import
+from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.model import base_model
+from cotrain_workers.engine.ops import CreateOutput, Datum, Failure, Import, Pass, PassOutput
+from cotrain_workers.engine.spec import AdapterSpec
+from tests.support.training import MODULES
+from tests.support.uploads import config, q_proj, safetensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain_store.bodies.import_body import PeftAdapter
+    from cotrain_workers.engine.engine import Engine
+
+    NewEngine = Callable[..., Engine]
+    ModelFolder = Callable[..., Path]
+
+TOKENS = np.random.default_rng(0).integers(0, 128, 24)
+MAX_RANK = 16
+ATTENTION, MLP = MODULES["train_attn"], MODULES["train_mlp"]
+EVERYTHING = (*ATTENTION, *MLP, "lm_head")
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "one module": {"r": 3, "lora_alpha": 5, "target_modules": ["v_proj"]},
+    "everything": {"r": 8, "lora_alpha": 16, "target_modules": list(EVERYTHING)},
+    "our scale": {"r": 4, "lora_alpha": 32, "target_modules": list(ATTENTION)},
+    "rank-stabilised": {
+        "r": 5, "lora_alpha": 7, "use_rslora": True, "target_modules": list(MLP)
+    },
+    "ranks and alphas by module": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "k_proj", "down_proj", "lm_head"],
+        "rank_pattern": {"q_proj": 7, "^model.layers.1.mlp.down_proj": 5},
+        "alpha_pattern": {"layers.0.self_attn.q_proj": 3, "lm_head": 9},
+    },
+    "one layer": {
+        "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "layers_to_transform": [1]
+    },
+    "all linear modules": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "by pattern": {
+        "r": 4, "lora_alpha": 8, "target_modules": r".*\.self_attn\.[qo]_proj"
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def foreign(model_folder: ModelFolder, tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that has PEFT itself save an adapter with random B."""
+
+    def saved(settings: dict[str, Any], *, tied: bool, dtype: torch.dtype = torch.float32) -> Path:
+        network: Any = AutoModelForCausalLM.from_pretrained(model_folder("qwen3", tied=tied))
+        torch.manual_seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tied embeddings
+            model: Any = get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", **settings))
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.data = torch.randn_like(parameter).mul_(0.05).to(dtype)
+            model.save_pretrained(tmp_path, save_embedding_layers=False)
+        return tmp_path
+
+    return saved
+
+
+def read(folder: Path) -> PeftAdapter:
+    return read_adapter((folder / CONFIG).read_bytes(), (folder / TENSORS).read_bytes(), seed=3)
+
+
+def every_logprob(network: Any) -> np.ndarray:
+    with torch.no_grad():
+        logits = network(input_ids=torch.from_numpy(TOKENS)[None]).logits[0]
+    return torch.log_softmax(logits.float(), -1).numpy()  # [tokens, vocabulary]
+
+
+def every_logprob_of(engine: Engine, run: str) -> np.ndarray:
+    """Ask for every token of the vocabulary at every position: the logits, but for their level."""
+    columns = np.tile(np.arange(128), (len(TOKENS), 1))
+    weights = np.zeros(columns.shape, np.float32)
+    datum = Datum(TOKENS, {"target_tokens": columns, "weights": weights})
+    forward = Pass(run, 1, [datum], "cross_entropy", {}, needs_grad=False)
+    output = engine.run([forward]).outputs[run, 1]
+    assert isinstance(output, PassOutput)
+    return output.logprobs[0]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
+def test_an_adapter_of_peft_computes_here_what_it_computes_there(
+    new_engine: NewEngine,
+    model_folder: ModelFolder,
+    foreign: Callable[..., Path],
+    settings: dict[str, Any],
+    tied: bool,
+) -> None:
+    folder, engine = foreign(settings, tied=tied), new_engine(tied=tied)
+    network: Any = AutoModelForCausalLM.from_pretrained(model_folder("qwen3", tied=tied))
+    alone = every_logprob(network)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = PeftModel.from_pretrained(network, folder)
+    expected = every_logprob(plain)
+
+    output = engine.run([Import("r", 0, encode_import(read(folder)))]).outputs["r", 0]
+
+    assert isinstance(output, CreateOutput)
+    assert np.abs(expected - alone).max() > 0.01
+    assert np.abs(every_logprob_of(engine, "r") - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_widened_without_loss(
+    new_engine: NewEngine, foreign: Callable[..., Path], dtype: torch.dtype
+) -> None:
+    folder = foreign(FOREIGN["our scale"], tied=False, dtype=dtype)
+    stored = load_file(folder / TENSORS)
+    assert {tensor.dtype for tensor in stored.values()} == {dtype}
+    layout_of = new_engine().layout_of
+    weights = read_import(encode_import(read(folder)), layout_of, MAX_RANK)
+    for module, pair in layout_of(weights.spec).views(weights.flat).items():
+        for letter, matrix in zip("AB", pair, strict=True):
+            ours = stored[f"base_model.model.{module}.lora_{letter}.weight"].float()
+            assert torch.equal(matrix, ours)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AdapterSpec(4, seed=3),
+        AdapterSpec(3, 3, train_mlp=False),
+        AdapterSpec(6, 3, train_attn=False),
+    ],
+    ids=["everything", "no-mlp", "no-attn"],
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_our_own_export_comes_back_to_the_bit(
+    new_engine: NewEngine, tmp_path: Path, spec: AdapterSpec, tied: bool
+) -> None:
+    layout_of = new_engine(tied=tied).layout_of
+    flat = torch.zeros(layout_of(spec).size)
+    for pair in layout_of(spec).views(flat).values():
+        for matrix in pair:
+            matrix.copy_(torch.randn(matrix.shape))
+    folder = write_folder(tmp_path, HostWeights(spec, flat), layout_of(spec), "base")
+    weights = read_import(encode_import(read(folder.path)), layout_of, MAX_RANK)
+    assert weights.spec == spec
+    assert weights.flat.numpy().tobytes() == flat.numpy().tobytes()
+
+
+def test_what_an_adapter_leaves_out_begins_as_in_a_fresh_one(
+    new_engine: NewEngine, foreign: Callable[..., Path]
+) -> None:
+    layout_of = new_engine().layout_of
+    adapter = read(foreign(FOREIGN["ranks and alphas by module"], tied=False))
+    weights = read_import(encode_import(adapter), layout_of, MAX_RANK)
+    layout = layout_of(weights.spec)
+    fresh = layout.views(initial_weights(weights.spec, layout))
+    views = layout.views(weights.flat)
+    assert weights.spec == AdapterSpec(7, seed=3)
+    given, left_out = "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.o_proj"
+    assert torch.equal(views[left_out].a, fresh[left_out].a)
+    assert not views[left_out].b.any()
+    assert not torch.equal(views[given].a[:2], fresh[given].a[:2])
+    assert torch.equal(views[given].a[2:], fresh[given].a[2:])
+    assert not views[given].b[:, 2:].any()
+
+
+def adapter_of_q_proj(shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> PeftAdapter:
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = safetensors({f"{module}.lora_A.weight": shape_a, f"{module}.lora_B.weight": shape_b})
+    return read_adapter(config(), tensors, 0)
+
+
+def with_content(adapter: PeftAdapter, a: torch.Tensor) -> PeftAdapter:
+    module = adapter.modules[0]
+    return replace(adapter, tensors=save({module.a: a, module.b: torch.ones(128, 4)}))
+
+
+GOOD = read_adapter(config(), q_proj(inputs=64, outputs=128), 0)
+FAR = replace(GOOD.modules[0], name="model.layers.9.self_attn.q_proj")
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "other width": (encode_import(adapter_of_q_proj((4, 63), (128, 4))), r"needs \[4, 64\]"),
+    "other height": (encode_import(adapter_of_q_proj((4, 64), (127, 4))), r"needs \[128, 4\]"),
+    "no such layer": (encode_import(replace(GOOD, modules=(FAR,))), "model.layers.9"),
+    "rank over the limit": (
+        encode_import(replace(GOOD, lora=replace(GOOD.lora, rank=17))),
+        "rank 17; between 1 and 16",
+    ),
+    "rank over the run's": (
+        encode_import(replace(GOOD, lora=replace(GOOD.lora, rank=2))),
+        "no rank of 1 to 2",
+    ),
+    "left-over tensors": (encode_import(replace(GOOD, modules=())), "lora_A.weight: not a LoRA"),
+    "missing tensor": (
+        encode_import(replace(GOOD, modules=(replace(GOOD.modules[0], a="x"),))),
+        "x is missing",
+    ),
+    "not a number": (encode_import(with_content(GOOD, torch.full((4, 64), torch.nan))), "finite"),
+    "endless": (encode_import(with_content(GOOD, torch.full((4, 64), -torch.inf))), "finite"),
+    "too large once scaled": (
+        encode_import(
+            replace(
+                with_content(GOOD, torch.ones(4, 64)),
+                modules=(replace(GOOD.modules[0], scale=1e40),),
+            )
+        ),
+        "lora_B.weight holds numbers",
+    ),
+    "integers": (
+        encode_import(with_content(GOOD, torch.ones(4, 64, dtype=torch.int32))),
+        "F32, F16 and BF16",
+    ),
+    "no safetensors": (encode_import(replace(GOOD, tensors=b"PK")), "cannot be read"),
+    "no import": (b"CTI1\xff\xff\xff\xff{", "cannot be read"),
+    "nothing": (b"", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_the_base_model_is_refused_with_the_key(
+    new_engine: NewEngine, content: bytes, reason: str
+) -> None:
+    with pytest.raises(ImportRefused, match=reason):
+        read_import(content, new_engine().layout_of, MAX_RANK)
+
+
+def test_a_refusal_fails_the_import_alone(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    bad = Import("bad", 0, REFUSED["other width"][0])
+    outputs = engine.run([bad, Import("good", 0, encode_import(GOOD))]).outputs
+    refusal = outputs["bad", 0]
+    assert isinstance(refusal, Failure)
+    assert refusal.category == "user"
+    assert isinstance(outputs["good", 0], CreateOutput)
+
+
+def test_uploads_are_read_for_the_modules_that_can_be_adapted() -> None:
+    assert dict(FAMILY_BY_MODULE) == dict(base_model.FAMILY_BY_MODULE)

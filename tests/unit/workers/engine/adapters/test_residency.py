@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+
+from cotrain_workers.engine.adapters.residency import (
+    GIB,
+    Moves,
+    Seat,
+    adapter_budget,
+    moves_ahead,
+    moves_for,
+    over_budget,
+    shifts_of,
+)
+
+
+def seats(on_device: str, parked: str = "") -> list[Seat]:
+    """Return adapters of one byte each, the least used first."""
+    return [Seat(run, 1, is_on_device=run in on_device) for run in (*parked, *on_device)]
+
+
+def test_what_is_needed_takes_the_place_of_the_least_used() -> None:
+    assert moves_for(seats("abcd", "e"), ["e", "a"], 4) == Moves(["b"], ["e"])
+
+
+def test_nothing_moves_while_there_is_room() -> None:
+    assert moves_for(seats("abc", "e"), ["e"], 4) == Moves([], ["e"])
+    assert moves_for(seats("abc", "e"), ["a"], 4) == Moves([], [])
+    assert moves_for(seats("abcdefgh"), ["a"], None) == Moves([], [])
+
+
+def test_what_is_needed_comes_in_even_if_it_does_not_fit() -> None:
+    assert moves_for(seats("a", "bcd"), ["b", "c", "d"], 2) == Moves(["a"], ["b", "c", "d"])
+
+
+def test_a_budget_that_new_runs_have_exceeded_is_kept_again() -> None:
+    assert moves_for(seats("abcd"), ["d"], 2) == Moves(["a", "b"], [])
+
+
+def test_the_next_cycles_come_in_as_far_as_they_fit_beside_this_one() -> None:
+    held = seats("abcd", "efg")
+
+    assert moves_ahead(held, ["e", "f", "g"], in_use="cd", budget=4) == Moves(
+        ["a", "b"], ["e", "f"]
+    )
+    assert moves_ahead(held, ["e"], in_use="abcd", budget=4) == Moves([], [])
+    assert moves_ahead(held, ["e"], in_use="", budget=0) == Moves([], [])
+    assert moves_ahead(held, ["c", "unknown", "e"], in_use="", budget=4) == Moves(["a"], ["e"])
+
+
+def test_a_cycle_is_cut_only_where_its_adapters_do_not_fit() -> None:
+    sizes = {"a": 2, "b": 2, "c": 3, "d": 1}
+
+    assert shifts_of(list("abcd"), sizes, None) == [list("abcd")]
+    assert shifts_of(list("abcd"), sizes, 8) == [list("abcd")]
+    assert shifts_of(list("abcd"), sizes, 4) == [["a", "b"], ["c", "d"]]
+    assert shifts_of(list("abcd"), sizes, 1) == [["a"], ["b"], ["c"], ["d"]]
+    assert shifts_of(["unknown"], {}, 1) == [["unknown"]]
+    assert shifts_of([], {}, 1) == [[]]
+
+
+def test_the_least_used_leave_and_no_more_of_them_than_must() -> None:
+    sizes = {"a": 3, "b": 3, "c": 3}
+
+    assert over_budget(sizes, 9) == []
+    assert over_budget(sizes, 8) == ["a"]
+    assert over_budget(sizes, 5) == ["a", "b"]
+    assert over_budget(sizes, None) == []
+
+
+@pytest.mark.parametrize("noise", [0, 1 << 20])
+def test_the_share_of_a_gpu_is_the_same_after_a_restart(noise: int) -> None:
+    # H200 and Qwen3-8B in bf16.
+    assert adapter_budget(150_000_000_000, 16_400_000_000 + noise) == 24 * GIB
+
+
+def test_a_full_gpu_leaves_room_for_an_adapter_all_the_same() -> None:
+    assert adapter_budget(16 * GIB, 15 * GIB) == GIB

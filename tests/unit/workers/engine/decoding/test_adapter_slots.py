@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from cotrain_workers.engine.decoding import row_lora
+from cotrain_workers.engine.decoding.adapter_slots import (
+    WeightSlots,
+    WeightsNotFinite,
+    WeightsUnfit,
+    slot_layout,
+)
+from cotrain_workers.engine.decoding.requests import HostWeights, WeightsGone
+from cotrain_workers.engine.decoding.row_lora import LONG_RUN, RowLora
+from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+TARGETS = (
+    Target("q_proj", "attn", 24, 40),
+    Target("up_proj", "mlp", 24, 33),
+    Target("lm_head", "unembed", 24, 131),
+)
+
+
+def host(rank: int, seed: int = 0, **families: bool) -> HostWeights:
+    spec = AdapterSpec(rank, seed=seed, **families)
+    size = plan_layout(spec, TARGETS).size
+    return HostWeights(spec, torch.randn(size, generator=torch.Generator().manual_seed(seed)))
+
+
+def slots_of(stored: Mapping[str, HostWeights], room: int | None = None) -> WeightSlots:
+    """Return a cache with room for some adapters of rank 8 (a slot of a pool is always zero)."""
+    one = slot_layout(TARGETS, 8).size * 4
+    limit = None if room is None else (room + 1) * one
+    loads.clear()
+
+    def load(key: str) -> HostWeights:
+        loads.append(key)
+        if key not in stored:
+            raise WeightsGone(key)
+        return stored[key]
+
+    return WeightSlots(TARGETS, torch.device("cpu"), torch.float32, load, limit)
+
+
+loads: list[str] = []
+
+
+@pytest.mark.parametrize("rank", [1, 5, 8, 20])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_slot_computes_what_the_adapter_computes(rank: int, target: Target) -> None:
+    weights = host(rank)
+    slot = slots_of({"a": weights}).pin("a")
+    pair = plan_layout(weights.spec, TARGETS).views(weights.flat)[target.name]
+    x = torch.randn(40, target.inputs)
+
+    for rows in (3, 40):
+        found = torch.zeros(rows, target.outputs)
+        RowLora([slot] * rows, torch.device("cpu")).add(target.name, x[:rows], found)
+        expected = weights.spec.scale * x[:rows] @ pair.a.t() @ pair.b.t()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_have_the_same_bits_however_they_are_mixed() -> None:
+    stored = {str(at): host(rank, at) for at, rank in enumerate((8, 5, 8, 1, 20, 16, 8))}
+    slots = slots_of(stored)
+    pinned = [slots.pin(key) for key in stored]
+    x = torch.randn(256, 24)
+    for target in TARGETS:
+        for slot in pinned:
+            long = torch.zeros(LONG_RUN, target.outputs)
+            RowLora([slot] * LONG_RUN, torch.device("cpu")).add(target.name, x[:LONG_RUN], long)
+            mixed = [*pinned, *[slot] * 3, *reversed(pinned)]
+            at = len(pinned)
+            rows = torch.cat([x[50 : 50 + at], x[:3], x[100 : 100 + at]])
+            found = torch.zeros(len(mixed), target.outputs)
+            RowLora(mixed, torch.device("cpu")).add(target.name, rows, found)
+            torch.testing.assert_close(found[at : at + 3], long[:3], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("gather", "keep"), [(0, 0), (1 << 20, 0), (1 << 20, 1 << 20)])
+def test_copying_matrices_or_not_and_keeping_them_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, gather: int, keep: int
+) -> None:
+    slots = slots_of({str(at): host(8, at) for at in range(5)})
+    pinned = [slots.pin(str(at)) for at in range(5)]
+    x, expected = torch.randn(5, 24), torch.zeros(5, 131)
+    RowLora(pinned, torch.device("cpu")).add("lm_head", x, expected)
+
+    monkeypatch.setattr(row_lora, "GATHER_BYTES", gather)
+    monkeypatch.setattr(row_lora, "KEEP_BYTES", keep)
+    lora = RowLora(pinned, torch.device("cpu"))
+    for _ in range(2):
+        found = torch.zeros(5, 131)
+        lora.add("lm_head", x, found)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        lora.add("q_proj", x, torch.zeros(5, 40))
+
+
+def test_modules_that_an_adapter_does_not_train_stay_as_they_are() -> None:
+    stored = {"a": host(8, train_mlp=False), "b": host(8, 1)}
+    slots = slots_of(stored)
+    a, b = slots.pin("a"), slots.pin("b")
+    x, y = torch.randn(4, 24), torch.zeros(4, 33)
+
+    RowLora([a, a, b, None], torch.device("cpu")).add("up_proj", x, y)
+
+    assert not y[[0, 1, 3]].any()
+    assert y[2].any()
+
+
+def test_the_least_used_is_evicted_and_never_one_in_use() -> None:
+    stored = {key: host(8, at) for at, key in enumerate("abcd")}
+    slots = slots_of(stored, room=2)
+    slots.pin("a")
+    slots.pin("b")
+    assert slots.pin("c") is None
+    assert slots.pin("c") is None
+    assert loads == ["a", "b", "c"]  # it waits in host memory
+
+    slots.unpin("b")
+    assert slots.pin("c") is not None
+    slots.unpin("a")
+    assert slots.pin("d") is not None
+
+    assert slots.pin("a") is None
+    assert loads == ["a", "b", "c", "d", "a"]
+
+
+def test_what_is_cached_is_not_loaded_again() -> None:
+    slots = slots_of({"a": host(8)})
+    first = slots.pin("a")
+    slots.unpin("a")
+
+    assert slots.pin("a") is first
+    assert loads == ["a"]
+
+
+def test_pools_that_nobody_uses_make_room_for_another_rank() -> None:
+    stored = {"a": host(8), "b": host(8, 1), "large": host(16)}
+    slots = slots_of(stored, room=3)
+    slots.pin("a")
+    slots.pin("b")
+    slots.unpin("a")
+    slots.unpin("b")
+
+    assert slots.pin("large") is not None
+    slots.unpin("large")
+    assert slots.pin("a") is not None
+
+
+def test_an_adapter_larger_than_the_cache_gets_its_turn_alone() -> None:
+    slots = slots_of({"a": host(64), "b": host(32)}, room=0)
+    assert slots.pin("a") is not None
+    assert slots.pin("b") is None
+
+    slots.unpin("a")
+
+    assert slots.pin("b") is not None
+
+
+def test_dropped_weights_are_loaded_again_and_those_in_use_stay() -> None:
+    slots = slots_of({"a": host(8)})
+    slots.pin("a")
+    slots.drop("a")
+    assert len(slots.held()) == 1
+
+    slots.unpin("a")
+    slots.drop("a")
+    slots.drop("unknown")
+
+    assert slots.held() == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(value: float) -> None:
+    bad = host(8)
+    bad.flat[3] = value
+
+    with pytest.raises(WeightsNotFinite):
+        slots_of({"a": bad}).pin("a")
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    bad = replace(host(8), flat=torch.zeros(7))
+
+    with pytest.raises(WeightsUnfit, match="The weights hold 7 values, not"):
+        slots_of({"a": bad}).pin("a")
+
+
+def test_unknown_weights_are_gone() -> None:
+    with pytest.raises(WeightsGone):
+        slots_of({}).pin("a")

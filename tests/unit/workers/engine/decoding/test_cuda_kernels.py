@@ -1,0 +1,261 @@
+"""The CUDA parts of a step with the kernel and the graphs played by plain code, on CPU.
+
+What stays for a real device: the kernels themselves (`tests/gpu`).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.engine.decoding import cuda_kernels as cuda_step
+from cotrain_workers.engine.decoding import model_runner as packed_step
+from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
+from cotrain_workers.engine.decoding.cuda_kernels import grouped_lora
+from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.decoding.row_lora import RowLora
+from tests.support.decoding import finish, request, trained_weights
+from tests.support.training import MIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from cotrain_workers.engine.decoding.decoder import EngineDecoder
+    from cotrain_workers.engine.decoding.requests import HostWeights, SampleRequest
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import Failure
+
+    NewEngine = Callable[..., Engine]
+    Outputs = Mapping[str, SampleOutput | Failure]
+
+RUNS = [tenant.run for tenant in MIX]
+
+
+def plain_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+    num_splits: int,
+) -> torch.Tensor:
+    """Play `varlen_attn` over pages, one sequence and one query at a time."""
+    assert window_size[1] == 0
+    assert enable_gqa == (query.shape[1] != key.shape[2])
+    out = torch.empty_like(query)
+    for at in range(len(seqused_k)):
+        start, stop, used = int(cu_seq_q[at]), int(cu_seq_q[at + 1]), int(seqused_k[at])
+        assert stop - start <= max_q
+        assert used <= max_k
+        keys, values = (x[block_table[at].long()].flatten(0, 1)[:used] for x in (key, value))
+        shared = query.shape[1] // key.shape[2]
+        keys, values = (x.repeat_interleave(shared, 1) for x in (keys, values))
+        for row in range(start, stop):
+            here = used - (stop - row) + 1
+            first = 0 if window_size[0] < 0 else max(0, here - 1 - window_size[0])
+            scores = torch.einsum("hd,khd->hk", query[row], keys[first:here]) * scale
+            out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), values[first:here])
+    return out
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a decoder on CPU take every decision as on CUDA."""
+    names = {*cuda_step.NEEDED, "num_splits"}
+    monkeypatch.setattr(packed_step, "kernel_takes", lambda *args: True)
+    monkeypatch.setattr(packed_step, "groups_take", lambda *args: True)
+    monkeypatch.setattr(packed_step, "CudaRecorder", lambda: repeat)
+    monkeypatch.setattr(cuda_step, "varlen_kernel", lambda: plain_kernel)
+    monkeypatch.setattr(cuda_step, "varlen_parameters", lambda: frozenset(names))
+
+
+def repeat(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Play a CUDA graph: do the work again, with the inputs as they are then."""
+    output = torch.full_like(work(), torch.nan)
+
+    def replay() -> None:
+        output.copy_(work())
+
+    return replay, output
+
+
+def requests() -> list[SampleRequest]:
+    """Return requests whose prompts and adapters are mixed; some with the base alone."""
+    return [
+        request(
+            f"r{at}",
+            np.random.default_rng(at).integers(0, 128, 1 + 9 * at),
+            [None, *RUNS][at % 8],
+            temperature=0.0,
+            max_tokens=5 + at,
+            num_samples=1 + at % 2,
+            prompt_logprobs=True,
+        )
+        for at in range(10)
+    ]
+
+
+def decoder_of(engine: Engine, weights: Mapping[str, HostWeights]) -> EngineDecoder:
+    return engine.decoder(weights.__getitem__, kv_tokens=2048, text=None, page_tokens=16)
+
+
+def assert_close(ours: Outputs, theirs: Outputs) -> None:
+    """Equal tokens, and log-probabilities that differ by rounding."""
+    for name, expected in theirs.items():
+        found = ours[name]
+        assert isinstance(found, SampleOutput)
+        assert isinstance(expected, SampleOutput)
+        assert found.prompt_logprobs is not None
+        assert expected.prompt_logprobs is not None
+        pairs = zip(found.sequences, expected.sequences, strict=True)
+        for one, other in pairs:
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        np.testing.assert_allclose(found.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_the_cuda_parts_give_what_the_plain_parts_give(
+    new_engine: NewEngine, family: str, request: pytest.FixtureRequest
+) -> None:
+    engine = new_engine(family)
+    weights = trained_weights(engine)
+    plain = finish(decoder_of(engine, weights), requests())
+    request.getfixturevalue("as_on_cuda")
+    decoder = decoder_of(engine, weights)
+
+    found = finish(decoder, requests())
+    one_pool = [each for each in requests() if each.weights in (None, "all-8", "attn-1")]
+    again = finish(decoder, one_pool)
+
+    assert_close(found, plain)
+    assert_close(again, {each.id: plain[each.id] for each in one_pool})
+    graphs = decoder._step.graphs
+    assert graphs is not None
+    assert graphs.used >= 3
+    assert not graphs.refused
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_graph_that_differs_is_not_used(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    expected = finish(decoder_of(engine, weights), requests())
+
+    def wrong(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        output = work() * 1.5
+        return (lambda: None), output
+
+    monkeypatch.setattr(packed_step, "CudaRecorder", lambda: wrong)
+    decoder = decoder_of(engine, weights)
+    found = finish(decoder, requests())
+
+    assert_close(found, expected)
+    assert decoder.graph_report().startswith("0 in use; 8 rows: hidden states differ by")
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_graph_that_cannot_be_captured_is_not_used(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(packed_step, "CudaRecorder", lambda: fails)
+    engine = new_engine()
+    decoder = decoder_of(engine, trained_weights(engine))
+    found = finish(decoder, requests())
+
+    assert len(found) == 10
+    assert decoder.graph_report().startswith("0 in use; 8 rows: operation not permitted when")
+
+
+@pytest.mark.parametrize("is_on_cuda", [False, True])
+def test_dropping_a_decoder_frees_its_memory_at_once(
+    new_engine: NewEngine, request: pytest.FixtureRequest, is_on_cuda: bool
+) -> None:
+    if is_on_cuda:
+        request.getfixturevalue("as_on_cuda")
+    engine = new_engine()
+    weights = trained_weights(engine)
+    decoder = decoder_of(engine, weights)
+    for each in requests():
+        decoder.add(each)
+    for _ in range(4):
+        decoder.step()
+    memory = weakref.ref(decoder._cache)
+
+    gc.disable()
+    try:
+        del decoder
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
+def test_without_a_gpu_there_are_no_graphs(new_engine: NewEngine) -> None:
+    assert decoder_of(new_engine(), {}).graph_report() == "none: the plain steps run"
+
+
+def test_grouped_lora_is_row_lora(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    device = torch.device("cpu")
+    slots = WeightSlots(
+        engine._base.targets, device, torch.float32, weights.__getitem__, limit_bytes=None
+    )
+    held = sorted((slots.pin(run) for run in RUNS), key=packed_step.slot_order)
+    rows = [None, None, *(slot for slot in held for _ in range(3))]
+    for target in engine._base.targets[-8:]:
+        x = torch.randn(32, target.inputs)
+        ours, theirs = torch.zeros(32, target.outputs), torch.zeros(32, target.outputs)
+
+        grouped_lora(rows, device).add(target.name, x, ours)
+        RowLora(rows, device).add(target.name, x, theirs)
+
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert ours.abs().max() > 0
+
+
+def test_a_kernel_over_pages_that_is_off_is_not_used(
+    new_engine: NewEngine,
+    as_on_cuda: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def forgets_the_window(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> torch.Tensor:
+        return plain_kernel(*args, window_size=(-1, 0), **kwargs)
+
+    def cannot(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("page size")
+
+    engine = new_engine()
+    assert decoder_of(engine, {}).graph_report() == "0 in use"
+    assert not caplog.records
+    for kernel, said in ((forgets_the_window, "is off by"), (cannot, "cannot run")):
+        monkeypatch.setattr(cuda_step, "varlen_kernel", lambda kernel=kernel: kernel)
+        assert decoder_of(engine, {}).graph_report() == "none: the plain steps run"
+        assert said in caplog.text
+
+
+def test_why_the_kernel_over_pages_is_not_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class OnCuda:
+        is_cuda, dtype = True, torch.float32
+
+    assert not cuda_step.kernel_takes(OnCuda(), 50.0)  # type: ignore[arg-type]
+    assert "no kernel for torch.float32, no kernel for a score cap" in caplog.text

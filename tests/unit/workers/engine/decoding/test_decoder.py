@@ -1,0 +1,180 @@
+"""The decoder against the trainer, against plain PEFT, and against itself alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Failure, Pass
+from tests.support.decoding import (
+    RUNS,
+    VOCAB,
+    assert_same,
+    decoder_of,
+    finish,
+    neighbours,
+    output,
+    request,
+    text,
+    trained_weights,
+    trainer_logprobs,
+    whole,
+)
+from tests.support.tiny_models import FAMILIES, build_tiny
+from tests.support.training import MIX, PeftOracle, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    NewEngine = Callable[..., Engine]
+    ModelFolder = Callable[..., Path]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_the_trainers(new_engine: NewEngine, family: str) -> None:
+    engine = new_engine(family)
+    decoder = decoder_of(engine, trained_weights(engine))
+    requests = [
+        request(
+            f"{run}-{size}",
+            np.random.default_rng(size).integers(0, VOCAB, size),
+            run,
+            max_tokens=40,
+            num_samples=2,
+            prompt_logprobs=True,
+        )
+        for run in RUNS
+        for size in (1, 16, 45)
+    ]
+
+    found = finish(decoder, requests)
+
+    for each in requests:
+        result = found[each.id]
+        assert isinstance(result, SampleOutput)
+        assert result.prompt_logprobs is not None
+        for sequence in result.sequences:
+            assert each.weights is not None
+            tokens = np.concatenate([each.prompt, sequence.tokens])
+            ours = np.concatenate([result.prompt_logprobs[1:], sequence.logprobs])
+            theirs = trainer_logprobs(engine, each.weights, tokens)
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.numerics
+def test_a_seeded_request_gives_the_same_bits_in_any_batch(
+    new_engine: NewEngine, family: str
+) -> None:
+    engine = new_engine(family)
+    weights = trained_weights(engine)
+    for run, num_samples in ((None, 3), ("all-8", 1), ("attn-1", 3)):
+        mine = replace(whole("mine", run), num_samples=num_samples)
+
+        alone = output(decoder_of(engine, weights), mine)
+        among = output(decoder_of(engine, weights), mine, neighbours(seed=3))
+
+        assert_same(among, alone)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.numerics
+def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path, threads: int) -> None:
+    torch.set_num_threads(threads)
+    try:
+        engine = Engine.load(str(build_tiny("qwen3", tmp_path, hidden=72, vocab=131)))
+        weights = trained_weights(engine)
+        for run in ("all-8", "all-5", "head-16"):
+            mine = whole("mine", run, length=70)
+            alone = output(engine.decoder(weights.__getitem__, kv_tokens=4096, text=text), mine)
+            decoder = engine.decoder(weights.__getitem__, kv_tokens=4096, text=text)
+            assert_same(output(decoder, mine, neighbours(seed=5)), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.numerics
+def test_a_request_that_joins_later_gives_the_same_bits(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    mine, decoder = whole("mine", "all-5"), decoder_of(engine, weights)
+    alone = output(decoder_of(engine, weights), mine)
+    for each in neighbours(seed=4):
+        decoder.add(each)
+    for _ in range(9):
+        decoder.step()
+
+    among = output(decoder, mine)
+
+    assert_same(among, alone)
+
+
+@pytest.mark.numerics
+def test_a_small_head_chunk_changes_no_bit(new_engine: NewEngine) -> None:
+    wide, narrow = new_engine(), new_engine(head_chunk_rows=5)
+    weights = trained_weights(wide)
+    mine = whole("mine", "all-8")
+
+    expected = output(decoder_of(wide, weights), mine, neighbours(seed=6, count=8))
+    found = output(decoder_of(narrow, weights), mine, neighbours(seed=6, count=8))
+
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("run", ["all-8", "head-16"])
+def test_greedy_output_is_what_transformers_generates(
+    new_engine: NewEngine, model_folder: ModelFolder, run: str
+) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    tenant = next(tenant for tenant in MIX if tenant.run == run)
+    oracle = PeftOracle(model_folder("qwen3"), tenant.spec, torch.float32)
+    oracle.load(engine.layout(run), weights[run].flat)
+    prompt = np.random.default_rng(0).integers(3, VOCAB, 21)
+
+    expected = oracle.model.generate(
+        input_ids=torch.from_numpy(prompt)[None],
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=40,
+        eos_token_id=None,
+    )[0, len(prompt) :]
+    mine = request("mine", prompt, run, temperature=0.0, max_tokens=40)
+    found = output(decoder_of(engine, weights), mine, neighbours(seed=1, count=8))
+
+    np.testing.assert_array_equal(found.sequences[0].tokens, expected.numpy())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "gemma3"])
+def test_decoding_between_micro_batches_leaves_training_bit_equal(
+    new_engine: NewEngine, family: str
+) -> None:
+    alone = new_engine(family, micro_batch_tokens=64)
+    shared = new_engine(family, micro_batch_tokens=64)
+    weights = trained_weights(alone)
+    trained_weights(shared)
+    decoder = decoder_of(shared, weights)
+    mine = whole("mine", "all-8")
+    expected = output(decoder_of(alone, weights), mine)
+    decoder.add(mine)
+    found: dict[str, SampleOutput | Failure] = {}
+
+    for cycle in (1, 2, 3):
+        ops = [op for tenant in MIX for op in tenant.ops(cycle)]
+        assert any(isinstance(op, Pass) for op in ops)
+        shared.run(ops, between=lambda: found.update(decoder.step().finished))
+        alone.run(ops)
+    while decoder.busy:
+        found.update(decoder.step().finished)
+
+    for run in RUNS:
+        assert same_bits(shared.state(run), alone.state(run)), run
+    assert isinstance(found["mine"], SampleOutput)
+    assert_same(found["mine"], expected)

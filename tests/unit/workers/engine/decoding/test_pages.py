@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_workers.engine.decoding.pages import Node, Origin, Pages, PrefixIndex
+
+W = Origin("w", "t")
+CHUNKS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=4)
+
+
+def stored(pages: Pages, index: PrefixIndex, weights: str | None, chunks: list[bytes]) -> list[int]:
+    """Compute a prompt as a sequence does: share what is known, index the rest; return its pages."""
+    nodes = index.match(Origin(weights, "t"), chunks)
+    for node in nodes:
+        pages.hold(node.page)
+    held = [node.page for node in nodes]
+    parent = nodes[-1] if nodes else None
+    for chunk in chunks[len(nodes) :]:
+        page = pages.take()
+        while page is None and index.evict():
+            page = pages.take()
+        if page is None:
+            break
+        parent = index.insert(Origin(weights, "t"), parent, chunk, page)
+        held.append(page)
+    return held
+
+
+def test_a_page_is_free_when_its_last_holder_lets_go() -> None:
+    pages = Pages(2)
+    page = pages.take()
+    assert page is not None
+    pages.hold(page)
+    assert pages.is_shared(page)
+
+    pages.release(page)
+    assert pages.free == 1
+    pages.release(page)
+
+    assert pages.free == 2
+
+
+def test_nothing_is_taken_when_nothing_is_free() -> None:
+    pages = Pages(1)
+    assert pages.take() == 0
+
+    assert pages.take() is None
+
+
+def test_a_prompt_is_found_as_far_as_it_is_known() -> None:
+    pages = Pages(8)
+    index = PrefixIndex(pages)
+    held = stored(pages, index, "w", [b"a", b"b", b"c"])
+
+    assert [node.page for node in index.match(W, [b"a", b"b", b"x", b"c"])] == held[:2]
+    assert index.match(Origin("other", "t"), [b"a"]) == []
+    assert index.match(Origin(None, "t"), [b"a"]) == []
+    assert index.match(Origin("w", "another"), [b"a"]) == []
+    assert index.match(W, [b"b"]) == []
+
+
+def test_only_pages_that_nobody_else_holds_are_evicted_and_the_oldest_first() -> None:
+    pages = Pages(4)
+    index = PrefixIndex(pages)
+    in_use = stored(pages, index, "w", [b"a"])
+    for page in stored(pages, index, "old", [b"a", b"b"]):
+        pages.release(page)
+    for page in stored(pages, index, "new", [b"a"]):
+        pages.release(page)
+
+    assert index.evict()
+    assert (
+        len(index.match(Origin("old", "t"), [b"a", b"b"])) == 1
+    )  # its end goes before its beginning
+    index.match(Origin("new", "t"), [b"a"])
+    assert index.evict()
+    assert index.match(Origin("old", "t"), [b"a"]) == []
+    assert index.evict()
+    assert not index.evict()
+    assert [node.page for node in index.match(W, [b"a"])] == in_use
+
+
+def test_a_page_computed_twice_is_indexed_once() -> None:
+    pages = Pages(4)
+    index = PrefixIndex(pages)
+    first, second = pages.take(), pages.take()
+    assert first is not None
+    assert second is not None
+
+    known = index.insert(W, None, b"a", first)
+
+    assert index.insert(W, None, b"a", second) is known
+    assert len(index) == 1
+
+
+def test_below_a_dropped_page_nothing_is_indexed() -> None:
+    pages = Pages(4)
+    index = PrefixIndex(pages)
+    held = stored(pages, index, "w", [b"a"])
+    parent = index.find(W, None, b"a")
+    index.drop("w")
+    page = pages.take()
+    assert page is not None
+
+    assert index.insert(W, parent, b"b", page) is None
+
+    for each in (*held, page):
+        pages.release(each)
+    assert pages.free == 4
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["one", "two", None]), CHUNKS, st.booleans()), max_size=40),
+    st.integers(1, 6),
+)
+def test_pages_are_never_lost_and_never_shared_by_accident(
+    prompts: list[tuple[str | None, list[bytes], bool]], count: int
+) -> None:
+    pages = Pages(count)
+    index = PrefixIndex(pages)
+    running: list[list[int]] = []
+    for weights, chunks, drops in prompts:
+        held = stored(pages, index, weights, chunks)
+        running.append(held)
+        if len(running) > 2:
+            for page in running.pop(0):
+                pages.release(page)
+        if drops:
+            index.drop(weights)
+        in_use = {page for held in running for page in held}
+        assert pages.free + pages.idle + len(in_use) == count
+        for node in list(index._nodes.values()):
+            check_parents(index, node)
+    for held in running:
+        for page in held:
+            pages.release(page)
+    assert pages.free + pages.idle == count
+    while index.evict():
+        pass
+    assert pages.free == count
+
+
+def check_parents(index: PrefixIndex, node: Node) -> None:
+    """A page in the index is reachable: all pages before it are there too."""
+    while node.parent is not None:
+        assert index._nodes[node.parent.key] is node.parent
+        node = node.parent

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from cotrain_workers.engine.lora import backend as lora_backend
+from cotrain_workers.engine.lora import grouped as lora_grouped
+from cotrain_workers.engine.lora.backend import BackendUnfit, LoraBackend, choose, find_backend
+from cotrain_workers.engine.lora.grouped import GroupedLora
+from cotrain_workers.engine.lora.segmented import SegmentLora
+from cotrain_workers.engine.lora.self_check import TARGETS, disagreement
+from cotrain_workers.engine.spec import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.engine.engine import Engine
+
+    NewEngine = Callable[..., Engine]
+
+CPU = torch.device("cpu")
+
+
+def on_cuda(dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return what looks like a weight on CUDA and lets the self-test run on the CPU."""
+    return SimpleNamespace(is_cuda=True, device=CPU, dtype=dtype)
+
+
+def corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = lora_grouped.weight_gradient
+    monkeypatch.setattr(lora_grouped, "weight_gradient", lambda *args: 1.5 * real(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_self_test_finds_no_difference_where_there_is_none(dtype: torch.dtype) -> None:
+    assert disagreement(CPU, dtype) is None
+
+
+def test_the_self_test_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupt(monkeypatch)
+
+    reason = disagreement(CPU, torch.float32)
+
+    assert reason is not None
+    assert "gradient of 0.self_attn.q_proj A differs from that of a loop" in reason
+
+
+def test_on_a_cpu_the_choice_depends_on_nobody() -> None:
+    weight = torch.zeros(1)
+
+    assert find_backend("auto", TARGETS, weight) == LoraBackend("seg", torch.float32)
+    assert find_backend("grouped", TARGETS, weight) == LoraBackend("grouped", torch.float32)
+
+
+def test_on_cuda_many_short_segments_are_grouped() -> None:
+    assert choose(segments=1, tokens=512) == "seg"
+    assert choose(segments=64, tokens=8192) == "grouped"
+    assert choose(segments=3, tokens=16384) == "seg"
+    assert choose(segments=16, tokens=16384) == "grouped"
+
+
+def test_what_cannot_be_grouped_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(BackendUnfit, match=r"does not take torch\.float64"):
+        find_backend("grouped", TARGETS, torch.zeros(1, dtype=torch.float64))
+    odd = Target("0.mlp.up_proj", "mlp", 64, 36)
+    with pytest.raises(BackendUnfit, match=r"0\.mlp\.up_proj is 64 x 36, not of multiples of 8"):
+        find_backend("grouped", [odd], torch.zeros(1))
+    find_backend("grouped", [replace(odd, family="unembed")], torch.zeros(1))
+
+    corrupt(monkeypatch)
+    with pytest.raises(BackendUnfit, match="differs from that of a loop"):
+        find_backend("grouped", TARGETS, torch.zeros(1))
+
+
+def test_a_device_whose_grouped_products_are_wrong_gets_a_loop_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lora_backend, "slow", lambda weight: None)
+    assert find_backend("auto", TARGETS, on_cuda()).name == "auto"
+
+    corrupt(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert find_backend("auto", TARGETS, on_cuda()).name == "seg"
+
+    assert "differs from that of a loop" in caplog.text
+
+
+def test_a_device_without_a_kernel_gets_a_loop_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+    with caplog.at_level(logging.WARNING):
+        assert find_backend("auto", TARGETS, on_cuda()).name == "seg"
+        assert find_backend("auto", TARGETS, on_cuda(torch.float32)).name == "seg"
+
+    assert "capability 8.0" in caplog.text
+    assert "of bfloat16, not of torch.float32" in caplog.text
+
+
+def test_the_backend_is_part_of_the_numerics(new_engine: NewEngine) -> None:
+    seg, grouped = new_engine(), new_engine(lora_backend="grouped")
+
+    assert seg.facts.numerics.differences(grouped.facts.numerics) == ["lora seg, now grouped"]
+    assert seg.facts.numerics_id != grouped.facts.numerics_id
+
+
+def test_auto_takes_the_backend_that_was_chosen() -> None:
+    assert isinstance(LoraBackend("auto", torch.float32).of([], 64), SegmentLora)
+    assert isinstance(LoraBackend("grouped", torch.float32).of([], 64), GroupedLora)

@@ -1,0 +1,234 @@
+"""The backend `grouped` against `seg`, on CPU, where torch runs its products one group after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from cotrain_workers.engine.lora import self_check as lora_self_test
+from cotrain_workers.engine.lora.grouped import GroupedLora
+from cotrain_workers.engine.lora.groups import find_groups, find_rounds
+from cotrain_workers.engine.lora.segmented import SegmentLora
+from cotrain_workers.engine.lora.self_check import SPECS, place, random_adapter
+from cotrain_workers.engine.ops import Create, Pass
+from cotrain_workers.engine.routing import Segment
+from cotrain_workers.engine.spec import AdapterSpec
+from tests.support.engine_checks import (
+    gradient_passes,
+    mixed_against_alone,
+    parity_with_peft,
+    warmed_up,
+)
+from tests.support.tiny_models import build_tiny
+from tests.support.training import MIX, random_datum, relative_error, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.lora.self_check import RandomAdapter
+
+    ModelFolder = Callable[..., Path]
+    NewEngine = Callable[..., Engine]
+
+CPU = torch.device("cpu")
+LENGTHS = (1, 9, 40, 8, 30, 70)
+ROWS = 192
+
+
+def adapters(dtype: torch.dtype = torch.float32) -> list[RandomAdapter]:
+    generator = torch.Generator().manual_seed(3)
+    return [random_adapter(spec, CPU, dtype, generator) for spec in SPECS]
+
+
+def came_out(
+    backend: str, segments: Sequence[Segment], rows: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    lora = SegmentLora(segments) if backend == "seg" else GroupedLora(segments, rows, dtype)
+    names, values = lora_self_test.run(lora, segments, rows, CPU, dtype)
+    return dict(zip((f"{at} {name}" for at, name in enumerate(names)), values, strict=True))
+
+
+@pytest.mark.parametrize("rows", [ROWS, 184])  # with and without filler behind the last segment
+def test_grouped_equals_seg_whatever_ranks_and_targets(rows: int) -> None:
+    held = adapters()
+    expected = came_out("seg", place(held, LENGTHS), rows, torch.float32)
+    found = came_out("grouped", place(held, LENGTHS), rows, torch.float32)
+
+    assert expected.keys() == found.keys()
+    for name, values in expected.items():
+        assert values.abs().max() > 0
+        assert relative_error(found[name], values) < 1e-6, name  # another order of summation
+
+
+def test_gradients_in_bf16_point_where_those_of_seg_in_fp32_do() -> None:
+    narrow = came_out("grouped", place(adapters(torch.bfloat16), LENGTHS), ROWS, torch.bfloat16)
+    wide = came_out("seg", place(adapters(), LENGTHS), ROWS, torch.float32)
+
+    for name, values in wide.items():
+        cosine = torch.cosine_similarity(narrow[name].flatten(), values.flatten(), dim=0)
+        assert cosine > 0.999, name
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the number of groups of each grouped product."""
+    groups: list[int] = []
+    real = functional.grouped_mm
+
+    def counted(*args: Any, offs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        groups.append(len(offs))
+        return real(*args, offs=offs, **kwargs)
+
+    monkeypatch.setattr(functional, "grouped_mm", counted)
+    return groups
+
+
+def same_class(count: int) -> tuple[list[RandomAdapter], list[Segment]]:
+    generator = torch.Generator().manual_seed(5)
+    held = [random_adapter(AdapterSpec(4, 0), CPU, torch.float32, generator) for _ in range(count)]
+    segments = []
+    for at, each in enumerate(held):
+        grads = each.layout.views(torch.zeros_like(each.weights))
+        segments.append(Segment(8 * at, 8 * at + 3, each, 2.0, grads))
+    return held, segments
+
+
+def test_the_number_of_products_does_not_grow_with_that_of_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = count_products(monkeypatch)
+    numbers = []
+    for adapters_at_once in (1, 50):
+        counts.clear()
+        _, segments = same_class(adapters_at_once)
+        came_out("grouped", segments, 8 * adapters_at_once + 8, torch.float32)
+        numbers.append(len(counts))
+
+    # One A product for q, k and v and one for down, three for each pair of A and B going back.
+    assert numbers == [2 + 4 + 2 * 2 + 2 * 4] * 2
+
+
+def test_more_segments_than_a_product_has_groups_are_several_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = count_products(monkeypatch)
+    _, segments = same_class(1100)
+    found = came_out("grouped", segments, 8 * 1100, torch.float32)
+    assert max(counts) <= 1023
+
+    _, segments = same_class(1100)
+    expected = came_out("seg", segments, 8 * 1100, torch.float32)
+    assert all(relative_error(found[name], expected[name]) < 1e-6 for name in expected)
+
+
+def test_a_neighbour_full_of_nan_changes_no_bit() -> None:
+    clean = place(adapters(), LENGTHS)
+    broken = place(adapters(), LENGTHS)
+    guilty = broken[2]
+    guilty.source.weights.fill_(torch.nan)
+
+    expected = came_out("grouped", clean, ROWS, torch.float32)
+    found = came_out("grouped", broken, ROWS, torch.float32)
+
+    rows = torch.ones(ROWS, dtype=torch.bool)
+    rows[guilty.start : -(-guilty.stop // 8) * 8] = False  # its filler is nobody's
+    for name, values in expected.items():
+        if "output" in name or "gradient of x" in name:
+            assert torch.equal(found[name][0, rows], values[0, rows]), name
+    assert found["0 output of 0.self_attn.q_proj"].isnan().any()
+    for ours, theirs in zip(broken, clean, strict=True):
+        assert ours.grads is not None
+        assert theirs.grads is not None
+        same = [torch.equal(ours.grads[name].a, theirs.grads[name].a) for name in ours.grads]
+        assert all(same) == (ours is not guilty)
+
+
+def test_two_pieces_of_one_op_are_added_one_after_the_other() -> None:
+    _, segments = same_class(3)
+    again = replace(segments[0], start=24, stop=30)
+
+    assert [[at for at, _ in turn] for turn in find_rounds([*segments, again])] == [[0, 1, 2], [3]]
+
+    no_grads = [replace(segment, grads=None) for segment in segments]
+    assert find_rounds(no_grads) == []
+
+
+def test_two_ops_of_one_adapter_share_its_copy() -> None:
+    _, segments = same_class(2)
+    own = [replace(segments[0], start=8 * at, stop=8 * at + 8) for at in range(3)]
+    other = replace(segments[1], start=24, stop=30)
+
+    (groups,) = find_groups([*own, other], 40, torch.float32)
+
+    assert groups.slots == [0, 0, 0, 1]
+    assert groups.adapter_ends.tolist() == [24, 32, 40]
+    assert groups.segment_ends.tolist() == [8, 16, 24, 32]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma2"])
+def test_a_mixed_cycle_equals_plain_peft(model_folder: ModelFolder, family: str) -> None:
+    parity = parity_with_peft(model_folder(family), "cpu", torch.float32, "grouped")
+
+    assert parity.gradient_error < 1e-5
+    assert parity.logprob_error < 1e-5
+    assert parity.loss_error < 1e-5
+
+
+@pytest.mark.parametrize("hidden", [64, 72])
+def test_a_run_beside_others_equals_the_run_alone_to_the_bit(tmp_path: Path, hidden: int) -> None:
+    folder = build_tiny("qwen3", tmp_path, hidden=hidden, vocab=131)
+
+    assert mixed_against_alone(folder, "cpu", torch.float32, "grouped").is_bit_equal
+
+
+def test_the_whole_engine_gives_the_gradients_of_seg(
+    model_folder: ModelFolder, new_engine: NewEngine
+) -> None:
+    seg = warmed_up(model_folder("qwen3"), "cpu", torch.float32, "seg")
+    grouped = new_engine(lora_backend="grouped")
+    for tenant in MIX:
+        grouped.restore(tenant.run, seg.state(tenant.run))
+
+    for engine in (seg, grouped):
+        engine.run(gradient_passes())
+
+    for tenant in MIX:
+        ours, theirs = (engine.state(tenant.run).grads for engine in (grouped, seg))
+        assert relative_error(ours, theirs) < 1e-5  # through the layers 1e-7 grows
+
+
+def test_recomputing_layers_changes_no_bit(new_engine: NewEngine) -> None:
+    kept, again = (
+        new_engine(lora_backend="grouped", recompute=choice) for choice in ("never", "always")
+    )
+    for engine in (kept, again):
+        engine.run([op for tenant in MIX for op in tenant.ops(0)])
+
+    for tenant in MIX:
+        assert same_bits(kept.state(tenant.run), again.state(tenant.run)), tenant.run
+
+
+def test_the_weights_are_not_held_twice(new_engine: NewEngine) -> None:
+    engine = new_engine(lora_backend="grouped", dtype=torch.bfloat16)
+    engine.run([op for tenant in MIX for op in tenant.ops(0)])
+
+    assert all(engine._bank[tenant.run]._compute is None for tenant in MIX)
+
+
+def test_an_op_of_two_pieces_in_one_micro_batch_has_both_gradients(new_engine: NewEngine) -> None:
+    rng = np.random.default_rng(0)
+    datums = [random_datum(rng, "cross_entropy", 9, columns=columns) for columns in (0, 2)]
+    states = []
+    for lora in ("seg", "grouped"):
+        engine = new_engine(lora_backend=lora)
+        create = Create("a", 0, AdapterSpec(4, seed=0))
+        engine.run([create, Pass("a", 1, datums, "cross_entropy", {}, needs_grad=True)])
+        states.append(engine.state("a").grads)
+
+    assert relative_error(states[1], states[0]) < 1e-5

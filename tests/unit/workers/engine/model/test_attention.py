@@ -1,0 +1,245 @@
+"""Packed against unpacked, for every family: positions restart and no sequence sees another."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cotrain_workers.engine.model import attention as attn
+from cotrain_workers.engine.model import forward
+from cotrain_workers.engine.ops import Create, Datum, Pass, PassOutput
+from cotrain_workers.engine.routing import SequenceTable
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training import forward_backward as wave
+from tests.support.tiny_models import FAMILIES
+from tests.support.training import random_datum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.model.forward import PackedRow
+    from cotrain_workers.engine.ops import Op
+
+    NewEngine = Callable[..., Engine]
+    ModelFolder = Callable[..., Path]
+
+LENGTHS = (17, 5, 40, 40, 1, 33)  # beside windows of 16 tokens
+
+
+def datums() -> list[Datum]:
+    rng = np.random.default_rng(0)
+    return [random_datum(rng, "cross_entropy", length) for length in LENGTHS]
+
+
+def packed_logprobs(engine: Engine, datums: Sequence[Datum]) -> np.ndarray:
+    ops: list[Op] = [
+        Create("run", 0, AdapterSpec(4, seed=0)),
+        Pass("run", 1, datums, "cross_entropy", {}, needs_grad=False),
+    ]
+    output = engine.run(ops).outputs["run", 1]
+    assert isinstance(output, PassOutput)
+    return np.concatenate(output.logprobs)
+
+
+@torch.no_grad()
+def unpacked_logprobs(folder: Path, datums: Sequence[Datum]) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for datum in datums:
+        logits = model(input_ids=torch.from_numpy(datum.tokens)[None], use_cache=False).logits[0]
+        targets = torch.from_numpy(datum.inputs["target_tokens"])[:, None]
+        found.append(torch.log_softmax(logits, -1).gather(1, targets)[:, 0].numpy())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_unpacked(
+    new_engine: NewEngine, model_folder: ModelFolder, family: str
+) -> None:
+    packed = packed_logprobs(new_engine(family), datums())
+
+    unpacked = unpacked_logprobs(model_folder(family), datums())
+    np.testing.assert_allclose(packed, unpacked, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_that_comparison_sees_wrong_positions_and_leaks(
+    new_engine: NewEngine, model_folder: ModelFolder, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked = unpacked_logprobs(model_folder(family), datums())
+    right = forward.pack_row
+
+    def positions_run_on(*args: Any) -> PackedRow:
+        row = right(*args)
+        # rotary embeddings see distances only
+        return replace(row, positions=5 * np.arange(len(row.ids)))
+
+    def one_long_sequence(*args: Any) -> PackedRow:
+        row = right(*args)
+        return replace(row, lengths=[len(row.ids)])
+
+    for wrong in (positions_run_on, one_long_sequence):
+        monkeypatch.setattr(wave, "pack_row", wrong)
+        packed = packed_logprobs(new_engine(family), datums())
+        assert np.abs(packed - unpacked).max() > 1e-2, wrong.__name__
+
+
+def test_the_model_does_not_run_without_a_segment_table(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    ids = torch.zeros(1, 32, dtype=torch.int64)
+
+    with pytest.raises(RuntimeError, match="no segment table"):
+        engine._base.backbone(input_ids=ids, use_cache=False)
+
+
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    offsets: torch.Tensor,
+    back: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attend sequence by sequence, with the scores written out; `[T, heads, d]`."""
+    assert query.shape[1] == key.shape[1]
+    outs = []
+    for start, stop in itertools.pairwise(offsets.tolist()):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+        at = torch.arange(stop - start)
+        seen = (at[:, None] >= at) & (at[:, None] - at <= back)
+        scores = (scale * q @ k.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+        outs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def kernel_of_torch_2_10(  # the signatures that varlen_attn has had
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    assert is_causal
+    return plain_attention(query, key, value, cu_seq_q, max_q, query.shape[-1] ** -0.5)
+
+
+def kernel_of_torch_2_11(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    assert scale is not None
+    assert window_size[1] == 0
+    back = window_size[0] if window_size[0] >= 0 else max_q
+    return plain_attention(query, key, value, cu_seq_q, back, scale)
+
+
+def kernel_of_torch_2_13(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    assert enable_gqa
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    return kernel_of_torch_2_11(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        scale=scale,
+        window_size=window_size,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize(
+    "kernel", [kernel_of_torch_2_10, kernel_of_torch_2_11, kernel_of_torch_2_13]
+)
+def test_every_signature_of_the_ragged_kernel_means_the_same(
+    kernel: Callable[..., torch.Tensor], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attn, "varlen_kernel", lambda: kernel)
+    known = frozenset(inspect.signature(kernel).parameters)
+    monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
+    table = SequenceTable(LENGTHS, torch.device("cpu"))
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(LENGTHS), heads, 8, generator=g) for heads in (4, 2, 2))
+    rule = attn.Rule(scaling=0.2, window=window, softcap=None)
+    if kernel is kernel_of_torch_2_10 and window:
+        with pytest.raises(NotImplementedError, match="Sliding windows"):
+            attn.varlen_attention(q, k, v, table, rule)
+        return
+
+    ragged = attn.varlen_attention(q, k, v, table, rule)
+
+    sizes = [s.sequences * s.length for s in table.stretches]
+    rows = zip(table.stretches, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
+    outs = [attn.attend(stretch, q, k, v, table, rule) for stretch, q, k, v in rows]
+    torch.testing.assert_close(ragged, torch.cat(outs), rtol=1e-5, atol=1e-6)
+
+
+def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = attn.Rule(0.2, 16, None)
+
+    def check(kernel: Callable[..., torch.Tensor] | None) -> bool:
+        known = frozenset(inspect.signature(kernel).parameters) if kernel else frozenset()
+        monkeypatch.setattr(attn, "varlen_kernel", lambda: kernel)
+        monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
+        attn.varlen_is_right.cache_clear()
+        return attn.varlen_is_right(torch.device("cpu"), torch.float32, (4, 2, 8), rule)
+
+    def one_too_few(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> torch.Tensor:
+        return kernel_of_torch_2_13(*args, window_size=(window_size[0] - 1, 0), **kwargs)
+
+    one_too_few.__signature__ = inspect.signature(kernel_of_torch_2_13)  # type: ignore[attr-defined]
+    assert check(kernel_of_torch_2_13)
+    assert not caplog.records
+    assert not check(one_too_few)
+    assert "The flash kernel is off by" in caplog.text
+    assert not check(kernel_of_torch_2_10)
+    assert "has no windows in varlen_attn" in caplog.text
+    assert not check(None)
+    assert "has no varlen_attn" in caplog.text
+    attn.varlen_is_right.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"s_aux": torch.zeros(1)}, {"is_causal": False}, {"dropout": 0.1}]
+)
+def test_attention_that_is_not_implemented_is_refused(asked: dict[str, object]) -> None:
+    module, x = torch.nn.Identity(), torch.zeros(1, 2, 4, 8)
+
+    with pytest.raises(NotImplementedError, match="does not implement"):
+        attn.packed_attention(module, x, x, x, None, scaling=1.0, **asked)  # type: ignore[arg-type]

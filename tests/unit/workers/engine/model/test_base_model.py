@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoConfig, GPT2Config
+
+from cotrain_workers.engine.model.base_model import (
+    UnsupportedModel,
+    find_targets,
+    load_base_model,
+    refuse_unsupported,
+)
+from tests.support.tiny_models import FAMILIES, build_tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    ModelFolder = Callable[..., Path]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_its_targets(model_folder: ModelFolder, family: str) -> None:
+    targets = find_targets(AutoConfig.from_pretrained(model_folder(family)))
+
+    names = [target.name for target in targets]
+    assert names[0] == "model.layers.0.self_attn.q_proj"
+    assert names[-1] == "lm_head"
+    assert len(names) == len(set(names)) == 2 * 7 + 1
+    assert [t.family for t in targets].count("mlp") == 6
+
+
+def changed(model_folder: ModelFolder, **changes: Any) -> Any:
+    config = AutoConfig.from_pretrained(model_folder("llama"))
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_other_architectures_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="type 'gpt2' cannot be trained; Llama, Mistral"):
+        refuse_unsupported(GPT2Config())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_couple_tenants_are_refused(
+    model_folder: ModelFolder, kind: str
+) -> None:
+    flat = changed(model_folder, rope_parameters={"rope_type": kind})
+    nested = changed(model_folder, rope_parameters={"full_attention": {"rope_type": kind}})
+
+    for config in (flat, nested):
+        with pytest.raises(UnsupportedModel, match="one tenant would change another's results"):
+            refuse_unsupported(config)
+
+
+def test_quantized_and_bidirectional_models_are_refused(model_folder: ModelFolder) -> None:
+    with pytest.raises(UnsupportedModel, match="quantized"):
+        refuse_unsupported(changed(model_folder, quantization_config={"bits": 4}))
+    with pytest.raises(UnsupportedModel, match="later tokens"):
+        refuse_unsupported(changed(model_folder, use_bidirectional_attention=True))
+
+
+def test_a_missing_model_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere cannot be served: there is no such folder"):
+        load_base_model(
+            str(tmp_path / "nowhere"),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            local_files_only=True,
+        )
+
+
+def test_nothing_of_the_base_model_is_trainable(tmp_path: Path) -> None:
+    folder = build_tiny("gemma2", tmp_path, tied=True)
+
+    base = load_base_model(
+        str(folder), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
+    )
+
+    assert not any(p.requires_grad for p in base.backbone.parameters())
+    assert base.final_softcap == 3.0
+    assert base.head_weight is base.backbone.get_parameter("embed_tokens.weight")

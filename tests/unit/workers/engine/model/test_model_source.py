@@ -1,0 +1,176 @@
+"""What can be wrong with a base model is one sentence that names it, and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from cotrain_workers.engine.model import base_model
+from cotrain_workers.engine.model.base_model import UnsupportedModel, load_base_model
+from cotrain_workers.engine.model.model_source import NoModel, NoRoom, UnusableModel
+from tests.support.fake_hub import FakeHub
+from tests.support.processes import environment_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    ModelFolder = Callable[..., Path]
+
+WEIGHTS = "model.safetensors"
+
+
+def why_not(model: Path | str, kind: type[UnusableModel] = NoModel) -> str:
+    """Load a model that cannot be loaded; the sentence, without the model's name."""
+    with pytest.raises(kind) as refused:
+        load_base_model(
+            str(model),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            local_files_only=True,
+        )
+    named = f"Base model {model} cannot be served: "
+    assert str(refused.value).startswith(named)
+    assert "\n" not in str(refused.value)
+    return str(refused.value).removeprefix(named)
+
+
+@pytest.fixture
+def model(model_folder: ModelFolder, tmp_path: Path) -> Path:
+    """A copy of a good model, to be spoiled."""
+    return shutil.copytree(model_folder("qwen3"), tmp_path / "model")
+
+
+def change_config(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_mixture_of_experts_and_an_encoder_are_refused_by_type(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    configs = {
+        "qwen3_moe": transformers.Qwen3MoeConfig(**small, num_experts=2, moe_intermediate_size=8),
+        "bert": transformers.BertConfig(**small, intermediate_size=8),
+        "clip": transformers.CLIPConfig(),
+    }
+    for kind, config in configs.items():
+        config.save_pretrained(tmp_path / kind)
+        assert why_not(tmp_path / kind, UnsupportedModel).startswith(
+            f"models of type '{kind}' cannot be trained; Llama, Mistral, Qwen2"
+        )
+
+
+def test_a_type_that_the_library_does_not_know_is_refused_in_the_same_words(model: Path) -> None:
+    change_config(model, model_type="qwen9")
+    assert why_not(model, UnsupportedModel).startswith("models of type 'qwen9' cannot be trained")
+
+
+def test_a_folder_that_is_no_model_is_told_what_it_is(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file.gguf").touch()
+    assert why_not(tmp_path / "file.gguf").startswith("it is a file: give the folder of a model")
+    (tmp_path / "empty").mkdir()
+    assert why_not(tmp_path / "empty") == (
+        "the folder has no config.json: give the folder of a model, or a hub id."
+    )
+    assert why_not(model.parent).startswith("it holds a GGUF file")
+    (tmp_path / "file.gguf").unlink()
+    assert why_not(model.parent).endswith(f"did you mean {model}?")
+    (tmp_path / "adapter_config.json").touch()
+    assert why_not(model.parent).startswith("it is a LoRA adapter: give the model")
+
+
+def test_a_configuration_that_cannot_be_read_is_named(model: Path) -> None:
+    for text in ("{", "[]"):
+        (model / "config.json").write_text(text)
+        assert why_not(model).startswith("its config.json cannot be read (")
+    (model / "config.json").write_text("{}")
+    assert why_not(model).startswith("its config.json is missing or has no model_type")
+
+
+def test_weights_that_are_absent_or_torn_are_no_model(model: Path) -> None:
+    whole = (model / WEIGHTS).read_bytes()
+    for torn in (whole[: len(whole) // 2], b"x" * 1000, b""):
+        (model / WEIGHTS).write_bytes(torn)
+        assert why_not(model).startswith("its weights cannot be read (")
+    (model / WEIGHTS).unlink()
+    assert "no file named model.safetensors" in why_not(model)
+
+
+def test_weights_that_the_library_would_make_up_are_refused(model: Path) -> None:
+    weights = load_file(model / WEIGHTS)
+    del weights["model.layers.1.mlp.up_proj.weight"], weights["model.norm.weight"]
+    save_file(weights, model / WEIGHTS, metadata={"format": "pt"})
+    assert why_not(model).startswith(
+        "its weights lack model.layers.1.mlp.up_proj.weight and 1 more"
+    )
+
+
+def test_weights_of_another_shape_are_refused(model: Path) -> None:
+    change_config(model, intermediate_size=64)
+    assert why_not(model).startswith(
+        "its weights lack model.layers.0.mlp.down_proj.weight and 5 more, at least in the shape"
+    )
+
+
+def test_a_name_that_no_hub_would_take_is_told(tmp_path: Path) -> None:
+    for name in ("a b", "x/y/z", str(tmp_path / "nowhere")):
+        assert why_not(name).startswith("there is no such folder, and a hub id looks like")
+
+
+def test_a_hub_that_is_not_to_be_asked_is_not_blamed() -> None:
+    said = why_not("somebody/misspelt")
+    assert "the cache of this host has no model of that name" in said
+    assert "COTRAIN_OFFLINE, HF_HUB_OFFLINE" in said
+
+
+def test_what_a_hub_answers_is_told_apart(tmp_path: Path) -> None:
+    script = """
+import torch
+from cotrain_workers.engine.model.base_model import load_base_model
+for name in ("absent", "gated", "adapter"):
+    try:
+        load_base_model("somebody/" + name, device=torch.device("cpu"), dtype=torch.float32,
+                        local_files_only=False)
+    except OSError as error:
+        print(str(error).partition("served: ")[2])
+"""
+    with FakeHub() as hub:
+        asked = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        ran = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**environment_of({}), **asked},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    absent, gated, no_model = ran.stdout.splitlines()
+    assert absent.startswith("the hub has no such model, or shows it only to those")
+    assert gated.startswith("the hub asks who you are: accept the model's terms there")
+    assert no_model.startswith("its config.json is missing or has no model_type")
+
+
+def test_a_model_that_is_larger_than_the_memory_is_refused_before_it_is_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_model, "free_host_bytes", lambda: 100_000)
+    assert why_not(model, NoRoom).startswith(
+        "there is not enough memory for it (its weights take 0.0 GB, 0.0 GB are free): give a smaller"
+    )
+
+
+def test_memory_that_runs_out_while_it_is_read_is_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
+    assert why_not(model, NoRoom).startswith("there is not enough memory for it: give a smaller")

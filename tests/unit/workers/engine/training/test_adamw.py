@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.adamw import adamw
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.ops import OptimStep
+from cotrain_workers.engine.spec import AdapterSpec, Target
+from cotrain_workers.engine.training import adamw as adam
+from cotrain_workers.engine.training.adamw import (
+    Due,
+    adamw_steps,
+    clip,
+    gradient_norms,
+    refuse_step,
+)
+
+STEP = OptimStep("a", 1, 1e-2, 0.9, 0.95, 1e-12, 0.1, 0.0)
+TARGETS = (Target("q_proj", "attn", 24, 16),)
+
+
+def bank(dtype: torch.dtype = torch.float32) -> AdapterBank:
+    return AdapterBank(TARGETS, torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("longest", [0.0, -1.0, 0.5, 1e9])
+def test_every_step_may_bring_its_own_parameters(longest: float) -> None:
+    adapter = bank().create("a", AdapterSpec(4, seed=0))
+    theirs = torch.nn.Parameter(adapter.weights.clone())
+    optimizer = torch.optim.AdamW([theirs])
+    for number in range(1, 11):
+        op = replace(
+            STEP, learning_rate=1e-2 / number, beta1=0.5 + number / 30, grad_clip_norm=longest
+        )
+        grad = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(number))
+        adapter.gradient.flat.copy_(grad)
+        adapter.grads_pending = True
+        theirs.grad = grad.clone()
+
+        (norm,) = gradient_norms([adapter])
+        adamw_steps([Due(adapter, op, norm)])
+
+        optimizer.param_groups[0].update(
+            lr=op.learning_rate, betas=(op.beta1, op.beta2), eps=op.eps, weight_decay=0.1
+        )
+        if longest > 0:
+            torch.nn.utils.clip_grad_norm_([theirs], longest)
+        optimizer.step()
+        assert norm == pytest.approx(float(grad.double().norm()))
+        assert adapter.step == number
+        assert not adapter.gradient.flat.any()
+        assert not adapter.grads_pending
+    torch.testing.assert_close(adapter.weights, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_almost_vanishes_is_clipped_as_torch_does() -> None:
+    adapter = bank().create("a", AdapterSpec(4, seed=0))
+    theirs = torch.nn.Parameter(adapter.weights.clone())
+    theirs.grad = torch.full_like(theirs, 1e-8)
+    adapter.gradient.flat.fill_(1e-8)
+
+    (norm,) = gradient_norms([adapter])
+    clip([Due(adapter, replace(STEP, grad_clip_norm=norm / 2), norm)])
+
+    torch.nn.utils.clip_grad_norm_([theirs], norm / 2)
+    torch.testing.assert_close(adapter.gradient.flat, theirs.grad, rtol=1e-5, atol=0.0)
+
+
+def test_the_compute_copy_follows_the_weights() -> None:
+    adapter = bank(torch.bfloat16).create("a", AdapterSpec(4, seed=0))
+    before = adapter.compute["q_proj"].a.clone()
+    adapter.gradient.flat.fill_(1.0)
+
+    (norm,) = gradient_norms([adapter])
+    adamw_steps([Due(adapter, replace(STEP, learning_rate=0.1), norm)])
+
+    assert not torch.equal(adapter.compute["q_proj"].a, before)
+
+    assert adapter.weights.dtype == torch.float32
+    views = adapter.layout.views(adapter.weights)["q_proj"]
+    assert torch.equal(adapter.compute["q_proj"].b, views.b.bfloat16())
+    assert torch.equal(adapter.compute["q_proj"].a, views.a.bfloat16())
+
+
+#: Two groups of equal parameters, whatever is clipped; ranks, sizes and step counts differ.
+GROUPS = (
+    (STEP, 4, 0),
+    (replace(STEP, grad_clip_norm=0.5), 8, 3),
+    (replace(STEP, learning_rate=1e-3), 4, 7),
+    (replace(STEP, grad_clip_norm=1e9), 5, 0),
+    (replace(STEP, learning_rate=1e-3, grad_clip_norm=1e-3), 16, 1),
+)
+
+
+def due_steps(held: AdapterBank, chosen: tuple[int, ...]) -> list[Due]:
+    """Make adapters that have taken some steps, with a gradient each, and the steps they are due."""
+    adapters = []
+    for at in chosen:
+        _, rank, taken = GROUPS[at]
+        adapter = held.create(f"run-{at}", AdapterSpec(rank, seed=at))
+        adapter.step = taken
+        for number, arena in enumerate((adapter.gradient.flat, adapter.m, adapter.v), 10 * at):
+            arena.copy_(torch.rand(len(arena), generator=torch.Generator().manual_seed(number)))
+        adapters.append(adapter)
+    norms = gradient_norms(adapters)
+    return [
+        Due(adapter, GROUPS[at][0], norm)
+        for at, adapter, norm in zip(chosen, adapters, norms, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_steps_together_are_steps_one_by_one_to_the_bit(dtype: torch.dtype) -> None:
+    together, one_by_one = bank(dtype), bank(dtype)
+    every = tuple(range(len(GROUPS)))
+
+    adamw_steps(due_steps(together, every))
+    for at in every:
+        adamw_steps(due_steps(one_by_one, (at,)))
+
+    for at in every:
+        ours, theirs = together.state(f"run-{at}"), one_by_one.state(f"run-{at}")
+        assert ours.digest() == theirs.digest()
+        assert ours.step == GROUPS[at][2] + 1
+
+
+def test_there_is_one_launch_for_each_set_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[int] = []
+
+    def counted(weights: list[torch.Tensor], *args: Any, **settings: Any) -> None:
+        launches.append(len(weights))
+        adamw(weights, *args, **settings)
+
+    monkeypatch.setattr(adam, "adamw", counted)
+    held = bank()
+    steps = due_steps(held, tuple(range(len(GROUPS))))
+    adamw_steps(steps)
+
+    assert sorted(launches) == [2, 3]
+    adamw_steps([])
+    assert len(launches) == 2
+
+
+class HostTransfers(TorchDispatchMode):
+    """Counts the reads of a tensor's values by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        self.count = 0
+
+    def __torch_dispatch__(  # type: ignore[explicit-override]
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += "_local_scalar_dense" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_all_norms_come_to_the_host_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = bank()
+    adapters = [due.adapter for due in due_steps(held, (0, 1, 2))]
+    read: list[tuple[int, ...]] = []
+    plain = torch.Tensor.tolist
+
+    def noted(self: torch.Tensor) -> Any:
+        read.append(tuple(self.shape))
+        return plain(self)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", noted)
+    with HostTransfers() as transfers:
+        norms = gradient_norms(adapters)
+
+    assert read == [(3,)]
+    assert transfers.count == 0
+    expected = [float(adapter.gradient.flat.double().norm()) for adapter in adapters]
+    assert norms == pytest.approx(expected, rel=1e-14)
+    assert gradient_norms([]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", -1e-3),
+        ("learning_rate", math.nan),
+        ("learning_rate", math.inf),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("eps", 0.0),
+        ("weight_decay", -0.1),
+        ("grad_clip_norm", math.nan),
+    ],
+)
+def test_parameters_that_would_ruin_an_adapter_are_refused(name: str, value: float) -> None:
+    changed: Any = {name: value}
+
+    reason = refuse_step(replace(STEP, **changed))
+
+    assert reason == f"Optimizer parameter {name}={value} is out of range."
+
+
+def test_ordinary_parameters_are_accepted() -> None:
+    assert refuse_step(STEP) is None
+    assert refuse_step(replace(STEP, learning_rate=0.0, grad_clip_norm=-1.0)) is None

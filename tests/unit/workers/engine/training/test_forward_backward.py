@@ -1,0 +1,248 @@
+"""What happens when memory runs out in the middle of a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.engine.lora import segmented as lora
+from cotrain_workers.engine.ops import Create, Failure, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.pass_state import needs_memory
+from tests.support.training import MIX, random_datum, relative_error, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import Op
+
+    NewEngine = Callable[..., Engine]
+
+
+def passes(cycle: int) -> list[Op]:
+    return [op for tenant in MIX for op in tenant.ops(cycle) if not isinstance(op, OptimStep)]
+
+
+def limit_rows(engine: Engine, most: int, error: Exception | None = None) -> None:
+    """Let the base model run out of memory on rows of more than `most` tokens."""
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] > most:
+            raise error or torch.OutOfMemoryError()
+
+    engine._base.backbone.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+def assert_same_states(ours: Engine, theirs: Engine) -> None:
+    for tenant in MIX:
+        assert same_bits(ours.state(tenant.run), theirs.state(tenant.run)), tenant.run
+
+
+@pytest.mark.parametrize("lora", ["seg", "grouped"])
+def test_a_micro_batch_too_large_for_memory_is_halved(new_engine: NewEngine, lora: str) -> None:
+    small, large = (new_engine(lora_backend=lora) for _ in range(2))
+    limit_rows(small, 128)
+
+    out = small.run(passes(0))
+    expected = large.run(passes(0))
+
+    assert out.forwards > expected.forwards == 1
+    assert out.tokens == expected.tokens
+    assert_same_states(small, large)
+
+
+def run_out_in_backward(monkeypatch: pytest.MonkeyPatch, failing_call: int) -> list[int]:
+    """Let one gradient product of the base model's modules run out of memory; return a call counter."""
+    calls, add_product = [0], lora.add_product
+
+    def once(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == failing_call:
+            raise torch.OutOfMemoryError
+        add_product(*args)
+
+    monkeypatch.setattr(lora, "add_product", once)
+    return calls
+
+
+@pytest.mark.parametrize("failing_call", [1, 20, 150])
+def test_memory_that_runs_out_in_backward_leaves_no_half_sums(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, failing_call: int
+) -> None:
+    troubled, untroubled = new_engine(), new_engine()
+    untroubled.run(passes(0))
+
+    calls = run_out_in_backward(monkeypatch, failing_call)
+    out = troubled.run(passes(0))
+
+    assert calls[0] > failing_call
+    assert out.outputs.keys() == {(op.run, op.seq) for op in passes(0)}
+    assert_same_states(troubled, untroubled)
+
+
+def test_an_op_keeps_the_pieces_of_earlier_micro_batches(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    troubled, untroubled = (new_engine(micro_batch_tokens=64) for _ in range(2))
+    rng = np.random.default_rng(0)
+    large, small = (
+        [random_datum(rng, "cross_entropy", length) for length in lengths]
+        for lengths in ((50, 50, 10), (3,))
+    )
+    ops: list[Op] = []  # micro-batches of 50 and of 60 + 3 tokens
+    for run, datums in (("large", large), ("small", small)):
+        ops.append(Create(run, 0, AdapterSpec(4, seed=0)))
+        ops.append(Pass(run, 1, datums, "cross_entropy", {}, needs_grad=True))
+    assert untroubled.run(ops).forwards == 2
+
+    products_of_first = 2 * 14  # A and B of each module but the head
+    calls = run_out_in_backward(monkeypatch, products_of_first + 5)
+    out = troubled.run(ops)
+
+    assert out.forwards == 4
+    assert calls[0] == 5 + 3 * products_of_first
+    for run in ("large", "small"):
+        assert same_bits(troubled.state(run), untroubled.state(run))
+
+
+def one_op(run: str, lengths: Sequence[int], spec: AdapterSpec) -> list[Op]:
+    rng = np.random.default_rng([*run.encode()])
+    datums = [random_datum(rng, "cross_entropy", length) for length in lengths]
+    return [Create(run, 0, spec), Pass(run, 1, datums, "cross_entropy", {}, needs_grad=True)]
+
+
+def test_what_fitted_is_remembered_and_not_tried_again(new_engine: NewEngine) -> None:
+    small, large = new_engine(), new_engine()
+    limit_rows(small, 128)
+    small.run(passes(0))
+    halvings = small.halvings
+    assert 0 < small.safe_tokens <= 128 < large.safe_tokens
+    large.run(passes(0))
+
+    later = [op for op in passes(1) if not isinstance(op, Create)]
+    small.run(later)
+    large.run(later)
+
+    assert small.halvings == halvings > large.halvings == 0
+    assert_same_states(small, large)
+
+
+def test_an_op_too_large_for_memory_is_cut_at_its_datums_and_its_neighbour_keeps_its_bits(
+    new_engine: NewEngine,
+) -> None:
+    small, large = new_engine(), new_engine()
+    limit_rows(small, 128)
+    spec = AdapterSpec(4, seed=0)
+    ops = [*one_op("wide", [60, 50, 70, 40, 80], spec), *one_op("narrow", [9, 8], spec)]
+
+    out, expected = small.run(ops), large.run(ops)
+
+    assert (small.cut_pieces > 0, large.cut_pieces) == (True, 0)
+    assert same_bits(small.state("narrow"), large.state("narrow"))
+    ours, theirs = out.outputs["wide", 1], expected.outputs["wide", 1]
+    assert isinstance(ours, PassOutput)
+    assert isinstance(theirs, PassOutput)
+    assert all(map(np.array_equal, ours.logprobs, theirs.logprobs))
+    grads = [engine.state("wide").grads for engine in (small, large)]
+    assert relative_error(*grads) < 1e-5  # fp32 sums in another order
+
+
+@pytest.mark.parametrize("lengths", [[200], [30, 200, 40], [30, 40, 200]])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("gradient_waits", [True, False])
+def test_a_datum_too_large_for_memory_fails_its_op_alone_and_leaves_nothing(
+    new_engine: NewEngine, lengths: list[int], is_first: bool, gradient_waits: bool
+) -> None:
+    small, alone = new_engine(), new_engine()
+    limit_rows(small, 128)
+    spec = AdapterSpec(4, seed=0)
+    guilty, others = one_op("wide", lengths, spec), one_op("narrow", [9, 8], spec)
+    earlier = guilty[:1]
+    if gradient_waits:
+        earlier += one_op("wide", [20], spec)[1:]
+    later = replace(guilty[1], seq=2)
+    for engine in (small, alone):
+        engine.run(earlier)
+
+    out = small.run([later, *others] if is_first else [*others, later])
+    alone.run(others)
+
+    assert out.outputs["wide", 2] == needs_memory(200)
+    assert needs_memory(200).category == "server"
+    for run in ("wide", "narrow"):
+        assert same_bits(small.state(run), alone.state(run))
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")]
+)
+def test_memory_of_the_host_that_runs_out_is_like_that_of_the_device(
+    new_engine: NewEngine, error: Exception
+) -> None:
+    small, large = new_engine(), new_engine()
+    limit_rows(small, 128, error)
+    small.run(passes(0))
+    large.run(passes(0))
+    assert small.halvings > 0
+    assert_same_states(small, large)
+
+
+def test_another_error_is_not_taken_for_want_of_memory(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    limit_rows(engine, 0, RuntimeError("the device is on fire"))
+    with pytest.raises(RuntimeError, match="on fire"):
+        engine.run(MIX[0].ops(0)[:2])
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
+def test_the_host_reads_what_a_wave_found_once(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, micro_batch_tokens: int
+) -> None:
+    engine, copies = new_engine(micro_batch_tokens=micro_batch_tokens), []
+    to_host = torch.Tensor.cpu
+
+    def noted(self: torch.Tensor) -> torch.Tensor:
+        copies.append(self.shape)
+        return to_host(self)
+
+    def never(self: torch.Tensor) -> None:
+        raise AssertionError("the host waits for the device")
+
+    engine.run(passes(0)[:1])
+    monkeypatch.setattr(torch.Tensor, "cpu", noted)
+    for name in ("item", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, never)
+    out = engine.run(passes(0)[1:4])
+
+    assert out.forwards == (1 if micro_batch_tokens == 8192 else 2)
+    assert len(copies) == 1
+
+
+def test_a_pass_that_is_not_finite_among_those_of_its_run_leaves_the_others(
+    new_engine: NewEngine,
+) -> None:
+    together, without = new_engine(), new_engine()
+    create, given = one_op("run", [9], AdapterSpec(4, seed=0))
+    assert isinstance(given, Pass)
+    first, last = given, replace(given, seq=3)
+    (datum,) = given.datums
+    weights = np.full_like(datum.inputs["weights"], np.inf)
+    bad = replace(
+        given, seq=2, datums=[replace(datum, inputs={**datum.inputs, "weights": weights})]
+    )
+
+    for order in ([bad, first, last], [first, bad, last]):
+        for engine in (together, without):
+            engine.drop("run")
+        out = together.run([create, *order])
+        without.run([create, first, last])
+
+        failed = [key for key, each in out.outputs.items() if isinstance(each, Failure)]
+        assert failed == [("run", 2)]
+        assert same_bits(together.state("run"), without.state("run"))
+        assert together.state("run").grads_pending

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cotrain_workers.engine.training.losses import LOSSES, value, value_and_slope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+FP64 = torch.float64
+BOUNDS = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}
+
+finite = st.floats(-3, 3, allow_nan=False, width=32)
+tokens = st.lists(
+    st.tuples(st.floats(-8, 0, width=32), st.floats(-8, 0, width=32), finite, st.booleans()),
+    min_size=1,
+    max_size=6,
+)
+
+
+def clip(x: float) -> float:
+    return min(max(x, BOUNDS["clip_low_threshold"]), BOUNDS["clip_high_threshold"])
+
+
+def inside(x: float) -> bool:
+    return BOUNDS["clip_low_threshold"] < x < BOUNDS["clip_high_threshold"]
+
+
+# (lp, q, A) -> the loss of one token and its derivative by lp, written out by hand
+def cross_entropy(lp: float, q: float, a: float) -> tuple[float, float]:
+    return -a * lp, -a
+
+
+def importance_sampling(lp: float, q: float, a: float) -> tuple[float, float]:
+    r = math.exp(lp - q)
+    return -r * a, -r * a
+
+
+def ppo(lp: float, q: float, a: float) -> tuple[float, float]:
+    r = math.exp(lp - q)
+    held = min(r * a, clip(r) * a) != r * a
+    return -min(r * a, clip(r) * a), 0.0 if held else -r * a
+
+
+def cispo(lp: float, q: float, a: float) -> tuple[float, float]:
+    r = clip(math.exp(lp - q))
+    return -r * lp * a, -r * a
+
+
+def dro(lp: float, q: float, a: float) -> tuple[float, float]:
+    if a == q == 0:
+        return 0.0, 0.0
+    return -(lp * a - 0.5 * 0.2 * (lp - q) ** 2), -(a - 0.2 * (lp - q))
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hand", "config"),
+    [
+        ("cross_entropy", cross_entropy, {}),
+        ("importance_sampling", importance_sampling, {}),
+        ("ppo", ppo, BOUNDS),
+        ("cispo", cispo, BOUNDS),
+        ("dro", dro, {"beta": 0.2}),
+    ],
+)
+@given(rows=tokens)
+@settings(max_examples=60, deadline=None)
+def test_loss_and_slope_equal_the_formula(
+    name: str,
+    by_hand: Callable[[float, float, float], tuple[float, float]],
+    config: Mapping[str, float],
+    rows: list[tuple[float, float, float, bool]],
+) -> None:
+    # A kink has no derivative: stay off the clip bounds.
+    ratios = [math.exp(lp - q) for lp, q, *_ in rows]
+    assume(all(abs(r - bound) > 1e-6 for r in ratios for bound in BOUNDS.values()))
+    lp, q, a, _ = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
+    inputs = {"weights": a, "logprobs": q, "advantages": a}
+
+    total, slope = value_and_slope(LOSSES[name], lp, inputs, config)
+
+    expected = [by_hand(*row[:3]) for row in rows]
+    assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-9, abs=1e-9)
+    assert slope.tolist() == pytest.approx([s for _, s in expected], rel=1e-9, abs=1e-9)
+    assert float(value(LOSSES[name], lp, inputs, config)) == float(total)
+
+
+@given(rows=tokens)
+@settings(max_examples=60, deadline=None)
+def test_gspo_uses_one_ratio_per_datum_and_a_slope_per_token(
+    rows: list[tuple[float, float, float, bool]],
+) -> None:
+    lp, q, a, m = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
+    inputs = {"logprobs": q, "advantages": a, "sequence_ratio_mask": m}
+
+    total, slope = value_and_slope(LOSSES["gspo"], lp, inputs, BOUNDS)
+
+    apart = [row[0] - row[1] for row in rows if row[3]]
+    s = math.exp(sum(apart) / max(len(apart), 1))
+    losses = [-min(s * row[2], clip(s) * row[2]) for row in rows]
+    assert float(total) == pytest.approx(sum(losses), rel=1e-9, abs=1e-9)
+    for row, got in zip(rows, slope.tolist(), strict=True):
+        held = min(s * row[2], clip(s) * row[2]) != s * row[2]
+        if inside(s) or abs(s - clip(s)) > 1e-6:
+            assert got == pytest.approx(0.0 if held else -s * row[2], rel=1e-9, abs=1e-9)
+
+
+# (log-ratio, A, slope): where the ratio counts only as its bound, and where it counts as it is.
+FAR = [
+    *((apart, 2.0, 0.0) for apart in (1.0, 60.0, 88.0, 89.0, 104.0, 1e4, 3e38)),
+    *((apart, -2.0, 0.0) for apart in (-1.0, -89.0, -104.0, -1e4, -3e38)),
+    *((apart, 0.0, 0.0) for apart in (-1e4, 1e4)),
+    (-2.0, 2.0, -2.0 * math.exp(-2.0)),
+    (2.0, -2.0, 2.0 * math.exp(2.0)),
+    (70.0, -2.0, 2.0 * math.exp(70.0)),
+]
+
+
+@pytest.mark.parametrize(("apart", "advantage", "slope"), FAR)
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("dtype", [torch.float32, FP64])
+def test_a_clipped_ratio_has_no_slope_however_large_it_is(
+    name: str, dtype: torch.dtype, apart: float, advantage: float, slope: float
+) -> None:
+    """Beyond `exp(88.7)` a float32 ratio is infinite, and `0 * inf` would be NaN."""
+    lp = torch.tensor([-1.0, -1.5], dtype=dtype)
+    inputs = {
+        "logprobs": lp - torch.tensor([apart, 0.0], dtype=dtype),
+        "advantages": torch.tensor([advantage, 0.0], dtype=dtype),
+        "sequence_ratio_mask": torch.tensor([1.0, 0.0], dtype=dtype),
+    }
+
+    total, found = value_and_slope(LOSSES[name], lp, inputs, BOUNDS)
+
+    ratio = math.exp(min(apart, 600.0))
+    expected = -min(ratio * advantage, clip(ratio) * advantage)
+    assert float(total) == pytest.approx(expected, rel=1e-5)
+    assert found.tolist() == pytest.approx([slope, 0.0], rel=1e-5, abs=0.0)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("apart", [89.0, math.inf])
+def test_an_impossible_sample_that_is_rewarded_counts_as_the_upper_bound(
+    name: str, apart: float
+) -> None:
+    lp = torch.tensor([-1.0])
+    inputs = {"logprobs": lp - apart, "advantages": torch.ones(1)}
+    inputs["sequence_ratio_mask"] = torch.ones(1)
+
+    total, slope = value_and_slope(LOSSES[name], lp, inputs, BOUNDS)
+
+    assert float(total) == pytest.approx(lp.item() * -1.4 if name == "cispo" else -1.4)
+    assert slope.tolist() == pytest.approx([-1.4 if name == "cispo" else 0.0])
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_without_an_upper_bound_a_ratio_counts_as_it_is(name: str) -> None:
+    lp = torch.tensor([-1.0])
+    inputs = {"advantages": torch.ones(1), "sequence_ratio_mask": torch.ones(1)}
+    config = {"clip_low_threshold": 0.0, "clip_high_threshold": math.inf}
+
+    for apart in (70.0, 88.5):
+        total, slope = value_and_slope(LOSSES[name], lp, {**inputs, "logprobs": lp - apart}, config)
+        assert float(total) == pytest.approx(-math.exp(apart), rel=1e-5)
+        assert float(slope) == pytest.approx(-math.exp(apart), rel=1e-5)
+    beyond, _ = value_and_slope(LOSSES[name], lp, {**inputs, "logprobs": lp - 104.0}, config)
+    assert float(beyond) == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage"), [("importance_sampling", 1.0), ("ppo", -1.0), ("gspo", -1.0)]
+)
+def test_a_ratio_that_counts_and_is_infinite_is_never_made_smaller(
+    name: str, advantage: float
+) -> None:
+    lp = torch.tensor([-1.0])
+    inputs = {"logprobs": lp - 104.0, "advantages": torch.tensor([advantage])}
+    inputs["sequence_ratio_mask"] = torch.ones(1)
+
+    total, _ = value_and_slope(LOSSES[name], lp, inputs, LOSSES[name].defaults)
+
+    assert math.isinf(float(total))
+
+
+@given(rows=tokens)
+@settings(max_examples=60, deadline=None)
+def test_the_slope_of_ppo_in_float32_is_that_of_a_finite_difference(
+    rows: list[tuple[float, float, float, bool]],
+) -> None:
+    """Taken in float64; `lp - q` goes up to 800, where float32 has no ratio."""
+    lp, q, a, m = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
+    q = torch.where(a > 0, 100 * q, q)  # unlikely when sampled, and rewarded
+    inputs = {"logprobs": q, "advantages": a, "sequence_ratio_mask": m}
+    narrow = {name: values.float() for name, values in inputs.items()}
+    ratios = torch.exp(lp - q)
+    assume(all(float((ratios - bound).abs().min()) > 1e-3 for bound in BOUNDS.values()))
+    step = 1e-6
+
+    _, slope = value_and_slope(LOSSES["ppo"], lp.float(), narrow, BOUNDS)
+
+    assert slope.isfinite().all()
+    for place, got in enumerate(slope.tolist()):
+        above, below = lp.clone(), lp.clone()
+        above[place] += step
+        below[place] -= step
+        rise = value(LOSSES["ppo"], above, inputs, BOUNDS) - value(
+            LOSSES["ppo"], below, inputs, BOUNDS
+        )
+        assert got == pytest.approx(float(rise) / (2 * step), rel=1e-3, abs=1e-3)
+
+
+def test_dro_leaves_the_prompt_out_and_keeps_what_was_sampled() -> None:
+    """A prompt has neither an advantage nor a log-probability at sampling: both are 0."""
+    lp = torch.tensor([-8.0, -math.inf, -8.0, -8.0, -8.0], dtype=FP64)
+    inputs = {
+        "logprobs": torch.tensor([0.0, -0.0, -6.0, 0.0, -6.0], dtype=FP64),
+        "advantages": torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0], dtype=FP64),
+    }
+
+    total, slope = value_and_slope(LOSSES["dro"], lp, inputs, {"beta": 0.05})
+
+    pull = [0.0, 0.0, 0.05 * -2, 0.05 * -8 - 1, 0.05 * -2 - 1]
+    assert slope.tolist() == pytest.approx(pull)
+    assert float(total) == pytest.approx(0.025 * (4 + 64 + 4) + 8 + 8)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
+def test_a_token_without_advantage_cannot_spoil_the_sum(name: str) -> None:
+    """`exp(lp - q)` is infinite there, and `0 * inf` would be NaN."""
+    lp = torch.tensor([-1.0, 0.0])
+    inputs = {"logprobs": torch.tensor([-1.0, -1e4]), "advantages": torch.tensor([1.0, 0.0])}
+
+    total, slope = value_and_slope(LOSSES[name], lp, inputs, LOSSES[name].defaults)
+
+    assert math.isfinite(float(total))
+    assert slope.tolist() == [-1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
+def test_a_token_that_counts_nothing_may_be_impossible(name: str) -> None:
+    lp = torch.tensor([-1.0, -math.inf])
+    counts = torch.tensor([1.0, 0.0])
+    inputs = {"weights": counts, "advantages": counts, "logprobs": torch.tensor([-1.0, -1.0])}
+
+    total, slope = value_and_slope(LOSSES[name], lp, inputs, LOSSES[name].defaults)
+
+    assert math.isfinite(float(total))
+    assert slope.tolist() == [-1.0, 0.0]
+
+
+def test_cross_entropy_takes_several_targets_per_token() -> None:
+    lp = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
+    weights = torch.tensor([[0.5, 0.25], [-1.0, 0.0]])
+
+    total, slope = value_and_slope(LOSSES["cross_entropy"], lp, {"weights": weights}, {})
+
+    assert float(total) == 0.5 + 0.5 - 3.0
+    torch.testing.assert_close(slope, -weights)
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    ratio_bounds = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert LOSSES["ppo"].defaults == ratio_bounds
+    assert LOSSES["gspo"].defaults == ratio_bounds
+    assert LOSSES["cispo"].defaults == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    assert LOSSES["dro"].defaults == {"beta": 0.05}

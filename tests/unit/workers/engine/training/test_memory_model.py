@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bench.model import SHAPES
+from bench.roofline import adapter_bytes, adapter_parameters
+from cotrain_workers.engine.adapters.residency import adapter_budget
+from cotrain_workers.engine.decoding.kv_cache import CUDA_SHARE
+from cotrain_workers.engine.decoding.sizes import sampler_bytes
+from cotrain_workers.engine.training.memory_model import (
+    ENOUGH_TOKENS,
+    MOST_TOKENS,
+    OWN_BYTES,
+    ActivationModel,
+    Activations,
+    TooLittleMemory,
+    budget,
+    fit,
+    kept_tokens,
+    layer_bytes_per_token,
+    room_beside,
+    rounded,
+)
+
+if TYPE_CHECKING:
+    from cotrain_workers.engine.model.activation_checkpointing import Choice
+
+GB = 10**9
+KEPT, RECOMPUTED = ActivationModel(1 * GB, 7e6), ActivationModel(1.2 * GB, 0.3e6)
+BOTH = Activations(KEPT, RECOMPUTED)
+
+
+def test_a_line_goes_through_both_points() -> None:
+    line = fit([(1024, 8 * GB), (2048, 15 * GB)])
+
+    assert line.fixed_bytes == pytest.approx(1 * GB)
+    assert line.bytes_per_token == pytest.approx(7 * GB / 1024)
+    assert line.tokens_in(8 * GB + 1000) == 1024
+
+
+def test_what_is_fixed_is_never_less_than_nothing() -> None:
+    assert fit([(1000, 900), (2000, 2000)]).fixed_bytes == 0
+
+
+@pytest.mark.parametrize("measured", [[(1024, 5), (1024, 6)], [(1024, 5), (2048, 5)]])
+def test_memory_that_does_not_grow_is_no_measurement(measured: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="does not grow"):
+        fit(measured)
+
+
+def test_nothing_is_recomputed_where_enough_tokens_fit_without() -> None:
+    room = int(KEPT.fixed_bytes + KEPT.bytes_per_token * (ENOUGH_TOKENS + 100))
+
+    found = budget(BOTH, room, "auto")
+
+    assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, ENOUGH_TOKENS)
+    assert budget(BOTH, room, "never") == found
+
+
+def test_where_fewer_fit_the_larger_micro_batches_are_recomputed() -> None:
+    room = int(KEPT.fixed_bytes + KEPT.bytes_per_token * (ENOUGH_TOKENS - 100))
+
+    found = budget(BOTH, room, "auto")
+
+    assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, 3072)
+    assert budget(BOTH, room, "never").tokens == 3072
+    assert budget(BOTH, room, "always").keep_tokens == 0
+
+
+def test_a_large_device_gets_no_micro_batch_without_end() -> None:
+    assert budget(BOTH, 10_000 * GB, "auto").tokens == MOST_TOKENS
+    assert budget(BOTH, 10_000 * GB, "always").tokens == ENOUGH_TOKENS
+
+
+@pytest.mark.parametrize("choice", ["auto", "always"])
+def test_a_probe_that_fits_only_recomputed_is_an_answer(choice: Choice) -> None:
+    found = budget(Activations(None, RECOMPUTED), 4 * GB, choice)
+
+    assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, 0)
+
+
+@pytest.mark.parametrize("choice", ["auto", "always", "never"])
+@pytest.mark.parametrize("both", [BOTH, Activations(None, None)])
+@pytest.mark.parametrize("room", [GB, -GB])
+def test_where_nothing_fits_it_says_what_is_missing(
+    choice: Choice, both: Activations, room: int
+) -> None:
+    with pytest.raises(TooLittleMemory, match="micro-batch"):
+        budget(both, room, choice)
+
+
+def test_sizes_are_few_and_far_apart() -> None:
+    sizes = sorted({rounded(tokens) for tokens in range(0, 50_000, 7)})
+
+    assert sizes[:5] == [0, 256, 512, 768, 1024]
+    assert sizes[-1] == MOST_TOKENS
+    assert all(rounded(size) == size and rounded(size - 1) < size for size in sizes[1:])
+    assert all(later >= 1.3 * size for size, later in itertools.pairwise(sizes[2:]))
+
+
+def test_a_given_size_says_only_how_much_of_it_is_kept() -> None:
+    room = int(KEPT.fixed_bytes + KEPT.bytes_per_token * 5000)
+
+    assert kept_tokens(BOTH, room, "auto") == 5000
+    assert kept_tokens(BOTH, room, "always") == 0
+
+
+def test_adapters_and_key_value_memory_keep_their_room() -> None:
+    free = room_beside(141 * GB, 17 * GB, 0)
+
+    assert room_beside(141 * GB, 17 * GB, 10 * GB) == pytest.approx(free - 9.5 * GB)
+    assert 0.7 < free / (124 * GB) < 0.75
+    # Qwen3-8B on an H200 with 24 GB of adapters: 7 MB per token, and 8,192 tokens are kept.
+    assert budget(BOTH, room_beside(141 * GB, 17 * GB, 24 * GB), "auto").keep_tokens == 8192
+
+
+@pytest.mark.parametrize(
+    ("total", "tokens", "adapters", "kv_tokens"),
+    [(150_100_000_000, 8192, 31, 180_000), (85_000_000_000, 4096, 15, 80_000)],  # H200, H100
+)
+def test_all_that_shares_a_gpu_fits_beside_qwen3_8b(
+    total: int, tokens: int, adapters: int, kv_tokens: int
+) -> None:
+    shape = SHAPES["8b"]
+    linear = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)
+    base = 2 * (linear + 2 * shape.hidden * shape.vocab)
+    of_adapters = adapter_budget(total, base)
+    # The head's chunk: logits, probabilities, their gradient in 16 bits. 1.4 times the ideal of a token.
+    line = ActivationModel(1024 * shape.vocab * 10, 1.4 * 4.94e6)
+    decoder = int((total - base - GB) * CUDA_SHARE)  # of what is free when it is made
+    weights = sampler_bytes(32 * 2 * adapter_parameters(shape, 32), decoder)
+
+    found = budget(Activations(line, RECOMPUTED), room_beside(total, base, of_adapters), "auto")
+
+    assert (found.tokens, found.keep_tokens) == (tokens, tokens)
+    micro_batch = int(line.fixed_bytes + tokens * line.bytes_per_token)
+    assert base + of_adapters + decoder + micro_batch + OWN_BYTES <= total
+    assert of_adapters // adapter_bytes(shape, 16, torch.bfloat16) == adapters
+    token_bytes = 2 * shape.layers * shape.kv_heads * shape.head * 2
+    assert (decoder - weights) // token_bytes >= kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("shape", "megabytes"),
+    [((1024, 3072, 16, 28), 1.26), ((2560, 9728, 32, 36), 3.94), ((4096, 12_288, 32, 36), 4.94)],
+)
+def test_the_formula_gives_the_known_figures_of_qwen3(
+    shape: tuple[int, int, int, int], megabytes: float
+) -> None:
+    hidden, intermediate, heads, layers = shape
+    found = layer_bytes_per_token(
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=8,
+        head_dim=128,
+        layers=layers,
+    )
+    assert found / 1e6 == pytest.approx(megabytes, rel=0.01)

@@ -1,0 +1,91 @@
+"""Measuring micro-batches, with a meter that counts what autograd saves instead of CUDA's."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.lora.backend import find_backend
+from cotrain_workers.engine.training.forward_backward import Wave
+from cotrain_workers.engine.training.memory_model import Budget
+from cotrain_workers.engine.training.memory_probe import CPU_TOKENS, measure, size_micro_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.model.activation_checkpointing import Choice
+    from cotrain_workers.engine.model.base_model import BaseModel
+
+    NewEngine = Callable[..., Engine]
+
+
+def waves(base: BaseModel) -> partial[Wave]:
+    backend = find_backend("seg", base.targets, base.head_weight)
+    return partial(Wave, base, backend, head_chunk_rows=64)
+
+
+def saved_bytes(run: Callable[[], bool]) -> int | None:
+    by_storage: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        by_storage[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        fitted = run()
+    return sum(by_storage.values()) if fitted else None
+
+
+def test_what_is_measured_is_a_line_and_recomputing_makes_it_flat(new_engine: NewEngine) -> None:
+    base = new_engine()._base
+    bank = AdapterBank(base.targets, torch.device("cpu"), torch.float32)
+
+    found = measure(base, waves(base), bank, saved_bytes)
+
+    assert found.kept is not None
+    assert found.recomputed is not None
+    assert found.kept.bytes_per_token > 4 * found.recomputed.bytes_per_token
+    assert "probe" not in bank
+
+
+def test_a_probe_that_does_not_fit_is_told(new_engine: NewEngine) -> None:
+    base = new_engine()._base
+    bank = AdapterBank(base.targets, torch.device("cpu"), torch.float32)
+
+    def refuse(*_: object) -> None:
+        if not base.recompute.is_on:
+            raise torch.OutOfMemoryError
+
+    base.backbone.register_forward_pre_hook(refuse)
+
+    found = measure(base, waves(base), bank, saved_bytes)
+
+    assert found.kept is None
+    assert found.recomputed is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "choice", "expected"),
+    [
+        ("auto", "auto", Budget(CPU_TOKENS, sys.maxsize)),
+        (512, "never", Budget(512, sys.maxsize)),
+        (512, "always", Budget(512, 0)),
+    ],
+)
+def test_on_a_cpu_nothing_is_measured(
+    new_engine: NewEngine, asked: int, choice: Choice, expected: Budget
+) -> None:
+    base = new_engine()._base
+
+    assert size_micro_batches(base, waves(base), asked, choice, adapter_bytes=0) == expected
+
+
+def test_the_size_that_was_found_is_part_of_the_numerics(new_engine: NewEngine) -> None:
+    assert new_engine().facts.numerics.micro_batch_tokens == CPU_TOKENS
+    assert new_engine().facts.numerics_id == new_engine(micro_batch_tokens=8192).facts.numerics_id

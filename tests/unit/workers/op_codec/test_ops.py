@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain.wire.pass_codec import decode_pass_output
+from cotrain.wire.proto import wire_pb2
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_workers.engine.decoding.requests import HostWeights, WeightsGone
+from cotrain_workers.engine.ops import (
+    Create,
+    CreateOutput,
+    Failure,
+    HostOptimizer,
+    Import,
+    Load,
+    LoadOutput,
+    Op,
+    OptimStep,
+    Pass,
+    PassOutput,
+    Save,
+    StepOutput,
+)
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
+from cotrain_workers.op_codec import ops as requests
+from cotrain_workers.op_codec.ops import CYCLE_METRIC, result_of
+from tests.support.bodies import optim_body, pass_body
+
+
+class Kept:
+    """Checkpoints by their refs."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, HostWeights] = {}
+        self.optimizers: dict[str, HostOptimizer | None] = {}
+
+    def host(self, ref: WeightsRef) -> HostWeights:
+        if ref not in self.weights:
+            raise WeightsGone(ref)
+        return self.weights[ref]
+
+    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
+        return self.optimizers[ref]
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        return plan_layout(spec, [Target("model.q_proj", "attn", 16, 16)])
+
+
+def op(kind: OpKind, seq: int = 1) -> QueuedOp:
+    return QueuedOp(RunId("r"), seq, kind, 0, "inline", 0, 0.0)
+
+
+def engine_op(queued: QueuedOp, body: bytes, kept: Kept | None = None) -> Op | Failure:
+    return requests.engine_op(queued, body, kept or Kept())
+
+
+def test_a_create_carries_every_choice_of_its_tenant() -> None:
+    lora = LoraSpec(3, 9, train_attn=False, train_mlp=True, train_unembed=False, alpha=7.5)
+    made = engine_op(op(OpKind.CREATE, 0), encode(lora).encode())
+    spec = AdapterSpec(3, 9, train_attn=False, train_mlp=True, train_unembed=False, alpha=7.5)
+    assert made == Create("r", 0, spec)
+
+
+def test_a_create_that_was_logged_without_an_alpha_has_32() -> None:
+    made = engine_op(op(OpKind.CREATE, 0), b'{"rank": 3, "seed": 9}')
+    assert isinstance(made, Create)
+    assert made.spec.alpha == 32.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "needs_grad"), [(OpKind.FORWARD, False), (OpKind.FORWARD_BACKWARD, True)]
+)
+def test_a_pass_carries_its_datums_and_whether_it_needs_a_gradient(
+    kind: OpKind, needs_grad: bool
+) -> None:
+    made = engine_op(op(kind), pass_body("r", 1, [[1, 2, 3], [4, 5]], loss_fn="ppo"))
+    assert isinstance(made, Pass)
+    assert (made.run, made.seq, made.loss_fn, made.needs_grad) == ("r", 1, "ppo", needs_grad)
+    assert [datum.tokens.tolist() for datum in made.datums] == [[1, 2], [4]]
+    assert [d.inputs["target_tokens"].tolist() for d in made.datums] == [[2, 3], [5]]
+    assert [d.inputs["weights"].tolist() for d in made.datums] == [[1.0, 1.0], [1.0]]
+
+
+def test_settings_of_a_loss_are_numbers_for_the_engine() -> None:
+    request = wire_pb2.ForwardBackwardRequest(loss_fn_config={"clip": 0.2})
+    request.loss_fn_config_v2["note"].text = "words"
+    made = engine_op(op(OpKind.FORWARD), request.SerializeToString())
+    assert isinstance(made, Pass)
+    assert made.loss_config == {"clip": 0.2}
+
+
+def test_an_optim_step_carries_its_numbers() -> None:
+    made = engine_op(op(OpKind.OPTIM_STEP), optim_body(lr=0.5))
+    assert made == OptimStep("r", 1, 0.5, 0.9, 0.95, 1e-8, 0.0, 0.0)
+
+
+def test_a_rejected_op_fails_with_what_was_said_at_the_door() -> None:
+    body = Result.failed("rank must be…", "user").payload
+    assert engine_op(op(OpKind.REJECTED), body) == Failure("rank must be…", "user")
+
+
+@pytest.mark.parametrize("kind", [OpKind.FORWARD, OpKind.FORWARD_BACKWARD])
+def test_a_body_that_cannot_be_read_fails_instead_of_raising(kind: OpKind) -> None:
+    made = engine_op(op(kind), b"\xff\xff")
+    assert isinstance(made, Failure)
+    assert made.category == "user"
+
+
+def test_a_passs_result_has_its_logprobs_in_order_and_its_cycle() -> None:
+    logprobs = [np.array([-1.5, -2.5], np.float32), np.zeros((3, 2), np.float32)]
+    result = result_of(op(OpKind.FORWARD_BACKWARD), PassOutput(logprobs, loss_sum=4.0), cycle=7)
+    assert result.kind is ResultKind.PASS
+    output = decode_pass_output(result.payload)
+    assert output.metrics == {"loss:sum": 4.0, CYCLE_METRIC: 7.0}
+    assert [o["logprobs"].data for o in output.loss_fn_outputs] == [[-1.5, -2.5], [0.0] * 6]
+
+
+def test_the_other_results_say_what_the_wire_says() -> None:
+    step = result_of(op(OpKind.OPTIM_STEP), StepOutput(grad_norm=0.25), cycle=7)
+    assert json.loads(step.payload) == {"metrics": {"grad_norm": 0.25, CYCLE_METRIC: 7.0}}
+    create = result_of(op(OpKind.CREATE), CreateOutput(trainable_parameters=10), cycle=7)
+    assert create.json() == {"model_id": "r", "type": "create_model"}
+    load = result_of(op(OpKind.LOAD), LoadOutput("tinker://x"), cycle=7)
+    assert load.json() == {"path": "tinker://x", "model_id": "r", "type": "load_weights"}
+    failure = result_of(op(OpKind.FORWARD), Failure("No.", "server"), cycle=7)
+    assert (failure.kind, failure.json()["category"]) == (ResultKind.FAILURE, "server")
+
+
+SPEC = AdapterSpec(rank=2, seed=0)
+PATH = "tinker://a:train:0/weights/x"
+FIRST, SECOND = WeightsRef("a:train:0:3"), WeightsRef("a:train:0:4")
+
+
+def weights_of(value: float) -> HostWeights:
+    size = plan_layout(SPEC, [Target("model.q_proj", "attn", 16, 16)]).size
+    return HostWeights(SPEC, torch.full((size,), value))
+
+
+def load_body(*sources: LoadSource, optimizer: bool = False, lora: LoraSpec | None = None) -> bytes:
+    return encode(LoadRequest(PATH, sources, optimizer, lora)).encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_optimizer"),
+    [("weights", True), ("sampler_weights", False), ("external_weights", False)],
+)
+def test_a_save_to_train_on_from_takes_the_optimizer_along(kind: str, has_optimizer: bool) -> None:
+    body = json.dumps({"name": "x", "kind": kind}).encode()
+    assert engine_op(op(OpKind.SAVE), body) == Save("r", 1, optimizer=has_optimizer)
+
+
+def test_a_save_for_nobody_that_age_knows_fails() -> None:
+    body = encode(SaveRequest(name="x", age_recipients=("age1nonsense",))).encode()
+    expected = "age_encryption_recipients[0] is no age or SSH public key."
+    assert engine_op(op(OpKind.SAVE), body) == Failure(expected, "user")
+
+
+def test_an_upload_goes_to_the_engine_as_it_is() -> None:
+    assert engine_op(op(OpKind.IMPORT, 0), b"content") == Import("r", 0, b"content")
+
+
+def test_a_load_carries_what_was_saved() -> None:
+    kept, state = Kept(), HostOptimizer(SPEC, torch.zeros(2), torch.ones(2), 5)
+    kept.weights[FIRST], kept.optimizers[FIRST] = weights_of(1.0), state
+    for optimizer in (True, False):
+        made = engine_op(op(OpKind.LOAD), load_body(LoadSource(FIRST), optimizer=optimizer), kept)
+        assert isinstance(made, Load)
+        assert made.weights is kept.weights[FIRST]
+        assert made.optimizer is (state if optimizer else None)
+        assert (made.path, made.creates) == (PATH, False)
+    first = engine_op(op(OpKind.LOAD, 0), load_body(LoadSource(FIRST), lora=LoraSpec(2, 0)), kept)
+    assert isinstance(first, Load)
+    assert first.creates
+
+
+def test_several_sources_are_added_up() -> None:
+    kept = Kept()
+    kept.weights = {FIRST: weights_of(1.0), SECOND: weights_of(2.0)}
+    body = load_body(LoadSource(FIRST, 0.25), LoadSource(SECOND, 0.75), lora=LoraSpec(4, 0))
+    made = engine_op(op(OpKind.LOAD, 0), body, kept)
+    assert isinstance(made, Load)
+    layout, mixed = kept.layout_of(made.weights.spec), made.weights
+    pair = layout.views(mixed.flat)["model.q_proj"]
+    ours = mixed.spec.scale * pair.b @ pair.a
+    each = SPEC.scale * torch.full((16, 2), 1.0) @ torch.full((2, 16), 1.0)
+    torch.testing.assert_close(ours, 0.25 * each + 0.75 * 4 * each)
+
+
+def test_a_load_that_asks_for_an_optimizer_that_was_not_saved_fails() -> None:
+    kept = Kept()
+    kept.weights[FIRST], kept.optimizers[FIRST] = weights_of(1.0), None
+    made = engine_op(op(OpKind.LOAD), load_body(LoadSource(FIRST), optimizer=True), kept)
+    assert made == Failure(f"Checkpoint {PATH} has no optimizer state.", "user")
+
+
+def test_a_load_whose_files_cannot_be_read_fails_alone() -> None:
+    made = engine_op(op(OpKind.LOAD), load_body(LoadSource(FIRST)))
+    assert made == Failure(f"Checkpoint {PATH} cannot be read on the server.", "server")

@@ -1,0 +1,46 @@
+"""What a run can be brought back from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cotrain_store.oplog.positions import log_position
+from cotrain_workers.recovery.replay import bases_of
+
+MADE = {"tenant": "a", "state": "live", "done": "9"}
+NEWEST = {"snap": "8", "snapfile": "new", "snapsha": "n"}
+OLDER = {"oldsnap": "4", "oldfile": "old", "oldsha": "o"}
+
+
+def bases(**row: Any) -> list[tuple[int, str, str]]:
+    return [(base.seq, base.file, base.sha256) for base in bases_of(log_position(MADE | row))]
+
+
+def test_a_run_without_a_copy_begins_at_its_beginning() -> None:
+    assert bases(snap="-1") == [(-1, "", "")]
+
+
+def test_behind_the_first_copy_there_is_its_beginning() -> None:
+    assert bases(**NEWEST, cut="-1", oldsnap="-1") == [(8, "new", "n"), (-1, "", "")]
+
+
+def test_the_newest_copy_comes_before_its_predecessor() -> None:
+    assert bases(**NEWEST, **OLDER, cut="4") == [(8, "new", "n"), (4, "old", "o")]
+
+
+def test_a_copy_from_which_the_log_does_not_go_on_is_none() -> None:
+    assert bases(**NEWEST, **OLDER) == [(8, "new", "n")]
+    assert bases(**NEWEST) == [(8, "new", "n")]
+    assert bases(**NEWEST, **OLDER, cut="6") == [(8, "new", "n")]
+    assert bases(**NEWEST, oldsnap="4", cut="4") == [(8, "new", "n")]  # it has no file
+
+
+def test_a_replay_knows_whose_numbers_the_log_holds_from_each_copy_on() -> None:
+    def numerics(**row: str) -> list[str]:
+        position = log_position(MADE | NEWEST | OLDER | {"cut": "4"} | row)
+        return [base.numerics_id for base in bases_of(position)]
+
+    assert numerics(numerics="x", oldnumerics="x") == ["x", "x"]
+    assert numerics(numerics="x", oldnumerics="y") == ["x", "mixed"]
+    assert numerics(numerics="x") == ["x", "x"]
+    assert numerics(oldnumerics="y") == ["", "y"]

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.oplog.dispatch import WorkerBeat
+from cotrain_workers.worker.instance_lock import PlaceTaken, await_absence, take_place
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def beat_of(host: str) -> WorkerBeat:
+    return WorkerBeat(WorkerId("w0"), 1, "serving", "cpu", 1.0, 0, 0, 0.0, host=host)
+
+
+def test_a_place_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
+    script = (
+        "import sys, pathlib; from cotrain_workers.worker.instance_lock import take_place;"
+        "take_place(pathlib.Path(sys.argv[1]), 'pool', 'w0'); print('taken', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as holder:
+        assert holder.stdout
+        assert holder.stdout.readline() == b"taken\n"
+        with pytest.raises(PlaceTaken, match=r"Another process is worker w0.*COTRAIN_WORKER_ID"):
+            take_place(tmp_path, "pool", "w0", patience_s=0)
+        for others in ("w1", "pool"), ("w0", "other"):
+            os.close(take_place(tmp_path, others[1], others[0], patience_s=0))
+        holder.kill()
+    os.close(take_place(tmp_path, "pool", "w0"))
+
+
+def test_a_process_that_is_just_ending_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = take_place(tmp_path, "pool", "w0")
+    monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: os.close(held))
+    os.close(take_place(tmp_path, "pool", "w0"))
+
+
+@pytest.mark.parametrize("beat", [None, beat_of("here"), beat_of("")])
+def test_nobody_elsewhere_is_waited_for(beat: WorkerBeat | None) -> None:
+    """A beat of this host is of a process that is gone: it held the lock."""
+    await_absence(lambda: beat, "here", patience_s=0)
+
+
+def test_a_beat_from_another_host_that_goes_on_is_refused() -> None:
+    with pytest.raises(PlaceTaken, match="on host there, is worker w0"):
+        await_absence(lambda: beat_of("there"), "here", patience_s=0)
+
+
+def test_a_last_beat_from_another_host_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: None)
+    beats = iter([beat_of("there"), beat_of("there"), None])
+    await_absence(lambda: next(beats), "here")

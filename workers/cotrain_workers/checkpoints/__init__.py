@@ -1,0 +1,1 @@
+"""Saved weights and their files, in PEFT's format; knows no step."""

@@ -1,0 +1,304 @@
+"""Saved weights on this worker: used at once from memory, written to disk behind everybody's back.
+
+A save copies an adapter to the host and commits; its files come later. Until they are durable its
+weights are *owed*: nobody but this worker can use them, and whoever asked for a named save is not
+answered. If the process dies, the log makes them again, which is why no log is cut past a save that is
+owed (`unstored`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S, Unwanted
+from cotrain_store.failpoints import failpoint
+from cotrain_workers.checkpoints.optimizer_file import OptimizerUnreadable
+from cotrain_workers.checkpoints.peft_folder import FolderUnreadable
+from cotrain_workers.engine.decoding.requests import WeightsGone
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from cotrain_store.messages.ids import RunId, WeightsRef
+    from cotrain_store.messages.weights import WeightsRecord
+    from cotrain_store.weights.saved_weights import SavedWeights
+    from cotrain_workers.checkpoints.files import CheckpointFiles, Saved, WrittenFiles
+    from cotrain_workers.checkpoints.peft_folder import LayoutOf
+    from cotrain_workers.engine.decoding.requests import HostWeights
+    from cotrain_workers.engine.ops import HostOptimizer
+    from cotrain_workers.engine.spec import AdapterSpec, Layout
+
+log = structlog.get_logger()
+
+#: A write that failed (a full disk, most likely) is tried again after so long.
+RETRY_S = 5.0
+#: What a dead worker owed, whose heir this one may be, is looked for this often.
+RECALL_S = 2.0
+#: Weights that are in no use any more are looked for this often, their files less: each is opened.
+SWEEP_S = 60.0
+LOOK_S = 3600.0
+#: What a named save resolves to that cannot be made again.
+LOST = "The checkpoint was lost before it was on disk, and its run cannot be replayed; save again."
+
+
+@dataclass
+class _Owed:
+    """Weights whose files are not known to be durable."""
+
+    record: WeightsRecord
+    saved: Saved | None
+    """None: made by a process that died, and still to be made again by a replay."""
+    writing: Future[WrittenFiles] | None = None
+    retry_at: float = 0.0
+
+
+class WeightsStore:
+    """All saved weights this worker can give. For one thread; only the writing is another's."""
+
+    def __init__(
+        self,
+        saved: SavedWeights,
+        files: CheckpointFiles,
+        layout_of: LayoutOf,
+        memory_bytes: int,
+        owed_bytes: int,
+        orphan_age_s: float = ORPHAN_AGE_S,
+    ) -> None:
+        """`memory_bytes` is for weights that are on disk too, `owed_bytes` for what is not.
+
+        What is owed stays, anyway; above its limit there is no room for more (`has_room_for`).
+        Files go once they have been unwanted for `orphan_age_s`.
+        """
+        self._saved = saved
+        self._files = files
+        self._layout_of = layout_of
+        self._memory_bytes = memory_bytes
+        self._owed_bytes = owed_bytes
+        self._owed: dict[WeightsRef, _Owed] = {}
+        self._given_up: set[WeightsRef] = set()
+        self._recent: OrderedDict[WeightsRef, HostWeights] = OrderedDict()
+        self._digests: dict[WeightsRef, str] = {}
+        self._orphan_age_s = orphan_age_s
+        self._unwanted = Unwanted(orphan_age_s)
+        self._recall_at = self._sweep_at = self._orphans_at = 0.0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self.recall()
+
+    def recall(self) -> None:
+        """Learn which weights are owed: by a predecessor, or by a commit whose answer was lost."""
+        for record in self._saved.unstored():
+            if record.ref not in self._given_up:
+                self._owed.setdefault(record.ref, _Owed(record, None))
+
+    def has_room_for(self, saves: Iterable[Saved]) -> bool:
+        """Tell whether memory may take another save beside these; not while the disk is too far behind."""
+        owed = sum(_size(owed.saved) for owed in self._owed.values())
+        return owed + sum(map(_size, saves)) <= self._owed_bytes
+
+    def put(self, record: WeightsRecord, saved: Saved) -> None:
+        """Take the weights of a save that was committed. Twice is harmless: they are the same."""
+        owed = self._owed.setdefault(record.ref, _Owed(record, None))
+        if owed.saved is None:
+            owed.saved = saved
+            self._write(owed)
+
+    def put_again(self, ref: WeightsRef, saved: Saved) -> None:
+        """Take weights that a replay made again, where they are still owed."""
+        if ref in self._owed:
+            self.put(self._owed[ref].record, saved)
+
+    def is_lost(self, ref: WeightsRef) -> bool:
+        """Tell whether only a replay of their run can bring these weights back."""
+        return ref in self._owed and self._owed[ref].saved is None
+
+    def lost(self) -> list[WeightsRecord]:
+        """List the weights that were lost with a process before they were durable."""
+        return [owed.record for owed in self._owed.values() if owed.saved is None]
+
+    def give_up(self, ref: WeightsRef) -> None:
+        """Stop owing weights that no replay can bring back: a named save fails."""
+        log.error("weights_lost", weights=ref)
+        self._saved.lost(ref, LOST)
+        self._owed.pop(ref, None)
+        self._given_up.add(ref)
+
+    def unstored(self, run: RunId) -> int | None:
+        """Name the first save of a run whose weights are owed: its log is needed from there on."""
+        mine = [ref for ref, owed in self._owed.items() if owed.record.run == run]
+        return min((int(ref.rpartition(":")[2]) for ref in mine), default=None)
+
+    def is_known(self, ref: WeightsRef) -> bool:
+        """Tell whether these weights exist; from then on `host` does not need to ask the store."""
+        if ref in self._owed or ref in self._digests:
+            return True
+        record = self._saved.weights(ref)
+        if record is None:
+            return False
+        if not record.digest:  # a dead worker's, and this one may just have become its heir
+            self.recall()
+            return ref in self._owed
+        self._digests[ref] = record.digest
+        return True
+
+    def host(self, ref: WeightsRef) -> HostWeights:
+        """Give the weights, from memory or from disk.
+
+        Raises:
+            WeightsGone: they are neither here nor there.
+        """
+        owed = self._owed.get(ref)
+        if owed and owed.saved:
+            return owed.saved.weights
+        if ref in self._recent:
+            self._recent.move_to_end(ref)
+            return self._recent[ref]
+        weights = self._read(ref)
+        self._remember(ref, weights)
+        return weights
+
+    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
+        """Give the optimizer state that was saved with the weights; None: they were saved without.
+
+        Raises:
+            WeightsGone: it is neither here nor on disk.
+        """
+        owed = self._owed.get(ref)
+        if owed and owed.saved:
+            return owed.saved.optimizer
+        record = self._saved.weights(ref)
+        if record is None or not record.digest:
+            raise WeightsGone(ref)
+        if not record.has_optimizer:
+            return None
+        try:
+            return self._files.read_optimizer(record.optimizer_digest, self._layout_of)
+        except OptimizerUnreadable as unreadable:
+            log.error("optimizer_unreadable", weights=ref, reason=str(unreadable))
+            raise WeightsGone(ref) from unreadable
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        """Return where the matrices of such an adapter lie in its arena."""
+        return self._layout_of(spec)
+
+    def path(self, ref: WeightsRef) -> Path | None:
+        """Name the folder of weights; None while it is being written.
+
+        Raises:
+            WeightsGone: there is none, and there will be none.
+        """
+        if ref in self._owed:
+            return None
+        if not self.is_known(ref):
+            raise WeightsGone(ref)
+        return self._files.adapter(self._digests[ref])
+
+    def _read(self, ref: WeightsRef) -> HostWeights:
+        if ref in self._owed or not self.is_known(ref):
+            raise WeightsGone(ref)
+        try:
+            return self._files.read_adapter(self._digests[ref], self._layout_of)
+        except FolderUnreadable as unreadable:
+            log.error("weights_unreadable", weights=ref, reason=str(unreadable))
+            raise WeightsGone(ref) from unreadable
+
+    def tend(self) -> list[WeightsRef]:
+        """Note what has become durable, try again what could not be written, and now and then sweep.
+
+        Returns weights that nobody can ask for any more.
+        """
+        self._note_written()
+        now = time.monotonic()
+        if now >= self._orphans_at:
+            self._files.remove_orphans(self._saved, self._unwanted, now)
+            self._orphans_at = now + (LOOK_S if self._unwanted.is_empty else self._orphan_age_s)
+        if now >= self._recall_at:
+            self._recall_at = now + RECALL_S
+            self.recall()
+        if now < self._sweep_at:
+            return []
+        self._sweep_at = now + SWEEP_S
+        return self.sweep()
+
+    def _note_written(self) -> None:
+        now = time.monotonic()
+        for ref, owed in list(self._owed.items()):
+            if owed.writing is None:
+                if owed.saved and now >= owed.retry_at:
+                    self._write(owed)
+            elif owed.writing.done():
+                self._note(ref, owed, owed.writing)
+
+    def await_writes(self, until: float) -> None:
+        """Wait for what is being written, until a time of the monotonic clock."""
+        writing = [owed.writing for owed in self._owed.values() if owed.writing]
+        wait(writing, max(0.0, until - time.monotonic()))
+
+    def drain(self, deadline_s: float) -> None:
+        """Wait for what is being written; what is left is made again from the log."""
+        self.await_writes(time.monotonic() + deadline_s)
+        self._note_written()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def sweep(self) -> list[WeightsRef]:
+        """Forget weights that nobody can ask for any more, and name them."""
+        self.recall()
+        unused = [record.ref for record in self._saved.unused_weights()]
+        for ref in (*unused, *self._given_up):
+            self._saved.forget_weights(ref)
+            self._recent.pop(ref, None)
+            self._digests.pop(ref, None)
+        if unused:
+            log.info("weights_forgotten", count=len(unused))
+        return unused
+
+    def _write(self, owed: _Owed) -> None:
+        assert owed.saved is not None
+        layout = self._layout_of(owed.saved.weights.spec)
+        owed.writing = self._writer.submit(self._files.write, owed.record.ref, owed.saved, layout)
+
+    def _note(self, ref: WeightsRef, owed: _Owed, writing: Future[WrittenFiles]) -> None:
+        try:
+            written = writing.result()
+        except OSError as failed:
+            log.error("weights_not_written", weights=ref, reason=str(failed))
+            owed.writing, owed.retry_at = None, time.monotonic() + RETRY_S
+            return
+        assert owed.saved is not None
+        if not self._files.confirm(ref, owed.saved, written):
+            log.error("weights_removed", weights=ref)
+            self._write(owed)
+            return
+        failpoint("weights.before_stored", ref)
+        is_wanted = self._saved.stored(ref, written.digest, written.size, written.optimizer_digest)
+        failpoint("weights.stored", ref)
+        del self._owed[ref]  # only now: while Redis is away they stay written and owed
+        if not is_wanted:
+            return  # forgotten, or their commit found that their name was in use
+        self._digests[ref] = written.digest
+        self._remember(ref, owed.saved.weights)
+        log.info("weights_stored", weights=ref, digest=written.digest, size=written.size)
+
+    def _remember(self, ref: WeightsRef, weights: HostWeights) -> None:
+        self._recent[ref] = weights
+        held = sum(each.flat.nbytes for each in self._recent.values())
+        while held > self._memory_bytes:
+            _, oldest = self._recent.popitem(last=False)
+            held -= oldest.flat.nbytes
+
+
+def _size(saved: Saved | None) -> int:
+    """Count the bytes of memory that a save takes."""
+    if saved is None:
+        return 0
+    arenas = [saved.weights.flat]
+    if saved.optimizer:
+        arenas += [saved.optimizer.m, saved.optimizer.v]
+    return sum(arena.nbytes for arena in arenas)

@@ -1,0 +1,1 @@
+"""Adapters as arenas, on the device or off it: made, loaded, mixed, offloaded."""

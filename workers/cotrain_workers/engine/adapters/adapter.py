@@ -1,0 +1,132 @@
+"""One run's adapter: its arenas, on the device or parked, and the copy that the base model computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_workers.engine.adapters.copy_streams import Arrival, Parked
+    from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair
+
+#: No two states of weights in this process have the same number, whatever is dropped and restored.
+_VERSIONS = count()
+
+
+def arena_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """Return what weights, gradients and moments are kept in under a base model of `compute_dtype`."""
+    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient arena and every module's matrices in it."""
+
+    flat: torch.Tensor
+    views: dict[str, Pair]
+
+
+@dataclass
+class ComputeCopy:
+    """The weights in the base model's dtype, as of a version."""
+
+    flat: torch.Tensor
+    views: Mapping[str, Pair]
+    version: int
+
+
+@dataclass
+class Adapter:
+    """One run's adapter. All arenas are fp32 (fp64 under an fp64 base).
+
+    They are on the device, or parked: then only the bank may touch them.
+    """
+
+    spec: AdapterSpec
+    layout: Layout
+    step: int
+    grads_pending: bool
+    compute_dtype: torch.dtype
+    arenas: dict[str, torch.Tensor]  # on the device; empty while parked
+    parked: Parked | None = None
+    arrival: Arrival | None = None  # of copies that the next computation must wait for
+    gradient_in_use: bool = field(init=False, default=False)  # an op is adding to it right now
+    version: int = field(init=False)  # of `weights`: whoever holds a copy compares it
+    _compute: ComputeCopy | None = field(init=False, default=None)
+    _gradient: Gradient | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.weights_changed()
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Return the arena of the weights, `[layout.size]`."""
+        return self.arenas["weights"]
+
+    @property
+    def m(self) -> torch.Tensor:
+        """Return the arena of Adam's first moments."""
+        return self.arenas["m"]
+
+    @property
+    def v(self) -> torch.Tensor:
+        """Return the arena of Adam's second moments."""
+        return self.arenas["v"]
+
+    @property
+    def gradient(self) -> Gradient:
+        """Return the gradient; there is none of a run at rest, so that zeros are made on first use."""
+        if self._gradient is None:
+            if "grads" not in self.arenas:
+                self.arenas["grads"] = torch.zeros_like(self.weights)
+            flat = self.arenas["grads"]
+            self._gradient = Gradient(flat, self.layout.views(flat))
+        return self._gradient
+
+    @property
+    def compute(self) -> Mapping[str, Pair]:
+        """Return the matrices in the base model's dtype, copied on first use of a version."""
+        if self._compute is None:
+            # The same tensor if of that dtype.
+            flat = self.weights.to(self.compute_dtype)
+            self._compute = ComputeCopy(flat, self.layout.views(flat), self.version)
+        elif self._compute.version != self.version:
+            if self._compute.flat is not self.weights:
+                self._compute.flat.copy_(self.weights)
+            self._compute.version = self.version
+        return self._compute.views
+
+    def weights_changed(self) -> None:
+        """Make every copy of the weights stale; call after every write to `weights`."""
+        self.version = next(_VERSIONS)
+
+    def scratch_gradient(self) -> Gradient:
+        """Return a zeroed gradient arena of this adapter's layout."""
+        flat = torch.zeros_like(self.weights)
+        return Gradient(flat, self.layout.views(flat))
+
+    def worth_copying(self) -> dict[str, torch.Tensor]:
+        """Return the arenas of an adapter on the device; a gradient that is not pending is all zeros."""
+        assert self.parked is None
+        return {
+            name: arena
+            for name, arena in self.arenas.items()
+            if name != "grads" or self.grads_pending
+        }
+
+    def forget_arenas(self) -> None:
+        """Let go of all device memory."""
+        self.arenas = {}
+        self._compute = self._gradient = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Return what it takes on the device while it trains: four arenas and the compute copy."""
+        wide = arena_dtype(self.compute_dtype)
+        narrow = 0 if self.compute_dtype == wide else self.compute_dtype.itemsize
+        return self.layout.size * (4 * wide.itemsize + narrow)

@@ -1,0 +1,251 @@
+"""The adapters in memory: one flat arena each for weights, gradient and both Adam moments.
+
+Zeroing, clipping, Adam, hashing and copying are one operation on a 1-D tensor; every matrix is a view.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cotrain_workers.engine.adapters.adapter import Adapter, arena_dtype
+from cotrain_workers.engine.adapters.copy_streams import InLine, SideStream, carry_in, carry_out
+from cotrain_workers.engine.adapters.residency import (
+    Seat,
+    moves_ahead,
+    moves_for,
+    over_budget,
+    shifts_of,
+)
+from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_workers.engine.adapters.copy_streams import Lane, Parked
+    from cotrain_workers.engine.adapters.residency import Moves
+    from cotrain_workers.engine.spec import Target
+
+ARENAS_AT_REST = ("weights", "m", "v")  # and "grads", while a gradient is pending
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """A run's adapter, copied to the host. The four tensors are 1-D, of one length, in arena layout."""
+
+    spec: AdapterSpec
+    weights: torch.Tensor
+    grads: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    step: int  # optimizer steps taken
+    grads_pending: bool  # a gradient waits for the next optimizer step
+
+    def digest(self) -> str:
+        """Return the SHA-256 (hex) of everything in it; equal digests mean equal bits."""
+        hasher = hashlib.sha256(repr((self.spec, self.step, self.grads_pending)).encode())
+        for arena in (self.weights, self.grads, self.m, self.v):
+            hasher.update(arena.contiguous().numpy().data)
+        return hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """A run's state on its way to the host."""
+
+    spec: AdapterSpec
+    step: int
+    grads_pending: bool
+    arenas: Parked
+
+    def state(self) -> AdapterState:
+        """Return the state once it has arrived; any thread may wait for it."""
+        arenas = self.arenas.whole()
+        grads = arenas.pop("grads", None)
+        return AdapterState(
+            self.spec,
+            grads=torch.zeros_like(arenas["weights"]) if grads is None else grads,
+            step=self.step,
+            grads_pending=self.grads_pending,
+            **arenas,
+        )
+
+
+class AdapterBank:
+    """The adapters of every run this engine holds: on the device, or parked in the host's memory.
+
+    `adapter_bytes` is for those on the device, `host_bytes` for those on the host; None sets no limit.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        *,
+        adapter_bytes: int | None = None,
+        host_bytes: int | None = None,
+        lane: Lane | None = None,
+    ) -> None:
+        self._targets = targets
+        self._device = device
+        self._compute_dtype = compute_dtype
+        self._arena_dtype = arena_dtype(compute_dtype)
+        self._adapter_bytes = adapter_bytes
+        self._host_bytes = host_bytes
+        self._lane = lane or (SideStream(device) if device.type == "cuda" else InLine())
+        self._adapter_by_run: OrderedDict[str, Adapter] = OrderedDict()  # the least used first
+        self._in_use: frozenset[str] = frozenset()
+        self.parked = 0
+        """How many adapters are on the host, nothing of theirs on the device. Any thread may look."""
+        self._layout_by_shape: dict[tuple[int, bool, bool, bool], Layout] = {}
+
+    def __contains__(self, run: object) -> bool:
+        return run in self._adapter_by_run
+
+    def __getitem__(self, run: str) -> Adapter:
+        return self._adapter_by_run[run]
+
+    def create(self, run: str, spec: AdapterSpec) -> Adapter:
+        """Add a fresh adapter: A random from the spec's seed, B zero, so that it starts as the base."""
+        layout = self.layout_of(spec)
+        weights = initial_weights(spec, layout).to(self._arena_dtype)
+        zeros = torch.zeros_like(weights)
+        state = AdapterState(spec, weights, zeros, zeros, zeros, step=0, grads_pending=False)
+        return self.restore(run, state)
+
+    def drop(self, run: str) -> None:
+        """Forget a run's adapter; twice is harmless."""
+        dropped = self._adapter_by_run.pop(run, None)
+        self.parked -= dropped is not None and dropped.parked is not None
+
+    def state(self, run: str) -> AdapterState:
+        """Copy a run's adapter to the host."""
+        return self.copy_out(run).state()
+
+    def copy_out(self, run: str) -> StateCopy:
+        """Begin to copy a run's adapter to the host; between cycles, as no computation is held back."""
+        held = self._adapter_by_run[run]
+        copied = held.parked
+        if copied is None:
+            copied = carry_out(self._lane, held.worth_copying())
+            held.arrival = copied.arrival  # behind that of any earlier copies
+        return StateCopy(held.spec, held.step, held.grads_pending, copied)
+
+    def restore(self, run: str, state: AdapterState) -> Adapter:
+        """Put a state, copied, in place of whatever this run held.
+
+        Raises ValueError if the state was made for other modules than this base model has.
+        """
+        layout = self.layout_of(state.spec)
+        if state.weights.shape != (layout.size,):
+            raise ValueError(f"The state holds {state.weights.numel()} values, not {layout.size}.")
+        adapter = Adapter(
+            state.spec, layout, state.step, state.grads_pending, self._compute_dtype, {}
+        )
+        self.drop(run)
+        seats = [*self._seats(), seat_of(run, adapter)]
+        self._make(moves_for(seats, {run, *self._in_use}, self._adapter_bytes))
+        for name in (*ARENAS_AT_REST, *(["grads"] if state.grads_pending else [])):
+            arena: torch.Tensor = getattr(state, name)
+            adapter.arenas[name] = arena.to(self._device, self._arena_dtype, copy=True)
+        self._adapter_by_run[run] = adapter
+        return adapter
+
+    def shifts(self, runs: Sequence[str]) -> list[list[str]]:
+        """Cut the runs of a cycle into groups that fit on the device one at a time: mostly one."""
+        sizes = {run: self[run].device_bytes for run in runs if run in self}
+        return shifts_of(runs, sizes, self._adapter_bytes)
+
+    def make_room(self, runs: Sequence[str]) -> None:
+        """Have these runs on the device for what is computed next; others are parked if need be."""
+        held = [run for run in runs if run in self]
+        self._make(moves_for(self._seats(), held, self._adapter_bytes))
+        for run in held:
+            self._adapter_by_run.move_to_end(run)
+            adapter = self[run]
+            if adapter.arrival is not None:
+                adapter.arrival.hold_compute()
+                adapter.arrival = None
+        self._in_use = frozenset(held)
+
+    def prefetch(self, runs: Sequence[str]) -> None:
+        """Begin to bring in what the next cycle needs, as far as it fits beside what this one uses."""
+        self._make(moves_ahead(self._seats(), runs, self._in_use, self._adapter_bytes))
+        for run in runs:
+            if run in self:
+                self._adapter_by_run.move_to_end(run)  # whoever needs room now takes another's
+
+    def release(self) -> None:
+        """Say that the cycle is over: all may be parked."""
+        self._in_use = frozenset()
+
+    def over_budget(self) -> list[str]:
+        """Return the runs, the least used first, whose leaving frees the host memory that is too much."""
+        sizes = {run: self._host_bytes_of(adapter) for run, adapter in self._adapter_by_run.items()}
+        on_host = {run: size for run, size in sizes.items() if size and run not in self._in_use}
+        return over_budget(on_host, self._host_bytes)
+
+    def _host_bytes_of(self, adapter: Adapter) -> int:
+        if adapter.parked is not None:
+            return adapter.parked.bytes
+        return adapter.device_bytes if self._device.type == "cpu" else 0
+
+    def _seats(self) -> list[Seat]:
+        return [seat_of(run, adapter) for run, adapter in self._adapter_by_run.items()]
+
+    def _make(self, moves: Moves) -> None:
+        for run in moves.park:
+            adapter = self[run]
+            adapter.parked = carry_out(self._lane, adapter.worth_copying())
+            adapter.forget_arenas()
+            self.parked += 1
+        for run in moves.bring:
+            adapter = self[run]
+            assert adapter.parked is not None
+            adapter.arenas, adapter.arrival = carry_in(self._lane, adapter.parked, self._device)
+            adapter.parked = None
+            self.parked -= 1
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        """Return where the matrices of such an adapter lie in its arenas."""
+        shape = (spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
+        if shape not in self._layout_by_shape:
+            self._layout_by_shape[shape] = plan_layout(spec, self._targets)
+        return self._layout_by_shape[shape]
+
+
+def seat_of(run: str, adapter: Adapter) -> Seat:
+    """Return an adapter as the decisions on residency see it."""
+    return Seat(run, adapter.device_bytes, is_on_device=adapter.parked is None)
+
+
+def host_copy(arena: torch.Tensor) -> torch.Tensor:
+    """Copy an arena to the host. Waits for the device."""
+    return arena.to("cpu", copy=True)
+
+
+def initial_weights(spec: AdapterSpec, layout: Layout) -> torch.Tensor:
+    """Return a fresh weight arena, fp32 `[layout.size]` on the host.
+
+    A is Kaiming-uniform with `a = sqrt(5)`, as PEFT has it: uniform in +-1/sqrt(inputs). Each module draws
+    from its own generator, so its A depends on the seed, its name and the rank, and on no other module.
+    """
+    arena = torch.zeros(layout.size)
+    views = layout.views(arena)
+    for target in layout.targets:
+        bound = 1.0 / math.sqrt(target.inputs)
+        generator = torch.Generator().manual_seed(module_seed(spec.seed, target.name))
+        views[target.name].a.uniform_(-bound, bound, generator=generator)
+    return arena
+
+
+def module_seed(seed: int, module: str) -> int:
+    """Mix a run's seed with a module's name into 63 bits."""
+    digest = hashlib.sha256(f"{seed}:{module}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,1 @@
+"""Continuous batching of sample requests: pages, scheduler, runner, token choice."""

@@ -1,0 +1,194 @@
+"""CUDA graphs of pure decode steps: one per number of rows, captured when first wanted.
+
+A step of eager kernels is bound by their launches (about 40 to 60 ms for 36 layers); a graph is not. A
+graph is used only after its output was compared with that of the same step run eagerly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cotrain_workers.engine.decoding.cuda_kernels import (
+    Grouped,
+    GroupedLora,
+    KernelAttention,
+    KernelTables,
+    slot_ends,
+)
+from cotrain_workers.engine.decoding.step import Chunk
+from cotrain_workers.engine.decoding.step_route import MixedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cotrain_workers.engine.decoding.adapter_slots import Pool
+    from cotrain_workers.engine.decoding.kv_cache import KvCache
+    from cotrain_workers.engine.decoding.model_runner import Item
+    from cotrain_workers.engine.routing import StepRoute
+
+    # (ids [1, T], positions [1, T], route) -> hidden states [T, d]
+    RunModel = Callable[[torch.Tensor, torch.Tensor, StepRoute], torch.Tensor]
+    # Records some work; returns what repeats it, and where its output then is.
+    Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+TOLERANCE = 0.02  # of the largest hidden state: bf16 kernels that sum in another order
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What changes from step to step, in tensors that stay."""
+
+    ids: torch.Tensor  # int64 [1, rows]
+    positions: torch.Tensor  # int64 [1, rows]
+    tables: KernelTables
+    slot_ends: torch.Tensor  # int32 [slots]; of no slots without adapters
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, its inputs and its output."""
+
+    replay: Callable[[], None]
+    inputs: Inputs
+    hidden: torch.Tensor  # [rows, d]
+
+
+class DecodeGraphs:
+    """The graphs of one model; a shape whose graph failed or differed runs eagerly from then on."""
+
+    def __init__(
+        self,
+        run_model: RunModel,
+        cache: KvCache,
+        most_pages: int,
+        device: torch.device,
+        record: Record,
+    ) -> None:
+        self.refused: list[str] = []  # why a graph is not used, for the operator
+        self._run_model = run_model
+        self._cache = cache
+        self._most_pages = most_pages
+        self._device = device
+        self._captured: dict[tuple[int, ...], Captured | None] = {}
+        self._record = record
+
+    @property
+    def used(self) -> int:
+        """Return the number of graphs in use."""
+        return sum(captured is not None for captured in self._captured.values())
+
+    def run(self, items: Sequence[Item]) -> torch.Tensor | None:
+        """Return the hidden states of a step, or None if it must run eagerly."""
+        pools = {item.slot.pool for item in items if item.slot is not None}
+        too_many = len(items) > ROWS[-1] or len(pools) > 1
+        if too_many or any(isinstance(item.work, Chunk) for item in items):
+            return None
+        pool = next(iter(pools), None)
+        rows = next(rows for rows in ROWS if rows >= len(items))
+        # A pool that grew lies elsewhere.
+        place = () if pool is None else (pool.flat.data_ptr(), *pool.flat.shape)
+        key = (rows, *place)
+        if key not in self._captured:
+            self._captured[key] = self._capture(rows, pool, items)
+        captured = self._captured[key]
+        if captured is None:
+            return None
+        self._fill(captured.inputs, items, pool)
+        captured.replay()
+        return captured.hidden
+
+    def _capture(self, rows: int, pool: Pool | None, items: Sequence[Item]) -> Captured | None:
+        inputs = self._inputs(rows, pool)
+        self._fill(inputs, items, pool)
+        groups = [] if pool is None else [Grouped(0, rows, pool, inputs.slot_ends)]
+        route = MixedStep(KernelAttention(self._cache, inputs.tables), GroupedLora(groups))
+
+        def work() -> torch.Tensor:
+            return self._run_model(inputs.ids, inputs.positions, route)
+
+        try:
+            expected = work().clone()
+            replay, hidden = self._record(work)
+            replay()
+        except RuntimeError as error:
+            self.refused.append(f"{rows} rows: {str(error).splitlines()[0]}")
+            return None
+        expected, found = (x[: len(items)].float() for x in (expected, hidden))
+        # Rows of an adapter that overflows prove nothing, and must not cost the others their graph.
+        good = torch.isfinite(expected).all(dim=-1, keepdim=True)
+        gap = float((found - expected).where(good, 0).abs().amax())
+        largest = float(expected.where(good, 0).abs().amax())
+        if not gap <= TOLERANCE * largest:
+            self.refused.append(f"{rows} rows: hidden states differ by {gap:.3g} of {largest:.3g}")
+            return None
+        return Captured(replay, inputs, hidden)
+
+    def _inputs(self, rows: int, pool: Pool | None) -> Inputs:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+
+        tables = KernelTables(
+            places=zeros(rows),
+            offsets=torch.arange(rows + 1, dtype=torch.int32, device=self._device),
+            lengths=zeros(rows, dtype=torch.int32),
+            blocks=zeros(rows, self._most_pages, dtype=torch.int32),
+            most_queries=1,
+            most_keys=self._most_pages * self._cache.page_tokens,
+        )
+        slots = 0 if pool is None else pool.flat.shape[0]
+        return Inputs(zeros(1, rows), zeros(1, rows), tables, zeros(slots, dtype=torch.int32))
+
+    def _fill(self, inputs: Inputs, items: Sequence[Item], pool: Pool | None) -> None:
+        """Copy a step into the inputs; the rows left over belong to nobody and write to the dump."""
+        size, dump = self._cache.page_tokens, self._cache.dump
+        left = inputs.ids.shape[1] - len(items)
+        starts = [item.span.start for item in items]
+        tokens = [item.work.sequence.token(at) for item, at in zip(items, starts, strict=True)]
+        places = [
+            item.span.pages[at // size] * size + at % size
+            for item, at in zip(items, starts, strict=True)
+        ]
+        places += [dump * size + at for at in range(left)]
+        blocks = [
+            [*item.span.pages, *[dump] * (self._most_pages - len(item.span.pages))]
+            for item in items
+        ]
+        blocks += [[dump] * self._most_pages] * left
+        put(inputs.ids[0], tokens + [0] * left)
+        put(inputs.positions[0], starts + [0] * left)
+        put(inputs.tables.places, places)
+        put(inputs.tables.lengths, [at + 1 for at in starts] + [1] * left)
+        put(inputs.tables.blocks, blocks)
+        if pool is not None:
+            # Slot 0 of a pool is zero: rows of the base model alone, which come first. Those left
+            # over come last, and go with the last slot.
+            indices = [0 if item.slot is None else item.slot.index for item in items]
+            put(inputs.slot_ends, slot_ends(indices + [pool.flat.shape[0] - 1] * left, pool))
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory: only one output is needed at a time."""
+
+    def __init__(self) -> None:
+        self._memory: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """Warm up beside the current stream (libraries allocate on first use), then capture."""
+        beside: Any = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            work()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            hidden = work()
+        return graph.replay, hidden
+
+
+def put(target: torch.Tensor, values: Sequence[int] | Sequence[Sequence[int]]) -> None:
+    """Copy numbers into a tensor on the device."""
+    target.copy_(torch.tensor(values, dtype=target.dtype))

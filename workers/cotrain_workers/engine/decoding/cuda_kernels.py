@@ -1,0 +1,170 @@
+"""The parts of a decoder step on CUDA: the flash kernel over pages, and LoRA by grouped products.
+
+Not run by the CPU tests; `tests/gpu` compares both with the plain parts, which run anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from cotrain_workers.engine.decoding.paged_attention import positions
+from cotrain_workers.engine.model.attention import NARROW, varlen_kernel, varlen_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_workers.engine.decoding.adapter_slots import Pool, Slot
+    from cotrain_workers.engine.decoding.kv_cache import KvCache
+    from cotrain_workers.engine.decoding.paged_attention import Span
+    from cotrain_workers.engine.model.attention import Rule
+
+NEEDED = {"block_table", "seqused_k", "window_size", "scale", "enable_gqa"}
+MOST_GROUPS = 1023  # of one grouped product
+
+log = logging.getLogger(__name__)
+
+
+def kernel_takes(weight: torch.Tensor, score_softcap: float | None) -> bool:
+    """Return whether this torch's flash kernel can attend over pages for a model of this kind.
+
+    If not on CUDA, the log says why.
+    """
+    if not weight.is_cuda:
+        return False
+    reasons = {
+        f"no kernel for {weight.dtype}": weight.dtype not in NARROW,
+        "no kernel for a score cap": score_softcap is not None,
+        f"torch {torch.__version__} has no flash kernel over pages": not varlen_parameters()
+        >= NEEDED,
+    }
+    lacking = [reason for reason, is_so in reasons.items() if is_so]
+    if lacking:
+        log.warning("Decoding is slow here: %s", ", ".join(lacking))
+    return not lacking
+
+
+def groups_take(weight: torch.Tensor, slots: Sequence[Slot | None]) -> bool:
+    """Return whether the adapters of a step can be one grouped product per pool."""
+    most = max((slot.pool.flat.shape[0] for slot in slots if slot is not None), default=0)
+    has_them = hasattr(functional, "grouped_mm")
+    return weight.is_cuda and weight.dtype in NARROW and has_them and most <= MOST_GROUPS
+
+
+@dataclass(frozen=True)
+class KernelTables:
+    """Where `n` rows of `s` spans are stored, and what each span attends to."""
+
+    places: torch.Tensor  # int64 [n]
+    offsets: torch.Tensor  # int32 [s + 1]: where each span begins, and the end
+    lengths: torch.Tensor  # int32 [s]: positions to attend to
+    blocks: torch.Tensor  # int32 [s, pages]
+    most_queries: int
+    most_keys: int
+
+
+def kernel_tables(spans: Sequence[Span], cache: KvCache, device: torch.device) -> KernelTables:
+    """Build the tables of spans that lie side by side from row 0 on."""
+    size = cache.page_tokens
+    counts = [len(positions(span)) for span in spans]
+    pages = max(-(-span.stop // size) for span in spans)
+    blocks = [[*span.pages[:pages], *[cache.dump] * (pages - len(span.pages))] for span in spans]
+    places = [span.pages[at // size] * size + at % size for span in spans for at in positions(span)]
+
+    def int32(values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return KernelTables(
+        places=torch.tensor(places, device=device),
+        offsets=int32(list(accumulate(counts, initial=0))),
+        lengths=int32([span.stop for span in spans]),
+        blocks=int32(blocks),
+        most_queries=max(counts),
+        most_keys=pages * size,
+    )
+
+
+class KernelAttention:
+    """Attention of a step in one kernel per layer."""
+
+    def __init__(self, cache: KvCache, tables: KernelTables) -> None:
+        self._cache = cache
+        self._tables = tables
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        """Map `q` `[T, heads, d]` to the same shape; rows that belong to nobody become zero."""
+        tables, n = self._tables, len(self._tables.places)
+        self._cache.write(layer, tables.places, k[:n], v[:n])
+        keys, values = self._cache.paged(layer)
+        kernel = varlen_kernel()
+        assert kernel is not None
+        # One split: a sequence's bits then do not depend on how long its neighbours are.
+        splits = {"num_splits": 1} if "num_splits" in varlen_parameters() else {}
+        out: torch.Tensor = kernel(
+            q[:n].contiguous(),
+            keys,
+            values,
+            tables.offsets,
+            None,
+            tables.most_queries,
+            tables.most_keys,
+            scale=rule.scaling,
+            window_size=((rule.window - 1) if rule.window else -1, 0),
+            enable_gqa=q.shape[1] != keys.shape[2],
+            seqused_k=tables.lengths,
+            block_table=tables.blocks,
+            **splits,
+        )
+        return torch.cat([out, out.new_zeros(len(q) - n, *out.shape[1:])])
+
+
+class Grouped(NamedTuple):
+    """Neighbouring rows of one pool, sorted by slot."""
+
+    start: int
+    stop: int
+    pool: Pool
+    ends: torch.Tensor  # int32 [slots]: where each slot's rows end, counted from `start`
+
+
+class GroupedLora:
+    """LoRA of a step with one grouped product per matrix and pool; idle slots are empty groups."""
+
+    def __init__(self, groups: Sequence[Grouped]) -> None:
+        self._groups = groups
+
+    def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
+        for group in self._groups:
+            rows = slice(group.start, group.stop)
+            a, b = group.pool.stacked(module)
+            low = functional.grouped_mm(x[rows], a.transpose(1, 2), offs=group.ends)
+            y[rows] += functional.grouped_mm(low, b, offs=group.ends)[:, : y.shape[1]]
+
+
+def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedLora:
+    """Group rows that are sorted by pool and slot; those of the base model alone come first."""
+    groups, start = [], sum(slot is None for slot in slots)
+    while start < len(slots):
+        first = slots[start]
+        assert first is not None
+        own = [slot.index for slot in slots if slot is not None and slot.pool is first.pool]
+        ends = torch.tensor(slot_ends(own, first.pool), dtype=torch.int32, device=device)
+        groups.append(Grouped(start, start + len(own), first.pool, ends))
+        start += len(own)
+    return GroupedLora(groups)
+
+
+def slot_ends(indices: Sequence[int], pool: Pool) -> list[int]:
+    """Return where the rows of each slot of a pool end, given the slots of all rows."""
+    counts = [0] * pool.flat.shape[0]
+    for index in indices:
+        counts[index] += 1
+    return list(accumulate(counts))

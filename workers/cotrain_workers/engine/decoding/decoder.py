@@ -1,0 +1,309 @@
+"""The decoder of the engine: many requests, many adapters, one packed step after the other.
+
+Same modules, weights and head as training. On CPU in fp32 a seeded request gives the same tokens and
+log-probabilities, to the bit, alone and in any batch, with cached pages and after preemption.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from cotrain_workers.engine.decoding.adapter_slots import (
+    WeightSlots,
+    WeightsNotFinite,
+    WeightsUnfit,
+    default_bytes,
+)
+from cotrain_workers.engine.decoding.kv_cache import (
+    PAGE_TOKENS,
+    KvCache,
+    affordable_tokens,
+    decoder_share,
+)
+from cotrain_workers.engine.decoding.model_runner import PackedStep, slot_order
+from cotrain_workers.engine.decoding.pages import Pages, PrefixIndex
+from cotrain_workers.engine.decoding.pinned_weights import PinnedWeights
+from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores, asks_about_prompt, top
+from cotrain_workers.engine.decoding.requests import NewTokens, WeightsGone
+from cotrain_workers.engine.decoding.results import StepLog, choice_of, output_of, sampled
+from cotrain_workers.engine.decoding.scheduler import Schedule
+from cotrain_workers.engine.decoding.sequence import Group
+from cotrain_workers.engine.decoding.sizes import MOST_SEQUENCES, STEP_TOKENS, sampler_bytes
+from cotrain_workers.engine.decoding.step import Chunk, Row
+from cotrain_workers.engine.decoding.stop_strings import has_stopped
+from cotrain_workers.engine.decoding.token_sampler import choose
+from cotrain_workers.engine.decoding.validation import refuse_sample
+from cotrain_workers.engine.model.unembedding import picked_logprobs
+from cotrain_workers.engine.ops import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.engine.decoding.model_runner import Forward
+    from cotrain_workers.engine.decoding.requests import (
+        HostWeights,
+        Progress,
+        SampleOutput,
+        SampleRequest,
+        TextOf,
+    )
+    from cotrain_workers.engine.decoding.sequence import Sequence
+    from cotrain_workers.engine.decoding.sizes import DecoderSizes
+    from cotrain_workers.engine.model.base_model import BaseModel
+
+
+class EngineDecoder:
+    """A `Decoder` over the base model of an engine. Not thread-safe; never steps inside a micro-batch."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        weights: Callable[[str], HostWeights],
+        text: TextOf | None,
+        sizes: DecoderSizes,
+    ) -> None:
+        device, dtype = base.head_weight.device, base.head_weight.dtype
+        page = sizes.page_tokens or PAGE_TOKENS[device.type]
+        share = decoder_share(device)
+        weights_bytes = sizes.weights_bytes
+        if weights_bytes is None:
+            weights_bytes = sampler_bytes(default_bytes(base.targets, dtype), share)
+        room = None if share is None else max(share // 2, share - weights_bytes)
+        tokens = sizes.kv_tokens or affordable_tokens(base.kv, base.context_length, dtype, room)
+        pages = Pages(max(2, tokens // page))
+        self.pages = pages
+        self._vocab_size = base.vocab_size
+        self._text = text
+        self._max_sequence_tokens = min(base.context_length, (pages.count - 1) * page)
+        self._page_tokens = page
+        self._index = PrefixIndex(pages)
+        self.slots = WeightSlots(base.targets, device, dtype, weights, weights_bytes)
+        self.schedule = Schedule(
+            pages,
+            self._index,
+            page_tokens=page,
+            step_tokens=MOST_SEQUENCES + max(page, sizes.step_tokens or STEP_TOKENS[device.type]),
+            most=MOST_SEQUENCES,
+        )
+        self._cache = KvCache(base.kv, pages.count, page, device, dtype)
+        self._head_chunk_rows = sizes.head_chunk_rows
+        self._step = PackedStep(base, self._cache, -(-self._max_sequence_tokens // page))
+        self._groups: dict[str, Group] = {}
+        self._pinned = PinnedWeights(self.slots)  # of the sequences that run
+        self._empty: list[tuple[str, SampleOutput]] = []  # finished before they began
+        self._arrivals = 0
+        self.preemptions = 0  # since the decoder was made
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """How many tokens a prompt and what follows it can have together."""
+        return self._max_sequence_tokens
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._groups or self._empty)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests were added and have not begun."""
+        return sum(not group.has_begun for group in self._groups.values())
+
+    def graph_report(self) -> str:
+        """Say how many CUDA graphs are in use, and why others are not."""
+        graphs = self._step.graphs
+        if graphs is None:
+            return "none: the plain steps run"
+        return "; ".join([f"{graphs.used} in use", *graphs.refused])
+
+    def refuse(self, request: SampleRequest) -> str | None:
+        """Return why this request can never run, as a sentence for the tenant, or None."""
+        return refuse_sample(
+            request,
+            vocab_size=self._vocab_size,
+            max_sequence_tokens=self._max_sequence_tokens,
+            has_text=self._text is not None,
+        )
+
+    def add(self, request: SampleRequest) -> None:
+        """Queue a request that `refuse` let pass."""
+        assert request.id not in self._groups
+        limit = self._max_sequence_tokens
+        if request.max_tokens is not None:
+            limit = min(limit, len(request.prompt) + request.max_tokens)
+        scores = PromptScores(request) if asks_about_prompt(request) else None
+        group = Group(request, self._arrivals, self._page_tokens, limit, scores)
+        self._arrivals += 1
+        if group.generates_nothing and scores is None:
+            self._empty.append((request.id, output_of(group)))
+            return
+        self._groups[request.id] = group
+        self.schedule.add(group.sequences)
+
+    def cancel(self, request_id: str) -> None:
+        """Free everything a request holds; no output follows. Unknown ids are ignored."""
+        self._empty = [each for each in self._empty if each[0] != request_id]
+        if request_id in self._groups:
+            self._forget(self._groups[request_id])
+
+    def drop_weights(self, key: str) -> None:
+        """Forget copies of weights that no request will name again; those in use stay until unused."""
+        self.slots.drop(key)
+        self._index.drop(key)
+
+    @torch.inference_mode()
+    def step(self) -> Progress:
+        """Admit who fits, compute one packed row, and choose the next token of everyone who is ready."""
+        log = StepLog(finished=list(self._empty))
+        self._empty.clear()
+        self._admit(log)
+        plan = self.schedule.plan()
+        self.preemptions += len(plan.preempted)
+        for sequence in plan.preempted:
+            self._pinned.unpin(sequence.group.request.weights)
+        self._cache.prepare(plan.copies, plan.blank)
+        forward = self._step.forward(plan, self._pinned.slots)
+        if forward is not None:
+            self._absorb(forward, log)
+        self._generate(forward, log)
+        return log.progress()
+
+    def _admit(self, log: StepLog) -> None:
+        """Let sequences begin, oldest first, until one has no room; fail those without weights."""
+        for sequence in self.schedule.candidates():
+            group = sequence.group
+            if group.request.id not in self._groups:
+                continue  # it failed just now
+            if not self.schedule.has_room(sequence):
+                return
+            try:
+                if not self._pinned.pin(group.request.weights):
+                    return
+            except OSError:
+                return  # they are there and cannot be read now: it keeps its place
+            except WeightsGone:
+                self._fail(group, "The weights are gone.", "user", log)
+            except WeightsNotFinite:
+                self._fail(group, "The weights hold values that are not finite.", "user", log)
+            except WeightsUnfit:
+                self._fail(group, "The weights do not fit this base model.", "server", log)
+            else:
+                self.schedule.admit(sequence)
+                group.has_begun = True
+
+    def _absorb(self, forward: Forward, log: StepLog) -> None:
+        """Note what a step put in place, and read off what was asked about prompts."""
+        for chunk, span, _ in forward.items:
+            if not isinstance(chunk, Chunk):
+                chunk.sequence.stored = chunk.stop
+                continue
+            group = chunk.sequence.group
+            hidden = forward.hidden[span.row :][: chunk.stop - chunk.start]
+            log.prompt_tokens += chunk.stop - chunk.start
+            if group.request.id not in self._groups:
+                continue  # an earlier page of this prompt failed
+            if chunk.sequence.scores_prompt and not self._score(group, chunk.start, hidden):
+                self._fail_not_finite(group, log)
+                continue
+            self.schedule.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
+
+    def _score(self, group: Group, start: int, hidden: torch.Tensor) -> bool:
+        """Fill in log-probabilities of a page of a prompt; False if they are not finite."""
+        assert group.scores is not None
+        rows = group.scores.rows(start, start + len(hidden))
+        for at in range(rows.start, rows.stop, self._head_chunk_rows):
+            some = range(at, min(at + self._head_chunk_rows, rows.stop))
+            slots = [self._pinned.slots[group.request.weights]] * len(some)
+            logits = self._step.logits(hidden[some.start - start : some.stop - start], slots)
+            if not group.scores.fill(some, logits[: len(some)]):
+                return False
+        return True
+
+    def _generate(self, forward: Forward | None, log: StepLog) -> None:
+        """Choose the next token of every sequence whose last hidden state is known."""
+        ready: list[tuple[Sequence, torch.Tensor]] = []
+        for sequence in list(self.schedule.running):
+            if sequence.hidden is None:
+                continue
+            if sequence.group.generates_nothing:
+                self._finish(sequence.group, log)
+            else:
+                ready.append((sequence, sequence.hidden))
+                sequence.hidden = None
+        if forward is not None:
+            ready += [
+                (item.work.sequence, forward.hidden[item.span.row])
+                for item in forward.items
+                if isinstance(item.work, Row) and item.work.is_last
+            ]
+        ready.sort(key=lambda each: slot_order(self._pinned.slots[each[0].group.request.weights]))
+        for at in range(0, len(ready), self._head_chunk_rows):
+            self._choose(ready[at : at + self._head_chunk_rows], log)
+
+    def _choose(self, ready: list[tuple[Sequence, torch.Tensor]], log: StepLog) -> None:
+        sequences = [sequence for sequence, _ in ready]
+        # A request that failed a moment ago has no slot any more; what its rows give is not used.
+        slots = [self._pinned.slots.get(sequence.group.request.weights) for sequence in sequences]
+        logits = self._step.logits(torch.stack([hidden for _, hidden in ready]), slots)
+        tokens = choose(logits, [choice_of(sequence) for sequence in sequences])
+        found, _ = picked_logprobs(logits[: len(ready)], tokens[:, None])
+        self._note_topk(sequences, logits)
+        answers = zip(sequences, tokens.tolist(), found[:, 0].tolist(), strict=True)
+        for sequence, token, logprob in answers:
+            if sequence.group.request.id not in self._groups:
+                continue  # another of its sequences failed
+            if not math.isfinite(logprob):
+                self._fail_not_finite(sequence.group, log)
+                continue
+            self._append(sequence, token, logprob, log)
+
+    def _note_topk(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        """Keep the most probable tokens for those who asked; rows of one `k` go together."""
+        wanted = [sequence.group.request.topk_sample_logprobs for sequence in sequences]
+        for k in set(wanted) - {0}:
+            rows = [at for at, own in enumerate(wanted) if own == k]
+            picked = logits.index_select(0, torch.tensor(rows, device=logits.device))
+            for at, ids, logprobs in zip(rows, *top(picked, k), strict=True):
+                sequences[at].topk.append((ids, logprobs))
+
+    def _append(self, sequence: Sequence, token: int, logprob: float, log: StepLog) -> None:
+        """Give a sequence its next token; finish it if that was the last."""
+        request, offset = sequence.group.request, len(sequence.tokens)
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        log.tokens.append(NewTokens(request.id, sequence.index, offset, (token,), (logprob,)))
+        stopped = has_stopped(sequence.tokens, request, self._text)
+        is_full = sequence.length >= sequence.group.limit
+        if not (stopped or is_full):
+            return
+        self.schedule.remove(sequence)
+        self._pinned.unpin(sequence.group.request.weights)
+        sequence.group.finished[sequence.index] = sampled(sequence, "stop" if stopped else "length")
+        if len(sequence.group.finished) == request.num_samples:
+            self._finish(sequence.group, log)
+
+    def _finish(self, group: Group, log: StepLog) -> None:
+        log.finished.append((group.request.id, output_of(group)))
+        self._forget(group)
+
+    def _fail_not_finite(self, group: Group, log: StepLog) -> None:
+        self._fail(group, "The model's log-probabilities are not finite.", "user", log)
+
+    def _fail(
+        self, group: Group, message: str, category: Literal["user", "server"], log: StepLog
+    ) -> None:
+        log.finished.append((group.request.id, Failure(message, category)))
+        self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        """Free everything a request holds."""
+        del self._groups[group.request.id]
+        for sequence in group.sequences:
+            if sequence.index in group.finished:
+                continue
+            if sequence in self.schedule.running:
+                self._pinned.unpin(sequence.group.request.weights)
+            self.schedule.remove(sequence)

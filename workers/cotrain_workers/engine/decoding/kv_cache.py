@@ -1,0 +1,99 @@
+"""The key-value memory of the decoder: pages of every layer, allocated once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from cotrain_workers.engine.device import unordered_writes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_workers.engine.model.base_model import KvShape
+
+CPU_TOKENS = 65_536
+CPU_BYTES = 2 * 1024**3
+# Of the memory that is free when the decoder is made; training needs the rest. Sampler weights are in it.
+CUDA_SHARE = 0.25
+PAGE_TOKENS = {"cpu": 64, "cuda": 256}
+
+
+class KvCache:
+    """Keys and values of `pages` pages; one page more is a dump for rows that belong to nobody."""
+
+    def __init__(
+        self, shape: KvShape, pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.pages = pages
+        self.page_tokens = page_tokens
+        self.dump = pages
+        size = ((pages + 1) * page_tokens, shape.heads, shape.head_dim)
+        # [positions, kv heads, head dim]; a page is `page_tokens` neighbouring positions
+        self._keys = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.layers)]
+        self._values = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.layers)]
+
+    def paged(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's keys and values `[pages + 1, page_tokens, kv heads, head dim]`."""
+        shape = (self.pages + 1, self.page_tokens, *self._keys[layer].shape[1:])
+        return self._keys[layer].view(shape), self._values[layer].view(shape)
+
+    def write(
+        self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Store `n` rows `[n, kv heads, head dim]` at `places`, int64 `[n]`: page * page_tokens + offset."""
+        with unordered_writes():
+            self._keys[layer].index_copy_(0, places, keys)
+            self._values[layer].index_copy_(0, places, values)
+
+    def gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of `m` page tables `[m, c]`: `[m, kv heads, c * page_tokens, head dim]`."""
+        rows, pages = table.shape
+        found = []
+        for memory in self.paged(layer):
+            picked = memory.flatten(1).index_select(0, table.flatten())
+            found.append(picked.view(rows, pages * self.page_tokens, *memory.shape[2:]))
+        keys, values = (x.transpose(1, 2) for x in found)
+        return keys, values
+
+    def prepare(self, copies: Mapping[int, int], blank: Sequence[int]) -> None:
+        """Copy pages (page to write -> page to read), then zero the blank ones.
+
+        Attention multiplies what a mask hides by zero: a stale NaN would come through.
+        """
+        if not copies and not blank:
+            return
+        device = self._keys[0].device
+        to, of, empty = (
+            torch.tensor(list(pages), dtype=torch.int64, device=device)
+            for pages in (copies.keys(), copies.values(), blank)
+        )
+        every = [memory for layer in range(len(self._keys)) for memory in self.paged(layer)]
+        with unordered_writes():
+            for memory in every:
+                if copies:
+                    memory.index_copy_(0, to, memory.index_select(0, of))
+                if blank:
+                    memory.index_fill_(0, empty, 0)
+
+
+def decoder_share(device: torch.device) -> int | None:
+    """Return the bytes of a GPU for keys, values and sampler weights together; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * CUDA_SHARE)
+
+
+def affordable_tokens(
+    shape: KvShape, context_length: int, dtype: torch.dtype, room_bytes: int | None
+) -> int:
+    """Return how many tokens of key-value memory to allocate when nobody said: what `room_bytes` holds,
+    on a CPU a few sequences.
+    """
+    token_bytes = 2 * shape.layers * shape.heads * shape.head_dim * dtype.itemsize
+    if room_bytes is not None:
+        return room_bytes // token_bytes
+    wanted = max(CPU_TOKENS, context_length + PAGE_TOKENS["cpu"])
+    return min(wanted, CPU_BYTES // token_bytes)

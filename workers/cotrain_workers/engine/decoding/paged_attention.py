@@ -1,0 +1,181 @@
+"""Attention of one decoder step over pages.
+
+A prompt attends page by page, each page in one call against exactly its own keys; a generated token
+attends alone, to its own length rounded up to whole pages. Both depend on the sequence only, so on CPU
+neighbours, cached pages and preemption change no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from cotrain_workers.engine.device import unordered_writes
+from cotrain_workers.engine.model.attention import softcapped_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from cotrain_workers.engine.decoding.kv_cache import KvCache
+    from cotrain_workers.engine.model.attention import Rule
+
+
+class Span(NamedTuple):
+    """Rows of a step that attend together: positions `start` to `stop` of one sequence."""
+
+    row: int  # where they begin in the packed row
+    start: int
+    stop: int
+    pages: Sequence[int]  # the sequence's page table, up to `stop` at least
+
+
+@dataclass
+class Alike:
+    """Spans of one shape: `m` times `n` queries against `keys` positions, whole pages."""
+
+    rows: torch.Tensor  # int64 [m * n]
+    table: torch.Tensor  # int64 [m, pages]
+    starts: torch.Tensor  # int64 [m]: position of the first query
+    queries: int  # n
+    keys: int
+    is_first: bool  # the queries are all there is to attend to
+    _masks: dict[tuple[int | None, int], torch.Tensor] = field(init=False, default_factory=dict)
+
+    def mask(self, window: int | None, heads: int) -> torch.Tensor:
+        """Return bool `[m, 1, heads * n, keys]`, true where a query may look; the same for each head."""
+        name = (window, heads)
+        if name not in self._masks:
+            device = self.rows.device
+            at = self.starts[:, None] + torch.arange(self.queries, device=device)
+            back = at[:, None, :, None] - torch.arange(self.keys, device=device)
+            seen = (back >= 0) & (back < (window or self.keys + 1))
+            self._masks[name] = seen.repeat(1, 1, heads, 1)
+        return self._masks[name]
+
+
+class PagedAttention:
+    """The page tables of one step, and its attention; writes the step's keys and values first."""
+
+    def __init__(
+        self, cache: KvCache, rows: Sequence[Span], chunks: Sequence[Span], device: torch.device
+    ) -> None:
+        self._cache = cache
+        size = cache.page_tokens
+        every = (*rows, *chunks)
+        places = [
+            span.pages[at // size] * size + at % size for span in every for at in positions(span)
+        ]
+        at_rows = [span.row + at - span.start for span in every for at in positions(span)]
+        self._places = torch.tensor(places, device=device)
+        self._rows = torch.tensor(at_rows, device=device)
+        self._groups = [
+            alike(group, cache, device)
+            for spans in (rows, chunks)
+            for group in by_shape(spans, size)
+        ]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        """Map `q` `[T, heads, d]` to the same shape; rows that belong to nobody become zero."""
+        self._cache.write(
+            layer, self._places, k.index_select(0, self._rows), v.index_select(0, self._rows)
+        )
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        for group in self._groups:
+            found = self._attend(layer, group, q, k, v, rule)
+            with unordered_writes():
+                out.index_copy_(0, group.rows, found.transpose(1, 2).flatten(0, 1))
+        return out
+
+    def _attend(
+        self,
+        layer: int,
+        group: Alike,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rule: Rule,
+    ) -> torch.Tensor:
+        queries = batched(q, group)
+        if group.is_first and rule.softcap is None and rule.window is None:
+            return functional.scaled_dot_product_attention(
+                queries,
+                batched(k, group),
+                batched(v, group),
+                is_causal=True,
+                scale=rule.scaling,
+                enable_gqa=True,
+            )
+        keys, values = self._cache.gather(layer, group.table)
+        if rule.softcap is not None:
+            return softcapped(queries, keys, values, group.mask(rule.window, 1), rule)
+        return grouped_attention(queries, keys, values, group, rule)
+
+
+def grouped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Alike, rule: Rule
+) -> torch.Tensor:
+    """Attend with the query heads that share keys as further queries of one head.
+
+    With `enable_gqa` and few queries, two threads split the work by the size of the batch, and a row's
+    bits depend on its neighbours; so they do when the number of keys is odd (measured on CPU fp32).
+    """
+    m, heads, n, d = q.shape
+    shared = heads // k.shape[1]
+    out = functional.scaled_dot_product_attention(
+        q.reshape(m, k.shape[1], shared * n, d),
+        k,
+        v,
+        attn_mask=group.mask(rule.window, shared),
+        scale=rule.scaling,
+    )
+    return out.reshape(m, heads, n, d)
+
+
+def softcapped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """Attend with capped scores; a lone item is computed twice, as a batch of one has other bits."""
+    if len(q) > 1:
+        return softcapped_attention(q, k, v, mask, rule)
+    q, k, v, mask = (x.expand(2, -1, -1, -1) for x in (q, k, v, mask))
+    return softcapped_attention(q, k, v, mask, rule)[:1]
+
+
+def positions(span: Span) -> range:
+    """Return the positions of a span."""
+    return range(span.start, span.stop)
+
+
+def batched(x: torch.Tensor, group: Alike) -> torch.Tensor:
+    """Pick a group's rows of `x` `[T, heads, d]`: `[m, heads, n, d]`."""
+    picked = x.index_select(0, group.rows)
+    return picked.view(-1, group.queries, *x.shape[1:]).transpose(1, 2)
+
+
+def by_shape(spans: Iterable[Span], page_tokens: int) -> list[list[Span]]:
+    """Put together spans of as many queries that attend to as many pages."""
+    groups: dict[tuple[int, int], list[Span]] = {}
+    for span in spans:
+        shape = (span.stop - span.start, -(-span.stop // page_tokens))
+        groups.setdefault(shape, []).append(span)
+    return list(groups.values())
+
+
+def alike(spans: Sequence[Span], cache: KvCache, device: torch.device) -> Alike:
+    """Build the tables of spans of one shape."""
+    first, size = spans[0], cache.page_tokens
+    pages = -(-first.stop // size)
+    rows = [span.row + at for span in spans for at in range(span.stop - span.start)]
+    return Alike(
+        rows=torch.tensor(rows, device=device),
+        table=torch.tensor([list(span.pages[:pages]) for span in spans], device=device),
+        starts=torch.tensor([span.start for span in spans], device=device),
+        queries=first.stop - first.start,
+        keys=pages * size,
+        is_first=all(span.start == 0 for span in spans),
+    )

@@ -1,0 +1,91 @@
+"""Log-probabilities of the raw model: of generated tokens, of a prompt, of the most probable tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB, TopK
+from cotrain_workers.engine.model.unembedding import picked_logprobs
+
+if TYPE_CHECKING:
+    from cotrain_workers.engine.decoding.requests import SampleRequest
+
+SKIPPED = -1  # in the targets of a request
+
+
+class PromptScores:
+    """What a request asks about its prompt of `P` tokens, filled page by page.
+
+    The hidden state of row `i` predicts token `i + 1`.
+    """
+
+    def __init__(self, request: SampleRequest) -> None:
+        size, last_n = len(request.prompt), request.prompt_logprobs_last_n
+        self._first_own_row = 0 if last_n is None else max(0, size - 1 - last_n)
+        # The targets are asked for everywhere, whatever `last_n` says.
+        has_targets = request.target_prompt_logprobs is not None
+        self.first_row = 0 if has_targets else self._first_own_row
+        self._prompt = request.prompt
+        self._targets = request.target_prompt_logprobs
+        k = request.topk_prompt_logprobs
+        self.logprobs = np.full(size, np.nan, np.float32) if request.prompt_logprobs else None
+        self.topk = (
+            TopK(
+                np.zeros((size, k), np.int32),
+                np.full((size, k), NOT_COMPUTED_LOGPROB, np.float32),
+            )
+            if k
+            else None
+        )
+        self.targets = (
+            None if self._targets is None else np.full(self._targets.shape, np.nan, np.float32)
+        )
+
+    def rows(self, start: int, stop: int) -> range:
+        """Return which of the rows `start` to `stop` are asked for."""
+        return range(max(start, self.first_row), min(stop, len(self._prompt) - 1))
+
+    def fill(self, rows: range, logits: torch.Tensor) -> bool:
+        """Read the answers off `logits` `[len(rows), V]`; False if they are not finite."""
+        if not torch.isfinite(logits.amax(dim=-1)).all():
+            return False
+        after = slice(rows.start + 1, rows.stop + 1)
+        columns = self._columns(rows, after, logits.device)
+        found, _ = picked_logprobs(logits, columns)
+        values = found.float().cpu().numpy()
+        before = max(0, self._first_own_row - rows.start)  # rows that only the targets ask about
+        own = slice(rows.start + 1 + before, rows.stop + 1)
+        if self.logprobs is not None:
+            self.logprobs[own] = values[before:, 0]
+        if self._targets is not None and self.targets is not None:
+            here = slice(rows.start, rows.stop)
+            skipped = self._targets[here] == SKIPPED
+            self.targets[here] = np.where(skipped, np.nan, values[:, 1:])
+        if self.topk is not None and before < len(rows):
+            ids, logprobs = top(logits[before:], self.topk.token_ids.shape[1])
+            self.topk.token_ids[own] = ids
+            self.topk.logprobs[own] = logprobs
+        return True
+
+    def _columns(self, rows: range, after: slice, device: torch.device) -> torch.Tensor:
+        """Return the tokens to look up per row: the prompt's own, then the targets."""
+        columns = [self._prompt[after, None]]
+        if self._targets is not None:
+            columns.append(self._targets[rows.start : rows.stop].clip(min=0))
+        return torch.from_numpy(np.concatenate(columns, axis=1)).to(device)
+
+
+def asks_about_prompt(request: SampleRequest) -> bool:
+    """Return whether any log-probability of the prompt is wanted."""
+    wanted = request.prompt_logprobs or request.topk_prompt_logprobs > 0
+    return wanted or request.target_prompt_logprobs is not None
+
+
+def top(logits: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the `k` most probable tokens of each row, int32 and float32 `[n, k]`."""
+    ids = logits.topk(k, dim=-1).indices
+    logprobs, _ = picked_logprobs(logits, ids)
+    return ids.int().cpu().numpy(), logprobs.float().cpu().numpy()

@@ -1,0 +1,138 @@
+"""What goes into a decoder and what comes out, as plain data; and the interface of the decoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    import torch
+
+    from cotrain_workers.engine.ops import Failure
+    from cotrain_workers.engine.spec import AdapterSpec
+
+    # Decodes the generated tokens of one sequence to text; bytes of an unfinished character at either
+    # end become replacement characters.
+    TextOf = Callable[[Sequence[int]], str]
+
+NO_TOP_K = -1
+
+
+class WeightsGone(KeyError):
+    """Nothing holds the weights of this key any more."""
+
+
+@dataclass(frozen=True)
+class HostWeights:
+    """Sampler weights on the host, in the arena layout of `spec`."""
+
+    spec: AdapterSpec
+    flat: torch.Tensor  # fp32 [layout.size]
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Generate `num_samples` continuations of one prompt of `P` tokens with one set of weights."""
+
+    id: str
+    weights: str | None  # key of the sampler weights; None is the base model alone
+    prompt: np.ndarray  # int64 [P], P >= 1
+    num_samples: int
+    max_tokens: int | None  # None: up to the end of the context
+    temperature: float  # 0 is greedy
+    top_k: int  # NO_TOP_K: off
+    top_p: float
+    seed: int
+    stop_tokens: frozenset[int]
+    stop_strings: tuple[str, ...]
+    prompt_logprobs: bool
+    topk_prompt_logprobs: int
+    topk_sample_logprobs: int
+    prompt_logprobs_last_n: int | None  # None: of the whole prompt
+    target_prompt_logprobs: np.ndarray | None  # int64 [P - 1, K]: tokens at 1..P-1; -1 is skipped
+    tenant: str = (
+        ""  # pages of a prompt are shared within one: a hit says what somebody sent before
+    )
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The `k` most probable tokens at each of `n` positions, most probable first."""
+
+    token_ids: np.ndarray  # int32 [n, k]
+    logprobs: np.ndarray  # float32 [n, k]
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One continuation; the token or the tokens that made it stop are its last."""
+
+    tokens: np.ndarray  # int32 [n]
+    logprobs: np.ndarray  # float32 [n], of the raw model: before temperature, top_k and top_p
+    stop_reason: Literal["stop", "length"]
+    topk: TopK | None
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """All continuations of a request, and what was asked about its prompt."""
+
+    sequences: Sequence[SampledSequence]
+    prompt_logprobs: np.ndarray | None  # float32 [P]; NaN where not computed, [0] always
+    topk_prompt: TopK | None  # [P, k]; token 0 and NOT_COMPUTED_LOGPROB where not computed
+    target_prompt_logprobs: np.ndarray | None  # float32 [P - 1, K]; NaN where skipped
+    cached_prompt_tokens: int  # their keys and values came from earlier requests
+
+
+NOT_COMPUTED_LOGPROB = -99999.0
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens that a sequence gained in one step; `offset` tokens came before them."""
+
+    request: str
+    sequence: int
+    offset: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step did."""
+
+    finished: Sequence[tuple[str, SampleOutput | Failure]]
+    tokens: Sequence[NewTokens]
+    decoded_tokens: int
+    prompt_tokens: int  # computed, not cached
+
+
+class Decoder(Protocol):
+    """Generates tokens for many requests at once. Not thread-safe."""
+
+    def refuse(self, request: SampleRequest) -> str | None:
+        """Return why this request can never run, as a sentence for the tenant, or None."""
+
+    def add(self, request: SampleRequest) -> None:
+        """Queue a request that `refuse` let pass."""
+
+    def cancel(self, request_id: str) -> None:
+        """Free everything a request holds; no output follows. Unknown ids are ignored."""
+
+    def step(self) -> Progress:
+        """Work for one step; return at once when there is nothing to do."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+
+    @property
+    def waiting(self) -> int:
+        """How many requests were added and have not begun."""
+
+    def drop_weights(self, key: str) -> None:
+        """Forget copies of weights that no request will name again; those in use stay until unused."""

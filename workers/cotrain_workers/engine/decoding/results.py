@@ -1,0 +1,64 @@
+"""From sequences in progress to what the caller gets; and how a next token is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from cotrain_workers.engine.decoding.requests import Progress, SampledSequence, SampleOutput, TopK
+from cotrain_workers.engine.decoding.token_sampler import Choice, uniform
+
+if TYPE_CHECKING:
+    from cotrain_workers.engine.decoding.requests import NewTokens
+    from cotrain_workers.engine.decoding.sequence import Group, Sequence
+    from cotrain_workers.engine.ops import Failure
+
+
+@dataclass
+class StepLog:
+    """What a step did, so far."""
+
+    finished: list[tuple[str, SampleOutput | Failure]] = field(default_factory=list)
+    tokens: list[NewTokens] = field(default_factory=list)
+    prompt_tokens: int = 0
+
+    def progress(self) -> Progress:
+        """Return it as plain data."""
+        return Progress(self.finished, self.tokens, len(self.tokens), self.prompt_tokens)
+
+
+def choice_of(sequence: Sequence) -> Choice:
+    """Return how the next token of a sequence is chosen."""
+    request = sequence.group.request
+    point = uniform(request.seed, sequence.index, len(sequence.tokens))
+    return Choice(request.temperature, request.top_k, request.top_p, point)
+
+
+def sampled(sequence: Sequence, reason: Literal["stop", "length"]) -> SampledSequence:
+    """Return a finished sequence as plain data."""
+    k = sequence.group.request.topk_sample_logprobs
+    topk = None
+    if k:
+        ids, logprobs = (
+            np.array([pair[part] for pair in sequence.topk]).reshape(-1, k) for part in (0, 1)
+        )
+        topk = TopK(ids.astype(np.int32), logprobs.astype(np.float32))
+    tokens = np.array(sequence.tokens, dtype=np.int32)
+    return SampledSequence(tokens, np.array(sequence.logprobs, dtype=np.float32), reason, topk)
+
+
+def output_of(group: Group) -> SampleOutput:
+    """Return a finished request as plain data; sequences without a token ended by length."""
+    scores = group.scores
+    return SampleOutput(
+        sequences=[
+            group.finished.get(sequence.index) or sampled(sequence, "length")
+            for sequence in group.sequences
+        ],
+        prompt_logprobs=scores.logprobs if scores else None,
+        topk_prompt=scores.topk if scores else None,
+        target_prompt_logprobs=scores.targets if scores else None,
+        cached_prompt_tokens=group.cached_prompt_tokens if group.has_begun else 0,
+    )

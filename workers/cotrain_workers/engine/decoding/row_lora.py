@@ -1,0 +1,139 @@
+"""LoRA of a decoder step: every row is a product of its own with its own adapter's matrices.
+
+A batched product per row costs no more on CPU than one per segment (64 rows, 256 -> 768, rank 8: 23 us
+against 32 us, under a base of 157 us), and its bits do not depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cotrain_workers.engine.decoding.adapter_slots import Pool, Slot
+
+LONG_RUN = 16  # rows of one adapter that are worth a call of their own, which copies no matrix
+GATHER_BYTES = 32 * 1024**2  # copy no more than this for a call that serves several adapters
+KEEP_BYTES = 128 * 1024**2  # of copies kept for the next step, if it has the same rows
+
+
+class Run(NamedTuple):
+    """Neighbouring rows, all of one adapter."""
+
+    start: int
+    stop: int
+    slot: Slot
+
+
+class Gathered(NamedTuple):
+    """Neighbouring rows of several adapters of one pool."""
+
+    start: int
+    stop: int
+    pool: Pool
+    slots: torch.Tensor  # int64 [stop - start]
+    modules: frozenset[str]  # those that any of the adapters changes
+    runs: Sequence[Run]
+
+
+class RowLora:
+    """The adapters of the rows of a step, which are sorted so that each adapter's are neighbours."""
+
+    def __init__(self, slots: Sequence[Slot | None], device: torch.device) -> None:
+        self._long: list[Run] = []
+        self._short: list[Gathered] = []
+        self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._room = KEEP_BYTES
+        short: list[Run] = []
+        for run in runs(slots):
+            if run.stop - run.start >= LONG_RUN:
+                self._long.append(run)
+            else:
+                short.append(run)
+        for group in neighbours(short):
+            if len(group) == 1:
+                self._long.append(group[0])
+            else:
+                self._short.append(gathered(group, device))
+
+    def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
+        for run in self._long:
+            add_run(run, module, x, y)
+        for at, group in enumerate(self._short):
+            if module not in group.modules:
+                continue
+            width = (group.stop - group.start) * group.pool.layout.rank
+            size = width * (x.shape[1] + y.shape[1]) * x.element_size()
+            if size > GATHER_BYTES:
+                for run in group.runs:
+                    add_run(run, module, x, y)
+            else:
+                matrices = self._gather(at, module, size)
+                add_products(slice(group.start, group.stop), x, y, *matrices)
+
+    def _gather(self, at: int, module: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the matrices of a group's rows side by side, or find the copy of an earlier step."""
+        kept = self._kept.get((at, module))
+        if kept is not None:
+            return kept
+        found = self._short[at].pool.matrices(module, self._short[at].slots)
+        if size <= self._room:
+            self._room -= size
+            self._kept[at, module] = found
+        return found
+
+
+def add_run(run: Run, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Add the LoRA path on the rows of one adapter."""
+    if module in run.slot.modules:
+        matrices = run.slot.pool.repeated(module, run.slot.index, run.stop - run.start)
+        add_products(slice(run.start, run.stop), x, y, *matrices)
+
+
+def add_products(
+    rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+) -> None:
+    """Add `x_i A_i^T B_i` to each row `y_i`; `a` `[n, rank, in]`, `b` `[n, rank, padded out]`.
+
+    A lone row is computed twice, as a batch of one has other bits.
+    """
+    x = x[rows].unsqueeze(1)  # [n, 1, in]
+    if len(x) == 1:
+        x, a, b = (each.expand(2, -1, -1) for each in (x, a, b))
+    low = torch.bmm(x, a.transpose(1, 2))  # [n, 1, rank]
+    y[rows] += torch.bmm(low, b)[: len(y[rows]), 0, : y.shape[1]]
+
+
+def runs(slots: Sequence[Slot | None]) -> Iterator[Run]:
+    """Yield the runs of rows of one adapter; rows of the base model alone have none."""
+    start = 0
+    for slot, same in groupby(slots):
+        stop = start + len(list(same))
+        if slot is not None:
+            yield Run(start, stop, slot)
+        start = stop
+
+
+def neighbours(runs: Sequence[Run]) -> list[list[Run]]:
+    """Put together runs that follow each other and share a pool."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        last = groups[-1][-1] if groups else None
+        if last is not None and last.stop == run.start and last.slot.pool is run.slot.pool:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def gathered(group: Sequence[Run], device: torch.device) -> Gathered:
+    """Make one gather of several short runs."""
+    indices = [run.slot.index for run in group for _ in range(run.stop - run.start)]
+    modules = frozenset[str]().union(*(run.slot.modules for run in group))
+    slots = torch.tensor(indices, device=device)
+    return Gathered(group[0].start, group[-1].stop, group[0].slot.pool, slots, modules, group)

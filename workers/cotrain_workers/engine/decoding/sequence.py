@@ -1,0 +1,112 @@
+"""One sample request in progress, and each of its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cotrain_workers.engine.decoding.pages import Origin
+
+if TYPE_CHECKING:
+    import torch
+
+    from cotrain_workers.engine.decoding.pages import Node
+    from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores
+    from cotrain_workers.engine.decoding.requests import SampledSequence, SampleRequest
+
+
+@dataclass(eq=False)
+class Group:
+    """A request in progress: its prompt is computed by its first sequence and shared by the others."""
+
+    request: SampleRequest
+    arrival: int  # smaller is older
+    page_tokens: int
+    limit: int  # tokens that a sequence may hold, prompt included
+    scores: PromptScores | None  # None: nothing was asked about the prompt
+    prompt: list[int] = field(init=False)
+    chunks: list[bytes] = field(init=False)  # the prompt, page by page; the last may be partial
+    sequences: list[Sequence] = field(init=False)
+    computed: set[int] = field(default_factory=set)  # pages of the prompt not found in the cache
+    has_begun: bool = False
+    is_prompt_ready: bool = False  # it was computed or found, as a whole, at least once
+    finished: dict[int, SampledSequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tokens, step = self.request.prompt, self.page_tokens
+        self.prompt = tokens.tolist()
+        self.chunks = [
+            tokens[at : at + step].astype(np.int64).tobytes() for at in range(0, len(tokens), step)
+        ]
+        self.sequences = [Sequence(self, index) for index in range(self.request.num_samples)]
+
+    @property
+    def origin(self) -> Origin:
+        """Return among whom the pages of its prompt are shared."""
+        return Origin(self.request.weights, self.request.tenant)
+
+    @property
+    def generates_nothing(self) -> bool:
+        """Return whether there is no room or no wish for a single token."""
+        return self.limit <= len(self.prompt)
+
+    @property
+    def cached_prompt_tokens(self) -> int:
+        """Return how many tokens of the prompt were never computed for this request."""
+        return len(self.prompt) - sum(
+            min(self.page_tokens, len(self.prompt) - page * self.page_tokens)
+            for page in self.computed
+        )
+
+    def first_scored_chunk(self) -> int:
+        """Return the first page of the prompt whose hidden states are asked for."""
+        return (
+            len(self.chunks) if self.scores is None else self.scores.first_row // self.page_tokens
+        )
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One continuation in progress. What it generated survives preemption; its memory does not."""
+
+    group: Group
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # [k] each, per token
+    # While it runs:
+    pages: list[int] = field(
+        default_factory=list
+    )  # keys and values of position p: pages[p // size]
+    stored: int = 0  # positions whose keys and values are in place
+    node: Node | None = None  # the index's name for the last prompt page in place
+    is_indexed: bool = True  # false once the index forgot a page that it holds
+    hidden: torch.Tensor | None = None  # `[d]` of the last prompt token, until the first token
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Return what orders sequences: smaller is older."""
+        return (self.group.arrival, self.index)
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens, prompt included."""
+        return len(self.group.prompt) + len(self.tokens)
+
+    @property
+    def is_prompt_stored(self) -> bool:
+        """Return whether the whole prompt is in place."""
+        return self.stored >= len(self.group.prompt)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Return whether this sequence computes what was asked about the prompt."""
+        group = self.group
+        return self.index == 0 and group.scores is not None and not group.is_prompt_ready
+
+    def token(self, position: int) -> int:
+        """Return the token at a position."""
+        prompt = self.group.prompt
+        return prompt[position] if position < len(prompt) else self.tokens[position - len(prompt)]

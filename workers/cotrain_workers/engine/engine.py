@@ -1,0 +1,304 @@
+"""The training engine: one cycle's ops in, one answer per op out.
+
+One wave of forward/backward over every pass of the cycle, whatever its adapter, rank, targets or loss;
+then one wave of optimizer steps. A run's results depend on its own ops alone (on CPU fp32 to the bit).
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState
+from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save, unknown_run
+from cotrain_workers.engine.adapters.residency import adapter_budget
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.sizes import DecoderSizes
+from cotrain_workers.engine.device import check_device, make_cuda_deterministic
+from cotrain_workers.engine.heap import keep_freed_memory
+from cotrain_workers.engine.lora.backend import find_backend
+from cotrain_workers.engine.model.base_model import load_base_model
+from cotrain_workers.engine.model.compile import compiled
+from cotrain_workers.engine.model.fusion import fuse
+from cotrain_workers.engine.model_facts import model_facts
+from cotrain_workers.engine.numerics import numerics_of
+from cotrain_workers.engine.ops import (
+    CycleOutput,
+    Failure,
+    Load,
+    OptimStep,
+    Output,
+    Pass,
+    ReverseKl,
+    Save,
+)
+from cotrain_workers.engine.training.forward_backward import Wave
+from cotrain_workers.engine.training.memory_probe import size_micro_batches
+from cotrain_workers.engine.training.optimizer_steps import take_steps
+from cotrain_workers.engine.training.pass_state import OpenPass
+from cotrain_workers.engine.training.validation import refuse_pass, refuse_reverse_kl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cotrain_workers.engine.adapters.bank import StateCopy
+    from cotrain_workers.engine.decoding.requests import HostWeights, TextOf
+    from cotrain_workers.engine.lora.backend import Choice
+    from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
+    from cotrain_workers.engine.model.base_model import BaseModel
+    from cotrain_workers.engine.model_facts import ModelFacts
+    from cotrain_workers.engine.ops import Op
+    from cotrain_workers.engine.spec import AdapterSpec, Layout, Target
+
+
+class Engine:
+    """One frozen base model and the adapters of all runs that train on it. Not thread-safe."""
+
+    def __init__(self, facts: ModelFacts, base: BaseModel, wave: Wave, bank: AdapterBank) -> None:
+        self.facts = facts
+        # All since the engine was loaded:
+        self.base_forwards = 0
+        self.halvings = 0  # of what did not fit into memory
+        self.cut_pieces = 0  # among that; an op so cut has other last bits than with more memory
+        self._base = base
+        self._wave = wave
+        self._bank = bank
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        micro_batch_tokens: int | Literal["auto"] = "auto",
+        head_chunk_rows: int = 1024,
+        recompute: Recomputing = "auto",
+        lora_backend: Choice = "auto",
+        fusion: bool = True,
+        adapter_bytes: int | None = None,
+        host_bytes: int | None = None,
+        local_files_only: bool = True,
+    ) -> Engine:
+        """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` says otherwise.
+
+        `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU); those
+        at rest are parked in the host's memory, where `host_bytes` is what `runs_over_budget` goes by.
+        `micro_batch_tokens` are measured on CUDA if "auto", and part of the numerics then as ever;
+        "auto" to `recompute` computes decoder layers twice where they do not fit otherwise. `fusion`
+        compiles norms, gates and rotations, on CUDA.
+
+        Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
+        turns on deterministic algorithms (CUDA) or keeps freed memory (CPU). Raises UnsupportedModel,
+        BackendUnfit, TooLittleMemory, or OSError if there is no such model.
+        """
+        place = torch.device(device)
+        dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+        if place.type == "cuda":
+            make_cuda_deterministic()
+        else:
+            keep_freed_memory()
+        base = load_base_model(model, device=place, dtype=dtype, local_files_only=local_files_only)
+        fuses = fusion and place.type == "cuda"
+        fused = fuse(base.backbone, base.router, compiled) if fuses else ()
+        lora = find_backend(lora_backend, base.targets, base.head_weight)
+        if adapter_bytes is None and place.type == "cuda":
+            adapter_bytes = cuda_adapter_bytes(place)
+        new_wave = partial(Wave, base, lora, head_chunk_rows=head_chunk_rows)
+        budget = size_micro_batches(
+            base, new_wave, micro_batch_tokens, recompute, adapter_bytes=adapter_bytes or 0
+        )
+        wave = new_wave(
+            micro_batch_tokens=budget.tokens, recompute=recompute, keep_tokens=budget.keep_tokens
+        )
+        bank = AdapterBank(
+            base.targets, place, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
+        )
+        numerics = numerics_of(
+            place, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused
+        )
+        return cls(model_facts(model, base, numerics), base, wave, bank)
+
+    def run(self, ops: Sequence[Op], between: Callable[[], None] | None = None) -> CycleOutput:
+        """Run one cycle: per run, ascending `seq`,
+        `(Create | Import | Load)? (Pass | ReverseKl)* OptimStep? (Save | Load)*`.
+
+        Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
+        `between` is called after each micro-batch; a decoder of this engine may step in it.
+        An exception means a broken engine: its adapters must then be restored from their last states.
+        """
+        outputs: dict[tuple[str, int], Output] = {}
+        for op in ops:
+            if begins_run(op):
+                outputs[op.run, op.seq] = begin(self._bank, op, self.facts.max_rank)
+        try:
+            shifts = [
+                self._run_shift([op for op in ops if op.run in runs], outputs, between)
+                for runs in self._bank.shifts(list(dict.fromkeys(op.run for op in ops)))
+            ]
+        finally:
+            self._bank.release()
+        return CycleOutput(
+            outputs=outputs,
+            forwards=sum(shift.forwards for shift in shifts),
+            tokens=sum(shift.tokens for shift in shifts),
+            padded_tokens=sum(shift.padded_tokens for shift in shifts),
+            wave_s=sum(shift.wave_s for shift in shifts),
+            optim_s=sum(shift.optim_s for shift in shifts),
+            beside_s=sum(shift.beside_s for shift in shifts),
+        )
+
+    def decoder(
+        self,
+        weights: Callable[[str], HostWeights],
+        *,
+        kv_tokens: int | None,
+        text: TextOf | None,
+        page_tokens: int | None = None,
+        step_tokens: int | None = None,
+        weights_bytes: int | None = None,
+    ) -> EngineDecoder:
+        """Return a decoder over this engine's base model, with key-value memory of its own.
+
+        `weights(key)` gives sampler weights or raises WeightsGone; `text` decodes tokens, for stop
+        strings. Sizes that are None suit the device: `kv_tokens` of key-value memory, `step_tokens` of
+        prompts per step, `weights_bytes` of adapters kept on the device.
+        """
+        sizes = DecoderSizes(
+            kv_tokens, page_tokens, step_tokens, weights_bytes, self._wave.head_chunk_rows
+        )
+        return EngineDecoder(self._base, weights, text, sizes)
+
+    def check_device(self) -> None:
+        """Raise DeviceLost if an error has left a device that cannot compute any more."""
+        check_device(self._base.head_weight.device)
+
+    def has(self, run: str) -> bool:
+        """Return whether this engine holds the run's adapter."""
+        return run in self._bank
+
+    def drop(self, run: str) -> None:
+        """Forget a run's adapter; twice is harmless."""
+        self._bank.drop(run)
+
+    def state(self, run: str) -> AdapterState:
+        """Copy a run's adapter to the host. Raises KeyError for an unknown run."""
+        return self._bank.state(run)
+
+    def copy_out(self, run: str) -> StateCopy:
+        """Begin to copy a run's adapter to the host, between two cycles; the copy says when it is there.
+
+        Raises KeyError for an unknown run.
+        """
+        return self._bank.copy_out(run)
+
+    def prefetch(self, runs: Sequence[str]) -> None:
+        """Begin to bring the adapters of the next cycle to the device, as far as there is room.
+
+        Runs that this engine does not hold are passed over. Good between cycles and in `between`.
+        """
+        self._bank.prefetch(runs)
+
+    def runs_over_budget(self) -> list[str]:
+        """Return the runs that have to leave for the host memory of all to be within `host_bytes`.
+
+        Those used least come first. Whoever drops one must have a copy of it.
+        """
+        return self._bank.over_budget()
+
+    @property
+    def parked_runs(self) -> int:
+        """Count the adapters that are in the host's memory, none of theirs on the device."""
+        return self._bank.parked
+
+    def restore(self, run: str, state: AdapterState) -> None:
+        """Put a state in place of whatever the run held. Raises ValueError if it does not fit."""
+        self._bank.restore(run, state)
+
+    def layout(self, run: str) -> Layout:
+        """Return where the run's matrices lie in its arenas. Raises KeyError for an unknown run."""
+        return self._bank[run].layout
+
+    @property
+    def safe_tokens(self) -> int:
+        """Return how many tokens one pass of the base model has room for, as far as that is known."""
+        return self._wave.safe_tokens
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether micro-batches of the full size compute their decoder layers twice."""
+        return self._wave.recomputes(self.facts.numerics.micro_batch_tokens)
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """Return the modules that adapters can be attached to."""
+        return self._base.targets
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        """Return where the matrices of such an adapter lie in its arenas."""
+        return self._bank.layout_of(spec)
+
+    def _run_shift(
+        self,
+        ops: Sequence[Op],
+        outputs: dict[tuple[str, int], Output],
+        between: Callable[[], None] | None,
+    ) -> CycleOutput:
+        """Run those ops of a cycle whose adapters fit on the device together: mostly all of them."""
+        began = time.perf_counter()
+        self._bank.make_room(list(dict.fromkeys(op.run for op in ops)))
+        passes = self._admit([op for op in ops if isinstance(op, Pass | ReverseKl)], outputs)
+        cost = self._wave.run(passes, between)
+        for done in passes:
+            assert done.output is not None
+            outputs[done.op.run, done.op.seq] = done.output
+        middle = time.perf_counter()
+        take_steps(self._bank, [op for op in ops if isinstance(op, OptimStep)], outputs)
+        for op in ops:
+            if isinstance(op, Save):
+                outputs[op.run, op.seq] = save(self._bank, op)
+            elif isinstance(op, Load) and not op.creates:
+                outputs[op.run, op.seq] = load(self._bank, op)
+        self.base_forwards += cost.forwards
+        self.halvings += cost.halvings
+        self.cut_pieces += cost.cut_pieces
+        return CycleOutput(
+            outputs=outputs,
+            forwards=cost.forwards,
+            tokens=cost.tokens,
+            padded_tokens=cost.padded_tokens,
+            wave_s=middle - began - cost.beside_s,
+            optim_s=time.perf_counter() - middle,
+            beside_s=cost.beside_s,
+        )
+
+    def _admit(
+        self, ops: Sequence[Pass | ReverseKl], outputs: dict[tuple[str, int], Output]
+    ) -> list[OpenPass]:
+        """Open the passes that can run; write why the others cannot."""
+        admitted = []
+        for op in ops:
+            if op.run not in self._bank:
+                outputs[op.run, op.seq] = unknown_run()
+                continue
+            reason = self._refuse(op)
+            if reason:
+                outputs[op.run, op.seq] = Failure(reason, "user")
+            else:
+                admitted.append(OpenPass(op, self._bank[op.run]))
+        return admitted
+
+    def _refuse(self, op: Pass | ReverseKl) -> str | None:
+        limits = (self.facts.vocab_size, self.facts.context_length)
+        if isinstance(op, ReverseKl):
+            return refuse_reverse_kl(op, *limits, layout_of=self.layout_of)
+        return refuse_pass(op, *limits)
+
+
+def cuda_adapter_bytes(device: torch.device) -> int:
+    """Return what adapters may take of a GPU that holds nothing but the base model."""
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return adapter_budget(total, torch.cuda.memory_allocated(device))

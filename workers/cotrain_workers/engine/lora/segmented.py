@@ -1,0 +1,140 @@
+"""A frozen linear module under many adapters, and the backend `seg`: a loop of GEMMs over segments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from cotrain_workers.engine.routing import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_workers.engine.routing import Router, Segment
+
+
+class MultiLoraLinear(nn.Module):
+    """A frozen `nn.Linear` that adds, row by row, the LoRA path of the adapter that owns the row."""
+
+    def __init__(self, base: nn.Linear, name: str, router: Router) -> None:
+        super().__init__()
+        self.weight = base.weight
+        self.bias = base.bias
+        self.name = name
+        self.router = router
+
+    # typing.override begins with Python 3.12
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[explicit-override]
+        """Map `x` `[1, T, in]` to `[1, T, out]`."""
+        if self.router.step is not None:
+            return self.router.step.linear(self.name, x, self.weight, self.bias)
+        return self.router.route.lora.linear(self.name, x, self.weight, self.bias)
+
+
+class SegmentLora:
+    """The backend `seg`: small GEMMs, segment by segment. Any type, rank and width; the reference."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = [(segment, segment.source.compute) for segment in segments]
+        self._parts_by_module: dict[str, list[Part]] = {}
+
+    def linear(
+        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`."""
+        parts = self.parts(module)
+        if not parts:
+            return functional.linear(x, weight, bias)
+        out: torch.Tensor = SegmentedLora.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
+            x, anchor(any(part.grads for part in parts)), weight, bias, parts
+        )
+        return out
+
+    def parts(self, module: str) -> Sequence[Part]:
+        """Return the segments whose adapter trains `module`."""
+        if module not in self._parts_by_module:
+            self._parts_by_module[module] = [
+                Part(
+                    s.start,
+                    s.stop,
+                    matrices[module],
+                    s.scale,
+                    s.grads[module] if s.grads else None,
+                )
+                for s, matrices in self._segments
+                if module in matrices
+            ]
+        return self._parts_by_module[module]
+
+
+def anchor(needs_grad: bool) -> torch.Tensor:
+    """Return an input that makes autograd record a node even where its other inputs want no gradient.
+
+    The LoRA matrices are views into arenas, no autograd leaves, and the first layer of a frozen base
+    gets an `x` that wants none.
+    """
+    return torch.empty(0, requires_grad=needs_grad)
+
+
+class SegmentedLora(torch.autograd.Function):
+    """`y = x W^T + b`, and `y += scale (x A^T) B^T` on the rows of each part.
+
+    Weight gradients are added to the parts' arenas, segment by segment, so their sums depend on the
+    segment alone; a neighbour cannot change a bit of them, whatever it holds.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[explicit-override]
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        parts: Sequence[Part],
+    ) -> torch.Tensor:
+        """Return `y` `[1, T, out]`."""
+        y = functional.linear(x, weight, bias)
+        rows, out = x[0], y[0]
+        lows = []
+        for part in parts:
+            # [rank, n]: a third faster on CPU than its transpose
+            low = torch.mm(part.weights.a, rows[part.start : part.stop].t())
+            out[part.start : part.stop].addmm_(low.t(), part.weights.b.t(), alpha=part.scale)
+            lows.append(low)
+        ctx.save_for_backward(x, weight, *lows)
+        ctx.parts = parts
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
+        """Return the gradient of `x`; add those of the LoRA matrices to their arenas."""
+        x, weight, *lows = ctx.saved_tensors
+        gy, rows = grads[0][0], x[0]
+        gx = torch.mm(gy, weight) if ctx.needs_input_grad[0] else None
+        for part, low in zip(ctx.parts, lows, strict=True):
+            here = slice(part.start, part.stop)
+            low_grad = torch.mm(part.weights.b.t(), gy[here].t())  # [rank, n]
+            if part.grads is not None:
+                add_product(part.grads.b, gy[here].t(), low.t(), part.scale)
+                add_product(part.grads.a, low_grad, rows[here], part.scale)
+            if gx is not None:
+                gx[here].addmm_(low_grad.t(), part.weights.a, alpha=part.scale)
+        return None if gx is None else gx[None], None, None, None, None
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+    """Add `scale * left @ right` to `total`, an fp32 (or fp64) view of an arena, in its precision."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=scale)
+    else:
+        total.add_(wide_product(left, right), alpha=scale)
+
+
+def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `left @ right` of 16-bit matrices in fp32, without rounding the result to 16 bits."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left.float(), right.float())

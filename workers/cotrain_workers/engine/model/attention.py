@@ -1,0 +1,218 @@
+"""Attention over a packed row: each sequence sees itself alone, by the segment table of the route.
+
+Registered with transformers under `PACKED`. transformers packs by `position_ids` only while no KV cache
+exists and says nothing otherwise; this function cannot run without the table.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from cotrain_workers.engine.model import flex_attention as flex
+from cotrain_workers.engine.model.attention_check import PROBE, agrees
+from cotrain_workers.engine.routing import SequenceTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from cotrain_workers.engine.routing import Router, Stretch
+
+PACKED = "cotrain_packed"
+NARROW = (torch.bfloat16, torch.float16)
+UNSUPPORTED_ARGUMENTS = ("s_aux", "sinks", "head_mask", "attention_bias")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one layer scores: `window` counts the token itself and those before it."""
+
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+
+def register() -> None:
+    """Make `PACKED` known to transformers; twice is harmless."""
+    AttentionInterface.register(PACKED, packed_attention)
+    # No mask is built: the segment table says all of it. (A dense one would be T x T.)
+    AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+
+
+def attach(module: nn.Module, router: Router, layer: int) -> None:
+    """Give an attention module of the base model its way to the segment table, and its number."""
+    module.cotrain_router = router  # type: ignore[assignment]
+    module.cotrain_layer = layer  # type: ignore[assignment]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend causally within each sequence.
+
+    `query` is `[1, heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`; returns `[1, T, heads, d]`.
+    Raises NotImplementedError for what it does not implement, so that no model is wrong in silence.
+    """
+    refuse_unsupported(dropout, kwargs)
+    router: Router = module.cotrain_router  # type: ignore[assignment]
+    rule = Rule(scaling, sliding_window, softcap)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+    if router.step is not None:
+        layer: int = module.cotrain_layer  # type: ignore[assignment]
+        return router.step.attend(layer, q, k, v, rule)[None], None
+    if attention_mask is not None and attention_mask.numel() > 1:  # one value: ours, of no meaning
+        raise NotImplementedError("Packed attention does not implement attention_mask.")
+    table = router.route.sequences
+    if varlen_takes(q, k, rule):
+        return varlen_attention(q, k, v, table, rule)[None], None
+    if flex.takes(q, k, rule):
+        return flex.attention(q, k, v, table, rule)[None], None
+    sizes = [stretch.sequences * stretch.length for stretch in table.stretches]
+    rows = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
+    outs = [
+        attend(stretch, q, k, v, table, rule)
+        for stretch, (q, k, v) in zip(table.stretches, rows, strict=True)
+    ]
+    return (torch.cat(outs) if len(outs) > 1 else outs[0])[None], None
+
+
+def refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise NotImplementedError if the model asks for attention that this file does not compute."""
+    asked = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
+    if dropout:
+        asked.append("dropout")
+    if kwargs.get("is_causal") is False:
+        asked.append("is_causal=False")
+    if asked:
+        raise NotImplementedError(f"Packed attention does not implement {', '.join(asked)}.")
+
+
+def attend(
+    stretch: Stretch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: SequenceTable,
+    rule: Rule,
+) -> torch.Tensor:
+    """Attend within each of `n` sequences of length `l`; all `[n * l, heads, d]`."""
+    shape = (stretch.sequences, stretch.length, -1, q.shape[-1])
+    q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d], no copies
+    is_windowed = rule.window is not None and stretch.length > rule.window
+    if rule.softcap is not None:
+        out = softcapped_attention(q, k, v, table.mask(stretch.length, rule.window), rule)
+    else:
+        out = functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=table.mask(stretch.length, rule.window) if is_windowed else None,
+            is_causal=not is_windowed,
+            scale=rule.scaling,
+            enable_gqa=True,
+        )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def softcapped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """Attend with scores `cap * tanh(score / cap)` (Gemma 2); holds `[n, heads, l, l]`."""
+    assert rule.softcap is not None
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = torch.tanh(q @ k.transpose(-1, -2) * (rule.scaling / rule.softcap)) * rule.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype) @ v
+
+
+def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> bool:
+    """Return whether the flash kernel for ragged batches computes this: on CUDA, in 16 bits, no cap."""
+    if rule.softcap is not None or not (q.is_cuda and q.dtype in NARROW):
+        return False
+    return varlen_is_right(q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule)
+
+
+@cache
+def varlen_is_right(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rule: Rule
+) -> bool:
+    """Compare the flash kernel with dense attention, once; where it cannot be used, the log says why.
+
+    `shape` is query heads, key-value heads and head size.
+    """
+    known = varlen_parameters()
+    if not known or (rule.window is not None and "window_size" not in known):
+        lacking = "windows in varlen_attn" if known else "varlen_attn"
+        log.warning("Attention is slow here: torch %s has no %s", torch.__version__, lacking)
+        return False
+    table = SequenceTable(PROBE, device)
+    attends = partial(varlen_attention, table=table, rule=rule)
+    return agrees("The flash kernel", attends, device, dtype, shape, rule)
+
+
+@cache
+def varlen_kernel() -> Callable[..., Any] | None:
+    """Return `torch.nn.attention.varlen.varlen_attn`, or None before torch 2.10."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+@cache
+def varlen_parameters() -> frozenset[str]:
+    """Return the arguments that this torch's kernel knows; its signature moved with each release."""
+    kernel = varlen_kernel()
+    return frozenset(inspect.signature(kernel).parameters) if kernel else frozenset()
+
+
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: SequenceTable, rule: Rule
+) -> torch.Tensor:
+    """Attend over the whole packed row in one kernel; all `[T, heads, d]`."""
+    kernel, known = varlen_kernel(), varlen_parameters()
+    assert kernel is not None
+    extra: dict[str, Any] = {}
+    if "scale" in known:
+        extra["scale"] = rule.scaling
+    else:  # the kernel divides by sqrt(d)
+        q = q * (rule.scaling * q.shape[-1] ** 0.5)
+    if "window_size" in known:
+        extra["window_size"] = ((rule.window - 1) if rule.window else -1, 0)
+    elif rule.window is None or table.longest <= rule.window:
+        extra["is_causal"] = True
+    else:
+        raise NotImplementedError(
+            "Sliding windows on CUDA need a torch whose varlen_attn has them."
+        )
+    if "enable_gqa" in known:
+        extra["enable_gqa"] = q.shape[1] != k.shape[1]
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    offsets = table.offsets()
+    out: torch.Tensor = kernel(q, k, v, offsets, offsets, table.longest, table.longest, **extra)
+    return out

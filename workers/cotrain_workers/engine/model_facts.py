@@ -1,0 +1,51 @@
+"""What the other processes may know about a base model and the engine that trains on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_workers.engine.model.base_model import BaseModel
+    from cotrain_workers.engine.numerics import Numerics
+    from cotrain_workers.engine.spec import Family
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the other processes may know about the base model and this engine."""
+
+    model: str  # as given to `Engine.load`
+    architecture: str
+    vocab_size: int  # rows of the embedding, padded ones included
+    context_length: int
+    num_parameters: int
+    max_rank: int
+    eos_token_ids: tuple[int, ...]  # what ends a generation, ascending; may be empty
+    modules_by_family: Mapping[Family, int]  # how many modules each train_* flag covers
+    numerics: Numerics
+
+    @property
+    def numerics_id(self) -> str:
+        """Equal ids: the same plan gives the same bits."""
+        return self.numerics.id
+
+
+def model_facts(model: str, base: BaseModel, numerics: Numerics) -> ModelFacts:
+    """Collect what the other processes may know."""
+    modules: dict[Family, int] = {}
+    for target in base.targets:
+        modules[target.family] = modules.get(target.family, 0) + 1
+    return ModelFacts(
+        model=model,
+        architecture=base.architecture,
+        vocab_size=base.vocab_size,
+        context_length=base.context_length,
+        num_parameters=base.num_parameters,
+        max_rank=base.hidden_size,  # beyond it LoRA is of no lower rank than the weights
+        eos_token_ids=base.eos_token_ids,
+        modules_by_family=modules,
+        numerics=numerics,
+    )

@@ -1,0 +1,218 @@
+"""What a cycle is made of, as plain data: the ops that go into the engine and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import torch
+
+    from cotrain_workers.engine.decoding.requests import HostWeights
+    from cotrain_workers.engine.spec import AdapterSpec
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One example: `n` tokens and what the loss reads beside them.
+
+    `inputs["target_tokens"]` is int64 `[n]` or `[n, K]`; every other input is float32 of that shape.
+    """
+
+    tokens: np.ndarray  # int64 [n]
+    inputs: Mapping[str, np.ndarray]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of what is found of it: one value per target."""
+        return self.inputs["target_tokens"].shape
+
+
+@dataclass(frozen=True)
+class KlDatum:
+    """One example of a reverse KL: a continuation of `n` tokens after two contexts.
+
+    Both sequences are a context and the continuation without its last token, which is predicted only:
+    target `i` is predicted at row `-n + i` of each.
+    """
+
+    tokens: np.ndarray  # int64: what the run reads
+    reference: np.ndarray  # int64: what the reference reads
+    weights: np.ndarray  # float32 [n], n >= 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of what is found of it: one value per target."""
+        return self.weights.shape
+
+
+@dataclass(frozen=True)
+class Create:
+    """Start a run with a fresh adapter."""
+
+    run: str
+    seq: int
+    spec: AdapterSpec
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Evaluate a loss on datums; with `needs_grad`, add its gradient to the run's (summed, never averaged)."""
+
+    run: str
+    seq: int
+    datums: Sequence[Datum]
+    loss_fn: str
+    loss_config: Mapping[str, float]
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class ReverseKl:
+    """Add up `weight * KL(run || reference)` over whole distributions, and its gradient to the run's.
+
+    Both are softmaxes of logits / `temperature`. The reference is never differentiated.
+    """
+
+    run: str
+    seq: int
+    datums: Sequence[KlDatum]
+    reference: HostWeights | None  # None: the base model alone
+    temperature: float
+    needs_grad: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class OptimStep:
+    """Take one AdamW step with the run's summed gradient, then zero it; `grad_clip_norm <= 0` is off."""
+
+    run: str
+    seq: int
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+
+
+@dataclass(frozen=True)
+class Save:
+    """Copy a run's weights to the host, as they are after its ops so far; `optimizer` its state, too."""
+
+    run: str
+    seq: int
+    optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class HostOptimizer:
+    """The AdamW state of an adapter on the host, in the arena layout of `spec`."""
+
+    spec: AdapterSpec
+    m: torch.Tensor  # fp32 [layout.size]
+    v: torch.Tensor  # fp32 [layout.size]
+    step: int  # optimizer steps taken
+
+
+@dataclass(frozen=True)
+class Load:
+    """Put `weights` in place of the run's; a pending gradient is gone, and AdamW goes on or starts anew.
+
+    With `creates` the run begins with them, and takes its spec from them.
+    """
+
+    run: str
+    seq: int
+    path: str  # what the tenant calls the checkpoint; for messages
+    weights: HostWeights
+    optimizer: HostOptimizer | None  # None: zero moments, step 0
+    creates: bool = False
+
+
+@dataclass(frozen=True)
+class Import:
+    """Start a run with an adapter that was made elsewhere: an upload, as `encode_import` writes it."""
+
+    run: str
+    seq: int
+    content: bytes
+
+
+Op = Create | Import | Pass | ReverseKl | OptimStep | Save | Load
+
+
+@dataclass(frozen=True)
+class CreateOutput:
+    """A run was created."""
+
+    trainable_parameters: int
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """What a pass found: log-probabilities of the targets, one float32 array per datum, in order."""
+
+    logprobs: Sequence[np.ndarray]  # each of the shape of its datum's target_tokens
+    loss_sum: float
+
+
+@dataclass(frozen=True)
+class ReverseKlOutput:
+    """What a reverse KL found; a target of weight 0 counts nowhere."""
+
+    losses: Sequence[np.ndarray]  # per datum float32 [n]: weight * divergence of each target
+    loss_sum: float
+    kl_sum: float  # of the divergences themselves
+    weighted_tokens: int
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What an optimizer step found."""
+
+    grad_norm: float  # global L2 norm over the run's gradient, before clipping
+
+
+@dataclass(frozen=True)
+class SaveOutput:
+    """The copy; later ops of the run leave it as it is."""
+
+    weights: HostWeights
+    optimizer: HostOptimizer | None = None  # as asked for
+
+
+@dataclass(frozen=True)
+class LoadOutput:
+    """The run's state was replaced by that of a checkpoint."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The op changed nothing; `message` may be shown to the tenant."""
+
+    message: str
+    category: Literal["user", "server"]
+
+
+Output = (
+    CreateOutput | PassOutput | ReverseKlOutput | StepOutput | SaveOutput | LoadOutput | Failure
+)
+
+
+@dataclass(frozen=True)
+class CycleOutput:
+    """What one cycle did, and what it cost."""
+
+    outputs: Mapping[tuple[str, int], Output]  # by (run, seq): one for every op of the cycle
+    forwards: int  # passes of the base model
+    tokens: int
+    padded_tokens: int  # tokens plus the filler of every micro-batch
+    wave_s: float  # forward/backward
+    optim_s: float
+    beside_s: float  # what `between` took; in none of the other two

@@ -1,0 +1,182 @@
+"""Which row of a packed micro-batch belongs to which adapter and which sequence."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from cotrain_workers.engine.model.flex_attention import block_mask
+from cotrain_workers.engine.transfer import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from cotrain_workers.engine.model.attention import Rule
+    from cotrain_workers.engine.spec import Layout, Pair
+
+
+class Stretch(NamedTuple):
+    """Neighbouring sequences of equal length; attention takes them in one call."""
+
+    start: int
+    sequences: int
+    length: int
+
+
+@dataclass
+class SequenceTable:
+    """The sequences of a packed row, filler included: `lengths` adds up to the padded length."""
+
+    lengths: Sequence[int]
+    device: torch.device
+    stretches: tuple[Stretch, ...] = field(init=False)
+    longest: int = field(init=False)
+    _masks: dict[tuple[int, int | None], torch.Tensor] = field(init=False, default_factory=dict)
+    _block_masks: dict[int | None, BlockMask] = field(init=False, default_factory=dict)
+    _offsets: torch.Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.longest = max(self.lengths)
+        groups = [(length, len(list(same))) for length, same in groupby(self.lengths)]
+        starts = accumulate((length * count for length, count in groups), initial=0)
+        self.stretches = tuple(
+            Stretch(start, count, length)
+            for start, (length, count) in zip(starts, groups, strict=False)
+        )
+
+    def offsets(self) -> torch.Tensor:
+        """Return where each sequence starts, and the end: int32 `[sequences + 1]`."""
+        if self._offsets is None:
+            ends = list(accumulate(self.lengths, initial=0))
+            self._offsets = to_device(np.array(ends, np.int32), self.device)
+        return self._offsets
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Return what each row may see, for flex attention."""
+        if window not in self._block_masks:
+            self._block_masks[window] = block_mask(self.lengths, window, self.device)
+        return self._block_masks[window]
+
+    def mask(self, length: int, window: int | None) -> torch.Tensor:
+        """Return bool `[length, length]`, true where a query may look: back, at most `window` tokens."""
+        key = (length, window)
+        if key not in self._masks:
+            at = torch.arange(length, device=self.device)
+            back = at[:, None] - at[None, :]
+            self._masks[key] = (back >= 0) & (back < (window or length))
+        return self._masks[key]
+
+
+class Part(NamedTuple):
+    """One segment as one module sees it."""
+
+    start: int
+    stop: int
+    weights: Pair
+    scale: float
+    grads: Pair | None  # where the weight gradients are added; None for a forward-only pass
+
+
+class Source(Protocol):
+    """The matrices of one adapter: a run's, or a frozen one's."""
+
+    @property
+    def layout(self) -> Layout:
+        """Return where each matrix lies in `weights`."""
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Return the arena, 1-D, of any floating type."""
+
+    @property
+    def compute(self) -> Mapping[str, Pair]:
+        """Return the matrices by module, in the base model's type."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows `start` to `stop` of the packed row: one piece of one op, all of one adapter."""
+
+    start: int
+    stop: int
+    source: Source
+    scale: float
+    grads: Mapping[str, Pair] | None
+
+
+class TrainingLora(Protocol):
+    """The LoRA paths of one micro-batch; see `lora.py` and `lora_grouped.py`."""
+
+    def linear(
+        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter; add weight gradients
+        in backward.
+        """
+
+    def parts(self, module: str) -> Sequence[Part]:
+        """Return the segments whose adapter trains `module`, one by one."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The segments and sequences of one micro-batch, in the order of their rows."""
+
+    segments: Sequence[Segment]
+    sequences: SequenceTable
+    lora: TrainingLora
+
+
+class StepRoute(Protocol):
+    """What a decoder step puts in place of the training route; see `step_route.py`."""
+
+    def linear(
+        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        """Map `q` `[T, heads, d]` to the same shape, each row within its own sequence."""
+
+
+class Router:
+    """Hands the route of the running micro-batch or decoder step to the modules of one base model."""
+
+    def __init__(self) -> None:
+        self.step: StepRoute | None = None  # set while a decoder step runs
+        self._route: Route | None = None
+
+    @property
+    def route(self) -> Route:
+        """Return the current route; the model cannot run without one (it would mix sequences)."""
+        if self._route is None:
+            raise RuntimeError("The base model was called outside a micro-batch: no segment table.")
+        return self._route
+
+    @contextmanager
+    def use(self, route: Route) -> Iterator[None]:
+        """Set the route for one micro-batch; keep it until backward has finished."""
+        self._route = route
+        try:
+            yield
+        finally:
+            self._route = None
+
+    @contextmanager
+    def use_step(self, step: StepRoute) -> Iterator[None]:
+        """Set the route for one decoder step; never inside a micro-batch."""
+        assert self._route is None
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = None

@@ -1,0 +1,131 @@
+"""AdamW over flat arenas, the adapters of a cycle together, with the semantics of `torch.optim.AdamW`.
+
+What an adapter gets does not depend on who steps with it: the launches work on lists of arenas, each
+with its own norm, step count and elements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.optim.adamw import adamw
+
+from cotrain_workers.engine.transfer import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_workers.engine.adapters.adapter import Adapter
+    from cotrain_workers.engine.ops import OptimStep
+
+CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class Parameters(NamedTuple):
+    """What one launch of AdamW takes once for all its adapters."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+def refuse_step(op: OptimStep) -> str | None:
+    """Return why this step cannot be taken, as a sentence for the tenant, or None."""
+    checks = {
+        "learning_rate": op.learning_rate >= 0,
+        "beta1": 0 <= op.beta1 < 1,
+        "beta2": 0 <= op.beta2 < 1,
+        "eps": op.eps > 0,  # 0 / 0 would be NaN wherever a gradient has always been zero
+        "weight_decay": op.weight_decay >= 0,
+        "grad_clip_norm": True,
+    }
+    for name, is_in_range in checks.items():
+        if not (is_in_range and math.isfinite(getattr(op, name))):
+            return f"Optimizer parameter {name}={getattr(op, name)} is out of range."
+    return None
+
+
+@dataclass(frozen=True)
+class Due:
+    """A step that can be taken: its parameters are in range and its gradient is finite."""
+
+    adapter: Adapter
+    op: OptimStep
+    norm: float  # of the gradient
+
+
+def gradient_norms(adapters: Sequence[Adapter]) -> list[float]:
+    """Return each one's L2 norm over the whole gradient, added up in fp64. Waits for the device, once."""
+    if not adapters:
+        return []
+    gradients = [adapter.gradient.flat for adapter in adapters]
+    norms: list[float] = torch.stack(
+        torch._foreach_norm(gradients, dtype=torch.float64)  # has no public name
+    ).tolist()
+    return norms
+
+
+def adamw_steps(steps: Sequence[Due]) -> None:
+    """Clip each gradient by its own global norm, update weights, moments and step counts, and zero the
+    gradients; one launch for all steps of equal parameters. No adapter may be there twice.
+
+    Without a gradient it is a step with zero gradients: moments and weights decay, nothing fails.
+    """
+    clip([due for due in steps if due.op.grad_clip_norm > 0 and due.norm > 0])
+    for parameters, group in by_parameters(steps).items():
+        launch(parameters, [due.adapter for due in group])
+    for due in steps:
+        due.adapter.step += 1
+        due.adapter.weights_changed()
+    discard_gradients([due.adapter for due in steps])
+
+
+def clip(steps: Sequence[Due]) -> None:
+    """Shrink the gradients that are longer than their steps allow."""
+    factors = [min(1.0, due.op.grad_clip_norm / (due.norm + CLIP_EPS)) for due in steps]
+    if factors:
+        torch._foreach_mul_([due.adapter.gradient.flat for due in steps], factors)
+
+
+def by_parameters(steps: Sequence[Due]) -> dict[Parameters, list[Due]]:
+    """Group steps that differ in nothing that a launch takes once for all; clipping is done before."""
+    groups: dict[Parameters, list[Due]] = {}
+    for due in steps:
+        op = due.op
+        key = Parameters(op.learning_rate, op.beta1, op.beta2, op.eps, op.weight_decay)
+        groups.setdefault(key, []).append(due)
+    return groups
+
+
+def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
+    """Update weights and moments of adapters that take the same step, each at its own step count."""
+    counts = torch.tensor([float(adapter.step) for adapter in adapters])
+    adamw(
+        [adapter.weights for adapter in adapters],
+        [adapter.gradient.flat for adapter in adapters],
+        [adapter.m for adapter in adapters],
+        [adapter.v for adapter in adapters],
+        [],
+        list(to_device(counts, adapters[0].weights.device).unbind()),
+        fused=True,
+        amsgrad=False,
+        beta1=parameters.beta1,
+        beta2=parameters.beta2,
+        lr=parameters.learning_rate,
+        weight_decay=parameters.weight_decay,
+        eps=parameters.eps,
+        maximize=False,
+    )
+
+
+def discard_gradients(adapters: Sequence[Adapter]) -> None:
+    """Zero the gradients."""
+    if adapters:
+        torch._foreach_zero_([adapter.gradient.flat for adapter in adapters])
+    for adapter in adapters:
+        adapter.grads_pending = False

@@ -1,0 +1,123 @@
+"""Measure on the device what a micro-batch takes, and size micro-batches by it."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+import torch
+
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.ops import Datum, Pass
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.memory_model import (
+    Activations,
+    Budget,
+    budget,
+    fit,
+    kept_tokens,
+    room_beside,
+)
+from cotrain_workers.engine.training.pass_state import OpenPass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.engine.model.activation_checkpointing import Choice
+    from cotrain_workers.engine.model.base_model import BaseModel
+    from cotrain_workers.engine.training.forward_backward import Wave
+    from cotrain_workers.engine.training.memory_model import ActivationModel
+
+    class NewWave(Protocol):
+        """How waves over the base model are made."""
+
+        def __call__(self, *, micro_batch_tokens: int, recompute: Choice) -> Wave:
+            """Return a new one."""
+
+    Peak = Callable[[Callable[[], bool]], int | None]
+
+#: What "auto" is on a CPU, whose memory nobody sets aside.
+CPU_TOKENS = 8192
+PROBE_RANK, PROBE_LENGTH = 16, 512
+
+
+def size_micro_batches(
+    base: BaseModel,
+    new_wave: NewWave,
+    asked: int | Literal["auto"],
+    choice: Choice,
+    *,
+    adapter_bytes: int,
+) -> Budget:
+    """Return what a micro-batch may hold; on CUDA measured, unless nothing is left to choose.
+
+    Raises TooLittleMemory.
+    """
+    weight = base.head_weight
+    device = weight.device
+    unmeasured = 0 if choice == "always" else sys.maxsize
+    if device.type != "cuda":
+        return Budget(CPU_TOKENS if asked == "auto" else asked, unmeasured)
+    taken = torch.cuda.memory_allocated(device)
+    bank = AdapterBank(base.targets, device, weight.dtype)
+    # What is checked when first used is so here, and not within a checkpoint, which would record it.
+    probe(new_wave, bank, "never", length=PROBE_LENGTH, tokens=PROBE_LENGTH, needs_grad=False)
+    if asked != "auto" and choice != "auto":
+        return Budget(asked, unmeasured)
+    found = measure(base, new_wave, bank, partial(cuda_peak, device))
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    room = room_beside(total, taken, adapter_bytes)
+    if asked == "auto":
+        return budget(found, room, choice)
+    return Budget(asked, kept_tokens(found, room, choice))
+
+
+def measure(base: BaseModel, new_wave: NewWave, bank: AdapterBank, peak: Peak) -> Activations:
+    """Measure both ways to run a layer. From one head chunk on, the head's share is a constant."""
+    length = min(PROBE_LENGTH, base.context_length)
+    chunk = new_wave(micro_batch_tokens=length, recompute="never").head_chunk_rows
+    points = [-(-chunk // length) * length * times for times in (1, 2)]
+
+    def line(choice: Choice) -> ActivationModel | None:
+        run = partial(probe, new_wave, bank, choice, length=length)
+        run(tokens=points[0])  # libraries take their workspaces with the first call
+        measured = [(tokens, peak(partial(run, tokens=tokens))) for tokens in points]
+        fitting = [(tokens, size) for tokens, size in measured if size is not None]
+        return fit(fitting) if len(fitting) == len(points) else None
+
+    return Activations(kept=line("never"), recomputed=line("always"))
+
+
+def probe(
+    new_wave: NewWave,
+    bank: AdapterBank,
+    choice: Choice,
+    *,
+    length: int,
+    tokens: int,
+    needs_grad: bool = True,
+) -> bool:
+    """Run one pass of `tokens` with an adapter on every module; return whether it fitted at once."""
+    ids = np.zeros(length, dtype=np.int64)
+    datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(length, np.float32)})
+    datums = [datum] * (tokens // length)
+    op = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=needs_grad)
+    adapter = bank.create("probe", AdapterSpec(PROBE_RANK, seed=0))
+    wave = new_wave(micro_batch_tokens=tokens, recompute=choice)
+    try:
+        return wave.run([OpenPass(op, adapter)], None).halvings == 0
+    finally:
+        bank.drop("probe")
+
+
+def cuda_peak(device: torch.device, run: Callable[[], bool]) -> int | None:
+    """Return how many bytes `run` takes at its peak, on top of what was there; None if it did not fit."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    if not run():
+        return None
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,186 @@
+"""One op of a wave while its pieces run: what it has found so far, and where its gradient goes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
+from cotrain_workers.engine.training.losses import LOSSES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_workers.engine.adapters.adapter import Adapter, Gradient
+    from cotrain_workers.engine.ops import Datum, KlDatum
+    from cotrain_workers.engine.training.logprob_head import HeadResult
+    from cotrain_workers.engine.training.micro_batches import Piece
+
+#: exp of more is infinite in float32, or leaves a gradient no room.
+FAR_APART = 80.0
+
+
+@dataclass
+class OpenPass:
+    """A pass in progress."""
+
+    op: Pass | ReverseKl
+    adapter: Adapter
+    pieces_left: int = 0
+    gradient: Gradient | None = None  # where its weight gradients go, once a piece has run
+    results: list[HeadResult] = field(default_factory=list)  # of its pieces, on the device
+    is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
+    output: PassOutput | ReverseKlOutput | Failure | None = None
+
+    def datums(self, piece: Piece) -> Sequence[Datum] | Sequence[KlDatum]:
+        """Return the datums of one of this pass's pieces."""
+        return self.op.datums[piece.first : piece.last]
+
+
+def claim_gradient(adapter: Adapter) -> Gradient:
+    """Return where an op may add its gradient: the adapter's own arena while that is clean, else scratch.
+
+    An op that fails is then undone by zeroing the arena or dropping the scratch. Both start from zeros,
+    so the bits of the sum do not depend on which it was.
+    """
+    if adapter.grads_pending or adapter.gradient_in_use:
+        return adapter.scratch_gradient()
+    adapter.gradient_in_use = True
+    return adapter.gradient
+
+
+def close(done: OpenPass) -> None:
+    """Keep the gradient of a complete pass if all that it found is finite; else leave no trace of it.
+
+    The device decides, and the host does not wait for it: it reads the verdict in `finish`.
+    """
+    verdicts = [torch.isfinite(total_loss(done))]
+    verdicts += [is_all_finite(result.found) for result in done.results]
+    if done.gradient is not None:
+        verdicts.append(is_all_finite(done.gradient.flat))
+    done.is_finite = torch.stack(verdicts).all()
+    if done.gradient is None:
+        return
+    zero_unless(done.is_finite, done.gradient.flat)
+    if done.gradient is not done.adapter.gradient:
+        done.adapter.gradient.flat.add_(done.gradient.flat)
+        done.gradient = None  # scratch
+
+
+def finish(passes: Sequence[OpenPass]) -> None:
+    """Set the outputs of a wave's passes, those aside that failed already. Waits for the device, once."""
+    left = [each for each in passes if each.output is None]
+    for done, values in zip(left, values_on_host(left), strict=True):
+        loss_sum, is_finite = float(values[0]), bool(values[1])
+        if done.gradient is not None:
+            done.adapter.gradient_in_use = False
+        if is_finite and done.op.needs_grad and done.results:
+            done.adapter.grads_pending = True
+        found = per_datum(done, values[2:].astype(np.float32))
+        done.output = (
+            output_of(done.op, found, loss_sum) if is_finite else not_finite(done.op, found)
+        )
+
+
+def values_on_host(passes: Sequence[OpenPass]) -> list[np.ndarray]:
+    """Return of each pass its loss, 1 if all is finite, then all that was found; float64, in one copy."""
+    if not passes:
+        return []
+    parts = [
+        [torch.stack([total_loss(done), done.is_finite.double()])]
+        + [result.found.flatten().float().double() for result in done.results]
+        for done in passes
+        if done.is_finite is not None
+    ]
+    on_host = torch.cat([part for of_pass in parts for part in of_pass]).cpu().numpy()
+    sizes = [sum(len(part) for part in of_pass) for of_pass in parts]
+    return np.split(on_host, np.cumsum(sizes)[:-1])
+
+
+def per_datum(done: OpenPass, found: np.ndarray) -> list[np.ndarray]:
+    """Split what a pass found, one value per target, into its datums."""
+    shapes = [datum.shape for datum in done.op.datums]
+    pieces = np.split(found, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [each.reshape(shape) for each, shape in zip(pieces, shapes, strict=True)]
+
+
+def total_loss(done: OpenPass) -> torch.Tensor:
+    """Return the loss of all pieces, a float64 scalar on the device; pieces add up in their order."""
+    total = done.results[0].loss
+    for result in done.results[1:]:
+        total = total + result.loss
+    return total
+
+
+def give_up(failed: OpenPass, failure: Failure) -> None:
+    """Fail an incomplete pass and leave no trace of it."""
+    if failed.gradient is failed.adapter.gradient:
+        failed.adapter.gradient.flat.zero_()
+        failed.adapter.gradient_in_use = False
+    failed.gradient = None
+    failed.results.clear()
+    failed.output = failure
+
+
+def output_of(
+    op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float
+) -> PassOutput | ReverseKlOutput:
+    """Return what a complete pass found; `found` are log-probabilities or divergences, per datum."""
+    if not isinstance(op, ReverseKl):
+        return PassOutput(found, loss_sum)
+    weights = [datum.weights for datum in op.datums]
+    return ReverseKlOutput(
+        losses=[w * kl for w, kl in zip(weights, found, strict=True)],
+        loss_sum=loss_sum,
+        kl_sum=float(sum(kl.sum(dtype=np.float64) for kl in found)),
+        weighted_tokens=sum(int(np.count_nonzero(w)) for w in weights),
+    )
+
+
+def is_all_finite(values: torch.Tensor) -> torch.Tensor:
+    """Return, on the device, whether there is no NaN and no infinity; there is at least one value."""
+    low, high = values.aminmax()
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def zero_unless(keep: torch.Tensor, arena: torch.Tensor) -> None:
+    """Zero an arena if the boolean `keep` is false; on CUDA without asking the host."""
+    if arena.is_cuda:
+        arena.masked_fill_(~keep, 0.0)
+    elif not keep:
+        arena.zero_()
+
+
+def needs_memory(tokens: int) -> Failure:
+    """Return the answer to a pass with a datum of so many tokens that memory cannot hold it."""
+    return Failure(f"Request needs more memory than the worker has ({tokens} tokens).", "server")
+
+
+def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray]) -> Failure:
+    """Return the answer to a pass whose loss, log-probabilities or gradient are not finite."""
+    kept = "; the gradient was discarded" if op.needs_grad else ""
+    why = too_far_apart(op, found) if isinstance(op, Pass) else ""
+    return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user")
+
+
+def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
+    """Name the first target whose ratio float32 cannot hold, and what to do; "" if there is none."""
+    signs = LOSSES[op.loss_fn].unbounded_for
+    for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
+        if not signs:
+            break
+        then, advantages = datum.inputs["logprobs"], datum.inputs["advantages"]
+        (far,) = np.nonzero(np.isin(np.sign(advantages), signs) & (now - then > FAR_APART))
+        if len(far):
+            place = int(far[0])
+            return (
+                f" data[{number}].loss_fn_inputs.logprobs[{place}] is {then[place]:.6g}, and the target's"
+                f" log-probability is {now[place]:.6g} now: {op.loss_fn} multiplies by exp of the"
+                " difference, which float32 cannot hold. Set that token's advantage to 0, or use cispo,"
+                " which bounds the ratio."
+            )
+    return ""

@@ -1,0 +1,208 @@
+"""Reverse KL to a frozen reference, over whole distributions: the reference's forward, and the head.
+
+With `p` the run's and `q` the reference's softmax of logits / T, per target: `KL = sum_v p_v (log p_v -
+log q_v)` and `d KL / d logit_v = p_v (log p_v - log q_v - KL) / T`. Value and gradient are formed in one
+visit of a chunk of rows, as in `head.py`: no `[tokens, vocabulary]` tensor exists. Like there, what is
+computed for a piece depends on that piece alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from cotrain_workers.engine.model.base_model import UNEMBED
+from cotrain_workers.engine.model.forward import hidden_states, pack_row
+from cotrain_workers.engine.model.unembedding import Projection
+from cotrain_workers.engine.routing import Part, Route, Segment, SequenceTable
+from cotrain_workers.engine.spec import Layout, plan_layout
+from cotrain_workers.engine.training.micro_batches import cut, fill
+from cotrain_workers.engine.transfer import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_workers.engine.decoding.requests import HostWeights
+    from cotrain_workers.engine.lora.backend import LoraBackend
+    from cotrain_workers.engine.model.base_model import BaseModel
+    from cotrain_workers.engine.ops import KlDatum
+    from cotrain_workers.engine.spec import Pair
+    from cotrain_workers.engine.training.micro_batches import MicroBatch
+
+
+@dataclass(frozen=True)
+class KlInput:
+    """The `m` weighted targets of one piece, as the head sees them."""
+
+    hidden: torch.Tensor  # [m, d], the run's
+    part: Part | None  # the run's LoRA on the head
+    reference: Referred
+    weights: torch.Tensor  # [m], none of them 0
+    temperature: float
+    hidden_grad: torch.Tensor  # [m, d]; filled
+
+
+@dataclass(frozen=True)
+class Referred:
+    """What the reference makes of the weighted targets of one piece."""
+
+    hidden: torch.Tensor  # [m, d]
+    part: Part | None  # its LoRA on the head
+
+
+@dataclass(frozen=True)
+class Question:
+    """The datums of one piece, and whom to ask about them."""
+
+    datums: Sequence[KlDatum]
+    reference: HostWeights | None
+
+
+class KlHead:
+    """The frozen unembedding under two adapters at once."""
+
+    def __init__(self, weight: torch.Tensor, softcap: float | None, chunk_rows: int) -> None:
+        self._weight = weight
+        self._softcap = softcap
+        self._chunk_rows = chunk_rows
+
+    @torch.no_grad()
+    def run(self, given: KlInput) -> torch.Tensor:
+        """Return each target's divergence `[m]`; fill `hidden_grad` and add the run's LoRA gradients."""
+        found = torch.empty_like(given.weights)
+        for start in range(0, len(found), self._chunk_rows):
+            rows = slice(start, start + self._chunk_rows)
+            found[rows] = self._visit(given, rows)
+        return found
+
+    def _visit(self, given: KlInput, rows: slice) -> torch.Tensor:
+        ours = self._projection(given.hidden[rows], given.part, given.hidden_grad[rows])
+        theirs = self._projection(given.reference.hidden[rows], given.reference.part)
+        p = torch.log_softmax(ours.logits().div_(given.temperature), dim=-1)
+        q = torch.log_softmax(theirs.logits().div_(given.temperature), dim=-1)
+        apart = q.neg_().add_(p)  # log p - log q
+        p.exp_()
+        divergence = (p * apart).sum(dim=-1)
+        factor = given.weights[rows] / given.temperature
+        ours.backward(apart.sub_(divergence[:, None]).mul_(p).mul_(factor[:, None]))
+        return divergence
+
+    def _projection(
+        self, hidden: torch.Tensor, part: Part | None, grad: torch.Tensor | None = None
+    ) -> Projection:
+        return Projection(self._weight, self._softcap, part, hidden, grad)
+
+
+class References:
+    """Runs references over one base model: many tenants' in one packed row, nothing differentiated."""
+
+    def __init__(self, base: BaseModel, lora: LoraBackend, micro_batch_tokens: int) -> None:
+        self._base = base
+        self._lora = lora
+        self._device = base.head_weight.device
+        self._micro_batch_tokens = micro_batch_tokens
+
+    @torch.no_grad()
+    def ask(self, questions: Sequence[Question]) -> tuple[list[Referred], list[MicroBatch]]:
+        """Return an answer to each question, and the micro-batches that were run for them."""
+        limit = self._micro_batch_tokens
+        pieces = [
+            piece
+            for at, question in enumerate(questions)
+            for piece in cut(
+                at,
+                [len(datum.reference) for datum in question.datums],
+                [1] * len(question.datums),
+                limit,
+                needs_grad=False,
+            )
+        ]
+        adapters = self._adapters(questions)
+        batches = [
+            batch.ordered(lambda piece: self._lora.order(adapters[piece.owner]))
+            for batch in fill(pieces, limit, self._lora.align)
+        ]
+        hidden: list[list[torch.Tensor]] = [[] for _ in questions]
+        for batch in batches:
+            for piece, found in zip(
+                batch.pieces, self._run(batch, questions, adapters), strict=True
+            ):
+                hidden[piece.owner].append(found)
+        answers = []
+        for parts, adapter in zip(hidden, adapters, strict=True):
+            rows = torch.cat(parts)
+            answers.append(Referred(rows, adapter.head_part(len(rows))))
+        return answers, batches
+
+    def _run(
+        self, batch: MicroBatch, questions: Sequence[Question], adapters: Sequence[FrozenAdapter]
+    ) -> list[torch.Tensor]:
+        """Return the hidden states of the weighted targets of each piece, `[m, d]`."""
+        datums = [questions[piece.owner].datums[piece.first : piece.last] for piece in batch.pieces]
+        row = pack_row(
+            ([datum.reference for datum in each] for each in datums),
+            batch.padded_tokens,
+            batch.align,
+        )
+        segments = [
+            Segment(start, stop, adapter, adapter.scale, None)
+            for (start, stop), adapter in zip(
+                batch.spans, (adapters[piece.owner] for piece in batch.pieces), strict=True
+            )
+        ]
+        table = SequenceTable(row.lengths, self._device)
+        route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
+        with self._base.router.use(route):
+            hidden = hidden_states(self._base, row)[0]
+        return [
+            hidden[segment.start : segment.stop][
+                to_device(weighted_rows([d.reference for d in each], each), self._device)
+            ]
+            for segment, each in zip(segments, datums, strict=True)
+        ]
+
+    def _adapters(self, questions: Sequence[Question]) -> list[FrozenAdapter]:
+        """Copy each reference to the device, once."""
+        known: dict[int, FrozenAdapter] = {}
+        for question in questions:
+            key = id(question.reference)
+            if key not in known:
+                known[key] = self._adapter(question.reference)
+        return [known[id(question.reference)] for question in questions]
+
+    def _adapter(self, weights: HostWeights | None) -> FrozenAdapter:
+        if weights is None:
+            return FrozenAdapter(Layout(1, (), {}, 0), torch.empty(0), {}, 1.0)
+        layout = plan_layout(weights.spec, self._base.targets)
+        flat = to_device(weights.flat, self._device, self._base.head_weight.dtype)
+        return FrozenAdapter(layout, flat, layout.views(flat), weights.spec.scale)
+
+
+@dataclass(frozen=True)
+class FrozenAdapter:
+    """A reference's matrices on the device; none for the base model alone."""
+
+    layout: Layout
+    weights: torch.Tensor  # in the base model's type
+    compute: Mapping[str, Pair]
+    scale: float
+
+    def head_part(self, rows: int) -> Part | None:
+        """Return its LoRA on the head for a piece of `rows`."""
+        pair = self.compute.get(UNEMBED)
+        return None if pair is None else Part(0, rows, pair, self.scale, None)
+
+
+def weighted_rows(sequences: Sequence[np.ndarray], datums: Sequence[KlDatum]) -> np.ndarray:
+    """Return which rows of packed `sequences` predict a target whose weight is not 0: int64 `[m]`.
+
+    `sequences` are those of `datums`, the run's or the reference's.
+    """
+    found, end = [], 0
+    for sequence, datum in zip(sequences, datums, strict=True):
+        end += len(sequence)
+        found.append(end - len(datum.weights) + np.flatnonzero(datum.weights))
+    return np.concatenate(found)

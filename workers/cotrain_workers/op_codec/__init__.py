@@ -1,0 +1,1 @@
+"""From a logged op to an engine op and from its output to a result; the one place that knows both."""

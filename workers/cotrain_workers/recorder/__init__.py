@@ -1,0 +1,1 @@
+"""The flight recorder: cycles as files, and `cotrain replay`."""

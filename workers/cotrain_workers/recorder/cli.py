@@ -1,0 +1,211 @@
+"""`cotrain replay` and `cotrain recorder …`: run a recorded cycle again, list them, hand one out."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.filesize import decimal
+from rich.table import Table
+
+from cotrain.commands.terminal import AsJson, examples, harmless, print_json, print_rich
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_store.messages.ids import RunId
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.recorder.cycle import CycleFacts, RecordedCycle
+    from cotrain_workers.recorder.replay import Compared
+
+# Whoever lacks it is told by `cotrain` what to install. It is imported where a command needs it:
+# that takes seconds, and every `cotrain` loads this module.
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+recorder = typer.Typer(help="List recorded cycles, and hand one out.", no_args_is_help=True)
+
+DEFAULT_DATA_DIR = Path.home() / ".cotrain"  # as `cotrain serve` has it
+#: Exit codes of `replay`, beside 0.
+DIVERGED, UNUSABLE = 1, 2
+
+Recording = Annotated[Path, typer.Argument(help="A file below <data>/recorder.", exists=True)]
+
+
+def replay(
+    file: Recording,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Hub id or folder; by default what the recording worker had."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default as recorded, where it is there.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--everything", help="Also run what failed by an accident.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run one recorded cycle again, without a server, and compare every result and state.
+
+    Ends with 0, with 1 where something diverged, with 2 where FILE or the base model cannot be used.
+
+    Examples:
+
+    cotrain replay ~/.cotrain/recorder/POOL/w0/000000000042-3.zip
+
+    cotrain replay cycle.zip --base-model /models/Qwen3-8B --json
+    """
+    from cotrain_workers.recorder.file import RecordingUnreadable, read_cycle
+    from cotrain_workers.recorder.replay import (
+        compared,
+        engine_for,
+        restore_before,
+        run_again,
+        tolerance_of,
+    )
+
+    try:
+        cycle = read_cycle(file)
+        engine = engine_for(cycle.facts, base_model, device)
+        restore_before(engine, cycle)
+    except (RecordingUnreadable, OSError, ValueError) as unusable:
+        typer.echo(harmless(str(unusable)), err=True)
+        raise typer.Exit(UNUSABLE) from unusable
+    if not as_json:
+        _tell(cycle, engine)
+    again = run_again(engine, cycle, everything=everything)
+    rows = list(compared(cycle, again, tolerance_of(cycle.facts.numerics, engine.facts.numerics)))
+    diverged = sum(row.verdict == "DIVERGED" for row in rows)
+    if as_json:
+        others = cycle.facts.numerics.differences(engine.facts.numerics)
+        print_json(
+            {
+                **_facts(cycle.facts),
+                "other_numerics": others,
+                "compared": rows,
+                "diverged": diverged,
+            }
+        )
+    else:
+        _show(rows, diverged, is_new=cycle.found is None)
+    if diverged:
+        raise typer.Exit(DIVERGED)
+
+
+@recorder.command(name="list", epilog=examples("cotrain recorder list --data-dir /srv/cotrain"))
+def list_recordings(
+    data_dir: Annotated[
+        Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where the server keeps everything.")
+    ] = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """List the recorded cycles of all workers, the newest first."""
+    from cotrain_workers.recorder.file import RecordingUnreadable, read_facts
+    from cotrain_workers.recorder.recorder import SUFFIX
+
+    found: list[tuple[Path, CycleFacts | None]] = []
+    files = (data_dir / "recorder").glob(f"*/*/*{SUFFIX}")
+    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            found.append((path, read_facts(path)))
+        except RecordingUnreadable:
+            found.append((path, None))
+    if as_json:
+        print_json([{"file": path, **_sized(path), **_facts(facts)} for path, facts in found])
+        return
+    table = Table("file", "recorded", "worker", "cycle", "runs", "ops", "size", box=None)
+    for path, facts in found:
+        size = decimal(path.stat().st_size)
+        table.add_row(str(path), *((*_listed(facts), size) if facts else ("damaged",)))
+    print_rich(table)
+
+
+@recorder.command(epilog=examples("cotrain recorder export cycle.zip mine.zip --run RUN"))
+def export(
+    file: Recording,
+    output: Annotated[Path, typer.Argument(help="The file to write.")],
+    run: Annotated[
+        str | None, typer.Option(help="This run alone, nothing of other tenants.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a recorded cycle, or one run of it, to a file of its own."""
+    from cotrain_store.messages.ids import RunId
+    from cotrain_workers.recorder.cycle import only_run
+    from cotrain_workers.recorder.file import RecordingUnreadable, read_cycle, write_cycle
+
+    try:
+        cycle = read_cycle(file)
+        if run is not None:
+            cycle = only_run(_with_run(cycle, RunId(run)), RunId(run))
+        write_cycle(output, cycle)
+    except (RecordingUnreadable, OSError, ValueError) as unusable:
+        typer.echo(harmless(str(unusable)), err=True)
+        raise typer.Exit(UNUSABLE) from unusable
+    if as_json:
+        print_json({"file": output, **_sized(output), **_facts(cycle.facts)})
+
+
+def _with_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
+    if run not in cycle.facts.step.tenant_by_run:
+        raise ValueError(f"Run {run} is not in this cycle.")
+    return cycle
+
+
+def _tell(cycle: RecordedCycle, engine: Engine) -> None:
+    """Say what is run again, and how it is compared."""
+    facts = cycle.facts
+    recorded, worker, number, runs, ops = _listed(facts)
+    print_rich(
+        f"Cycle {number} of {facts.base_model} on {worker}, {recorded}: {runs} runs, {ops} ops."
+    )
+    others = facts.numerics.differences(engine.facts.numerics)
+    if others:
+        print_rich(f"Other numerics ({'; '.join(others)}): compared with a tolerance.")
+    elif facts.numerics.device != "cpu":
+        print_rich("Not on a CPU: compared with a tolerance.")
+    if cycle.found is None:
+        print_rich("It has no outcome: its process died in this cycle.")
+
+
+def _show(rows: Sequence[Compared], diverged: int, *, is_new: bool) -> None:
+    table = Table("run", "seq", "what", "digest", "", "", box=None)
+    for row in rows:
+        seq = "" if row.seq is None else str(row.seq)
+        table.add_row(row.run, seq, row.what, row.digest, row.verdict, row.details)
+    print_rich(table)
+    if diverged:
+        print_rich(f"{diverged} of {len(rows)} diverged.")
+    else:
+        print_rich("Nothing to compare with." if is_new else "Nothing diverged.")
+
+
+def _listed(facts: CycleFacts) -> tuple[str, ...]:
+    step = facts.step
+    counts = (step.cycle, len(step.tenant_by_run), len(step.ops))
+    cycle, runs, ops = (str(count) for count in counts)
+    return f"{_time(facts):%Y-%m-%d %H:%M:%S}", step.worker, cycle, runs, ops
+
+
+def _facts(facts: CycleFacts | None) -> dict[str, Any]:
+    """Name what is known of a cycle for JSON; of a damaged file that is nothing."""
+    return {
+        "recorded_at": facts and _time(facts),
+        "base_model": facts and facts.base_model,
+        "worker": facts and facts.step.worker,
+        "cycle": facts and facts.step.cycle,
+        "runs": facts and sorted(facts.step.tenant_by_run),
+        "ops": facts and len(facts.step.ops),
+    }
+
+
+def _sized(path: Path) -> dict[str, int]:
+    return {"size_bytes": path.stat().st_size}
+
+
+def _time(facts: CycleFacts) -> datetime:
+    return datetime.fromtimestamp(facts.recorded_at, UTC)

@@ -1,0 +1,236 @@
+"""One cycle in one file: what it was made of, and what came out. The file is all that a replay needs.
+
+It is a zip archive without compression, of JSON and safetensors, and nothing in it is code:
+
+    cycle.json                    the plan, the base model, the numerics
+    bodies/<n>                    the body of the plan's n-th op
+    before/<n>.safetensors        a run's state before the cycle (`snapshots.encode_snapshot`)
+    weights/<n>.safetensors       weights that a load or a reverse KL read
+    optimizers/<n>.safetensors    the optimizer state that a load read
+    outcome.json                  what came of every op, and every run's state after it …
+    outcome.safetensors           … and the numbers of the ops
+
+The outcome is added when the cycle is over; one that killed its process has none.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from safetensors import numpy as arrays
+from safetensors import torch as tensors
+
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import Step
+from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.numerics import Numerics
+from cotrain_workers.engine.ops import HostOptimizer
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.recorder.cycle import CycleFacts, Findings, ReadCheckpoints, RecordedCycle
+from cotrain_workers.recorder.fingerprints import ArenaPrint, Fingerprint
+from cotrain_workers.recovery.snapshot_file import decode_snapshot, encode_snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    import numpy as np
+
+    from cotrain_workers.engine.adapters.bank import AdapterState
+
+FORMAT = "cotrain-cycle-1"
+#: What Python's readers raise for bytes that are not what they should be. A RuntimeError is what is
+#: encrypted, compressed in an unknown way, or nested too deep.
+_BROKEN = (
+    OSError, EOFError, zipfile.BadZipFile, zlib.error, SafetensorError, ValueError, KeyError,
+    TypeError, AttributeError, RuntimeError,
+)  # fmt: skip
+
+
+class RecordingUnreadable(Exception):
+    """The file is no recorded cycle, or a damaged one."""
+
+
+def write_inputs(
+    path: Path,
+    facts: CycleFacts,
+    bodies: Iterable[bytes],
+    before: Iterable[tuple[RunId, AdapterState]],
+    read: ReadCheckpoints,
+) -> None:
+    """Write what a cycle is made of; `before` is taken one by one, since each may be large.
+
+    The file appears whole, readable for its owner alone: it holds the tenants' data and weights.
+    """
+    unfinished = path.with_suffix(".tmp")
+    unfinished.touch(mode=0o600)
+    with zipfile.ZipFile(unfinished, "w") as archive:
+        archive.writestr("cycle.json", json.dumps(_facts_json(facts, read)))
+        for at, body in enumerate(bodies):
+            archive.writestr(f"bodies/{at}", body)
+        for at, (run, state) in enumerate(before):
+            content = encode_snapshot(run, _seq_before(facts.step, run), facts.numerics.id, state)
+            archive.writestr(f"before/{at}.safetensors", content)
+        for at, weights in enumerate(read.weights.values()):
+            archive.writestr(f"weights/{at}.safetensors", tensors.save({"flat": weights.flat}))
+        for at, state_read in enumerate(read.optimizers.values()):
+            if state_read:
+                moments = {"m": state_read.m, "v": state_read.v}
+                archive.writestr(f"optimizers/{at}.safetensors", tensors.save(moments))
+    unfinished.rename(path)
+
+
+def add_findings(path: Path, found: Findings) -> None:
+    """Add what came out of a cycle. A process that dies in this leaves a damaged file."""
+    with zipfile.ZipFile(path, "a") as archive:
+        numbers = {
+            f"{at}/{name}": values
+            for at, fingerprint in enumerate(found.by_op.values())
+            for name, values in fingerprint.numbers.items()
+        }
+        archive.writestr("outcome.safetensors", arrays.save(numbers))
+        archive.writestr("outcome.json", json.dumps(_findings_json(found)))
+
+
+def write_cycle(path: Path, cycle: RecordedCycle) -> None:
+    """Write a cycle that was read, or a part of one."""
+    write_inputs(path, cycle.facts, cycle.bodies, cycle.before.items(), cycle.read)
+    if cycle.found:
+        add_findings(path, cycle.found)
+
+
+def read_cycle(path: Path) -> RecordedCycle:
+    """Read a recorded cycle.
+
+    Raises:
+        RecordingUnreadable: with what is wrong, as a sentence.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _read(archive, path)
+    except _BROKEN as wrong:
+        raise RecordingUnreadable(f"{path} cannot be read: {wrong}") from wrong
+
+
+def read_facts(path: Path) -> CycleFacts:
+    """Read which cycle a file holds, without its tensors. Raises RecordingUnreadable."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _parse_facts(_json(archive, "cycle.json"), path)
+    except _BROKEN as wrong:
+        raise RecordingUnreadable(f"{path} cannot be read: {wrong}") from wrong
+
+
+def _read(archive: zipfile.ZipFile, path: Path) -> RecordedCycle:
+    raw = _json(archive, "cycle.json")
+    facts = _parse_facts(raw, path)
+    names = [name for name in archive.namelist() if name.startswith("before/")]
+    states = [decode_snapshot(archive.read(name)) for name in names]
+    return RecordedCycle(
+        facts,
+        [archive.read(f"bodies/{at}") for at in range(len(facts.step.ops))],
+        {RunId(header["run"]): state for header, state in states},
+        ReadCheckpoints(_weights(archive, raw["weights"]), _optimizers(archive, raw["optimizers"])),
+        _findings(archive) if "outcome.json" in archive.namelist() else None,
+    )
+
+
+def _weights(archive: zipfile.ZipFile, spec_by_ref: Mapping[str, Any]) -> dict[str, HostWeights]:
+    return {
+        ref: HostWeights(
+            AdapterSpec(**spec), **tensors.load(archive.read(f"weights/{at}.safetensors"))
+        )
+        for at, (ref, spec) in enumerate(spec_by_ref.items())
+    }
+
+
+def _optimizers(
+    archive: zipfile.ZipFile, facts_by_ref: Mapping[str, Any]
+) -> dict[str, HostOptimizer | None]:
+    optimizers: dict[str, HostOptimizer | None] = {}
+    for at, (ref, facts) in enumerate(facts_by_ref.items()):
+        optimizers[ref] = facts and HostOptimizer(
+            spec=AdapterSpec(**facts["spec"]),
+            step=facts["step"],
+            **tensors.load(archive.read(f"optimizers/{at}.safetensors")),
+        )
+    return optimizers
+
+
+def _findings(archive: zipfile.ZipFile) -> Findings:
+    raw = _json(archive, "outcome.json")
+    numbers = arrays.load(archive.read("outcome.safetensors"))
+    by_op = {}
+    for at, row in enumerate(raw["ops"]):
+        own = {name: numbers[f"{at}/{name}"] for name in row["numbers"]}
+        by_op[RunId(row["run"]), row["seq"]] = _fingerprint(row, own)
+    return Findings(by_op, {RunId(row["run"]): _fingerprint(row, {}) for row in raw["runs"]})
+
+
+def _fingerprint(row: Mapping[str, Any], numbers: Mapping[str, np.ndarray]) -> Fingerprint:
+    arenas = {name: ArenaPrint(**arena) for name, arena in row["arenas"].items()}
+    return Fingerprint(row["said"], row["is_accident"], numbers, arenas)
+
+
+def _findings_json(found: Findings) -> dict[str, Any]:
+    ops = [
+        {"run": run, "seq": seq, **_fingerprint_json(fingerprint)}
+        for (run, seq), fingerprint in found.by_op.items()
+    ]
+    runs = [{"run": run, **_fingerprint_json(found.by_run[run])} for run in found.by_run]
+    return {"ops": ops, "runs": runs}
+
+
+def _fingerprint_json(fingerprint: Fingerprint) -> dict[str, Any]:
+    return {
+        "said": fingerprint.said,
+        "is_accident": fingerprint.is_accident,
+        "numbers": list(fingerprint.numbers),
+        "arenas": {name: asdict(arena) for name, arena in fingerprint.arenas.items()},
+    }
+
+
+def _facts_json(facts: CycleFacts, read: ReadCheckpoints) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "recorded_at": facts.recorded_at,
+        "pool": facts.pool,
+        "base_model": facts.base_model,
+        "model": facts.model,
+        "numerics": asdict(facts.numerics),
+        "step": json.loads(encode(facts.step)),
+        "weights": {ref: asdict(weights.spec) for ref, weights in read.weights.items()},
+        "optimizers": {
+            ref: optimizer and {"spec": asdict(optimizer.spec), "step": optimizer.step}
+            for ref, optimizer in read.optimizers.items()
+        },
+    }
+
+
+def _parse_facts(raw: Mapping[str, Any], path: Path) -> CycleFacts:
+    if raw["format"] != FORMAT:
+        raise RecordingUnreadable(
+            f"{path} is of format {raw['format']}; this version reads {FORMAT}."
+        )
+    return CycleFacts(
+        recorded_at=raw["recorded_at"],
+        pool=raw["pool"],
+        base_model=raw["base_model"],
+        model=raw["model"],
+        numerics=Numerics(**raw["numerics"]),
+        step=Step.parse(json.dumps(raw["step"])),
+    )
+
+
+def _seq_before(step: Step, run: RunId) -> int:
+    return min(op.seq for op in step.ops if op.run == run) - 1
+
+
+def _json(archive: zipfile.ZipFile, name: str) -> Any:
+    return json.loads(archive.read(name))

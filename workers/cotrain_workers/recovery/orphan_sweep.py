@@ -1,0 +1,77 @@
+"""Remove files that nothing refers to any more: segments of the spool, and recovery copies.
+
+Each may be one that a process is about to refer to. So what a process holds stays, and what none holds
+goes only after this one has seen it unwanted for long (`cotrain_store.disk.orphan_ages`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_store.disk.orphan_ages import Unwanted
+from cotrain_store.disk.spool import UNCOUNTED, unwritten_segments
+from cotrain_workers.recovery.snapshot_file import orphans, run_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.oplog.execution import Execution
+    from cotrain_store.settings.worker import WorkerSettings
+
+log = structlog.get_logger()
+
+#: The spool is looked over this often, recovery copies less: each of them is opened.
+SWEEP_S = 60.0
+LOOK_S = 3600.0
+#: An older version did not count its results; those in files ended after two hours.
+UNCOUNTED_AGE_S = 3 * 3600.0
+
+
+class Sweep:
+    """What one worker has seen unwanted. `now` is of the monotonic clock."""
+
+    def __init__(self, execution: Execution, settings: WorkerSettings) -> None:
+        self._execution = execution
+        self._spool_dir = settings.spool_dir
+        self._snapshots_dir = settings.snapshots_dir
+        self._age_s = settings.orphan_age_s
+        self._segments, self._copies = Unwanted(self._age_s), Unwanted(self._age_s)
+        self._uncounted = Unwanted(UNCOUNTED_AGE_S)
+        self._segments_at = self._copies_at = -math.inf
+
+    def tend(self, now: float, writing: Collection[RunId]) -> None:
+        """Remove what is old, if it is time to look. Copies of runs in `writing` may be registered soon."""
+        if now >= self._segments_at:
+            self._segments_at = now + min(SWEEP_S, self._age_s)
+            self._sweep_segments(now)
+        if now >= self._copies_at:
+            self._sweep_copies(now, writing)
+            self._copies_at = now + (LOOK_S if self._copies.is_empty else self._age_s)
+
+    def _sweep_segments(self, now: float) -> None:
+        free = unwritten_segments(self._spool_dir)
+        referenced = set(
+            self._execution.referenced_segments()
+        )  # after that: nothing is added to them
+        unwanted = [path for path in free if path.name not in referenced]
+        uncounted = [path for path in unwanted if path.name.startswith(UNCOUNTED)]
+        counted = [path for path in unwanted if not path.name.startswith(UNCOUNTED)]
+        for path in (*self._segments.old(counted, now), *self._uncounted.old(uncounted, now)):
+            path.unlink(missing_ok=True)
+            log.info("segment_removed", file=path.name)
+
+    def _sweep_copies(self, now: float, writing: Collection[RunId]) -> None:
+        mine, writers = self._execution.writer, self._execution.living_writers()
+        folders = {run_folder(run) for run in writing}
+
+        def is_at_work(folder: str, writer: str) -> bool:
+            return folder in folders if writer == mine else writer in writers
+
+        unwanted = orphans(self._snapshots_dir, self._execution.logs.bases, is_at_work)
+        for path in self._copies.old(unwanted, now):
+            path.unlink(missing_ok=True)
+            log.info("snapshot_removed", file=path.name)

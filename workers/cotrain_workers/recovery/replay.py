@@ -1,0 +1,293 @@
+"""Bring a run back: its snapshot, then its log from there to `done`.
+
+The state of a run is the fold of its ops, and the engine gives the same bits for the same ops whoever
+runs beside them, so that a run replayed alone ends where it was. The stored results prove it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+
+from cotrain.wire.proto import wire_pb2
+from cotrain_store.errors import SpoolCorrupt, StoreError
+from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.saves import SaveRequest
+from cotrain_workers.checkpoints.save_records import saved_of
+from cotrain_workers.engine.ops import Failure, SaveOutput
+from cotrain_workers.op_codec.ops import CYCLE_METRIC, engine_op, result_of
+from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from cotrain_store.messages.ops import QueuedOp
+    from cotrain_store.messages.results import Result
+    from cotrain_store.oplog.execution import Execution
+    from cotrain_store.oplog.positions import LogPosition
+    from cotrain_workers.checkpoints.weights_store import WeightsStore
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import Op, Output
+
+log = structlog.get_logger()
+
+#: Ops that change no state leave no body in the log and are not run again.
+_STATELESS = (OpKind.FORWARD, OpKind.REJECTED)
+#: These run last in a cycle, in order…
+_TAIL = (OpKind.SAVE, OpKind.LOAD)
+#: … and after one of these a cycle holds nothing else of their run.
+_LAST = (OpKind.OPTIM_STEP, *_TAIL)
+
+
+class ReplayDiverged(StoreError):
+    """The replay of a run did not give the results that its clients already hold."""
+
+
+def restore(
+    engine: Engine,
+    execution: Execution,
+    weights: WeightsStore,
+    snapshots: Path,
+    run: RunId,
+    *,
+    exact: bool,
+    between: Callable[[], None] | None = None,
+) -> Restored:
+    """Load a run into the engine as of its committed `done`.
+
+    Saves whose weights were lost before they were on disk are among them: `weights` gets those again.
+
+    With `exact` a replayed result must equal the stored one to the bit: true on a CPU, where a run's
+    numbers do not depend on its neighbours. It is not asked of a log that other numerics wrote (another
+    CPU, another torch): there a replay is as good as it gets.
+
+    Raises:
+        ReplayDiverged: the run must not go on; its log says why.
+        SpoolCorrupt: a part of its log is missing, or of what the log goes on from.
+    """
+    position = execution.logs.position(run)
+    if position is None or position.state is RunState.FAILED:
+        raise SpoolCorrupt(f"Run {run} has no log to restore from.")
+    lost = SpoolCorrupt(f"Run {run} has no copy that can be read.")
+    for base in bases_of(position):
+        engine.drop(run)
+        try:
+            _load(engine, snapshots, run, base)
+            replayed = _replay_from(
+                engine, execution, weights, run, base, position.done,
+                exact=exact and not _is_foreign(engine, base.numerics_id), between=between,
+            )  # fmt: skip
+        except (SnapshotUnreadable, SpoolCorrupt) as unusable:
+            log.error("base_unusable", run=run, seq=base.seq, reason=str(unusable))
+            lost = SpoolCorrupt(str(unusable))
+            continue
+        if replayed or base.file:
+            log.info(
+                "run_restored", run=run, snapshot=base.seq, replayed=replayed, done=position.done
+            )
+        return Restored(position, replayed, from_newest=base.seq == position.snap)
+    engine.drop(run)
+    raise lost
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How a run was brought back."""
+
+    position: LogPosition
+    replayed: int
+    """How many ops were run again."""
+    from_newest: bool
+    """False: its newest snapshot could not be used."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Where a replay may begin: the state after `seq`, in a file, or nothing at all (-1, no file)."""
+
+    seq: int
+    file: str
+    sha256: str
+    numerics_id: str
+    """Of the workers that wrote the log from here on."""
+
+
+def bases_of(position: LogPosition) -> list[Base]:
+    """List what a run can be brought back from, the newest first: two snapshots, or its beginning.
+
+    An older one costs a longer replay, and nothing else: the log reaches back to it. Pure.
+    """
+    newest = Base(
+        position.snap, position.snapshot_file, position.snapshot_sha256, position.numerics_id
+    )
+    older = Base(
+        position.older_snap, position.older_file, position.older_sha256, position.older_numerics_id
+    )
+    return [
+        base
+        for base in dict.fromkeys((newest, older))
+        if (base.file or base.seq == -1) and base.seq >= position.cut
+    ]
+
+
+def has_other_numerics(engine: Engine, position: LogPosition) -> bool:
+    """Tell whether this engine may give other bits than those that wrote this log."""
+    return _is_foreign(engine, position.numerics_id)
+
+
+def _is_foreign(engine: Engine, numerics_id: str) -> bool:
+    return numerics_id not in ("", engine.facts.numerics_id)
+
+
+def _load(engine: Engine, snapshots: Path, run: RunId, base: Base) -> None:
+    """Put a base's state into the engine; raises SnapshotUnreadable."""
+    if not base.file:
+        return  # its first op makes the run
+    state = read_snapshot(snapshots, base.file, base.sha256, run, base.seq)
+    try:
+        engine.restore(run, state)
+    except ValueError as foreign:
+        raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
+
+
+def _replay_from(
+    engine: Engine,
+    execution: Execution,
+    weights: WeightsStore,
+    run: RunId,
+    base: Base,
+    done: int,
+    *,
+    exact: bool,
+    between: Callable[[], None] | None,
+) -> int:
+    """Run the log from a base to `done`; return how many ops were run."""
+    ops = [
+        op
+        for op in execution.logs.logged_ops(run, base.seq + 1, done)
+        if op.kind not in _STATELESS
+        and (op.kind is not OpKind.SAVE or weights.is_lost(WeightsRef(op.request_id)))
+    ]
+    ops = _from_last_load(ops)
+    cuts = engine.cut_pieces
+    for group in _cycles(ops):
+        bodies = _bodies(execution, group)
+        outputs = _replay(
+            engine, execution, weights, group, bodies, exact=exact, cuts=cuts, between=between
+        )
+        for op, body in zip(group, bodies, strict=True):
+            output = outputs.get((op.run, op.seq))
+            if isinstance(output, SaveOutput):
+                saved = saved_of(SaveRequest.parse(body), output)
+                weights.put_again(WeightsRef(op.request_id), saved)
+    return len(ops)
+
+
+def _from_last_load(ops: list[QueuedOp]) -> list[QueuedOp]:
+    """Leave out what a load wiped out, but for what made the run and saves that are still owed.
+
+    A load that failed is none: its commit left only its place in the log.
+    """
+    kinds = [op.kind for op in ops]
+    owed = kinds.index(OpKind.SAVE) if OpKind.SAVE in kinds else len(ops)
+    start = max((at for at in range(owed) if kinds[at] is OpKind.LOAD), default=0)
+    return [op for op in ops[:start] if op.seq == 0] + ops[start:]
+
+
+def _cycles(ops: Sequence[QueuedOp]) -> Iterator[list[QueuedOp]]:
+    """Cut a log into what one engine cycle may hold: passes, an optimizer step, saves and loads."""
+    group: list[QueuedOp] = []
+    for op in ops:
+        if group and group[-1].kind in _LAST and op.kind not in _TAIL:
+            yield group
+            group = []
+        group.append(op)
+    if group:
+        yield group
+
+
+def _bodies(execution: Execution, group: Sequence[QueuedOp]) -> list[bytes]:
+    bodies = []
+    for op, body in zip(group, execution.bodies(group), strict=True):
+        if body is None:
+            raise SpoolCorrupt(f"The body of {op.request_id} is gone.")
+        bodies.append(body)
+    return bodies
+
+
+def _replay(
+    engine: Engine,
+    execution: Execution,
+    weights: WeightsStore,
+    group: Sequence[QueuedOp],
+    bodies: Sequence[bytes],
+    *,
+    exact: bool,
+    cuts: int,
+    between: Callable[[], None] | None,
+) -> Mapping[tuple[str, int], Output]:
+    """Run a part of the log; bits count as long as `cuts` is how often memory ran out so far."""
+    runnable: list[Op] = []
+    for op, body in zip(group, bodies, strict=True):
+        request = engine_op(op, body, weights)
+        if not isinstance(request, Failure):
+            runnable.append(request)
+        elif request.category == "server":  # it ran once, so it does not fail by itself
+            raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
+    outputs = engine.run(runnable, between).outputs
+    exact = exact and engine.cut_pieces == cuts
+    for op in group:
+        stored = execution.logs.stored_result(op)
+        output = outputs.get((op.run, op.seq))
+        if stored is None or output is None or isinstance(output, SaveOutput):
+            continue  # expired, or an op that never ran, or one whose result holds no numbers
+        if not _same(stored, result_of(op, output, cycle=0), exact=exact):
+            raise ReplayDiverged(f"Run {op.run}: replaying seq {op.seq} gave another result.")
+    return outputs
+
+
+def _same(stored: Result, replayed: Result, *, exact: bool) -> bool:
+    """Compare two results but for the cycle they ran in; on CUDA another mix moves the last bits."""
+    if stored.kind != replayed.kind:
+        return False
+    tolerance = 0.0 if exact else 1e-2
+    if stored.kind is not ResultKind.PASS:
+        return _same_metrics(_json_metrics(stored), _json_metrics(replayed), tolerance)
+    before = wire_pb2.ForwardBackwardOutput.FromString(stored.payload)
+    after = wire_pb2.ForwardBackwardOutput.FromString(replayed.payload)
+    metrics_agree = _same_metrics(dict(before.metrics), dict(after.metrics), tolerance)
+    return metrics_agree and _same_logprobs(_logprobs(before), _logprobs(after), tolerance)
+
+
+def _logprobs(output: wire_pb2.ForwardBackwardOutput) -> np.ndarray:
+    records = [record.fields["logprobs"].data for record in output.loss_fn_outputs]
+    return np.frombuffer(b"".join(records), "<f4")
+
+
+def _same_logprobs(before: np.ndarray, after: np.ndarray, tolerance: float) -> bool:
+    return before.shape == after.shape and np.allclose(
+        before, after, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
+def _json_metrics(result: Result) -> dict[str, float]:
+    metrics: dict[str, float] = result.json().get("metrics", {})
+    return metrics
+
+
+def _same_metrics(before: dict[str, float], after: dict[str, float], tolerance: float) -> bool:
+    names = (before.keys() | after.keys()) - {CYCLE_METRIC}
+    return all(
+        name in before
+        and name in after
+        and math.isclose(before[name], after[name], rel_tol=tolerance, abs_tol=tolerance)
+        for name in names
+    )

@@ -1,0 +1,248 @@
+"""Keep the runs of one worker recoverable: restore them, copy them out, let them go.
+
+Copies are taken between cycles (a copy to host memory) and written by a background thread, so that
+training never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_store.disk.durable_files import make_folder
+from cotrain_store.failpoints import failpoint
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import OpKind
+from cotrain_workers.recovery.orphan_sweep import Sweep
+from cotrain_workers.recovery.replay import has_other_numerics, restore
+from cotrain_workers.recovery.rollback import roll_back
+from cotrain_workers.recovery.snapshot_file import Snapshot, remove_snapshots, write_snapshot
+from cotrain_workers.recovery.snapshot_policy import Debt, may_leave, needs_snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain_store.messages.ops import Step
+    from cotrain_store.oplog.execution import Execution
+    from cotrain_store.settings.worker import WorkerSettings
+    from cotrain_workers.checkpoints.weights_store import WeightsStore
+    from cotrain_workers.engine.adapters.bank import StateCopy
+    from cotrain_workers.engine.engine import Engine
+
+log = structlog.get_logger()
+
+#: Copies in host memory that wait for the disk, at most.
+COPIES_AT_ONCE = 4
+
+
+class Keeper:
+    """Owns which runs are in the engine's memory, and their recovery copies."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        execution: Execution,
+        weights: WeightsStore,
+        settings: WorkerSettings,
+        *,
+        exact: bool,
+    ) -> None:
+        self._engine = engine
+        self._execution = execution
+        self._weights = weights
+        self._settings = settings
+        self._exact = exact
+        self._debts: dict[RunId, Debt] = {}
+        self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._sweep = Sweep(execution, settings)
+        make_folder(settings.snapshots_dir)
+
+    @property
+    def runs(self) -> int:
+        """How many runs are in memory."""
+        return len(self._debts)
+
+    def ensure(self, run: RunId, between: Callable[[], None] | None = None) -> int:
+        """Have a run in the engine, restored if need be; return how many ops were replayed.
+
+        `between` is called after each micro-batch of the replay.
+
+        Raises:
+            ReplayDiverged, SpoolCorrupt: the run cannot go on.
+        """
+        if run in self._debts:
+            return 0
+        self._await_copy(run)
+        self._weights.recall()
+        restored = restore(
+            self._engine,
+            self._execution,
+            self._weights,
+            self._settings.snapshots_dir,
+            run,
+            exact=self._exact,
+            between=between,
+        )
+        position = restored.position
+        debt = Debt(position.done, ops=restored.replayed, used_at=time.monotonic())
+        debt.entries = position.done - position.snap
+        if has_other_numerics(self._engine, position):
+            debt.compute_s = math.inf  # copy it out at once: a log mixes no numerics
+        if not restored.from_newest:
+            debt.ops, debt.compute_s = max(1, debt.ops), math.inf  # and for want of a good copy
+        self._debts[run] = debt
+        return restored.replayed
+
+    def roll_back(self, run: RunId) -> bool:
+        """Let a run whose newest state is lost go on from its newest checkpoint; False if it has none.
+
+        It is not in memory then: `ensure` brings it back.
+        """
+        self.forget_state(run)
+        self._writing.pop(run, None)  # of the lost state, and late: the log holds an owed save
+        return roll_back(
+            self._engine, self._execution, self._weights, self._settings.snapshots_dir, run
+        )
+
+    def done(self, run: RunId) -> int:
+        """Name the last seq whose effect is in memory; -1 for a run that is not there."""
+        debt = self._debts.get(run)
+        return debt.seq if debt else -1
+
+    def forget_state(self, run: RunId) -> None:
+        """Drop a run from memory, so that `ensure` brings it back from its log."""
+        self._engine.drop(run)
+        self._debts.pop(run, None)
+
+    def committed(self, step: Step, compute_s: float) -> None:
+        """Count a committed step; copy out the runs whose log has grown long."""
+        now = time.monotonic()
+        tokens = sum(op.tokens for op in step.ops) or 1
+        for op in step.ops:
+            debt = self._debts.get(op.run)
+            if debt is None:
+                continue
+            if op.kind in (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED):
+                debt.pass_by(op.seq, now)
+            else:
+                debt.add(op.seq, op.size, compute_s * op.tokens / tokens, now)
+        self.tend()
+
+    def tend(self) -> None:
+        """Do what is due between cycles: register finished copies, start new ones, let runs go."""
+        now = time.monotonic()
+        self._register_finished()
+        for run, debt in list(self._debts.items()):
+            if needs_snapshot(debt, self._settings, now):
+                self._copy_out(run, debt)
+            elif may_leave(debt, self._settings, now) and run not in self._writing:
+                self.forget_state(run)
+                log.info("run_left_memory", run=run)
+        for name in self._engine.runs_over_budget():
+            self._let_go(RunId(name))
+        for run in self._execution.runs_to_drop():
+            if run not in self._writing and self._execution.forget(run):
+                self.forget_state(run)
+                remove_snapshots(self._settings.snapshots_dir, run)
+                log.info("run_dropped", run=run)
+        self._sweep.tend(now, self._writing)
+
+    def drain(self, deadline_s: float) -> None:
+        """Copy out every run that changed, so that the next start has nothing to replay."""
+        until = time.monotonic() + deadline_s
+        for run, debt in sorted(self._debts.items(), key=lambda item: -item[1].compute_s):
+            if debt.ops:
+                while self._is_busy and time.monotonic() < until:
+                    self._wait_for_one(until)
+                self._copy_out(run, debt)
+        self.await_writes(until)
+        self._register_finished()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def await_writes(self, until: float) -> None:
+        """Wait for the copies that are being written, until a time of the monotonic clock."""
+        wait(self._unwritten, max(0.0, until - time.monotonic()))
+
+    @property
+    def _unwritten(self) -> list[Future[tuple[Snapshot, float]]]:
+        return [writing for _, writing in self._writing.values() if not writing.done()]
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the disk is behind: each copy that waits for it takes a run's size of memory."""
+        return len(self._unwritten) >= COPIES_AT_ONCE
+
+    def _wait_for_one(self, until: float) -> None:
+        wait(self._unwritten, max(0.0, until - time.monotonic()), return_when=FIRST_COMPLETED)
+
+    def _await_copy(self, run: RunId) -> None:
+        """Have a run's copy registered that is being written: it may be its newest state."""
+        if run in self._writing:
+            wait([self._writing[run][1]])
+            self._register_finished()
+
+    def _let_go(self, run: RunId) -> None:
+        """Drop a run for which there is no host memory, as soon as a copy holds all of it."""
+        debt = self._debts.get(run)
+        if debt is None or run in self._writing:
+            return
+        if debt.ops:
+            self._copy_out(run, debt)
+        else:
+            self.forget_state(run)
+            log.info("run_left_memory", run=run, reason="host_bytes")
+
+    def _copy_out(self, run: RunId, debt: Debt) -> None:
+        if run in self._writing or self._is_busy or not self._engine.has(run):
+            return
+        copy = self._engine.copy_out(run)
+        numerics = self._engine.facts.numerics_id
+        folder, writer = self._settings.snapshots_dir, self._execution.writer
+        writing = self._writer.submit(_write, folder, run, debt.seq, writer, numerics, copy)
+        self._writing[run] = (debt.seq, writing)
+        self._debts[run] = Debt(seq=debt.seq, used_at=debt.used_at, copy_s=debt.copy_s)
+
+    def _register_finished(self) -> None:
+        for run, (seq, writing) in list(self._writing.items()):
+            owed = self._weights.unstored(run)
+            if not writing.done() or (owed is not None and owed <= seq):
+                continue  # the log makes the weights of a save again until they are on disk
+            try:
+                snapshot, copy_s = writing.result()
+            except OSError as failed:
+                del self._writing[run]
+                log.error("snapshot_failed", run=run, reason=str(failed))
+                if run in self._debts:
+                    self._debts[run].ops += 1  # still owed
+                continue
+            failpoint("snapshot.before_register", run)
+            registered = self._execution.register_snapshot(run, seq, snapshot.file, snapshot.sha256)
+            # Only now: while Redis is away it stays finished and unregistered.
+            del self._writing[run]
+            if run in self._debts:
+                self._debts[run].copy_s = copy_s
+            if registered:
+                failpoint("snapshot.registered", run)
+                self._keep_two(run)
+                log.info("snapshot_registered", run=run, seq=seq, size=snapshot.size)
+
+    def _keep_two(self, run: RunId) -> None:
+        position = self._execution.logs.position(run)
+        if position:
+            keep = frozenset({position.snapshot_file, position.older_file})
+            remove_snapshots(self._settings.snapshots_dir, run, keep)
+
+
+def _write(
+    folder: Path, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopy
+) -> tuple[Snapshot, float]:
+    """Write a snapshot once its state has arrived; return it and how long that took, in s."""
+    began = time.perf_counter()
+    snapshot = write_snapshot(folder, run, seq, writer, numerics_id, copy.state())
+    return snapshot, time.perf_counter() - began

@@ -1,0 +1,82 @@
+"""When a disk was lost with a run's newest state: go on from the newest checkpoint that can be read.
+
+Never silent. The run's `weights_epoch` grows, and what its client had sent for the lost state fails and
+says so; what it sends from then on runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from cotrain_store.failpoints import failpoint
+from cotrain_store.messages.ids import seq_of
+from cotrain_store.messages.runs import RunState
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.decoding.requests import WeightsGone
+from cotrain_workers.recovery.snapshot_file import write_snapshot
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.weights import CheckpointRecord
+    from cotrain_store.oplog.execution import Execution
+    from cotrain_workers.checkpoints.weights_store import WeightsStore
+    from cotrain_workers.engine.engine import Engine
+
+log = structlog.get_logger()
+
+
+def roll_back(
+    engine: Engine, execution: Execution, weights: WeightsStore, snapshots: Path, run: RunId
+) -> bool:
+    """Make the state of a run's newest readable checkpoint its state as of `done`; False for none.
+
+    Twice is harmless: the second finds a snapshot that can be read, and is not asked for.
+
+    Raises:
+        OSError: the snapshot cannot be written now.
+        Fenced: another worker took this one's place.
+    """
+    position = execution.logs.position(run)
+    if position is None or position.state is RunState.FAILED:
+        return False
+    for checkpoint in execution.logs.checkpoints(run):
+        if seq_of(checkpoint.weights) > position.done:
+            continue
+        try:
+            state = state_of(weights, checkpoint)
+        except WeightsGone:
+            continue
+        numerics = engine.facts.numerics_id
+        snapshot = write_snapshot(snapshots, run, position.done, execution.writer, numerics, state)
+        failpoint("worker.before_rollback", run)
+        weights_epoch = execution.roll_back(checkpoint, snapshot.file, snapshot.sha256)
+        failpoint("worker.after_rollback", run)
+        log.error(
+            "run_rolled_back", run=run, checkpoint=checkpoint.path, weights_epoch=weights_epoch
+        )
+        return True
+    return False
+
+
+def state_of(weights: WeightsStore, checkpoint: CheckpointRecord) -> AdapterState:
+    """Read a checkpoint as the state it was made of; a gradient that waited then is not in it.
+
+    Raises:
+        WeightsGone: a file of it is missing or damaged.
+    """
+    adapter, optimizer = weights.host(checkpoint.weights), weights.optimizer(checkpoint.weights)
+    zeros = torch.zeros_like(adapter.flat)
+    return AdapterState(
+        adapter.spec,
+        adapter.flat,
+        grads=zeros,
+        m=optimizer.m if optimizer else zeros,
+        v=optimizer.v if optimizer else zeros,
+        step=optimizer.step if optimizer else 0,
+        grads_pending=False,
+    )

@@ -1,0 +1,62 @@
+"""Decide when a run needs a recovery copy, and when it may leave memory. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cotrain_store.settings.worker import WorkerSettings
+
+#: A log longer than this is cut however cheap its replay: a run that only evaluates would otherwise
+#: keep a line for every forward it ever asked for.
+LOG_ENTRIES = 4_096
+#: For every second of writing copies of a run, at least so many of training it.
+COPY_SHARE = 10.0
+
+
+@dataclass
+class Debt:
+    """What would have to be done again for one run if this worker died now."""
+
+    seq: int
+    """The last committed seq: what a copy taken now would cover."""
+    ops: int = 0
+    bytes: int = 0
+    compute_s: float = 0.0
+    used_at: float = 0.0
+    entries: int = 0
+    """Places in the log since the last copy, those included that changed nothing."""
+    copy_s: float = 0.0
+    """What the last copy took to write."""
+
+    def add(self, seq: int, size: int, compute_s: float, now: float) -> None:
+        """Count one committed op."""
+        self.pass_by(seq, now)
+        self.ops += 1
+        self.bytes += size
+        self.compute_s += compute_s
+
+    def pass_by(self, seq: int, now: float) -> None:
+        """Count one committed op that changed nothing."""
+        self.seq, self.used_at = seq, now
+        self.entries += 1
+
+
+def needs_snapshot(debt: Debt, settings: WorkerSettings, now: float) -> bool:
+    """Tell whether replaying would take too long, too much room, or the run is at rest."""
+    if debt.entries >= LOG_ENTRIES:
+        return True
+    if not debt.ops:
+        return False
+    return (
+        debt.compute_s >= max(settings.snapshot_debt_s, COPY_SHARE * debt.copy_s)
+        or debt.ops >= settings.snapshot_debt_ops
+        or debt.bytes >= settings.snapshot_debt_bytes
+        or now - debt.used_at >= settings.snapshot_idle_s
+    )
+
+
+def may_leave(debt: Debt, settings: WorkerSettings, now: float) -> bool:
+    """Tell whether a run has rested so long, with nothing to replay, that memory can be freed."""
+    return not debt.ops and now - debt.used_at >= settings.evict_idle_s

@@ -1,0 +1,81 @@
+"""Turn claimed sample requests into what a decoder runs, and its outputs into results."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cotrain_store.bodies.sample_body import encode_sample_output
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_workers.engine.decoding.requests import SampleRequest
+from cotrain_workers.engine.ops import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cotrain_store.bodies.sample_body import SampleBody
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.sampling.claims import ClaimedSample
+    from cotrain_workers.engine.decoding.requests import SampleOutput
+
+
+def sample_request(
+    claimed: ClaimedSample, body: SampleBody, end_of_sequence: Iterable[int]
+) -> SampleRequest:
+    """Fill in what the client left to the server.
+
+    A request without a seed gets one from its id, so that one that runs again after a crash gives the
+    same tokens.
+    """
+    tokens, strings = _stops(body.stop, end_of_sequence)
+    return SampleRequest(
+        id=claimed.request,
+        weights=claimed.weights,
+        prompt=np.array(body.prompt, np.int64),
+        num_samples=body.num_samples,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        seed=seed_of(claimed.request) if body.seed is None else body.seed,
+        stop_tokens=tokens,
+        stop_strings=strings,
+        prompt_logprobs=body.prompt_logprobs,
+        topk_prompt_logprobs=body.topk_prompt_logprobs,
+        topk_sample_logprobs=body.topk_sample_logprobs,
+        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
+        target_prompt_logprobs=_targets(body),
+        tenant=claimed.tenant,
+    )
+
+
+def seed_of(request: RequestId) -> int:
+    """Derive 63 bits from a request's id."""
+    return int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "big") >> 1
+
+
+def sample_result(output: SampleOutput | Failure) -> Result:
+    """Encode what a sample request resolves to."""
+    if isinstance(output, Failure):
+        return Result.failed(output.message, output.category)
+    return Result(ResultKind.SAMPLE, encode_sample_output(output))
+
+
+def _targets(body: SampleBody) -> np.ndarray | None:
+    rows = body.target_prompt_logprobs
+    if rows is None:
+        return None
+    return np.array(rows, np.int64).reshape(len(rows), len(rows[0]) if rows else 0)
+
+
+def _stops(
+    stop: tuple[str, ...] | tuple[int, ...] | None, end_of_sequence: Iterable[int]
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """None stops at the model's own end of sequence, nothing stops at nothing, else both stop."""
+    if stop == ():
+        return frozenset(), ()
+    given = stop or ()
+    tokens = frozenset(one for one in given if isinstance(one, int))
+    return tokens | frozenset(end_of_sequence), tuple(one for one in given if isinstance(one, str))

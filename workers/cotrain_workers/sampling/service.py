@@ -1,0 +1,269 @@
+"""Between Redis and the decoder: claim sample requests, decode, answer.
+
+No more is claimed than the decoder can soon begin: what waits, waits in Redis, where tenants take
+turns and a cancelled request is simply gone. A claimed request that gets no answer here (this process
+dies, or drains) runs again, here or elsewhere, and gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_store.failpoints import failpoint
+from cotrain_store.messages.ids import RequestId
+from cotrain_store.messages.samples import SampleUsage
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.sampling.token_stream import StreamedTokens
+from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.ops import Failure
+from cotrain_workers.recovery.bisection import CRASHED, MAX_DEATHS, POISON
+from cotrain_workers.sampling.codec import sample_request, sample_result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cotrain_store.messages.results import Result
+    from cotrain_store.sampling.claims import ClaimedSample, Sampling
+    from cotrain_store.sampling.token_stream import TokenPublisher
+    from cotrain_workers.checkpoints.weights_store import WeightsStore
+    from cotrain_workers.engine.decoding.requests import Decoder, NewTokens, Progress, SampleRequest
+
+log = structlog.get_logger()
+
+#: Requests held here and not yet begun: enough to fill the batch of the next steps.
+AHEAD = 16
+#: Results that could not be written (a full disk, most likely) are tried again after so long.
+RETRY_S = 1.0
+UNREADABLE = Failure("Internal error: this request could not be read back.", "server")
+GONE = Failure("The weights of this sampler are lost; save them again.", "server")
+
+
+class SamplingService:
+    """Runs a worker's share of its pool's sample requests. For one thread."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        make_decoder: Callable[[], Decoder],
+        sampling: Sampling,
+        weights: WeightsStore,
+        publisher: TokenPublisher,
+        end_of_sequence: Iterable[int],
+    ) -> None:
+        """`make_decoder` replaces the decoder after a step of it failed."""
+        self._decoder = decoder
+        self._make_decoder = make_decoder
+        self._sampling = sampling
+        self._weights = weights
+        self._publisher = publisher
+        self._end_of_sequence = frozenset(end_of_sequence)
+        self._running: dict[str, SampleRequest] = {}
+        self._suspects: deque[SampleRequest] = deque()
+        self._arrived: deque[ClaimedSample] = deque()
+        self._finished: dict[RequestId, Result] = {}
+        self._streamed: set[str] = set()
+        self._uncounted: Counter[str] = Counter()
+        self._usage: dict[RequestId, SampleUsage] = {}
+        self._in_doubt = False
+        self._answer_at = 0.0
+        self.waiting = 0
+        """How many of the claimed requests had not begun after the last step."""
+
+    @property
+    def running(self) -> int:
+        """How many claimed requests have no answer yet. Other threads may ask, here and below."""
+        return len(self._running) + len(self._suspects) + len(self._arrived)
+
+    def advance(self) -> bool:
+        """Do one decode step and what goes with it; False when there was nothing to decode.
+
+        Raises what a lost connection raises. Nothing is lost by it: the next call goes on.
+        """
+        self._answer()
+        self._cancel()
+        self._take()
+        worked = self._decoder.busy and self._step()
+        self.waiting = self._decoder.waiting + len(self._suspects) + len(self._arrived)
+        self._answer()
+        return worked
+
+    def drain(self) -> None:
+        """Answer what has ended, and give the rest back to the queue: nobody works on it here any more."""
+        self._answer()
+        for request in self._running:
+            self._decoder.cancel(request)
+        self._sampling.give_back()
+
+    def forget(self, weights: Iterable[str]) -> None:
+        """Drop device copies of weights that nobody can ask for any more."""
+        for key in weights:
+            self._decoder.drop_weights(key)
+
+    def _take(self) -> None:
+        """Keep the decoder supplied; while there are suspects, run them one at a time."""
+        if not self._suspects:
+            self._arrived.extend(self._claim(AHEAD - self._decoder.waiting - len(self._arrived)))
+        self._admit_arrived()
+        if self._suspects and not self._running:
+            self._sampling.risk(RequestId(self._suspects[0].id))
+            self._begin(self._suspects.popleft())
+
+    def _claim(self, most: int) -> list[ClaimedSample]:
+        """Claim requests, leaving out those that are here already.
+
+        A claim whose answer was lost may have happened, so everything is given back and claimed again.
+        """
+        if most <= 0 or self._finished:  # nothing more while answers cannot be stored
+            return []
+        if self._in_doubt:
+            self._sampling.give_back()
+        try:
+            claimed = self._sampling.claim(most)
+            if claimed:
+                failpoint("sample.claimed", (one.request for one in claimed))
+        except CONNECTION_LOST:
+            self._in_doubt = True
+            raise
+        self._in_doubt = False
+        held = {request.id for request in self._suspects} | self._running.keys()
+        held |= {arrived.request for arrived in self._arrived}
+        return [one for one in claimed if one.request not in held]
+
+    def _admit_arrived(self) -> None:
+        """Begin what was claimed, but for what must wait until a replay has made its weights again."""
+        waiting: list[ClaimedSample] = []
+        try:
+            while self._arrived:
+                claimed, ref = self._arrived[0], self._arrived[0].weights
+                if ref and self._weights.is_known(ref) and self._weights.is_lost(ref):
+                    waiting.append(claimed)
+                else:
+                    self._admit(claimed)
+                self._arrived.popleft()
+        finally:  # a lost connection leaves the rest where it is
+            self._arrived.extend(waiting)
+
+    def _admit(self, claimed: ClaimedSample) -> None:
+        ref = claimed.weights
+        if claimed.body is None:
+            self._finish(claimed.request, UNREADABLE)
+        elif claimed.deaths >= MAX_DEATHS:
+            self._finish(claimed.request, POISON)
+        elif ref and not self._weights.is_known(ref):
+            self._finish(claimed.request, GONE)
+        else:
+            request = sample_request(claimed, claimed.body, self._end_of_sequence)
+            if claimed.body.stream:
+                self._streamed.add(request.id)
+            if claimed.starts >= MAX_DEATHS:
+                log.warning("request_runs_alone", request=request.id, starts=claimed.starts)
+                self._suspects.append(request)
+            else:
+                self._begin(request)
+
+    def _begin(self, request: SampleRequest) -> None:
+        reason = self._decoder.refuse(request)
+        if reason:
+            self._finish(request.id, Failure(reason, "user"))
+        else:
+            self._running[request.id] = request
+            self._decoder.add(request)
+
+    def _step(self) -> bool:
+        try:
+            progress = self._decoder.step()
+        except Exception:  # the guilty request, whatever it did, is found and fails alone
+            log.exception("decode_failed", requests=sorted(self._running))
+        else:
+            self._note(progress)
+            return bool(progress.finished or progress.decoded_tokens or progress.prompt_tokens)
+        self._suspect_all()  # here the exception is gone, and with it what its frames held
+        return True
+
+    def _suspect_all(self) -> None:
+        """Begin anew: the one that was running alone fails, several are run again one by one."""
+        running, self._running = list(self._running.values()), {}
+        if len(running) == 1:
+            self._finish(running[0].id, CRASHED)
+        else:
+            self._suspects.extend(running)
+        del self._decoder  # its memory must be free before the next one takes its own
+        self._decoder = self._make_decoder()
+
+    def _note(self, progress: Progress) -> None:
+        self._uncounted["sampled_tokens"] += progress.decoded_tokens
+        self._publish([new for new in progress.tokens if new.request in self._streamed])
+        for request, output in progress.finished:
+            self._finish(request, output)
+
+    def _publish(self, tokens: Sequence[NewTokens]) -> None:
+        events: dict[str, list[StreamedTokens]] = {}
+        for new in tokens:
+            event = StreamedTokens(new.sequence, new.offset, new.tokens, new.logprobs)
+            events.setdefault(new.request, []).append(event)
+        # Whoever listens fills a hole from the result.
+        with contextlib.suppress(*CONNECTION_LOST):
+            for request, its in events.items():
+                self._publisher.publish(RequestId(request), its)
+
+    def _finish(self, request: str, output: SampleOutput | Failure) -> None:
+        if isinstance(output, SampleOutput):
+            used = usage_of(self._running[request], output)
+            self._uncounted["prompt_tokens"] += used.prompt_tokens
+            self._uncounted["cached_prompt_tokens"] += used.cached_tokens
+            self._usage[RequestId(request)] = used
+        else:
+            reason = output.message if output.category == "server" else None
+            log.warning(
+                "request_failed", request=request, kind="sample", category=output.category,
+                reason=reason,
+            )  # fmt: skip
+        self._uncounted["sample_requests"] += 1
+        self._leave(request)
+        self._finished[RequestId(request)] = sample_result(output)
+
+    def _leave(self, request: str) -> None:
+        self._running.pop(request, None)
+        self._streamed.discard(request)
+
+    def _cancel(self) -> None:
+        """Stop the requests here that their clients no longer want."""
+        if not self.running:
+            return
+        for request in self._sampling.cancelled():
+            self._decoder.cancel(request)
+            self._suspects = deque(one for one in self._suspects if one.id != request)
+            self._arrived = deque(one for one in self._arrived if one.request != request)
+            self._leave(request)
+            self._finished[request] = CANCELLED
+
+    def _answer(self) -> None:
+        """Store the results there are; while Redis is away, or the disk full, they are kept."""
+        if not self._finished or time.monotonic() < self._answer_at:
+            return
+        failpoint("sample.before_resolve", self._finished)
+        try:
+            self._sampling.resolve(self._finished, self._uncounted, self._usage)
+        except OSError as full:
+            log.error("results_not_written", reason=str(full))
+            self._answer_at = time.monotonic() + RETRY_S
+            return
+        failpoint("sample.after_resolve", self._finished)
+        self._finished.clear()
+        self._uncounted.clear()
+        self._usage.clear()
+
+
+def usage_of(request: SampleRequest, output: SampleOutput) -> SampleUsage:
+    """Count what a request took."""
+    return SampleUsage(
+        prompt_tokens=len(request.prompt),
+        cached_tokens=output.cached_prompt_tokens,
+        sampled_tokens=sum(len(sequence.tokens) for sequence in output.sequences),
+    )

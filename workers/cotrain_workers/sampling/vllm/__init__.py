@@ -1,0 +1,1 @@
+"""A vLLM server as the sampler: its protocol, and whether its answers are right."""

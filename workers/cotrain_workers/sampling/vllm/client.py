@@ -1,0 +1,167 @@
+"""The HTTP API of a vLLM server: one method per route, and what each way to fail means."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from cotrain_workers.sampling.vllm.protocol import Completion, parse_completion
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# A generation answers when it ends, however long it takes; a server that is gone is noticed by the
+# keep-alive of the connection within a minute, and one that hangs after this.
+TIMEOUT = httpx.Timeout(connect=10.0, write=60.0, read=3600.0, pool=None)
+KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+        if hasattr(socket, name)  # not on every system
+    ),
+]
+_MESSAGE_CHARACTERS = 500
+
+
+class VllmError(Exception):
+    """A vLLM server did not do what it was asked."""
+
+
+class VllmAway(VllmError):
+    """Nobody answers, or nobody who can serve; the same request may succeed later."""
+
+    def __init__(self, reason: str, *, is_reached: bool) -> None:
+        """`is_reached`: it got the request before it failed, so the request may be the cause."""
+        super().__init__(reason)
+        self.is_reached = is_reached
+
+
+class VllmRefused(VllmError):
+    """It answers that this request is wrong, in its own words."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class AdapterUnknown(VllmError):
+    """It has no model of that name: it was restarted, or somebody unloaded the adapter."""
+
+
+class AdapterRefused(VllmError):
+    """It cannot load an adapter. The words may hold paths: for the log, never for a tenant."""
+
+
+class VllmServer:
+    """A client of one vLLM server; for one event loop."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # The number of connections is bounded by who calls.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers=headers,
+            timeout=TIMEOUT,
+            transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEP_ALIVE),
+        )
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._http.aclose()
+
+    async def version(self) -> str:
+        """Return its version; raises VllmRefused where it has none to tell."""
+        return str((await self._json("GET", "/version"))["version"])
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Return a card for the base model under each of its names, and for each adapter."""
+        return list((await self._json("GET", "/v1/models"))["data"])
+
+    async def complete(self, body: dict[str, Any]) -> Completion:
+        """Generate one sequence. Cancelling this aborts it on the server.
+
+        Raises:
+            VllmAway: or it gave up on the sequence.
+            VllmRefused: the request is wrong.
+            AdapterUnknown: its model is not loaded.
+        """
+        response = await self._send("POST", "/v1/completions", body)
+        if response.status_code == httpx.codes.NOT_FOUND:
+            raise AdapterUnknown(_message(response))
+        _raise_for(response)
+        completion = parse_completion(response.content)
+        if completion.choice["finish_reason"] not in ("stop", "length"):
+            raise VllmAway(f"aborted: {completion.choice['finish_reason']}", is_reached=True)
+        return completion
+
+    async def load(self, name: str, path: Path) -> None:
+        """Load the PEFT folder at `path`, as the server sees it. Twice is harmless.
+
+        Raises:
+            VllmAway: it may be loaded or not.
+            AdapterRefused: it cannot load it, or LoRA or its run-time updating is off.
+        """
+        body = {"lora_name": name, "lora_path": str(path)}
+        response = await self._send("POST", "/v1/load_lora_adapter", body)
+        if response.is_success or any(card["id"] == name for card in await self.models()):
+            return
+        # What the engine cannot load is answered 500 by some versions, as is that the engine is dead.
+        _raise_for(await self._send("GET", "/health"))
+        raise AdapterRefused(_message(response))
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter that no request uses. Twice is harmless."""
+        response = await self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        if response.is_server_error:
+            _raise_for(response)
+
+    async def can_load(self) -> bool:
+        """Tell whether the route to load adapters is there: an empty request is refused, not unknown."""
+        body = {"lora_name": "", "lora_path": ""}
+        response = await self._send("POST", "/v1/load_lora_adapter", body)
+        return response.status_code not in (
+            httpx.codes.NOT_FOUND,
+            httpx.codes.METHOD_NOT_ALLOWED,
+        )
+
+    async def _json(self, method: str, path: str) -> dict[str, Any]:
+        response = await self._send(method, path)
+        _raise_for(response)
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    async def _send(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> httpx.Response:
+        try:
+            return await self._http.request(method, path, json=body)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as away:
+            raise VllmAway(f"no connection: {away}", is_reached=False) from away
+        except httpx.TransportError as lost:
+            raise VllmAway(f"connection lost: {lost!r}", is_reached=True) from lost
+
+
+def _raise_for(response: httpx.Response) -> None:
+    """Raise VllmAway for what may pass, VllmRefused for what will not."""
+    status = response.status_code
+    if status in (408, 429) or response.is_server_error:
+        # The other ones come from a proxy before a server that is away or starts.
+        raise VllmAway(f"answered {status}: {_message(response)}", is_reached=status == 500)
+    if not response.is_success:
+        raise VllmRefused(status, _message(response))
+
+
+def _message(response: httpx.Response) -> str:
+    """Return what it says is wrong: `{"error": {"message": ...}}`, as older versions without `error`."""
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = response.text
+    if isinstance(answer, dict):
+        error = answer.get("error", answer)
+        answer = error.get("message", error) if isinstance(error, dict) else error
+    return str(answer)[:_MESSAGE_CHARACTERS]

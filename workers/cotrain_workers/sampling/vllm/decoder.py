@@ -1,0 +1,203 @@
+"""A decoder that is a vLLM server elsewhere: requests go out over HTTP, results are collected step by step.
+
+Everything that waits for the network runs in one thread with an event loop; the worker's thread puts
+requests in and takes results out, and never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import weakref
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import structlog
+
+from cotrain_workers.engine.decoding.requests import Progress, SampleOutput, WeightsGone
+from cotrain_workers.sampling.vllm.client import VllmServer
+from cotrain_workers.sampling.vllm.protocol import refusal
+from cotrain_workers.sampling.vllm.requests import BROKEN, GONE, VllmSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from pathlib import Path
+
+    from cotrain_workers.engine.decoding.requests import SampleRequest
+    from cotrain_workers.engine.ops import Failure
+    from cotrain_workers.engine.spec import Target
+
+    # Where an adapter's PEFT folder is, None while it is not written yet; raises WeightsGone.
+    FolderOf = Callable[[str], Path | None]
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+#: Adapters on the server at once: no more than `--max-cpu-loras` of vLLM.
+MAX_ADAPTERS = 32
+#: Sequences that the server is asked for at once; vLLM itself runs 256 by default and queues the rest.
+MAX_SEQUENCES = 256
+
+
+@dataclass
+class _Job:
+    request: SampleRequest
+    begun: threading.Event = field(default_factory=threading.Event)
+    answer: Future[SampleOutput | Failure] | None = None  # None: its weights have no folder yet
+
+
+class VllmDecoder:
+    """Implements `Decoder` with a vLLM server; used from one thread, like every decoder."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str,
+        base_model: str,
+        targets: Sequence[Target],
+        vocab_size: int,
+        shared: Path,
+        folder: FolderOf,
+        max_adapters: int = MAX_ADAPTERS,
+        max_sequences: int = MAX_SEQUENCES,
+    ) -> None:
+        """Return at once; whether the server can be used is found out, and logged, in the background.
+
+        The server must see `shared`, and the folders that `folder` names, under the same paths.
+        """
+        self._vocab_size = vocab_size
+        self._folder = folder
+        self._jobs: dict[str, _Job] = {}
+        self._answered: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._adapter_by_key: dict[str, str] = {}
+        server = VllmServer(url, api_key)
+        self._sampler = VllmSampler(
+            server,
+            base_model,
+            targets,
+            vocab_size,
+            shared.absolute(),  # the server has another working directory
+            max_adapters=max_adapters,
+            max_sequences=max_sequences,
+        )
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        thread.start()
+        # Nothing in the thread refers to the decoder, so that letting it go ends the thread.
+        self._end = weakref.finalize(self, _end, self._loop, thread, server)
+        self._run(self._sampler.ready())
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._jobs)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests the server has nothing of yet; all new ones while it is away."""
+        return sum(not job.begun.is_set() for job in self._jobs.values())
+
+    def refuse(self, request: SampleRequest) -> str | None:
+        """Return why this request can never run, or None."""
+        return refusal(request, self._vocab_size, self._sampler.facts)
+
+    def add(self, request: SampleRequest) -> None:
+        """Send a request on its way, as soon as the folder of its weights is written."""
+        job = self._jobs[request.id] = _Job(request)
+        self._begin(job)
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request; closing its connections makes the server abort it."""
+        job = self._jobs.pop(request_id, None)
+        if job and job.answer:
+            job.answer.cancel()
+
+    def step(self) -> Progress:
+        """Collect what was answered meanwhile; what waits for a folder is sent on its way."""
+        for job in [job for job in self._jobs.values() if job.answer is None]:
+            self._begin(job)
+        finished = []
+        for job in self._collect():
+            if self._jobs.get(job.request.id) is job:  # else it was cancelled
+                del self._jobs[job.request.id]
+                finished.append((job.request, _outcome(job)))
+        outputs = [
+            (request, output) for request, output in finished if isinstance(output, SampleOutput)
+        ]
+        return Progress(
+            finished=[(request.id, output) for request, output in finished],
+            tokens=(),  # nothing is streamed: a sequence arrives when it is whole
+            decoded_tokens=sum(
+                len(each.tokens) for _, output in outputs for each in output.sequences
+            ),
+            prompt_tokens=sum(
+                len(request.prompt) - output.cached_prompt_tokens for request, output in outputs
+            ),
+        )
+
+    def drop_weights(self, key: str) -> None:
+        """Have an adapter unloaded once unused, unless other weights have the same content."""
+        name = self._adapter_by_key.pop(key, None)
+        if name and name not in self._adapter_by_key.values():
+            self._run(self._sampler.adapters.drop(name))
+
+    def close(self) -> None:
+        """Abort everything and end the thread, as happens to a decoder that is let go. Twice is harmless."""
+        self._end()
+
+    def _begin(self, job: _Job) -> None:
+        key = job.request.weights
+        folder = None
+        if key is not None:
+            try:
+                folder = self._folder(key)
+            except WeightsGone:
+                job.answer = Future()
+                job.answer.set_result(GONE)
+                self._answered.put(job)
+                return
+            if folder is None:
+                return
+            folder = folder.absolute()
+            self._adapter_by_key[key] = folder.name
+        job.answer = self._run(self._sampler.answer(job.request, folder, job.begun))
+        answered = self._answered
+        job.answer.add_done_callback(lambda _: answered.put(job))
+
+    def _collect(self) -> Iterator[_Job]:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._answered.get_nowait()
+
+    def _run(self, work: Coroutine[None, None, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, server: VllmServer) -> None:
+    asyncio.run_coroutine_threadsafe(_abort_all(server), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def _abort_all(server: VllmServer) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await server.close()
+
+
+def _outcome(job: _Job) -> SampleOutput | Failure:
+    """Return what came of a request; whatever went wrong in the other thread, it alone fails of it."""
+    assert job.answer is not None
+    error = job.answer.exception()
+    if error:
+        log.error("vllm_request_failed", request=job.request.id, exc_info=error)
+        return BROKEN
+    return job.answer.result()

@@ -1,0 +1,216 @@
+"""Sample requests as bodies of vLLM's `/v1/completions`, and its answers as sample outputs.
+
+Every sequence is a request of its own with a seed of its own: vLLM's `n` would give sequence `i` the seed
+`seed + i`, which is sequence `i - 1` of a request seeded one higher.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cotrain_workers.engine.decoding.requests import (
+    NOT_COMPUTED_LOGPROB,
+    SampledSequence,
+    SampleOutput,
+    TopK,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_workers.engine.decoding.requests import SampleRequest
+
+    Row = Mapping[int, float]  # log-prob by token, at one position
+
+# What `return_tokens_as_token_ids` puts before each id: text would not name a token without doubt.
+_TOKEN = "token_id:"  # noqa: S105 - not a secret
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What the start-up check found out about a vLLM server."""
+
+    version: str
+    model: str  # the name that the base model is served under
+    context_tokens: int  # of prompt and continuation together
+    adapts_unembedding: bool  # whether LoRA on the unembedding takes effect
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer of `/v1/completions`: its only choice, and the prompt tokens it found in the cache."""
+
+    choice: Mapping[str, Any]
+    cached_prompt_tokens: int
+
+
+def refusal(request: SampleRequest, vocab_size: int, facts: ServerFacts | None) -> str | None:
+    """Return why vLLM can never run this request, or None; without facts, as far as is known."""
+    length = len(request.prompt)
+    if facts and length >= facts.context_tokens:
+        return (
+            f"The prompt has {length} tokens; the context holds {facts.context_tokens}, "
+            "one of them generated."
+        )
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if getattr(request, name) > vocab_size:
+            return f"{name} is {getattr(request, name)}; the vocabulary has {vocab_size} tokens."
+    targets = request.target_prompt_logprobs
+    if targets is not None and ((targets >= 0) & (targets != request.prompt[1:, None])).any():
+        return (
+            "target_prompt_logprobs: the vLLM sampler scores the prompt's own next tokens only; "
+            "use topk_prompt_logprobs, or a forward pass."
+        )
+    return None
+
+
+def completion_body(
+    request: SampleRequest, sequence: int, model: str, context_tokens: int
+) -> dict[str, Any]:
+    """Return the body that asks for one sequence; the first also scores the prompt.
+
+    Nothing is left to a default: vLLM fills what is missing from the model's `generation_config.json`,
+    and a missing `max_tokens` is 16. It generates one token even where none is wanted.
+    """
+    room = context_tokens - len(request.prompt)
+    body = {
+        "model": model,
+        "prompt": request.prompt.tolist(),
+        "n": 1,
+        "max_tokens": room if request.max_tokens is None else max(1, min(request.max_tokens, room)),
+        "temperature": request.temperature,
+        "top_k": request.top_k,
+        "top_p": request.top_p,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": sequence_seed(request.seed, sequence),
+        # The end-of-sequence tokens are among `stop_tokens` when they stop.
+        "ignore_eos": True,
+        "stop_token_ids": sorted(request.stop_tokens),
+        "stop": list(request.stop_strings),
+        "include_stop_str_in_output": True,
+        # Stop strings are looked for in the whole text.
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "logprobs": request.topk_sample_logprobs,
+        "return_tokens_as_token_ids": True,
+        "stream": False,
+    }
+    if request.tenant:
+        body["cache_salt"] = request.tenant  # else a hit tells one tenant what another has sent
+    if sequence == 0 and _scores_prompt(request):
+        body["prompt_logprobs"] = request.topk_prompt_logprobs
+    return body
+
+
+def sequence_seed(seed: int, sequence: int) -> int:
+    """Mix a request's seed with the number of a sequence into 63 bits."""
+    digest = hashlib.sha256(f"{seed}:{sequence}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def sample_output(request: SampleRequest, completions: Sequence[Completion]) -> SampleOutput:
+    """Put the answers to a request's sequences together, in order.
+
+    Raises KeyError, TypeError or ValueError if they are not what vLLM answers.
+    """
+    scores: list[Row] = []
+    if _scores_prompt(request):
+        scores = _prompt_rows(request, completions[0].choice["prompt_logprobs"])
+    last = _last_rows(request, scores)
+    k = request.topk_prompt_logprobs
+    return SampleOutput(
+        sequences=[_sequence(request, each.choice) for each in completions],
+        prompt_logprobs=_own_logprobs(request, last) if request.prompt_logprobs else None,
+        topk_prompt=_top_k(last, k) if k else None,
+        target_prompt_logprobs=_target_logprobs(request, scores),
+        cached_prompt_tokens=completions[0].cached_prompt_tokens,
+    )
+
+
+def _scores_prompt(request: SampleRequest) -> bool:
+    return (
+        request.prompt_logprobs
+        or request.topk_prompt_logprobs > 0
+        or request.target_prompt_logprobs is not None
+    )
+
+
+def _sequence(request: SampleRequest, choice: Mapping[str, Any]) -> SampledSequence:
+    k, until, answered = request.topk_sample_logprobs, request.max_tokens, choice["logprobs"]
+    tokens = [_token_id(token) for token in answered["tokens"]][:until]
+    rows = [
+        {_token_id(token): value for token, value in row.items()}
+        for row in (answered["top_logprobs"][:until] if k else ())
+    ]
+    return SampledSequence(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.array(answered["token_logprobs"][:until], np.float32),
+        stop_reason=choice["finish_reason"] if tokens else "length",
+        topk=_top_k(rows, k) if k else None,
+    )
+
+
+def _token_id(token: str) -> int:
+    if not token.startswith(_TOKEN):
+        raise ValueError(f"vLLM names a token {token!r}, not by its id")
+    return int(token.removeprefix(_TOKEN))
+
+
+def _prompt_rows(request: SampleRequest, answered: Sequence[Mapping[str, Any] | None]) -> list[Row]:
+    """Return the log-probs at each prompt position; none at the first."""
+    length = len(request.prompt)
+    if len(answered) != length:
+        raise ValueError(f"vLLM scored {len(answered)} tokens of a prompt of {length}")
+    scored = [
+        {int(token): entry["logprob"] for token, entry in (row or {}).items()}
+        for row in answered[1:]
+    ]
+    return [{}, *scored]
+
+
+def _last_rows(request: SampleRequest, rows: Sequence[Row]) -> Sequence[Row]:
+    """Empty the rows before the last N; the targets are asked for everywhere all the same."""
+    last_n = request.prompt_logprobs_last_n
+    hidden = 0 if last_n is None else max(0, len(rows) - last_n)
+    return [{}] * hidden + list(rows[hidden:])
+
+
+def _own_logprobs(request: SampleRequest, rows: Sequence[Row]) -> np.ndarray:
+    own = zip(rows, request.prompt.tolist(), strict=True)
+    return np.array([row.get(token, np.nan) for row, token in own], np.float32)
+
+
+def _top_k(rows: Sequence[Row], k: int) -> TopK:
+    """Return the `k` best of each row; vLLM adds the token itself to a row, whatever its rank."""
+    token_ids = np.zeros((len(rows), k), np.int32)
+    logprobs = np.full((len(rows), k), NOT_COMPUTED_LOGPROB, np.float32)
+    for at, row in enumerate(rows):
+        best = sorted(row.items(), key=lambda entry: (-entry[1], entry[0]))[:k]
+        for column, (token, logprob) in enumerate(best):
+            token_ids[at, column], logprobs[at, column] = token, logprob
+    return TopK(token_ids, logprobs)
+
+
+def _target_logprobs(request: SampleRequest, rows: Sequence[Row]) -> np.ndarray | None:
+    """Return `[P - 1, K]`; `refusal` let only the prompt's own tokens pass."""
+    targets = request.target_prompt_logprobs
+    if targets is None:
+        return None
+    own = _own_logprobs(request, rows)[1:, None]
+    return np.where(targets >= 0, own, np.float32(np.nan)).astype(np.float32)
+
+
+def parse_completion(content: bytes) -> Completion:
+    """Read an answer of `/v1/completions`; raises KeyError, TypeError or ValueError if it is none."""
+    answer = json.loads(content)
+    (choice,) = answer["choices"]
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return Completion(choice, details.get("cached_tokens") or 0)

@@ -1,0 +1,174 @@
+"""Sample requests answered by a vLLM server: retried while it is away, failed alone when it refuses them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_workers.checkpoints.peft_folder import CONFIG
+from cotrain_workers.engine.ops import Failure
+from cotrain_workers.sampling.vllm.adapters import VllmAdapters
+from cotrain_workers.sampling.vllm.client import (
+    AdapterRefused,
+    AdapterUnknown,
+    VllmAway,
+    VllmRefused,
+)
+from cotrain_workers.sampling.vllm.protocol import completion_body, refusal, sample_output
+from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, check_server
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from threading import Event
+
+    from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
+    from cotrain_workers.engine.spec import Target
+    from cotrain_workers.sampling.vllm.client import VllmServer
+    from cotrain_workers.sampling.vllm.protocol import Completion, ServerFacts
+
+log = structlog.get_logger()
+
+#: The first pause before another try, and the longest; each is twice the one before.
+PAUSE_S = (0.1, 5.0)
+#: A sequence over which the server failed so often, having begun it, is why it fails.
+TRIES = 8
+
+GONE = Failure("The sampler's weights are gone. Save them again.", "server")
+BROKEN = Failure("Internal error: the sampler failed on this request.", "server")
+NOT_LOADED = Failure("Internal error: the sampler could not load these weights.", "server")
+UNEMBEDDING = Failure(
+    "The sampler of this base model cannot apply LoRA on the unembedding. "
+    "Train with train_unembed=False to sample from it.",
+    "user",
+)
+
+
+class _Failed(Exception):
+    """A request fails, and no other."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class VllmSampler:
+    """Turns requests into sequences on one server; for one event loop."""
+
+    def __init__(
+        self,
+        server: VllmServer,
+        base_model: str,
+        targets: Sequence[Target],
+        vocab_size: int,
+        shared: Path,
+        *,
+        max_adapters: int,
+        max_sequences: int,
+    ) -> None:
+        self.facts: ServerFacts | None = None  # None while the server is away or not as it must be
+        self.adapters = VllmAdapters(server, max_adapters)
+        self._server = server
+        self._base_model = base_model
+        self._targets = targets
+        self._vocab_size = vocab_size
+        self._shared = shared
+        self._places = asyncio.Semaphore(max_sequences)
+        self._checking = asyncio.Lock()
+
+    async def answer(
+        self, request: SampleRequest, folder: Path | None, begun: Event
+    ) -> SampleOutput | Failure:
+        """Answer a request with the adapter in `folder`; set `begun` once the server has some of it."""
+        try:
+            await self._refuse(request, folder)
+            sequences = [
+                asyncio.create_task(self._sequence(request, number, folder, begun))
+                for number in range(request.num_samples)
+            ]
+            try:
+                return sample_output(request, await asyncio.gather(*sequences))
+            finally:
+                for sequence in sequences:  # of a request that failed or was cancelled
+                    sequence.cancel()
+        except _Failed as failed:
+            return failed.failure
+
+    async def ready(self) -> ServerFacts:
+        """Wait until the server passes the start-up check; while it does not, say why in the log."""
+        async with self._checking:
+            pause_s, last = PAUSE_S[0], ""
+            while self.facts is None:
+                try:
+                    self.facts = await check_server(
+                        self._server, self._base_model, self._targets, self._shared
+                    )
+                except (VllmAway, VllmUnusable) as problem:
+                    if str(problem) != last:
+                        last = str(problem)
+                        log.error("vllm_not_ready", reason=last)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, PAUSE_S[1])
+                else:
+                    log.info("vllm_ready", **vars(self.facts))
+            return self.facts
+
+    async def _refuse(self, request: SampleRequest, folder: Path | None) -> None:
+        facts = await self.ready()
+        reason = refusal(request, self._vocab_size, facts)
+        if reason:
+            raise _Failed(Failure(reason, "user"))
+        if folder and not facts.adapts_unembedding and _adapts_unembedding(folder):
+            raise _Failed(UNEMBEDDING)
+
+    async def _sequence(
+        self, request: SampleRequest, number: int, folder: Path | None, begun: Event
+    ) -> Completion:
+        """Generate one sequence, however often the server goes away meanwhile."""
+        async with self._places:
+            tries = 0
+            while tries < TRIES:
+                facts = await self.ready()
+                begun.set()
+                try:
+                    return await self._complete(request, number, folder, facts)
+                except VllmAway as away:
+                    tries += away.is_reached
+                    self.facts = None
+                except AdapterUnknown:
+                    tries += 1
+                    if folder:
+                        self.adapters.forget(folder.name)
+                    else:
+                        self.facts = None
+                await asyncio.sleep(min(PAUSE_S[0] * 2**tries, PAUSE_S[1]))
+        log.error("vllm_failed_on_request", request=request.id)
+        raise _Failed(BROKEN)
+
+    async def _complete(
+        self, request: SampleRequest, number: int, folder: Path | None, facts: ServerFacts
+    ) -> Completion:
+        holding = self.adapters.held(folder) if folder else nullcontext(facts.model)
+        try:
+            async with holding as model:
+                body = completion_body(request, number, model, facts.context_tokens)
+                return await self._server.complete(body)
+        except AdapterRefused as refused:
+            log.error("vllm_refuses_adapter", folder=str(folder), reason=str(refused))
+            raise _Failed(NOT_LOADED) from refused
+        except VllmRefused as refused:
+            if refused.status in (401, 403):  # the key is wrong by now, and no request's fault
+                raise VllmAway(str(refused), is_reached=False) from refused
+            raise _Failed(Failure(f"The sampler refused this: {refused}", "user")) from refused
+
+
+def _adapts_unembedding(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except FileNotFoundError as gone:
+        raise _Failed(GONE) from gone
+    return "lm_head" in config["target_modules"]

@@ -1,0 +1,187 @@
+"""The start-up check of a vLLM server: is everything there that sampling needs, and if not, what to change.
+
+It looks at what comes out rather than at settings: log-probs at two temperatures, and two small
+adapters that must be loaded from the shared folder and change what the model says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+import torch
+
+from cotrain_workers.checkpoints.peft_folder import write_folder
+from cotrain_workers.engine.adapters.bank import initial_weights
+from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.spec import AdapterSpec, plan_layout
+from cotrain_workers.sampling.vllm.client import (
+    AdapterRefused,
+    AdapterUnknown,
+    VllmAway,
+    VllmError,
+    VllmRefused,
+)
+from cotrain_workers.sampling.vllm.protocol import ServerFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from cotrain_workers.engine.spec import Target
+    from cotrain_workers.sampling.vllm.client import VllmServer
+
+log = structlog.get_logger()
+
+#: Far above what bf16 kernels differ by from one call to the next, far below what the probes change.
+NOISE = 0.05
+_PROMPT = list(range(1, 17))
+_BODY = AdapterSpec(rank=8, seed=0, train_mlp=False, train_unembed=False)
+_UNEMBEDDING = AdapterSpec(rank=8, seed=0, train_attn=False, train_mlp=False)
+
+
+class VllmUnusable(VllmError):
+    """A vLLM server answers, but not as sampling needs it; the message is for the operator."""
+
+
+async def check_server(
+    server: VllmServer, base_model: str, targets: Sequence[Target], shared: Path
+) -> ServerFacts:
+    """Find out whether a server can sample for this base model.
+
+    `shared` is a folder that both sides see under this path; two probe adapters are written there.
+
+    Raises:
+        VllmAway: it does not answer, or not yet.
+        VllmUnusable: it was started otherwise than docs/vllm.md says.
+    """
+    try:
+        card = base_card(base_model, await server.models())
+        version = await server.version()
+        await _check_logprobs(server, card["id"])
+        await _check_adapters(server, card["id"], base_model, targets, shared)
+        adapts = await _adapts_unembedding(server, card["id"], base_model, targets, shared)
+        return ServerFacts(version, card["id"], int(card["max_model_len"]), adapts)
+    except VllmRefused as refused:
+        hint = " Is COTRAIN_VLLM_API_KEY the key it was started with?" * (refused.status == 401)
+        raise VllmUnusable(f"vLLM answers {refused.status}: {refused}.{hint}") from refused
+    except AdapterUnknown as unknown:  # another worker's check has just unloaded the same probe
+        raise VllmAway(f"lost a probe: {unknown}", is_reached=False) from unknown
+    except (KeyError, TypeError, ValueError) as strange:
+        raise VllmUnusable(f"This is no vLLM that cotrain knows: {strange!r}.") from strange
+    except OSError as unwritten:
+        raise VllmUnusable(f"No adapter can be written to {shared}: {unwritten}.") from unwritten
+
+
+def base_card(base_model: str, cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Find the card of the base model; raises VllmUnusable if the server has another one."""
+    bases = [card for card in cards if not card.get("parent")]
+    for card in bases:
+        if base_model in (card["id"], card.get("root")):
+            return card
+    names = ", ".join(str(card["id"]) for card in bases) or "nothing"
+    raise VllmUnusable(
+        f"vLLM serves {names}, and this pool's base model is {base_model}. Start it with this model, "
+        f"or with --served-model-name {base_model} if it is the same one."
+    )
+
+
+async def _check_logprobs(server: VllmServer, model: str) -> None:
+    """See that log-probs are the raw model's: the same at any temperature, and of probabilities."""
+    # The hottest that vLLM takes, and one that sharpens as much.
+    cold, hot = [await _top_logprobs(server, model, temperature) for temperature in (0.5, 2.0)]
+    if np.abs(cold - hot).max() > NOISE or np.exp(cold).sum() > 1 + NOISE:
+        raise VllmUnusable(
+            "vLLM's log-probs are not the raw model's. Start it with --logprobs-mode raw_logprobs."
+        )
+
+
+async def _top_logprobs(server: VllmServer, model: str, temperature: float) -> np.ndarray:
+    body = _probe_body(model) | {"temperature": temperature, "logprobs": 5}
+    rows = (await server.complete(body)).choice["logprobs"]["top_logprobs"]
+    return np.array(sorted(rows[0].values(), reverse=True)[:5])
+
+
+async def _check_adapters(
+    server: VllmServer, model: str, base_model: str, targets: Sequence[Target], shared: Path
+) -> None:
+    if not await server.can_load():
+        raise VllmUnusable(
+            "vLLM cannot be given adapters. Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
+            "environment, and with --enable-lora."
+        )
+    try:
+        has_effect = await _has_effect(server, model, base_model, _BODY, targets, shared)
+    except AdapterRefused as refused:
+        raise VllmUnusable(
+            f"vLLM cannot load an adapter from {shared}: {refused}. It must see that folder under the "
+            "same path, be allowed to read it, and be started with --enable-lora."
+        ) from refused
+    if not has_effect:
+        raise VllmUnusable("vLLM loads adapters, but they change nothing.")
+
+
+async def _adapts_unembedding(
+    server: VllmServer, model: str, base_model: str, targets: Sequence[Target], shared: Path
+) -> bool:
+    """Tell whether LoRA on `lm_head` works: vLLM has it for some models only.
+
+    Others refuse such an adapter, and where the head is tied to the embeddings it may be loaded and
+    silently left out, which nobody would notice but by its results.
+    """
+    try:
+        adapts = await _has_effect(server, model, base_model, _UNEMBEDDING, targets, shared)
+    except AdapterRefused as refused:
+        log.info("vllm_refuses_unembedding", reason=str(refused))
+        return False
+    return adapts
+
+
+async def _has_effect(
+    server: VllmServer,
+    model: str,
+    base_model: str,
+    spec: AdapterSpec,
+    targets: Sequence[Target],
+    shared: Path,
+) -> bool:
+    """Load a probe adapter and tell whether it changes the prompt's log-probs."""
+    layout = plan_layout(spec, targets)
+    folder = write_folder(shared, probe_weights(spec, targets), layout, base_model)
+    await server.load(folder.digest, folder.path)
+    try:
+        plain, adapted = [await _prompt_logprobs(server, name) for name in (model, folder.digest)]
+    finally:
+        await server.unload(folder.digest)
+    return bool(np.abs(plain - adapted).max() > NOISE)
+
+
+def probe_weights(spec: AdapterSpec, targets: Sequence[Target]) -> HostWeights:
+    """Return an adapter whose effect nobody can overlook."""
+    layout = plan_layout(spec, targets)
+    flat = initial_weights(spec, layout)
+    generator = torch.Generator().manual_seed(spec.seed)
+    for pair in layout.views(flat).values():
+        pair.b.copy_(0.5 * torch.randn(pair.b.shape, generator=generator))
+    return HostWeights(spec, flat)
+
+
+async def _prompt_logprobs(server: VllmServer, model: str) -> np.ndarray:
+    rows = (await server.complete(_probe_body(model) | {"prompt_logprobs": 0})).choice[
+        "prompt_logprobs"
+    ]
+    own = zip(_PROMPT, rows, strict=True)
+    return np.array([row[str(token)]["logprob"] for token, row in own if row])
+
+
+def _probe_body(model: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": _PROMPT,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "seed": 0,
+        "ignore_eos": True,
+        "return_tokens_as_token_ids": True,
+    }

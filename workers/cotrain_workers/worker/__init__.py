@@ -1,0 +1,1 @@
+"""The process: takes a step, runs it, commits it, and shows that it lives."""

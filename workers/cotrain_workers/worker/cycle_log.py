@@ -1,0 +1,47 @@
+"""What a worker's log says of a cycle: whose requests were in it, and which of them failed.
+
+By the id that a client knows (`RequestFailed.request_id`), in full, so that grep finds it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from cotrain_store.monitoring.logs import log_requests
+from cotrain_workers.engine.ops import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.ops import Step
+    from cotrain_workers.engine.ops import Output
+
+log = structlog.get_logger()
+
+
+def log_cycle(
+    step: Step,
+    outputs: Mapping[tuple[str, int], Output],
+    record: Mapping[str, Any],
+    names: Mapping[TenantId, str],
+) -> None:
+    """Write down a committed cycle and its failures; `names` are of tenants, where they are known."""
+    log_requests(
+        log, "cycle_committed", [op.request_id for op in step.ops], cycle=step.cycle,
+        runs=len(record["runs"]), ops=len(step.ops), tokens=record["tokens"],
+        forwards=record["forwards"], dur_ms=record["duration_ms"],
+    )  # fmt: skip
+    for op in step.ops:
+        output = outputs[op.run, op.seq]
+        if isinstance(output, Failure):
+            tenant = step.tenant_by_run[op.run]
+            # Not what is wrong with what a tenant sent: that would quote it.
+            reason = output.message if output.category == "server" else None
+            log.warning(
+                "request_failed", request=op.request_id, run=op.run, tenant=tenant,
+                tenant_name=names.get(tenant, ""), kind=op.kind.value, cycle=step.cycle,
+                category=output.category, reason=reason,
+            )  # fmt: skip

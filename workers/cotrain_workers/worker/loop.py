@@ -1,0 +1,289 @@
+"""The worker's loop: take a step, run it in the engine, commit it. Everything may run twice.
+
+plan → execute → commit: the plan is the scheduler's and is fixed; what this process computed before
+it died is computed again from the log.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_store.errors import Fenced
+from cotrain_store.failpoints import failpoint
+from cotrain_store.oplog.dispatch import WorkerBeat
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_workers.checkpoints.backpressure import SavingRoom
+from cotrain_workers.engine.memory import is_out_of_memory
+from cotrain_workers.recovery.run_lifecycle import Runs
+from cotrain_workers.worker.cycle_log import log_cycle
+from cotrain_workers.worker.heartbeat import Heart, resident_bytes
+from cotrain_workers.worker.prefetch import Ahead
+from cotrain_workers.worker.step_commit import outcome_of
+from cotrain_workers.worker.step_runner import StepRunner
+from cotrain_workers.worker.time_sharing import Beside
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ops import Step
+    from cotrain_store.oplog.execution import Execution
+    from cotrain_workers.checkpoints.weights_store import WeightsStore
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import CycleOutput, Failure
+    from cotrain_workers.recorder.recorder import Recorder
+    from cotrain_workers.recovery.resident_runs import Keeper
+    from cotrain_workers.recovery.run_lifecycle import Between
+    from cotrain_workers.sampling.service import SamplingService
+    from cotrain_workers.worker.share import Share
+    from cotrain_workers.worker.step_commit import Outcome
+
+log = structlog.get_logger()
+
+IDLE_S = 1.0
+#: How long to wait for a decoder that works elsewhere.
+SOON_S = 0.02
+#: While there is always something to decode, what is due besides is looked for this often.
+TEND_S = 0.5
+_RETRY_S = 0.2
+#: Weight of the newest cycle in the measured throughput.
+_SMOOTHING = 0.2
+#: A cycle smaller than this measures overhead, not throughput.
+_MEASURABLE_TOKENS = 512
+#: Of the time between SIGTERM and SIGKILL, what a drain leaves unused.
+MARGIN_S = 10.0
+#: What passes: a Redis that is away, a disk that is full. Nothing is lost by waiting.
+PAUSES = (*CONNECTION_LOST, OSError)
+
+
+class WorkerLoop:
+    """Runs one worker's steps until told to stop, or replaced by another process (Fenced).
+
+    Sample requests are run when no step is open, and between the micro-batches of one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        execution: Execution,
+        keeper: Keeper,
+        weights: WeightsStore,
+        sampler: SamplingService,
+        share: Share,
+        recorder: Recorder,
+        *,
+        base_model: str,
+        device: str,
+        tokens_per_s: float,
+        grace_s: float,
+    ) -> None:
+        """`grace_s` is the time between SIGTERM and SIGKILL."""
+        self._engine = engine
+        self._execution = execution
+        self._keeper = keeper
+        self._weights = weights
+        self._runs = Runs(execution, keeper, weights)
+        self._ahead = Ahead(execution)
+        self._runner = StepRunner(engine, execution, self._runs, weights, self._ahead)
+        self._sampler = sampler
+        self._recorder = recorder
+        self._base_model = base_model
+        self._device = device
+        self._tokens_per_s = tokens_per_s
+        self._grace_s = grace_s
+        self._drain_until = math.inf
+        self._stopping = threading.Event()
+        self._beside = Beside(sampler, share, self._stopping)
+        self._tended_at = time.monotonic()
+        self._heart = Heart(execution, self._beat, self._stopping)
+        self._room = SavingRoom(weights, self._heart.beat)
+
+    def stop(self) -> None:
+        """Finish the step in work, then leave."""
+        self._drain_until = min(self._drain_until, time.monotonic() + self._grace_s - MARGIN_S)
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Serve until stopped.
+
+        Raises:
+            Fenced: another process took this worker's place.
+            DeviceLost: this one cannot compute any more.
+        """
+        self._heart.start()
+        while not self._stopping.is_set():
+            try:
+                self._turn()
+            except PAUSES as pause:
+                log.warning("paused", reason=str(pause))
+                self._stopping.wait(_RETRY_S)
+            except RuntimeError:  # in a decoder, most likely: the ops of a step are looked after
+                self._engine.check_device()
+                raise
+        if self._heart.was_replaced:
+            raise Fenced
+        self._heart.join()
+        try:
+            self._drain()
+        except PAUSES as pause:
+            log.warning("drain_cut_short", reason=str(pause))  # what is left is replayed
+
+    def _drain(self) -> None:
+        self._sampler.drain()
+        # First: no recovery copy counts before the saves it covers.
+        self._weights.drain(self._left_s())
+        self._keeper.drain(self._left_s())
+        self._execution.leave()
+
+    def _left_s(self) -> float:
+        return max(0.0, self._drain_until - time.monotonic())
+
+    def _turn(self) -> None:
+        for weights in self._weights.lost()[:1]:  # more of them in the next turns
+            self._beside.training_begins()
+            self._runs.make_again(weights, self._beside.between)
+            self._beside.training_ends()
+        steps = self._execution.open_steps()
+        if steps and self._room.has_room(steps[0]):
+            # While its bodies are read, its adapters come to the device.
+            self._prefetch([op.run for op in steps[0].ops])
+            self.execute(steps[0])
+        elif not self._beside.rest():
+            self._tend()
+            self._execution.wait(SOON_S if steps or self._sampler.running else IDLE_S)
+        if time.monotonic() - self._tended_at > TEND_S:
+            self._tend()
+
+    def _tend(self) -> None:
+        self._sampler.forget(self._weights.tend())
+        self._room.tell()
+        self._keeper.tend()
+        self._tended_at = time.monotonic()
+
+    def execute(self, step: Step) -> None:
+        """Run one step and commit it. It may be another worker's, which died with it open."""
+        started, began = time.time(), time.monotonic()
+        self._beside.training_begins()
+        deaths = self._runner.suspicion(step).deaths
+        rollbacks, cuts = self._runs.rollbacks, self._engine.cut_pieces
+        lost = self._restore_runs(step, self._between(deaths))
+        if self._runs.rollbacks > rollbacks:
+            return  # some of its ops are given up: it is to be read anew
+        # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
+        ops = tuple(op for op in step.ops if op.seq > self._keeper.done(op.run))
+        step = replace(step, ops=ops, worker=self._execution.worker)
+        try:
+            bodies = self._runner.bodies(step, lost)
+            self._recorder.begin(step, bodies)
+            # Not behind a step that killed: what is decoded ahead could be blamed on it.
+            with nullcontext() if deaths else self._ahead.behind(step):
+                outputs, cost = self._runner.run(step, bodies, lost, self._between(deaths))
+            failpoint("worker.after_run", (op.request_id for op in step.ops))
+            finished = started + time.monotonic() - began
+            outcome = outcome_of(
+                step, bodies, outputs, cost, (started, finished),
+                self._execution.pool, self._base_model,
+            )  # fmt: skip
+            self._commit(step, outcome, is_exact=self._engine.cut_pieces == cuts)
+        except PAUSES:
+            # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
+            for run in {op.run for op in step.ops}:
+                self._keeper.forget_state(run)
+            raise
+        self._recorder.finish(step, outputs)
+        self._measure(cost)
+        self._keeper.committed(step, finished - started)
+        self._beside.training_ends()
+        names = self._execution.tenant_names.of(set(step.tenant_by_run.values()))
+        log_cycle(step, outputs, outcome.record, names)
+
+    def _commit(self, step: Step, outcome: Outcome, *, is_exact: bool) -> None:
+        """Commit a step. While Redis is away, or the disk full, it waits: the work is done."""
+        counted = {**outcome.counted, **self._runs.uncounted}
+        failpoint("worker.before_commit", (op.request_id for op in step.ops))
+        while True:
+            try:
+                self._room.tell(save.saved for save in outcome.saves.values())
+                for run in outcome.ended:
+                    self._execution.close_run(run, step.tenant_by_run[run])
+                self._execution.commit(
+                    step, outcome.results, outcome.record, counted,
+                    outcome.crashed, outcome.records, outcome.usage, is_exact=is_exact,
+                )  # fmt: skip
+            except PAUSES as pause:
+                log.warning("commit_waits", cycle=step.cycle, reason=str(pause))
+                if self._stopping.wait(_RETRY_S):
+                    raise
+            else:
+                break
+        failpoint("worker.after_commit", (op.request_id for op in step.ops))
+        self._runs.uncounted.clear()
+        for save in outcome.saves.values():
+            self._weights.put(save.records.weights, save.saved)
+
+    def _between(self, deaths: int) -> Between:
+        """Choose what runs beside a step; nothing beside one that a dead predecessor left open.
+
+        Else a request of either kind could be blamed for the deaths that one of the other caused.
+        """
+        return None if deaths else self._beside_step
+
+    def _beside_step(self) -> None:
+        """Use the time between two micro-batches: for adapters of runs that wait, then for samples."""
+        waiting = self._ahead.ready_runs()
+        if waiting:
+            self._prefetch(waiting)
+        self._beside.between()
+
+    def _prefetch(self, runs: list[RunId]) -> None:
+        try:
+            self._engine.prefetch(runs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("prefetch_without_memory")
+
+    def _restore_runs(self, step: Step, between: Between) -> dict[RunId, Failure]:
+        """Have every run of the step in memory; those that cannot be restored fail alone."""
+        lost: dict[RunId, Failure] = {}
+        first: dict[RunId, int] = {}
+        for op in step.ops:
+            first.setdefault(op.run, op.seq)
+        for run, seq in first.items():
+            failure = self._runs.ensure(run, step.tenant_by_run[run], between, before=seq)
+            if failure:
+                lost[run] = failure
+        return lost
+
+    def _measure(self, cost: CycleOutput | None) -> None:
+        if cost is None or cost.tokens < _MEASURABLE_TOKENS:
+            return
+        # What sampled beside it counts: a cycle shall not last longer for that.
+        measured = cost.tokens / (cost.wave_s + cost.optim_s + cost.beside_s)
+        self._tokens_per_s += _SMOOTHING * (measured - self._tokens_per_s)
+
+    def _beat(self) -> WorkerBeat:
+        return WorkerBeat(
+            id=self._execution.worker,
+            epoch=self._execution.epoch,
+            state="serving",
+            device=self._device,
+            tokens_per_s=self._tokens_per_s,
+            runs=self._keeper.runs,
+            parked_runs=self._engine.parked_runs,
+            takes_saves=self._room.takes_saves,
+            memory_bytes=resident_bytes(),
+            seen_at=time.time(),
+            restored_ops=self._runs.replayed_ops,
+            samples_running=self._sampler.running,
+            samples_waiting=self._sampler.waiting,
+            safe_tokens=self._engine.safe_tokens,
+            halvings=self._engine.halvings,
+            host=socket.gethostname(),
+        )

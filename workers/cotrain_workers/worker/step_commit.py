@@ -1,0 +1,109 @@
+"""What a step that ran writes: results, saves, its record, and what it adds to totals and to usage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store.messages.ops import OpKind, RunUsage
+from cotrain_store.messages.saves import SaveRequest
+from cotrain_workers.checkpoints.save_records import saves_of
+from cotrain_workers.engine.ops import Failure
+from cotrain_workers.op_codec.ops import result_of
+from cotrain_workers.worker.cycle_record import counted_cycle, cycle_record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_store.messages.ids import PoolId, RunId
+    from cotrain_store.messages.ops import QueuedOp, Step
+    from cotrain_store.messages.results import Result
+    from cotrain_store.messages.saves import SaveRecords
+    from cotrain_workers.checkpoints.save_records import DoneSave
+    from cotrain_workers.engine.ops import CycleOutput, Output
+
+    Place = tuple[RunId, int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that the commit of a step takes, and the saves that follow it."""
+
+    results: Mapping[Place, Result]
+    record: Mapping[str, Any]
+    counted: Mapping[str, float]
+    crashed: frozenset[Place]
+    saves: Mapping[Place, DoneSave]
+    usage: Mapping[RunId, RunUsage]
+    ended: tuple[RunId, ...]
+    """Runs whose last save failed."""
+
+    @property
+    def records(self) -> dict[Place, SaveRecords]:
+        """What the saves leave in the store."""
+        return {at: save.records for at, save in self.saves.items()}
+
+
+def outcome_of(
+    step: Step,
+    bodies: Mapping[tuple[str, int], bytes],
+    outputs: Mapping[tuple[str, int], Output],
+    cost: CycleOutput | None,
+    times: tuple[float, float],
+    pool: PoolId,
+    base_model: str,
+) -> Outcome:
+    """Sum up a step that ran from `times[0]` to `times[1]`; `cost` is None where it ran op by op."""
+    saves = saves_of(step, bodies, outputs, pool, base_model)
+    results = {
+        (op.run, op.seq): saves[op.run, op.seq].result
+        if (op.run, op.seq) in saves
+        else result_of(op, outputs[op.run, op.seq], step.cycle)
+        for op in step.ops
+    }
+    record = cycle_record(step, outputs, cost, *times)
+    compute_s = cost.wave_s + cost.optim_s if cost else times[1] - times[0]
+    failed = [op for op in step.ops if isinstance(outputs[op.run, op.seq], Failure)]
+    return Outcome(
+        results=results,
+        record=record,
+        counted=counted_cycle(step, outputs, cost, record),
+        crashed=frozenset((op.run, op.seq) for op in failed if runs_once(op, outputs)),
+        saves=saves,
+        usage=usage_of(step, outputs, compute_s),
+        ended=tuple(op.run for op in failed if is_last(op, bodies[op.run, op.seq])),
+    )
+
+
+def runs_once(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> bool:
+    """Tell whether a failed op must never run again: it might not fail next time, or kill.
+
+    What fails by itself (category user) fails in a replay, too; a load is left out of one without a
+    look at what became of it (`recovery.py`).
+    """
+    output = outputs[op.run, op.seq]
+    return op.kind is OpKind.LOAD or (isinstance(output, Failure) and output.category == "server")
+
+
+def is_last(op: QueuedOp, body: bytes) -> bool:
+    """Tell whether an op is a save after which its run ends; no body: the run has ended already."""
+    return op.kind is OpKind.SAVE and body != b"" and SaveRequest.parse(body).last
+
+
+def usage_of(
+    step: Step, outputs: Mapping[tuple[str, int], Output], compute_s: float
+) -> dict[RunId, RunUsage]:
+    """Share a step's compute time among its runs by tokens; an op without any counts as one.
+
+    Tokens of ops that failed are not counted as used.
+    """
+    parts = sum(op.tokens or 1 for op in step.ops)
+    usage: dict[RunId, RunUsage] = {}
+    for op in step.ops:
+        has_failed = isinstance(outputs[op.run, op.seq], Failure)
+        before = usage.get(op.run, RunUsage(0, 0.0))
+        usage[op.run] = RunUsage(
+            before.tokens + (0 if has_failed else op.tokens),
+            before.device_s + compute_s * (op.tokens or 1) / parts,
+        )
+    return usage
