@@ -1,0 +1,138 @@
+"""The walk of one forward_backward: which files it enters, and how often it returns to one it had left.
+
+    python -m bench.walk [--list]
+
+All four roles run in this process, on a real Redis and a tiny model: our client, the API behind a real
+socket, the scheduler's clock and a worker. A first pass warms caches; the second one is recorded, call
+by call, from `forward_backward()` to its result. A *move* is a call into another file than the last
+call of the same thread; a *return* is a move into a file that this thread had been in before. In the
+worker, files that run once per layer or per key (KERNELS) are left out, as a reader steps over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from cotrain import Datum, ModelInput, ServiceClient, TensorData
+from cotrain_server.app import create_app
+from cotrain_server.settings import ServerSettings
+from tests.support.ports import free_port
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import make_worker, pool_record_for_tests, stack
+from tests.support.tiny_models import build_tiny_qwen3
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("client", "scheduler", "server", "workers")
+KEY = "tml-walk_secret-of-the-walk"
+KERNELS = re.compile(
+    r"engine/(model|lora|routing|device)|keys/|messages/(ids|encoding)|failpoints"
+    r"|cotrain_workers/(attn|flex|route|lora\w*|packs|forward|projection|recompute|transfer)\.py"
+)
+
+
+class Recorder:
+    """Notes each call into a file of ours, by thread."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[str]] = {}
+        self.functions: set[tuple[str, str]] = set()
+        self.is_on = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if not self.is_on or event != "call":
+            return
+        path = frame.f_code.co_filename
+        if not path.startswith(str(ROOT)) or not (own := path[len(str(ROOT)) + 1 :]).startswith(
+            PACKAGES
+        ):
+            return
+        self.calls.setdefault(threading.current_thread().name, []).append(own)
+        self.functions.add((own, frame.f_code.co_qualname))
+
+
+def main() -> None:
+    args = argparse.ArgumentParser(description=__doc__)
+    args.add_argument("--list", action="store_true", help="name the files, in the order of entry")
+    recorder = Recorder()
+    threading.setprofile(recorder)
+    sys.setprofile(recorder)
+    with tempfile.TemporaryDirectory(prefix="cotrain-walk-") as folder, EmbeddedRedis() as redis:
+        asyncio.run(walk(Path(folder), redis.url, recorder))
+    sys.setprofile(None)
+    threading.setprofile(None)
+    report(recorder, lists=args.parse_args().list)
+
+
+async def walk(folder: Path, url: str, recorder: Recorder) -> None:
+    """Start all roles and record the second of two passes."""
+    from cotrain_workers.engine.engine import Engine
+
+    engine = Engine.load(str(build_tiny_qwen3(folder / "model")))
+    port = free_port()
+    settings = ServerSettings.model_validate(
+        {"redis_url": url, "data_dir": folder, "port": port, "api_keys": [KEY]}
+    )
+    api = uvicorn.Server(uvicorn.Config(create_app(settings), port=port, log_config=None))
+    loop, spools = make_worker(url, folder, engine)
+    working = threading.Thread(target=loop.run, name="worker")
+    async with stack(url, folder):
+        serving = asyncio.create_task(api.serve())
+        working.start()
+        await until(lambda: api.started)
+        await asyncio.to_thread(two_passes, f"http://127.0.0.1:{port}", recorder)
+        api.should_exit = True
+        await serving
+    loop.stop()
+    working.join()
+    for spool in spools:
+        spool.close()
+
+
+def two_passes(url: str, recorder: Recorder) -> None:
+    client = ServiceClient(base_url=url, api_key=KEY)
+    run = client.create_lora_training_client(base_model=pool_record_for_tests().base_model, rank=4)
+    datum = Datum(
+        model_input=ModelInput.from_ints([1, 2, 3, 4]),
+        loss_fn_inputs={
+            "target_tokens": TensorData(data=[2, 3, 4, 5], dtype="int64", shape=[4]),
+            "weights": TensorData(data=[1.0] * 4, dtype="float32", shape=[4]),
+        },
+    )
+    run.forward_backward([datum], "cross_entropy").result()
+    time.sleep(1.0)  # what the first pass left to be written is written
+    recorder.is_on = True
+    run.forward_backward([datum], "cross_entropy").result()
+    recorder.is_on = False
+
+
+def report(recorder: Recorder, *, lists: bool) -> None:
+    files = Counter(
+        path.split("/")[0] for path in {path for calls in recorder.calls.values() for path in calls}
+    )
+    print(f"entered: {sum(files.values())} files, {len(recorder.functions)} functions", dict(files))
+    for thread, calls in sorted(recorder.calls.items()):
+        walked = [path for path in calls if thread != "worker" or not KERNELS.search(path)]
+        moves = [path for at, path in enumerate(walked) if not at or path != walked[at - 1]]
+        returns = len(moves) - len(set(moves))
+        print(f"{thread}: {len(set(moves))} files, {len(moves)} moves, {returns} returns")
+        if lists:
+            print("   ", "\n    ".join(dict.fromkeys(moves)))
+
+
+if __name__ == "__main__":
+    main()
