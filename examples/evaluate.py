@@ -20,8 +20,7 @@ from unicode_names import Pair, held_out, tokens_of
 from cotrain import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
-    from cotrain import SampleResponse, SamplingClient, ServiceClient
-    from cotrain.requests.futures import Submitted
+    from cotrain import SampleResponse, SamplingClient, ServiceClient, Submitted
 
 STEPS = 60
 ANSWERS = 8

@@ -13,37 +13,13 @@ with ServiceClient() as service:
     run = service.create_training_client_from_state_with_optimizer(path)
 """
 
-from cotrain import exceptions, mint, types
+from cotrain import errors, exceptions, mint, types
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.service import ServiceClient
 from cotrain.clients.train_step import TrainOutput
 from cotrain.clients.training import TrainingClient
-from cotrain.errors import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    APITimeoutError,
-    AuthenticationError,
-    BadRequestError,
-    BillingError,
-    CheckpointNotFound,
-    ClientClosed,
-    ConflictError,
-    CotrainError,
-    InternalServerError,
-    MalformedMessage,
-    NotFoundError,
-    PermissionDeniedError,
-    RateLimitError,
-    RequestFailed,
-    SettingsMissing,
-    TokenizerMissing,
-    TorchMissing,
-    UnprocessableEntityError,
-    UnsupportedInput,
-    VersionMismatch,
-)
+from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
 from cotrain.exceptions import APIResponseValidationError, RequestFailedError, TinkerError
 from cotrain.requests.futures import Future, Submitted
 from cotrain.transport.retries import RetryPolicy
@@ -80,43 +56,26 @@ AdminClient = RestClient
 APIFuture = Future
 
 __all__ = [
-    "APIConnectionError",
-    "APIError",
     "APIFuture",
     "APIResponseValidationError",
-    "APIStatusError",
-    "APITimeoutError",
     "AdamOptimizerConfig",
     "AdamParams",
     "AdminClient",
-    "AuthenticationError",
-    "BadRequestError",
-    "BillingError",
     "Checkpoint",
-    "CheckpointNotFound",
     "CheckpointType",
-    "ClientClosed",
-    "ConflictError",
-    "CotrainError",
     "Datum",
     "DmelChunk",
     "EncodedTextChunk",
     "ForwardBackwardOutput",
     "Future",
-    "InternalServerError",
     "LoraConfig",
-    "MalformedMessage",
     "ModelID",
     "ModelInput",
     "ModelInputChunk",
-    "NotFoundError",
     "OptimParams",
     "OptimStepRequest",
     "OptimStepResponse",
     "ParsedCheckpointTinkerPath",
-    "PermissionDeniedError",
-    "RateLimitError",
-    "RequestFailed",
     "RequestFailedError",
     "RestClient",
     "RetryPolicy",
@@ -126,22 +85,17 @@ __all__ = [
     "SamplingClient",
     "SamplingParams",
     "ServiceClient",
-    "SettingsMissing",
     "StopReason",
     "Submitted",
     "TensorData",
     "TensorDtype",
     "TinkerError",
-    "TokenizerMissing",
-    "TorchMissing",
     "TrainOutput",
     "TrainingClient",
     "TrainingRun",
-    "UnprocessableEntityError",
-    "UnsupportedInput",
-    "VersionMismatch",
     "__version__",
     "exceptions",
     "mint",
     "types",
 ]
+__all__ += errors.__all__

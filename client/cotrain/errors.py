@@ -29,6 +29,32 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+__all__ = [
+    "APIConnectionError",
+    "APIError",
+    "APIStatusError",
+    "APITimeoutError",
+    "AuthenticationError",
+    "BadRequestError",
+    "BillingError",
+    "CheckpointNotFound",
+    "ClientClosed",
+    "ConflictError",
+    "CotrainError",
+    "InternalServerError",
+    "MalformedMessage",
+    "NotFoundError",
+    "PermissionDeniedError",
+    "RateLimitError",
+    "RequestFailed",
+    "SettingsMissing",
+    "TokenizerMissing",
+    "TorchMissing",
+    "UnprocessableEntityError",
+    "UnsupportedInput",
+    "VersionMismatch",
+]
+
 Category = Literal["user", "server", "unknown"]
 """Whose fault a failure is: the request's, the server's, or nobody can say."""
 

@@ -5,31 +5,9 @@ service answers badly. Here these are `CotrainError`, the root of the tree in `e
 a clause catches refusals, broken connections and requests that failed after they were accepted.
 """
 
-from cotrain.errors import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    APITimeoutError,
-    AuthenticationError,
-    BadRequestError,
-    BillingError,
-    CheckpointNotFound,
-    ClientClosed,
-    ConflictError,
-    CotrainError,
-    InternalServerError,
-    MalformedMessage,
-    NotFoundError,
-    PermissionDeniedError,
-    RateLimitError,
-    RequestFailed,
-    SettingsMissing,
-    TokenizerMissing,
-    TorchMissing,
-    UnprocessableEntityError,
-    UnsupportedInput,
-    VersionMismatch,
-)
+from cotrain import errors
+from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
+from cotrain.errors import CotrainError, MalformedMessage, RequestFailed
 
 TinkerError = CotrainError
 BiosAPIError = CotrainError
@@ -40,32 +18,10 @@ RequestFailedError = RequestFailed
 APIResponseValidationError = MalformedMessage
 
 __all__ = [
-    "APIConnectionError",
-    "APIError",
     "APIResponseValidationError",
-    "APIStatusError",
-    "APITimeoutError",
-    "AuthenticationError",
-    "BadRequestError",
-    "BillingError",
     "BiosAPIError",
-    "CheckpointNotFound",
-    "ClientClosed",
-    "ConflictError",
-    "CotrainError",
-    "InternalServerError",
-    "MalformedMessage",
     "MintAPIError",
-    "NotFoundError",
-    "PermissionDeniedError",
-    "RateLimitError",
-    "RequestFailed",
     "RequestFailedError",
-    "SettingsMissing",
     "TinkerError",
-    "TokenizerMissing",
-    "TorchMissing",
-    "UnprocessableEntityError",
-    "UnsupportedInput",
-    "VersionMismatch",
 ]
+__all__ += errors.__all__

@@ -1,7 +1,7 @@
 """Every type of the wire by its name, so that `cotrain.types.Datum` works: ours and the hosted SDK's.
 
-They are described where they are defined: what a run trains on in `data` and `tensors`, runs and
-their training in `run_types`, the others in the modules below.
+They are described where they are defined: what a run trains on in `wire/datums.py` and
+`wire/tensors.py`, the others in the modules below.
 """
 
 from cotrain.compat.type_names import (

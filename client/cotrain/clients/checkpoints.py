@@ -1,4 +1,4 @@
-"""The checkpoints of an account: bring one, list, delete and download them."""
+"""The checkpoints of an account: bring one, list, download and interpolate them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING
 
 from cotrain.clients.rest_calls import RestCalls, checkpoint_url
 from cotrain.errors import MalformedMessage
+from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json
 from cotrain.transport.http import read
 from cotrain.transport.upload_archive import pack
-from cotrain.wire.checkpoints import ExternalWeightsUrlsResponse
+from cotrain.wire.checkpoints import ExternalWeightsUrlsResponse, UploadQuery, UploadResponse
+from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.wire.mint import InterpolateResponse
 from cotrain.wire.rest import CheckpointsListResponse
-from cotrain.wire.uploads import UploadQuery, UploadResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from cotrain.clients.run_factory import Runs
+    from cotrain.requests.event_loop_thread import BackgroundLoop
     from cotrain.transport.http import Transport
+    from cotrain.wire.mint import InterpolateRequest
     from cotrain.wire.rest import Checkpoint
 
     # How many bytes went over the wire, and how many there are; 0 where nobody knows.
@@ -88,10 +92,6 @@ class Checkpoints:
             if len(checkpoints) >= page.cursor.total_count:
                 return checkpoints
 
-    async def delete(self, path: str) -> None:
-        """Delete a checkpoint. Raises APIError."""
-        await self._transport.delete(checkpoint_url(path))
-
     async def download(
         self, path: str, folder: Path, progress: Progress | None = None
     ) -> list[str]:
@@ -119,6 +119,24 @@ class Checkpoints:
         link = await RestCalls(self._transport).archive_url(checkpoint_url(path))
         await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
         await self._transport.fetch(link.url, file, progress)
+
+
+def interpolate(
+    loop: BackgroundLoop, transport: Transport, wanted: InterpolateRequest
+) -> Future[InterpolateResponse]:
+    """POST it at once; the future is accepted when the server has queued it."""
+
+    async def submit() -> str:
+        answer = await transport.post("mint/checkpoints/interpolate", wanted)
+        return read(answer, UntypedAPIFuture).request_id
+
+    accepted = loop.start(submit())
+
+    async def finish() -> InterpolateResponse:
+        request_id = await asyncio.shield(asyncio.wrap_future(accepted))
+        return InterpolateResponse.model_validate(await wait_for_json(transport, request_id))
+
+    return Future(accepted, loop.start(finish()), what="an interpolation of checkpoints")
 
 
 def _of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:

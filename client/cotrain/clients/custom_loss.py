@@ -18,7 +18,7 @@ from cotrain.wire.tensors import TensorData
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from cotrain.types import ForwardBackwardOutput
+    from cotrain.wire.runs import ForwardBackwardOutput
 
     LossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, SupportsFloat]]]
     """Of the datums and their log-probs (float32 tensors, of the shape of each datum's

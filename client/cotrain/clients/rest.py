@@ -10,7 +10,6 @@ from cotrain.clients.rest_calls import RestCalls, checkpoint_url, url_of
 from cotrain.requests.connection import shared_connection
 from cotrain.requests.futures import Future
 from cotrain.settings import client_settings
-from cotrain.types import GetSamplerResponse, GetServerCapabilitiesResponse
 from cotrain.wire.checkpoints import (
     CheckpointTtlRequest,
     CopyWeightsRequest,
@@ -28,6 +27,8 @@ from cotrain.wire.rest import (
     TrainingRun,
     TrainingRunsResponse,
 )
+from cotrain.wire.sampling import GetSamplerResponse
+from cotrain.wire.sessions import GetServerCapabilitiesResponse
 from cotrain.wire.usage import (
     AuditLogResponse,
     BillingUsageResponse,

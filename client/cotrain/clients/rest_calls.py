@@ -13,7 +13,6 @@ from pydantic import BaseModel
 
 from cotrain.errors import MalformedMessage, RequestFailed
 from cotrain.transport.http import read
-from cotrain.types import AuthTokenResponse
 from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
     CopyWeightsResponse,
@@ -22,6 +21,7 @@ from cotrain.wire.checkpoints import (
 )
 from cotrain.wire.model import WireModel
 from cotrain.wire.rest import TraceExportResponse, TrainingRunsResponse
+from cotrain.wire.sessions import AuthTokenResponse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

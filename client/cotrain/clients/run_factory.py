@@ -10,8 +10,9 @@ from cotrain.clients.training import TrainingClient
 from cotrain.errors import MalformedMessage
 from cotrain.requests.polling import wait_for_json
 from cotrain.transport.http import read
-from cotrain.types import CreateModelRequest, GetInfoRequest, GetInfoResponse, UntypedAPIFuture
 from cotrain.wire.checkpoints import CreateFromWeightsRequest
+from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.wire.runs import CreateModelRequest, GetInfoRequest, GetInfoResponse
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from cotrain.clients.sampler_factory import Samplers
     from cotrain.clients.session import Session
     from cotrain.requests.connection import Connection
-    from cotrain.types import LoraConfig
+    from cotrain.wire.runs import LoraConfig
 
 
 @dataclass(frozen=True)

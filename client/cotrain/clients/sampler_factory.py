@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from cotrain.clients.sampling import SamplingClient
 from cotrain.transport.http import read
-from cotrain.types import (
+from cotrain.wire.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,

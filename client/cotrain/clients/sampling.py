@@ -19,8 +19,13 @@ from cotrain.requests.connection import shared_connection
 from cotrain.requests.futures import Future
 from cotrain.requests.sync_async import submitted
 from cotrain.settings import client_settings
-from cotrain.types import ModelInput, SampleRequest, SamplingParams, SamplingSessionTarget
-from cotrain.wire.sampling import CLONE_SEQ_IDS
+from cotrain.wire.datums import ModelInput
+from cotrain.wire.sampling import (
+    CLONE_SEQ_IDS,
+    SampleRequest,
+    SamplingParams,
+    SamplingSessionTarget,
+)
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -28,7 +33,9 @@ if TYPE_CHECKING:
 
     from cotrain.requests.connection import Connection
     from cotrain.settings import ClientSettings
-    from cotrain.types import SampleResponse, TensorData, UntypedAPIFuture
+    from cotrain.wire.futures import UntypedAPIFuture
+    from cotrain.wire.sampling import SampleResponse
+    from cotrain.wire.tensors import TensorData
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from typing_extensions import override
 
-from cotrain.clients.checkpoints import Adapter, Checkpoints
-from cotrain.clients.interpolation import interpolate
+from cotrain.clients.checkpoints import Adapter, Checkpoints, interpolate
 from cotrain.clients.rest import RestClient
+from cotrain.clients.rest_calls import checkpoint_url
 from cotrain.clients.run_factory import Runs, Start
 from cotrain.clients.sampler_factory import Samplers
 from cotrain.clients.session import Session
@@ -21,9 +21,10 @@ from cotrain.requests.futures import Future
 from cotrain.requests.sync_async import both_ways, submitted
 from cotrain.settings import client_settings
 from cotrain.transport.http import read
-from cotrain.types import GetServerCapabilitiesResponse, LoraConfig
 from cotrain.wire.checkpoints import CopyWeightsRequest, CopyWeightsResponse
 from cotrain.wire.mint import InterpolateRequest
+from cotrain.wire.runs import LoraConfig
+from cotrain.wire.sessions import GetServerCapabilitiesResponse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -195,7 +196,7 @@ class ServiceClient:
 
     async def _delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint. What was loaded from it stays."""
-        await self._checkpoints.delete(path)
+        await self._transport.delete(checkpoint_url(path))
 
     delete_checkpoint, delete_checkpoint_async = both_ways(_delete_checkpoint)
 

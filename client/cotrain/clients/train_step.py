@@ -9,7 +9,7 @@ from cotrain.requests.futures import Future
 
 if TYPE_CHECKING:
     from cotrain.requests.event_loop_thread import BackgroundLoop
-    from cotrain.types import ForwardBackwardOutput, OptimStepResponse
+    from cotrain.wire.runs import ForwardBackwardOutput, OptimStepResponse
     from cotrain.wire.tensors import TensorData
 
 T = TypeVar("T")

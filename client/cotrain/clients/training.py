@@ -12,21 +12,9 @@ from cotrain.clients.train_step import joined
 from cotrain.compat.unsupported_arguments import absent, hosted
 from cotrain.errors import UnsupportedInput
 from cotrain.requests.polling import wait_for_json
-from cotrain.requests.run_requests import RunTraffic
+from cotrain.requests.run_requests import RunRequests
 from cotrain.requests.sync_async import both_ways, submitted
 from cotrain.transport.http import read
-from cotrain.types import (
-    AdamParams,
-    ForwardBackwardOutput,
-    GetInfoRequest,
-    GetInfoResponse,
-    OptimStepRequest,
-    OptimStepResponse,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsForSamplerResponse,
-    UnloadModelRequest,
-    UntypedAPIFuture,
-)
 from cotrain.wire.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -35,7 +23,18 @@ from cotrain.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.mint import PlacedReverseKlRequest, ReverseKlResponse
+from cotrain.wire.runs import (
+    AdamParams,
+    ForwardBackwardOutput,
+    GetInfoRequest,
+    GetInfoResponse,
+    OptimStepRequest,
+    OptimStepResponse,
+    UnloadModelRequest,
+)
+from cotrain.wire.sampling import SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Generator, Mapping, Sequence
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from cotrain.clients.train_step import TrainOutput
     from cotrain.requests.connection import Connection
     from cotrain.requests.futures import Future
-    from cotrain.types import Datum
+    from cotrain.wire.datums import Datum
     from cotrain.wire.mint import ReverseKlDatum
 
 
@@ -67,7 +66,7 @@ class TrainingClient:
         self._samplers = samplers
         self._model_id = model_id
         self._base_model = base_model
-        self._traffic = RunTraffic(connection, model_id)
+        self._traffic = RunRequests(connection, model_id)
 
     @property
     def model_id(self) -> str:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from cotrain.errors import APIError, MalformedMessage
 from cotrain.transport.http import read
-from cotrain.types import RetrieveFuturesRequest, RetrieveFuturesResponse
+from cotrain.wire.sampling import RetrieveFuturesRequest, RetrieveFuturesResponse
 
 if TYPE_CHECKING:
     from cotrain.errors import CotrainError
     from cotrain.transport.http import Transport
-    from cotrain.types import SamplingSessionTarget
+    from cotrain.wire.sampling import SamplingSessionTarget
 
 log = logging.getLogger("cotrain")
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cotrain.errors import UnsupportedInput
-from cotrain.types import ForwardBackwardOutput
+from cotrain.wire.runs import ForwardBackwardOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from cotrain.types import ClientConfigResponse
     from cotrain.wire.proto import wire_pb2 as wire
+    from cotrain.wire.sessions import ClientConfigResponse
 
 MIB = 1024**2
 HEAD_BYTES = 4096

@@ -14,10 +14,9 @@ from cotrain.errors import NotFoundError, VersionMismatch
 from cotrain.requests.event_loop_thread import BackgroundLoop
 from cotrain.requests.flow_control import Dispatch, Lane, Room
 from cotrain.requests.sample_requests import SampleTraffic
-from cotrain.transport.compress import can_compress
-from cotrain.transport.http import Transport, read
-from cotrain.types import ClientConfigRequest, ClientConfigResponse
+from cotrain.transport.http import Transport, can_compress, read
 from cotrain.version import PROTOCOL, __version__
+from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
 
 if TYPE_CHECKING:
     import httpx

@@ -15,14 +15,11 @@ from cotrain.errors import (
     RequestFailed,
 )
 from cotrain.transport.http import JSON, Transport
-from cotrain.types import (
-    ForwardBackwardOutput,
-    FutureRetrieveRequest,
-    RequestFailedResponse,
-    SampleResponse,
-)
+from cotrain.wire.futures import FutureRetrieveRequest, RequestFailedResponse
 from cotrain.wire.pass_codec import PROTOBUF, decode_pass_output
+from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.sample_codec import decode_sample_response
+from cotrain.wire.sampling import SampleResponse
 
 if TYPE_CHECKING:
     import httpx

@@ -16,7 +16,8 @@ from cotrain.requests.chunks import chunks_of, combine
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
 from cotrain.transport.http import is_transient, read
-from cotrain.types import SequencedRequest, UntypedAPIFuture
+from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.wire.model import SequencedRequest
 from cotrain.wire.pass_codec import encode_datums, wrap_datums
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
     from cotrain.requests.connection import Connection
     from cotrain.transport.http import Transport
-    from cotrain.types import Datum, ForwardBackwardOutput
+    from cotrain.wire.datums import Datum
     from cotrain.wire.proto import wire_pb2 as wire
+    from cotrain.wire.runs import ForwardBackwardOutput
 
 POLLS_AT_ONCE = 16
 """Of a run's thousand futures so many hold a connection each; the others have nothing to hear yet."""
@@ -49,7 +51,7 @@ class Between(Protocol):
         """Make the caller's result of the backward's."""
 
 
-class RunTraffic:
+class RunRequests:
     """Numbers a run's requests and sends them."""
 
     def __init__(self, connection: Connection, model_id: str) -> None:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from cotrain.errors import APIError, RateLimitError
 from cotrain.requests.polling import wait_for_sample
 from cotrain.transport.http import read
-from cotrain.types import CancelFutureRequest, UntypedAPIFuture
+from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.wire.sampling import CancelFutureRequest
 
 if TYPE_CHECKING:
     from cotrain.transport.http import Transport
-    from cotrain.types import SampleRequest, SampleResponse
+    from cotrain.wire.sampling import SampleRequest, SampleResponse
 
 POSTS_AT_ONCE = 32
 """Of a thousand samples that a busy server turns away, so many ask again and the others wait."""

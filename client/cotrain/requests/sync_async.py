@@ -61,7 +61,8 @@ def submitted(
 
     sent.__name__, sent.__qualname__ = f"{send.__name__}_async", f"{send.__qualname__}_async"
     sent.__doc__ = f"Send a `{send.__name__}`; await it for the future, once the server has it."
+    # For `help()` alone: a type checker reads the annotations of this function.
     signature = inspect.signature(send)
-    given = str(signature.return_annotation).replace("Future", "Submitted", 1)
+    given = f"Submitted{str(signature.return_annotation).removeprefix('Future')}"
     sent.__signature__ = signature.replace(return_annotation=given)  # type: ignore[attr-defined]
     return sent

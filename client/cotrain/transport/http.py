@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import httpx
 from pydantic import BaseModel
 
 from cotrain.errors import APIError, APIStatusError, RateLimitError
-from cotrain.transport.compress import SMALLEST_BYTES, ZSTD, compress
 from cotrain.transport.connection_pools import Lines
 from cotrain.transport.download import Download, size_of
 from cotrain.transport.responses import read, refusal, unreached
@@ -39,8 +40,17 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 STREAM_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None, read=600.0)
 # How many there are is for `lines.py`. A server lets an idle one live for longer.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
+ZSTD = "zstd"
+COMPRESSED_BYTES = 1_000
+"""What is smaller is one packet on the network in any case."""
 ENCODE_ELSEWHERE_BYTES = 256_000
 """Larger messages are written in a thread, for milliseconds in which others' answers would wait."""
+
+
+@cache
+def can_compress() -> bool:
+    """Say whether `zstandard` is installed: the `zstd` extra of this package."""
+    return find_spec("zstandard") is not None
 
 
 class Transport:
@@ -203,7 +213,7 @@ class Transport:
         if isinstance(message, BaseModel):
             return message.model_dump_json(exclude_none=True).encode(), {"Content-Type": JSON}
         size = message.ByteSize()
-        zips = self.compresses and size >= SMALLEST_BYTES
+        zips = self.compresses and size >= COMPRESSED_BYTES
         headers = {"Content-Type": PROTOBUF, **({"Content-Encoding": ZSTD} if zips else {})}
         if size < ENCODE_ELSEWHERE_BYTES:
             return _written(message, zips=zips), headers
@@ -227,4 +237,11 @@ class Transport:
 
 def _written(message: Message, *, zips: bool) -> bytes:
     body = message.SerializeToString(deterministic=True)
-    return compress(body) if zips else body
+    return _compressed(body) if zips else body
+
+
+def _compressed(body: bytes) -> bytes:
+    """Make one zstd frame. A pass shrinks to a sixth or so: ids are small, and most weights one."""
+    import zstandard  # an optional dependency, and slow to import
+
+    return zstandard.ZstdCompressor().compress(body)

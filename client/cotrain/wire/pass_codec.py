@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.types import Datum, EncodedTextChunk, ForwardBackwardOutput
-from cotrain.wire.datums import datums_of
-from cotrain.wire.packed import pack, unpack
+from cotrain.wire.datums import Datum, EncodedTextChunk, datums_of
 from cotrain.wire.proto import wire_pb2 as wire
-from cotrain.wire.tensors import DType, TensorData
+from cotrain.wire.runs import ForwardBackwardOutput
+from cotrain.wire.tensors import DType, TensorData, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -108,7 +107,7 @@ def _set_config(message: wire.ForwardBackwardRequest, name: str, value: float | 
 def _encode_datum(datum: Datum, index: int) -> wire.Datum:
     message = wire.Datum()
     for chunk in datum.model_input.chunks:
-        message.model_input.add().encoded_text.tokens = pack("i", _tokens_of(chunk, index))
+        message.model_input.add().encoded_text.tokens = to_bytes("i", _tokens_of(chunk, index))
     for name, tensor in datum.loss_fn_inputs.items():
         _fill_tensor(message.loss_fn_inputs[name], tensor)
     return message
@@ -125,13 +124,13 @@ def _tokens_of(chunk: ModelInputChunk, index: int) -> Sequence[int]:
 def _fill_tensor(message: wire.Tensor, tensor: TensorData) -> None:
     message.dtype = _DTYPE_ON_WIRE[tensor.dtype]
     message.shape.extend(tensor.dense_shape)
-    values = pack(_TYPECODE[tensor.dtype], tensor.data)
+    values = to_bytes(_TYPECODE[tensor.dtype], tensor.data)
     if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
         message.dense = values
         return
     message.sparse_csr.values = values
-    message.sparse_csr.crow_indices = pack("q", tensor.sparse_crow_indices)
-    message.sparse_csr.col_indices = pack("q", tensor.sparse_col_indices)
+    message.sparse_csr.crow_indices = to_bytes("q", tensor.sparse_crow_indices)
+    message.sparse_csr.col_indices = to_bytes("q", tensor.sparse_col_indices)
 
 
 # ---- Results -------------------------------------------------------------------------------------
@@ -154,10 +153,10 @@ def _split_batch(name: str, batch: wire.BatchedTensor) -> Iterator[TensorData]:
     typecode, dtype = _ELEMENT[batch.dtype]
     trailing = list(batch.trailing_shape)
     row_bytes = array(typecode).itemsize * prod(trailing)
-    for start, end in pairwise(unpack("q", batch.offsets)):
+    for start, end in pairwise(from_bytes("q", batch.offsets)):
         if not 0 <= start <= end <= len(batch.data) or row_bytes <= 0 or (end - start) % row_bytes:
             raise MalformedMessage(f"{name} is cut at {start}:{end}, which is not a whole array")
-        values = unpack(typecode, batch.data[start:end])
+        values = from_bytes(typecode, batch.data[start:end])
         if batch.dtype == wire.DTYPE_BFLOAT16:
             values = _widen_bfloat16(values)
         shape = [(end - start) // row_bytes, *trailing]
@@ -166,7 +165,7 @@ def _split_batch(name: str, batch: wire.BatchedTensor) -> Iterator[TensorData]:
 
 def _widen_bfloat16(halves: Iterable[int]) -> array[Any]:
     # A bfloat16 is the upper half of the float32 of the same value.
-    return unpack("f", pack("I", [half << 16 for half in halves]))
+    return from_bytes("f", to_bytes("I", [half << 16 for half in halves]))
 
 
 # ---- Elements ----------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Literal
 from google.protobuf.message import DecodeError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.wire.packed import unpack
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.sampling import SampledSequence, SampleResponse
-from cotrain.wire.tensors import DType, TensorData
+from cotrain.wire.tensors import DType, TensorData, from_bytes
 
 if TYPE_CHECKING:
     from cotrain.wire.sampling import TopK
@@ -38,7 +37,7 @@ def decode_sample_response(payload: bytes) -> SampleResponse:
     return SampleResponse(
         sequences=[_sequence(sequence) for sequence in message.sequences],
         prompt_logprobs=(
-            [None if isnan(value) else value for value in unpack("f", message.prompt_logprobs)]
+            [None if isnan(value) else value for value in from_bytes("f", message.prompt_logprobs)]
             if message.HasField("prompt_logprobs")
             else None
         ),
@@ -66,8 +65,10 @@ def _sequence(message: wire.SampledSequence) -> SampledSequence:
         raise MalformedMessage(f"{message.stop_reason} is no reason to stop")
     return SampledSequence(
         stop_reason=_STOP_REASON[message.stop_reason],
-        tokens=unpack("i", message.tokens).tolist(),
-        logprobs=(unpack("f", message.logprobs).tolist() if message.HasField("logprobs") else None),
+        tokens=from_bytes("i", message.tokens).tolist(),
+        logprobs=(
+            from_bytes("f", message.logprobs).tolist() if message.HasField("logprobs") else None
+        ),
         topk_logprobs=(
             _topk(message.topk_sampled_logprobs)
             if message.HasField("topk_sampled_logprobs")
@@ -78,7 +79,9 @@ def _sequence(message: wire.SampledSequence) -> SampledSequence:
 
 def _topk(message: wire.TopkLogprobs) -> list[TopK | None]:
     """Read two `[length, k]` matrices; a row without any token is None."""
-    cells = list(zip(unpack("i", message.token_ids), unpack("f", message.logprobs), strict=False))
+    cells = list(
+        zip(from_bytes("i", message.token_ids), from_bytes("f", message.logprobs), strict=False)
+    )
     if len(cells) != message.length * message.k:
         raise MalformedMessage(f"top-k of {message.length} rows and {message.k} columns is cut")
     rows = (cells[row * message.k : (row + 1) * message.k] for row in range(message.length))
@@ -93,11 +96,11 @@ def _tensor(message: wire.Tensor) -> TensorData:
     csr = message.sparse_csr
     try:
         return TensorData(
-            data=unpack(typecode, csr.values if is_sparse else message.dense).tolist(),
+            data=from_bytes(typecode, csr.values if is_sparse else message.dense).tolist(),
             dtype=dtype,
             shape=list(message.shape),
-            sparse_crow_indices=unpack("q", csr.crow_indices).tolist() if is_sparse else None,
-            sparse_col_indices=unpack("q", csr.col_indices).tolist() if is_sparse else None,
+            sparse_crow_indices=from_bytes("q", csr.crow_indices).tolist() if is_sparse else None,
+            sparse_col_indices=from_bytes("q", csr.col_indices).tolist() if is_sparse else None,
         )
     except UnsupportedInput as error:
         raise MalformedMessage("a tensor does not fill its shape") from error

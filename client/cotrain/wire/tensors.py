@@ -6,6 +6,8 @@ Knows no NumPy and no torch: an array is whatever has `dtype`, `shape`, `reshape
 from __future__ import annotations
 
 import reprlib
+import sys
+from array import array
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from itertools import accumulate, chain, pairwise
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from cotrain.errors import UnsupportedInput
+from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.wire.model import in_a_sentence
 
 if TYPE_CHECKING:
@@ -257,3 +259,27 @@ def _nest(flat: Sequence[float], shape: Sequence[int]) -> list[Any]:
         return list(flat)
     stride = prod(shape[1:])
     return [_nest(flat[i * stride : (i + 1) * stride], shape[1:]) for i in range(shape[0])]
+
+
+# ---- How numbers lie in the bytes of the binary messages: little-endian, in C order -----------------
+
+
+def to_bytes(typecode: str, values: Iterable[float]) -> bytes:
+    """Write numbers as the `array` module's typecode says."""
+    return _little_endian(array(typecode, values)).tobytes()
+
+
+def from_bytes(typecode: str, written: bytes) -> array[Any]:
+    """Read numbers back. Raises MalformedMessage where the bytes end within one."""
+    values: array[Any] = array(typecode)
+    try:
+        values.frombytes(written)
+    except ValueError as error:
+        raise MalformedMessage(f"{len(written)} bytes are no whole number of elements") from error
+    return _little_endian(values)
+
+
+def _little_endian(values: array[Any]) -> array[Any]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.routing import APIRoute
 from typing_extensions import override
 
-from cotrain.wire.uploads import UploadedResponse, UploadQuery, UploadResponse
+from cotrain.wire.checkpoints import UploadedResponse, UploadQuery, UploadResponse
 from cotrain_server.adapter_upload.archive import unpack
 from cotrain_server.adapter_upload.peft_config import CONFIG, read_adapter
 from cotrain_server.adapter_upload.strict_json import read_object

@@ -1,0 +1,73 @@
+"""What users import stays where it is, whatever moves behind it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import cotrain
+from tests.support.markdown import blocks
+
+ROOT = Path(__file__).parents[3]
+MODULES = {
+    "cotrain",
+    "cotrain.cli",
+    "cotrain.errors",
+    "cotrain.exceptions",
+    "cotrain.mint",
+    "cotrain.settings",
+    "cotrain.types",
+    "cotrain.version",
+}
+NAMES = """
+__version__ AdamOptimizerConfig AdamParams AdminClient APIConnectionError APIError APIFuture
+APIResponseValidationError APIStatusError APITimeoutError AuthenticationError BadRequestError
+BillingError Checkpoint CheckpointNotFound CheckpointType ClientClosed ConflictError
+CotrainError Datum DmelChunk EncodedTextChunk exceptions ForwardBackwardOutput Future
+InternalServerError LoraConfig MalformedMessage mint ModelID ModelInput ModelInputChunk
+NotFoundError OptimParams OptimStepRequest OptimStepResponse ParsedCheckpointTinkerPath
+PermissionDeniedError RateLimitError RequestFailed RequestFailedError RestClient RetryPolicy
+SampledSequence SampleRequest SampleResponse SamplingClient SamplingParams ServiceClient
+SettingsMissing StopReason Submitted TensorData TensorDtype TinkerError TokenizerMissing
+TorchMissing TrainingClient TrainingRun TrainOutput types UnprocessableEntityError
+UnsupportedInput VersionMismatch
+"""
+
+
+def test_every_public_module_can_be_imported() -> None:
+    for module in MODULES:
+        importlib.import_module(module)
+
+
+def test_the_package_exports_these_names() -> None:
+    assert sorted(cotrain.__all__) == sorted(NAMES.split())
+    assert all(hasattr(cotrain, name) for name in cotrain.__all__)
+
+
+def test_the_docs_and_examples_import_only_from_public_modules() -> None:
+    found = imported_names()
+    assert len(found) > 20
+    assert {module for module, _ in found} <= MODULES
+    missing = [each for each in found if not _is_there(*each)]
+    assert missing == []
+
+
+def imported_names() -> set[tuple[str, str]]:
+    """Read which names of the client the docs and examples import, and from which module."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    sources = [block.source for page in pages for block in blocks(page)]
+    sources += [file.read_text(encoding="utf-8") for file in (ROOT / "examples").glob("*.py")]
+    return {
+        (node.module, name.name)
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+        and node.module is not None
+        and node.module.split(".")[0] == "cotrain"
+        for name in node.names
+    }
+
+
+def _is_there(module: str, name: str) -> bool:
+    return hasattr(importlib.import_module(module), name)
