@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient
-from cotrain_server import cli
+from cotrain_server.commands import keys
 from cotrain_server.supervisor.data_folder import DataFolder
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import COMMAND, Serving
@@ -255,11 +255,11 @@ def test_keys_of_a_server_that_does_not_run_are_out_of_reach(tmp_path: Path) -> 
 def test_keys_do_not_wait_for_a_redis_that_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "KEYS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(keys, "TIMEOUT_S", 0.2)
     with EmbeddedRedis() as stuck:
         stuck.stand_still()
         with pytest.raises(SystemExit, match="1"):
-            cli.list_keys(tmp_path, stuck.url)
+            keys.list_keys(tmp_path, stuck.url)
     assert "does not answer. Is it the one of --redis-url?" in capsys.readouterr().err
 
 

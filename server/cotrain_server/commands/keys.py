@@ -1,0 +1,182 @@
+"""`cotrain keys`: make, list and revoke API keys, in the Redis of a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.table import Table
+
+from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
+from cotrain_server.commands.options import DEFAULT_DATA_DIR, DataDir, ServersRedisUrl, fail
+from cotrain_server.supervisor.data_folder import UnsafeFolder, found_socket
+from cotrain_store.errors import KeyInSettings
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.redis_client.connection import CONNECTION_LOST, open_connection
+from cotrain_store.tenants.api_keys import Tenants
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from cotrain_store.tenants.key_format import KeyRecord
+
+#: A Redis that does not answer would otherwise keep the command waiting without a word of why.
+TIMEOUT_S = 10.0
+
+keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+
+
+@keys.command(epilog=examples("cotrain keys create ada", "cotrain keys create ci --days 30"))
+def create(
+    name: Annotated[str, typer.Argument(help="Whose key this is.")],
+    tenant: Annotated[
+        str | None,
+        typer.Option(help="One more key of this tenant (its id); by default a new tenant."),
+    ] = None,
+    new_tenant: Annotated[
+        bool, typer.Option("--new-tenant", help="--tenant is the id of a tenant to be made.")
+    ] = False,
+    days: Annotated[float | None, typer.Option(help="Stop accepting it after so long.")] = None,
+    prefix: Annotated[
+        Literal["tml", "sk"],
+        typer.Option(help="How it starts: the tinker SDK takes tml-…, the mint SDK also sk-…."),
+    ] = "tml",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    redis_url: ServersRedisUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make an API key and print it; it is shown only now."""
+    not_after = None if days is None else (datetime.now(UTC) + timedelta(days=days)).timestamp()
+    owner = None if tenant is None else TenantId(tenant)
+    if owner is not None and not new_tenant:
+        _ask_before_a_new_tenant(owner, data_dir, redis_url)
+
+    async def issue(tenants: Tenants) -> None:
+        key = await tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix)
+        if as_json:
+            print_json({"name": name, "key": key})
+        else:
+            typer.echo(key)
+
+    _with_tenants(issue, data_dir, redis_url)
+
+
+@keys.command("list", epilog=examples("cotrain keys list --json | jq -r '.[].name'"))
+def list_keys(
+    data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: ServersRedisUrl = None, as_json: AsJson = False
+) -> None:
+    """List the API keys, without their secrets: those made here, and those of the server's settings."""
+
+    async def show(tenants: Tenants) -> None:
+        found = await tenants.list_keys()
+        if as_json:
+            print_json([_as_json(key) for key in found])
+        else:
+            print_rich(_table(found))
+
+    _with_tenants(show, data_dir, redis_url)
+
+
+@keys.command(epilog=examples("cotrain keys revoke 3f9c2a71"))
+def revoke(
+    key_id: Annotated[str, typer.Argument(help="As `cotrain keys list` shows it.")],
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    redis_url: ServersRedisUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop accepting an API key; within five seconds everywhere.
+
+    One that stands in the server's settings is taken back there.
+    """
+
+    async def remove(tenants: Tenants) -> None:
+        try:
+            if not await tenants.revoke(key_id):
+                fail(f"There is no key {key_id}.")
+        except KeyInSettings as error:
+            fail(str(error))
+        if as_json:
+            print_json({"id": key_id, "revoked": True})
+
+    _with_tenants(remove, data_dir, redis_url)
+
+
+def _ask_before_a_new_tenant(tenant: TenantId, data_dir: Path, redis_url: str | None) -> None:
+    """A key of a misspelt tenant would see nothing of what that tenant has."""
+    known: list[bool] = []
+
+    async def look(tenants: Tenants) -> None:
+        known.append(await tenants.is_known(tenant))
+
+    _with_tenants(look, data_dir, redis_url)
+    if known == [True]:
+        return
+    if not sys.stdin.isatty():
+        fail(
+            f"There is no tenant {tenant}: `cotrain keys list` shows the ids of those there are. "
+            "With --new-tenant it is made."
+        )
+    typer.confirm(f"There is no tenant {tenant}. Make it?", abort=True, err=True)
+
+
+def _table(records: list[KeyRecord]) -> Table:
+    table = Table("id", "key", "tenant", "name", "from", "since", "valid until", box=None)
+    for record in records:
+        until = "" if record.not_after is None else _date(record.not_after)
+        table.add_row(
+            record.id, f"{record.prefix}…", record.tenant, record.name, _source(record),
+            _date(record.created_at), until,
+        )  # fmt: skip
+    return table
+
+
+def _source(record: KeyRecord) -> str:
+    return "settings" if record.in_settings else "keys create"
+
+
+def _date(timestamp: float) -> str:
+    return f"{datetime.fromtimestamp(timestamp, UTC):%Y-%m-%d %H:%M}"
+
+
+def _with_tenants(
+    work: Callable[[Tenants], Awaitable[None]], data_dir: Path, redis_url: str | None
+) -> None:
+    folder = data_dir.absolute()
+
+    async def run() -> None:
+        url = redis_url or f"unix://{found_socket(folder)}"
+        connection = open_connection(url)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await work(Tenants(connection))
+        finally:
+            await connection.aclose()
+
+    try:
+        asyncio.run(run())
+    except UnsafeFolder as error:
+        fail(str(error))
+    except (TimeoutError, *CONNECTION_LOST):
+        fail(
+            "The server's Redis does not answer. Is it the one of --redis-url?"
+            if redis_url
+            else f"The server's Redis does not answer. Is `cotrain serve` running on {data_dir}? "
+            "--data-dir (COTRAIN_DATA_DIR) names its folder."
+        )
+
+
+def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
+    """Write a key as every version of `cotrain keys list --json` does; times are seconds since 1970."""
+    return {
+        "id": record.id,
+        "tenant": record.tenant,
+        "name": record.name,
+        "prefix": record.prefix,
+        "source": _source(record),
+        "created_at": record.created_at,
+        "not_after": record.not_after,
+    }

@@ -1,0 +1,150 @@
+"""`cotrain serve`: a whole server on this host, in one command."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cotrain_server.commands.given_keys import all_keys, out_of_sight
+from cotrain_server.commands.options import DEFAULT_DATA_DIR, DataDir, RedisUrl, refuse
+from cotrain_server.settings import split_words
+from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder
+from cotrain_server.supervisor.environment import unknown_variables
+from cotrain_server.supervisor.programs import Plan
+from cotrain_server.supervisor.supervisor import CannotServe, Supervisor
+from cotrain_store.errors import InvalidKey, UnsafeRedis
+from cotrain_store.redis_client.embedded_server import NoRedisFound
+
+if TYPE_CHECKING:
+    from cotrain_server.supervisor.supervisor import Announcement
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def serve(
+    base_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar=["COTRAIN_BASE_MODELS", "COTRAIN_BASE_MODEL"],
+            help="Needed: hub id, folder, or NAME=FOLDER. Repeat it for several base models.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(envvar="COTRAIN_HOST")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(envvar="COTRAIN_PORT", help="0: a free one.")] = 8000,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="COTRAIN_API_KEYS",
+            help="Accept this key (tml-… or sk-…, or NAME=KEY); repeat it for several tenants. By default "
+            "one is made.",
+        ),
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="COTRAIN_API_KEYS_FILE",
+            help="Accept the keys in this file, too; -: standard input.",
+        ),
+    ] = None,
+    clock_mode: Annotated[
+        Literal["eager", "metronome"],
+        typer.Option(
+            envvar="COTRAIN_CLOCK_MODE", help="When a cycle starts: at once, or on a beat."
+        ),
+    ] = "eager",
+    clock_period_s: Annotated[
+        float, typer.Option(envvar="COTRAIN_CLOCK_PERIOD_S", help="Longest cycle, or the beat.")
+    ] = 10.0,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(envvar="COTRAIN_DEVICE")
+    ] = "auto",
+    torch_threads: Annotated[
+        int, typer.Option(envvar="COTRAIN_TORCH_THREADS", help="CPU threads per worker; 0: all.")
+    ] = 0,
+    redis_url: RedisUrl = None,
+    accept_data_loss: Annotated[
+        bool,
+        typer.Option(envvar="COTRAIN_ACCEPT_DATA_LOSS", help="Take a Redis that may lose writes."),
+    ] = False,
+    log_level: Annotated[str, typer.Option(envvar="COTRAIN_LOG_LEVEL")] = "info",
+) -> None:
+    """Serve base models on this host: Redis, API, scheduler and workers in one command.
+
+    Every option is also a COTRAIN_* variable, and so is every other setting of these processes.
+
+    Examples:
+
+    cotrain serve --base-model Qwen/Qwen3-0.6B
+
+    cotrain serve --base-model my-model=/models/mine --host 0.0.0.0 --clock-mode metronome
+    """
+    misspelt = unknown_variables()
+    if misspelt:
+        refuse(f"Unknown settings: {', '.join(misspelt)}.")
+    if not base_model:
+        refuse(
+            "Which base model? `cotrain serve --base-model Qwen/Qwen3-0.6B`, a folder instead of "
+            "that name, or COTRAIN_BASE_MODEL."
+        )
+    keys_given = split_words(",".join(api_key or ()))
+    out_of_sight(keys_given)
+    try:
+        api_keys = all_keys(keys_given, api_keys_file)
+    except (InvalidKey, OSError) as error:
+        refuse(f"--api-key: {error}")
+    given = {
+        "CLOCK_MODE": clock_mode,
+        "CLOCK_PERIOD_S": str(clock_period_s),
+        "DEVICE": device,
+        "TORCH_THREADS": str(torch_threads),
+        "LOG_LEVEL": log_level,
+    }
+    plan = Plan(
+        base_models=tuple(_base_model(name) for names in base_model for name in names.split(",")),
+        host=host,
+        port=port,
+        data_dir=data_dir.absolute(),
+        redis_url=redis_url,
+        api_keys=api_keys,
+        accept_data_loss=accept_data_loss,
+        given=given,
+    )
+    _run(plan)
+
+
+def _run(plan: Plan) -> None:
+    try:
+        asyncio.run(Supervisor(plan, _say, _announce).run())
+    except (FolderInUse, UnsafeFolder, NoRedisFound, UnsafeRedis, CannotServe) as error:
+        refuse(str(error))
+    except OSError as error:
+        refuse(f"Cannot listen on {plan.host}:{plan.port}: {error.strerror}.")
+
+
+def _base_model(name: str) -> str:
+    """Make a folder's path absolute: the workers and the clients are started elsewhere."""
+    alias, _, source = name.rpartition("=")
+    if not Path(source).is_dir():
+        if source.startswith((".", "/", "~")):
+            refuse(f"There is no folder {source}.")
+        return name
+    folder = str(Path(source).resolve())
+    return f"{alias}={folder}" if alias else folder
+
+
+def _say(line: str) -> None:
+    console.print(f"[dim]{datetime.now():%H:%M:%S}[/dim] {escape(line)}")  # for a terminal
+
+
+def _announce(announcement: Announcement) -> None:
+    if announcement.new_key:
+        console.print(f"API key, shown only now: [bold]{announcement.new_key}[/bold]")
+    console.print(f"[bold green]cotrain ready at {announcement.address}[/bold green]")
