@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_server.admin_key import admin_key
 from cotrain_server.errors import TooManyPolls
-from cotrain_server.http.admin_key import admin_key
-from cotrain_server.http.auth import FailureCounter
-from cotrain_server.http.upload_body import Uploads
-from cotrain_server.limits.body_memory import BodyRoom
+from cotrain_server.limits.body_memory import BodyMemory
+from cotrain_server.limits.failures import FailureCounter
+from cotrain_server.limits.upload_slots import UploadSlots
 from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.oplog.intake import Intake
@@ -64,8 +64,8 @@ class Services:
     audit: Audit
     failures: FailureCounter = field(default_factory=FailureCounter)
     polls_by_tenant: Counter[TenantId] = field(default_factory=Counter)
-    body_room: BodyRoom = field(default_factory=BodyRoom)
-    uploads: Uploads = field(default_factory=Uploads)
+    body_memory: BodyMemory = field(default_factory=BodyMemory)
+    uploads: UploadSlots = field(default_factory=UploadSlots)
     draining: bool = False
 
     @contextmanager

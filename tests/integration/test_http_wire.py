@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_server.http.auth import FAILURES_PER_MINUTE
+from cotrain_server.limits.failures import FAILURES_PER_MINUTE
 from tests.support.http_api import ALICE
 
 if TYPE_CHECKING:

@@ -1,12 +1,13 @@
-"""What routes ask for by type: the services, the tenant, and the tenant's own run."""
+"""What routes ask for by type: the services, the tenant, and which part of a list."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Request, Security
+from fastapi import Depends, Query, Request, Security
 from fastapi.security import APIKeyHeader
 
+from cotrain.wire.rest import MAX_PAGE, AccessScope
 from cotrain_server.services import Services
 from cotrain_store.messages.sessions import Tenant
 
@@ -26,3 +27,7 @@ async def _tenant(request: Request) -> Tenant:
 
 ServicesDep = Annotated[Services, Depends(_services)]
 TenantDep = Annotated[Tenant, Depends(_tenant)]
+
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE)]
+Offset = Annotated[int, Query(ge=0, lt=2**31)]
+Scope = Annotated[AccessScope, Query()]

@@ -70,7 +70,7 @@ class TenantRoute(APIRoute):
         async def pass_gate(request: Request) -> Response:
             services: Services = request.app.state.services
             request.state.tenant = tenant = await _tenant(request, services)
-            with services.body_room.of(tenant.id) as take:
+            with services.body_memory.of(tenant.id) as take:
                 body = await read_body(request, self.body_limit(request, services.settings), take)
                 return await handle(CheckedRequest(request, body))
 

@@ -1,4 +1,4 @@
-"""Receive bodies that are too large for memory, and not too many of them at once."""
+"""Receive bodies that are too large for memory."""
 
 from __future__ import annotations
 
@@ -6,50 +6,27 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections import Counter
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import IO, TYPE_CHECKING
 
 import structlog
 
-from cotrain_server.errors import BodyTooLarge, BodyTooSlow, TooManyUploads, UnsupportedMediaType
+from cotrain_server.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
 from cotrain_store.errors import DiskReserveReached
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from starlette.requests import Request
 
-    from cotrain_store.messages.ids import TenantId
-
 log = structlog.get_logger()
 
-UPLOADS_PER_TENANT = 2
 #: Who sends nothing for this long has gone.
 SILENCE_S = 60.0
 #: 512 MiB at 2.4 Mbit/s.
 RECEIVE_S = 1800.0
 _FLUSH_BYTES = 1024**2
-
-
-class Uploads:
-    """What one process holds of uploads: some are received, one is unpacked."""
-
-    def __init__(self) -> None:
-        self.unpacking = asyncio.Lock()
-        self._count_by_tenant = Counter[str]()
-
-    @contextmanager
-    def slot(self, tenant: TenantId) -> Iterator[None]:
-        """Count an upload of a tenant while it lasts; raises TooManyUploads."""
-        if self._count_by_tenant[tenant] >= UPLOADS_PER_TENANT:
-            raise TooManyUploads
-        self._count_by_tenant[tenant] += 1
-        try:
-            yield
-        finally:
-            self._count_by_tenant[tenant] -= 1
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 512 * 1024**2
 
 
-class BodyRoom:
+class BodyMemory:
     """Counts bodies from their first byte until their request is answered, as sent and as unpacked."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 
+#: A name has no slash in it, so a checkpoint called `publish` is none of the routes below it.
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
 #: What a tenant can get wrong about a path; an op of a run's order takes its place and fails.
 WRONG_PATH = (Invalid, MalformedPath, CheckpointNotFound, WeightsGone)
 
@@ -32,6 +35,11 @@ class Source:
 
     checkpoint: CheckpointRecord
     weights: WeightsRecord
+
+
+def path_of(run_id: str, kind: str, name: str) -> str:
+    """Write the parts of a URL as the path they stand for; whether it is one, the records tell."""
+    return f"tinker://{run_id}/{kind}/{name}"
 
 
 async def find_source(services: Services, reader: TenantId, path: str) -> Source:

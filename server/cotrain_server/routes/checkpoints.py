@@ -20,9 +20,9 @@ from cotrain.wire.checkpoints import (
 from cotrain_server.errors import Invalid
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.tenant_routes import TenantRoute
-from cotrain_server.requests.checkpoint_lookup import find_source, reader_of
+from cotrain_server.requests.checkpoint_lookup import CHECKPOINT, find_source, path_of, reader_of
 from cotrain_server.requests.checkpoint_validation import check_ttl
-from cotrain_server.routes.weights import quota_reached
+from cotrain_server.requests.submission import quota_reached
 from cotrain_store.errors import MalformedPath, RunNotFound, SessionFinished
 from cotrain_store.messages.ids import SessionId, run_id
 from cotrain_store.messages.runs import RunRecord, RunState
@@ -39,18 +39,10 @@ router = APIRouter(
     prefix="/api/v1", tags=["checkpoints"], route_class=TenantRoute, dependencies=[api_key]
 )
 
-#: A name has no slash in it, so a checkpoint called `publish` is none of the routes below it.
-CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
-
 KINDS = get_args(CheckpointKind)
 
 #: What the metadata of a copy's run says: the path that was copied.
 COPIED_FROM = "copied_from"
-
-
-def path_of(run_id: str, kind: str, name: str) -> str:
-    """Write the parts of a URL as the path they stand for; whether it is one, the records tell."""
-    return f"tinker://{run_id}/{kind}/{name}"
 
 
 @router.delete(CHECKPOINT, status_code=204)

@@ -13,8 +13,7 @@ from cotrain.wire.checkpoints import ExternalWeightsUrlsResponse
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.downloads import ARCHIVE, names_of
 from cotrain_server.http.tenant_routes import TenantRoute
-from cotrain_server.requests.checkpoint_lookup import find_source
-from cotrain_server.routes.checkpoints import CHECKPOINT, path_of
+from cotrain_server.requests.checkpoint_lookup import CHECKPOINT, find_source, path_of
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_store.tenants.audit_log import AuditEvent
 

@@ -19,7 +19,7 @@ from cotrain_server.requests.checkpoint_validation import check_metadata, check_
 from cotrain_server.requests.checkpoints import load_body, load_op, read_as
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.passes import Op, canonical_json, digest_of, json_object, read_fields
-from cotrain_server.routes.training import submit
+from cotrain_server.requests.submission import submit
 from cotrain_store.errors import RunNotFound, SessionFinished
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind

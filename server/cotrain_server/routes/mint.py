@@ -18,8 +18,7 @@ from cotrain_server.requests.checkpoint_lookup import WRONG_PATH, find_loadable
 from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.reverse_kl import read_reverse_kl, refused_reverse_kl, reverse_kl_op
-from cotrain_server.routes.training import idempotency_key, submit
-from cotrain_server.routes.weights import quota_reached
+from cotrain_server.requests.submission import idempotency_key, quota_reached, submit
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import request_id, run_id
 from cotrain_store.messages.ops import OpKind

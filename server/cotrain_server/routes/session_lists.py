@@ -9,8 +9,14 @@ from cotrain.wire.rest import (
     GetSessionResponse,
     ListSessionsResponse,
 )
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.paging import Limit, Offset, Scope
+from cotrain_server.http.dependencies import (
+    Limit,
+    Offset,
+    Scope,
+    ServicesDep,
+    TenantDep,
+    api_key,
+)
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.views.records import text_by_name
 from cotrain_store.tenants.audit_log import AuditEvent

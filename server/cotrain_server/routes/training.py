@@ -29,14 +29,14 @@ from cotrain_server.requests.passes import (
     read_step,
     step_op,
 )
+from cotrain_server.requests.submission import idempotency_key, submit
 from cotrain_store.errors import BaseModelNotServed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cotrain_server.requests.passes import AddressedPass, Op
+    from cotrain_server.requests.passes import AddressedPass
     from cotrain_server.services import Services
-    from cotrain_store.messages.runs import RunRecord
     from cotrain_store.messages.sessions import Tenant
 
 router = APIRouter(
@@ -93,26 +93,6 @@ async def _queue_pass(
         raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
     op = await away_from_the_loop(size, pass_op, addressed, pool)
     return await submit(services, run, addressed.seq, op, idempotency_key(request))
-
-
-def idempotency_key(request: Request) -> str:
-    """Read what tells a repeat of a request that has no place of its own: SDKs keep it over an attempt."""
-    return request.headers.get("x-idempotency-key", "")[:256]
-
-
-async def submit(
-    services: Services, run: RunRecord, seq: int | None, op: Op, idempotency_key: str = ""
-) -> UntypedAPIFuture:
-    """Put an op into its run's log and answer with the future of its result.
-
-    Without `seq` it goes behind all that the run was sent so far; `idempotency_key` tells its repeats.
-    """
-    op = op.fitting(services.settings.quota_tokens, services.settings.quota_bytes)
-    request_id = await services.intake.submit(
-        run, seq, op.kind, op.body, op.tokens, op.digest,
-        uses=op.uses, sampler=op.sampler, idempotency_key=idempotency_key,
-    )  # fmt: skip
-    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 
 def _reader(request: Request) -> Callable[..., AddressedPass]:

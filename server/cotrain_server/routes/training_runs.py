@@ -9,8 +9,14 @@ from fastapi import APIRouter, Request
 
 from cotrain.wire.model import Name
 from cotrain.wire.rest import CheckpointsListResponse, Cursor, TrainingRun, TrainingRunsResponse
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.paging import Limit, Offset, Scope
+from cotrain_server.http.dependencies import (
+    Limit,
+    Offset,
+    Scope,
+    ServicesDep,
+    TenantDep,
+    api_key,
+)
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.views.records import checkpoint_of, training_run_of
 

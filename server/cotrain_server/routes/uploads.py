@@ -27,7 +27,7 @@ from cotrain_server.http.multipart import file_in_form
 from cotrain_server.http.upload_body import received
 from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl
 from cotrain_server.requests.pass_validation import check_rank
-from cotrain_server.routes.weights import quota_reached
+from cotrain_server.requests.submission import quota_reached
 from cotrain_store.bodies.import_body import PeftAdapter, encode_import
 from cotrain_store.errors import RunClosed, SeqConflict, SessionFinished, StoreUnavailable
 from cotrain_store.messages.encoding import encode

@@ -20,11 +20,10 @@ from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.requests.checkpoint_lookup import find_source
 from cotrain_server.requests.checkpoints import save_op
 from cotrain_server.requests.passes import read_fields
-from cotrain_server.routes.training import submit
+from cotrain_server.requests.submission import quota_reached, submit
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services
-    from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.sessions import Tenant
     from cotrain_store.messages.weights import CheckpointKind
 
@@ -82,19 +81,6 @@ async def _save(
     if save.fields.get("sampling_session_seq_id") is None:
         full = await quota_reached(services, tenant.id)
     return await submit(services, run, save.seq, op.refused(full) if full else op)
-
-
-async def quota_reached(services: Services, tenant: TenantId) -> str:
-    """Say which quota of stored checkpoints a tenant has reached; nothing where none."""
-    settings = services.settings
-    count, size_bytes = await services.checkpoints.stored_bytes(tenant)
-    if count >= settings.quota_checkpoints:
-        limit = f"{settings.quota_checkpoints} checkpoints"
-    elif size_bytes >= settings.quota_checkpoint_bytes:
-        limit = f"{settings.quota_checkpoint_bytes} bytes"
-    else:
-        return ""
-    return f"Checkpoint storage quota reached ({limit}). Delete some that are not needed."
 
 
 @router.post("/weights_info")

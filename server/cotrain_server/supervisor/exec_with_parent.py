@@ -1,6 +1,6 @@
 """Start a command that cannot outlive its supervisor. Standard library only; run as a file.
 
-Usage: `python -I -S tether.py SUPERVISOR_PID SIGNAL_NUMBER COMMAND…`
+Usage: `python -I -S exec_with_parent.py SUPERVISOR_PID SIGNAL_NUMBER COMMAND…`
 
 The kernel sends the signal when the supervisor is gone, however it went (`kill -9` included). The
 setting survives `exec`, so that it also holds for a program we did not write: redis-server. A

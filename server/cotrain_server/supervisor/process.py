@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cotrain_server.supervisor.restarts import Deaths
 from cotrain_store.refusal import EXIT_CODE, last_reason
 
 if TYPE_CHECKING:
@@ -21,6 +20,11 @@ if TYPE_CHECKING:
     from cotrain_server.supervisor.data_folder import DataFolder
 
 TETHER = Path(__file__).with_name("exec_with_parent.py")
+FIRST_DELAY_S = 0.1
+LONGEST_DELAY_S = 5.0
+WINDOW_S = 60.0
+#: This many crashes within the window are no accident.
+CRASH_LOOP_COUNT = 5
 #: A process that crashed again and again is taken for healthy once it has lived this long.
 HEALED_AFTER_S = 20.0
 LINES = Path(__file__).with_name("json_log.py")
@@ -42,6 +46,29 @@ class Program:
     pass_fds: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class RestartHistory:
+    """When a process crashed within the last WINDOW_S, and how soon it is started again; in seconds."""
+
+    times: tuple[float, ...] = ()
+
+    def plus(self, now: float) -> RestartHistory:
+        """Add one more crash and drop the old ones."""
+        return RestartHistory((*(time for time in self.times if now - time < WINDOW_S), now))
+
+    @property
+    def delay_s(self) -> float:
+        """How long to wait before the next start: 0.1 s, doubled with each crash, at most 5 s."""
+        if self.is_crash_loop:
+            return LONGEST_DELAY_S
+        return min(FIRST_DELAY_S * 2.0 ** (len(self.times) - 1), LONGEST_DELAY_S)
+
+    @property
+    def is_crash_loop(self) -> bool:
+        """Whether an operator should look: it is still started again, but only every 5 s."""
+        return len(self.times) >= CRASH_LOOP_COUNT
+
+
 @dataclass
 class Child:
     """One program, started again whenever it dies."""
@@ -53,7 +80,7 @@ class Child:
     """Called with the name and what is wrong, or None when it is well again."""
     give_up: Callable[[str], bool] = lambda reason: False
     """Called with why it refused to start, if it did; True ends the keeping."""
-    deaths: Deaths = field(default_factory=Deaths)
+    restarts: RestartHistory = field(default_factory=RestartHistory)
     _process: asyncio.subprocess.Process | None = None
     _logged: set[asyncio.Task[int]] = field(default_factory=set)
     """Done when all that a start of it printed is in its log."""
@@ -72,15 +99,15 @@ class Child:
             ended, refusal = await self._run_once()
             if self._stopping.is_set() or (refusal and self.give_up(refusal)):
                 return
-            self.deaths = self.deaths.plus(time.monotonic())
-            again = f"starting it again in {self.deaths.delay_s:g} s"
+            self.restarts = self.restarts.plus(time.monotonic())
+            again = f"starting it again in {self.restarts.delay_s:g} s"
             self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}")
-            if self.deaths.is_crash_loop:
-                times = f"{len(self.deaths.times)} times in the last minute"
+            if self.restarts.is_crash_loop:
+                times = f"{len(self.restarts.times)} times in the last minute"
                 why = f": {refusal}" if refusal else "; its log says why."
                 self.report_trouble(name, f"{ended}, {times}{why}")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), self.deaths.delay_s)
+                await asyncio.wait_for(self._stopping.wait(), self.restarts.delay_s)
 
     async def stop(self) -> None:
         """End the program: SIGTERM, and SIGKILL to it and all it started once its grace is over."""
@@ -150,12 +177,12 @@ class Child:
             await asyncio.wait(self._logged, timeout=LAST_LINES_S)
 
     async def _outlived(self, process: asyncio.subprocess.Process) -> int:
-        if not self.deaths.is_crash_loop:
+        if not self.restarts.is_crash_loop:
             return await process.wait()
         with suppress(TimeoutError):
             return await asyncio.wait_for(process.wait(), HEALED_AFTER_S)
         self.report_trouble(self.program.name, None)
-        self.deaths = Deaths()
+        self.restarts = RestartHistory()
         return await process.wait()
 
 

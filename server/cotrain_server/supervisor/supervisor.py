@@ -19,11 +19,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cotrain_server.probe import probe
-from cotrain_server.supervisor.commands import Programs
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
 from cotrain_server.supervisor.process import Child
+from cotrain_server.supervisor.programs import Programs
 from cotrain_server.supervisor.startup_progress import NewLines, follow
-from cotrain_server.views.readiness import write_troubles
+from cotrain_server.troubles import write_troubles
 from cotrain_store.disk.folder_claim import claim_folder
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.redis_client.connection import (
@@ -37,8 +37,8 @@ from cotrain_store.tenants.api_keys import Tenants
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cotrain_server.supervisor.commands import Plan
     from cotrain_server.supervisor.process import Program
+    from cotrain_server.supervisor.programs import Plan
 
 #: Processes of a server that was just killed need a moment to be gone.
 LOCK_PATIENCE_S = 5.0

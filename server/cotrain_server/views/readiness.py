@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from cotrain_server.troubles import read_troubles
 from cotrain_store.monitoring.status import pool_status, redis_status, scheduler_alive
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.tenants.records import Records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from cotrain_server.services import Services
     from cotrain_server.settings import ServerSettings
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 REDIS_TIMEOUT_S = 1.0
 #: Whoever looks at a server whose Redis stands still hears of it in time: Prometheus waits 10 s.
 LOOK_TIMEOUT_S = 5.0
-#: Written by the supervisor beside the data: what it cannot keep running, process by process.
-TROUBLES_FILE = "troubles.json"
 
 
 async def reasons_not_ready(services: Services) -> list[str]:
@@ -36,24 +32,6 @@ async def reasons_not_ready(services: Services) -> list[str]:
     except (TimeoutError, *CONNECTION_LOST):
         reasons.append("Redis does not answer.")
     return reasons + _disk_reasons(services.settings) + read_troubles(services.settings.data_dir)
-
-
-def read_troubles(data_dir: Path) -> list[str]:
-    """Read what the supervisor cannot keep running; empty where none is, or where all is well."""
-    try:
-        troubles: dict[str, str] = json.loads((data_dir / TROUBLES_FILE).read_text())
-    except FileNotFoundError:
-        return []
-    return [f"{process}: {trouble}" for process, trouble in sorted(troubles.items())]
-
-
-def write_troubles(data_dir: Path, troubles: dict[str, str]) -> None:
-    """Say what cannot be kept running, for `read_troubles` in another process."""
-    partial = data_dir / f"{TROUBLES_FILE}.tmp"
-    # On a full disk, where Redis dies again and again, its supervisor must not: `/readyz` tells of both.
-    with suppress(OSError):
-        partial.write_text(json.dumps(troubles))
-        partial.replace(data_dir / TROUBLES_FILE)
 
 
 async def _store_reasons(connection: Connection, settings: ServerSettings) -> list[str]:

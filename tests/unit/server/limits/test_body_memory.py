@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from cotrain_server.errors import TooManyBodies
-from cotrain_server.limits.body_memory import BodyRoom
+from cotrain_server.limits.body_memory import BodyMemory
 from cotrain_store.messages.ids import TenantId
 
 A, B = TenantId("a"), TenantId("b")
 
 
 def test_bodies_of_one_tenant_share_a_room_until_they_are_answered() -> None:
-    room = BodyRoom(most_bytes=10)
+    room = BodyMemory(most_bytes=10)
     with room.of(A) as first:
         first(6)
         with room.of(B) as of_another:
@@ -29,7 +29,7 @@ def test_bodies_of_one_tenant_share_a_room_until_they_are_answered() -> None:
 
 
 def test_a_body_that_is_alone_always_has_room_and_keeps_others_out() -> None:
-    room = BodyRoom(most_bytes=10)
+    room = BodyMemory(most_bytes=10)
     with room.of(A) as large:
         large(8)
         large(8)
@@ -38,7 +38,7 @@ def test_a_body_that_is_alone_always_has_room_and_keeps_others_out() -> None:
 
 
 def test_a_body_that_was_refused_leaves_nothing_behind() -> None:
-    room = BodyRoom(most_bytes=10)
+    room = BodyMemory(most_bytes=10)
 
     def broken() -> None:
         with room.of(A) as take:

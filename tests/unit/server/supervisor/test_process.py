@@ -15,8 +15,7 @@ import pytest
 
 from cotrain_server.supervisor import process as children
 from cotrain_server.supervisor.data_folder import DataFolder
-from cotrain_server.supervisor.process import TETHER, Child, Program
-from cotrain_server.supervisor.restarts import Deaths
+from cotrain_server.supervisor.process import TETHER, Child, Program, RestartHistory
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -50,9 +49,9 @@ async def test_a_process_that_is_killed_is_started_again(tmp_path: Path) -> None
     watched = Watched(tmp_path, SLEEPER)
     first = await watched.pid()
     os.kill(first, signal.SIGKILL)
-    died = await watched.lines.get()
+    crashed = await watched.lines.get()
     log = tmp_path / "logs" / "sleeper.log"
-    assert died == f"sleeper was killed by SIGKILL; starting it again in 0.1 s; see {log}"
+    assert crashed == f"sleeper was killed by SIGKILL; starting it again in 0.1 s; see {log}"
     assert await watched.pid() != first
     await watched.child.stop()
     await watched.kept
@@ -93,7 +92,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_all_it_started(tmp_
 
 async def test_a_crash_loop_is_reported_and_goes_on(tmp_path: Path) -> None:
     watched = Watched(tmp_path, BROKEN)
-    watched.child.deaths = Deaths((time.monotonic(),) * 4)
+    watched.child.restarts = RestartHistory((time.monotonic(),) * 4)
     await watched.pid()
     assert "starting it again in 5 s" in await watched.lines.get()
     assert watched.troubles == [
@@ -125,7 +124,7 @@ async def test_a_refusal_to_start_is_told_with_its_reason_and_ends_the_keeping(
 
 async def test_a_refusal_of_what_ran_before_is_tried_again_and_reported(tmp_path: Path) -> None:
     watched = Watched(tmp_path, REFUSING)
-    watched.child.deaths = Deaths((time.monotonic(),) * 4)
+    watched.child.restarts = RestartHistory((time.monotonic(),) * 4)
     await watched.pid()
     assert "starting it again in 5 s" in await watched.lines.get()
     assert watched.troubles == ["exited with status 2, 5 times in the last minute: No such model."]
@@ -138,7 +137,7 @@ async def test_a_trouble_is_over_once_the_process_has_lived_a_while(
 ) -> None:
     monkeypatch.setattr(children, "HEALED_AFTER_S", 0.01)
     watched = Watched(tmp_path, SLEEPER)
-    watched.child.deaths = Deaths((time.monotonic(),) * 5)
+    watched.child.restarts = RestartHistory((time.monotonic(),) * 5)
     await watched.pid()
     await until(lambda: watched.troubles)
     assert watched.troubles == [None]
@@ -169,3 +168,30 @@ def test_a_tether_to_a_supervisor_that_is_gone_starts_nothing() -> None:
     command = [sys.executable, "-I", "-S", str(TETHER), "1", "9", "echo", "started"]
     ended = subprocess.run(command, capture_output=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, b"")
+
+
+def crashed_at(times: list[float]) -> RestartHistory:
+    history = RestartHistory()
+    for crash in times:
+        history = history.plus(crash)
+    return history
+
+
+def test_a_first_crash_is_answered_almost_at_once() -> None:
+    assert crashed_at([100.0]).delay_s == 0.1
+
+
+def test_each_further_crash_doubles_the_delay() -> None:
+    assert [crashed_at([0.0] * n).delay_s for n in range(1, 5)] == [0.1, 0.2, 0.4, 0.8]
+
+
+def test_five_crashes_in_a_minute_are_a_crash_loop_retried_every_five_seconds() -> None:
+    history = crashed_at([0.0, 10.0, 20.0, 30.0, 59.0])
+    assert history.is_crash_loop
+    assert history.delay_s == 5.0
+
+
+def test_old_crashes_are_forgotten() -> None:
+    history = crashed_at([0.0, 1.0, 2.0, 3.0, 100.0])
+    assert not history.is_crash_loop
+    assert history.delay_s == 0.1

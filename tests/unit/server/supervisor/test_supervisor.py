@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_server.supervisor.commands import Plan, Programs
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.process import Program
+from cotrain_server.supervisor.programs import Plan, Programs
 from cotrain_server.supervisor.supervisor import Supervisor
 from tests.support.waiting import until
 

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cotrain_server.views.readiness import read_troubles, write_troubles
+from cotrain_server.troubles import read_troubles, write_troubles
 
 if TYPE_CHECKING:
     import pytest
