@@ -110,7 +110,9 @@ class NullWorker:
 def publish_pool(redis_url: str, spool: Spool) -> None:
     """Say what the pool can do before its worker is there, as one that died has left it."""
     connection = open_sync_connection(redis_url)
-    Execution(connection, spool, spool, POOL.id, WORKER).enter(POOL)
+    execution = Execution(connection, spool, spool, POOL.id, WORKER)
+    execution.claim()
+    execution.publish(POOL)
     connection.close()
 
 
@@ -131,7 +133,8 @@ def main() -> None:
     writer = new_writer("null")
     spools = Spool(folder, writer), Spool(folder, RESULTS + writer)
     execution = Execution(connection, *spools, POOL.id, WORKER)
-    execution.enter(POOL)
+    execution.claim()
+    execution.publish(POOL)
     worker = NullWorker(execution, args.ops_per_s, args.ops_per_cycle, args.times)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, worker.stop)

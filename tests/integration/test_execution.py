@@ -338,7 +338,7 @@ async def test_a_log_says_whose_numbers_it_holds(log: Log) -> None:
     run = await log.new_run()
 
     async def committed_by(numerics_id: str, seq: int) -> str:
-        log.execution.enter(replace(pool_record_for_tests(), numerics_id=numerics_id))
+        log.execution.publish(replace(pool_record_for_tests(), numerics_id=numerics_id))
         await log.submit(run, seq)
         await log.run_all()
         position = log.execution.logs.position(run.id)

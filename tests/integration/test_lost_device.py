@@ -19,14 +19,15 @@ WORKER = """
 import atexit
 from unittest.mock import Mock
 import cotrain_workers.__main__ as worker
+from cotrain_workers.worker import bootstrap
 from cotrain_workers.engine.device import DeviceLost
 
 atexit.register(print, "an orderly end")
 lost = Mock(run=Mock(side_effect=DeviceLost("CUDA error: device-side assert triggered")))
-worker.Engine = Mock()
-worker.measure_throughput = lambda engine: 1.0
+bootstrap.Engine = Mock()
+bootstrap.measure_throughput = lambda engine: 1.0
 worker.publish_tokenizer = lambda *_, **__: None
-worker._pool_record = Mock()
+worker.pool_record = Mock()
 worker.enter_pool = lambda *_: lost
 worker.main()
 """

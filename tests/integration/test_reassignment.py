@@ -31,7 +31,8 @@ THIRD = WorkerId("w2")
 def enter(log: Log, worker: WorkerId) -> Execution:
     """Start another worker, and let it be seen."""
     execution = Execution(log.redis, log.spool, log.results, POOL, worker)
-    epoch = execution.enter(pool_record_for_tests())
+    epoch = execution.claim()
+    execution.publish(pool_record_for_tests())
     execution.beat(WorkerBeat(worker, epoch, "serving", "cpu", 1.0, 0, 0, 0.0))
     return execution
 

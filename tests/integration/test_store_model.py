@@ -110,7 +110,8 @@ class LogMachine(RuleBasedStateMachine):
 
     def new_worker(self, worker: WorkerId) -> Execution:
         execution = Execution(self.redis, self.spool, self.spool, POOL, worker)
-        epoch = execution.enter(pool_record_for_tests())
+        epoch = execution.claim()
+        execution.publish(pool_record_for_tests())
         beat = WorkerBeat(worker, epoch, "serving", "cpu", 1.0, 0, 0, 0.0)
         self.redis.set(fleet_keys.worker(POOL, worker), json.dumps(asdict(beat)))
         return execution

@@ -17,7 +17,7 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_workers.engine.decoding.requests import WeightsGone
 from cotrain_workers.engine.ops import Failure, SaveOutput
-from cotrain_workers.op_codec.ops import engine_op
+from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.recorder import SUFFIX, Recorder
 from tests.support.bodies import optim_body, pass_body, sequences
 

@@ -203,6 +203,8 @@ def publish_pool(redis_url: str, folder: Path) -> None:
     """Write the pool as its worker does when it starts."""
     spool = Spool(folder / "spool", new_writer("test"))
     connection = open_sync_connection(redis_url)
-    Execution(connection, spool, spool, POOL.id, WorkerId("w0")).enter(POOL)
+    execution = Execution(connection, spool, spool, POOL.id, WorkerId("w0"))
+    execution.claim()
+    execution.publish(POOL)
     spool.close()
     connection.close()

@@ -98,7 +98,8 @@ class Log:
     def new_worker(self) -> Execution:
         """Take the worker's place, as a second process would."""
         execution = Execution(self.redis, self.spool, self.results, POOL, WORKER)
-        execution.enter(pool_record_for_tests())
+        execution.claim()
+        execution.publish(pool_record_for_tests())
         return execution
 
     def futures(self) -> Futures:
@@ -155,7 +156,8 @@ async def open_log(
         dispatch=Dispatch(connection, "scheduler"),
         execution=Execution(redis, spool, results, POOL, WORKER),
     )
-    log.execution.enter(pool_record_for_tests())
+    log.execution.claim()
+    log.execution.publish(pool_record_for_tests())
     await log.dispatch.lead()
     try:
         yield log

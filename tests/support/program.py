@@ -10,7 +10,7 @@ from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_workers.op_codec.ops import CYCLE_METRIC
+from cotrain_workers.op_codec import CYCLE_METRIC
 from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker
 

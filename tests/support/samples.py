@@ -115,7 +115,8 @@ class Samples:
         """Take a worker's place, as another process would."""
         log = self.log
         execution = Execution(log.redis, log.spool, log.results, POOL, worker)
-        epoch = execution.enter(pool_record_for_tests())
+        epoch = execution.claim()
+        execution.publish(pool_record_for_tests())
         return Sampling(log.redis, log.spool, log.results, POOL, worker, epoch)
 
     def beat(self, worker: WorkerId) -> None:

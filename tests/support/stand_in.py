@@ -132,7 +132,8 @@ def stand_in(services: Services) -> Iterator[StandIn]:
     redis, writer = open_sync_connection(settings.redis_url), new_writer("stand-in")
     spool, results = (Spool(settings.spool_dir, name) for name in (writer, RESULTS + writer))
     execution = Execution(redis, spool, results, POOL.id, WORKER)
-    epoch = execution.enter(POOL)
+    epoch = execution.claim()
+    execution.publish(POOL)
     sampling = Sampling(redis, spool, results, POOL.id, WORKER, epoch)
     saved = SavedWeights(redis, POOL.id, WORKER, epoch)
     try:

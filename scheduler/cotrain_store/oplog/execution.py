@@ -70,15 +70,18 @@ class Execution:
         self._left_open: set[int] = set()
         self._wakes: Any = None  # redis-py leaves its PubSub untyped
 
-    def enter(self, record: PoolRecord) -> int:
-        """Take this worker's place with a new epoch, and publish what the pool can do."""
-        self._numerics_id = record.numerics_id
-        self._base_model = record.base_model
+    def claim(self) -> int:
+        """Take this worker's slot with a new epoch: from here on, a predecessor is Fenced."""
         self.epoch = int(self._redis.incr(fleet_keys.worker_epoch(self.pool, self.worker)))
-        self._redis.sadd(fleet_keys.workers(self.pool), self.worker)
-        self._redis.hset(fleet_keys.pools(), self.pool, encode(record))
         self._left_open = {step.cycle for step in self.open_steps()}
         return self.epoch
+
+    def publish(self, record: PoolRecord) -> None:
+        """Publish what the pool can do, and that this worker is of it; before the first commit."""
+        self._numerics_id = record.numerics_id
+        self._base_model = record.base_model
+        self._redis.sadd(fleet_keys.workers(self.pool), self.worker)
+        self._redis.hset(fleet_keys.pools(), self.pool, encode(record))
 
     @property
     def writer(self) -> str:

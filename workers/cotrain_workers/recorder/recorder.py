@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.adapters.bank import AdapterState
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import HostOptimizer, Output
-    from cotrain_workers.op_codec.loads import Checkpoints
+    from cotrain_workers.op_codec import Checkpoints
 
 log = structlog.get_logger()
 

@@ -10,7 +10,7 @@ import torch
 from cotrain_workers.engine.decoding.requests import WeightsGone
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure
-from cotrain_workers.op_codec.ops import engine_op
+from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.cycle import Findings
 from cotrain_workers.recorder.fingerprints import differences, fingerprint_of, fingerprint_of_state
 

@@ -6,23 +6,20 @@ runs beside them, so that a run replayed alone ends where it was. The stored res
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
 
-from cotrain.wire.proto import wire_pb2
 from cotrain_store.errors import SpoolCorrupt, StoreError
 from cotrain_store.messages.ids import RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import RunState
 from cotrain_store.messages.saves import SaveRequest
 from cotrain_workers.checkpoints.save_records import saved_of
 from cotrain_workers.engine.ops import Failure, SaveOutput
-from cotrain_workers.op_codec.ops import CYCLE_METRIC, engine_op, result_of
+from cotrain_workers.op_codec import engine_op, result_of
+from cotrain_workers.recovery.result_check import same_result
 from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snapshot
 
 if TYPE_CHECKING:
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.ops import QueuedOp
-    from cotrain_store.messages.results import Result
     from cotrain_store.oplog.execution import Execution
     from cotrain_store.oplog.positions import LogPosition
     from cotrain_workers.checkpoints.weights_store import WeightsStore
@@ -249,45 +245,6 @@ def _replay(
         output = outputs.get((op.run, op.seq))
         if stored is None or output is None or isinstance(output, SaveOutput):
             continue  # expired, or an op that never ran, or one whose result holds no numbers
-        if not _same(stored, result_of(op, output, cycle=0), exact=exact):
+        if not same_result(stored, result_of(op, output, cycle=0), exact=exact):
             raise ReplayDiverged(f"Run {op.run}: replaying seq {op.seq} gave another result.")
     return outputs
-
-
-def _same(stored: Result, replayed: Result, *, exact: bool) -> bool:
-    """Compare two results but for the cycle they ran in; on CUDA another mix moves the last bits."""
-    if stored.kind != replayed.kind:
-        return False
-    tolerance = 0.0 if exact else 1e-2
-    if stored.kind is not ResultKind.PASS:
-        return _same_metrics(_json_metrics(stored), _json_metrics(replayed), tolerance)
-    before = wire_pb2.ForwardBackwardOutput.FromString(stored.payload)
-    after = wire_pb2.ForwardBackwardOutput.FromString(replayed.payload)
-    metrics_agree = _same_metrics(dict(before.metrics), dict(after.metrics), tolerance)
-    return metrics_agree and _same_logprobs(_logprobs(before), _logprobs(after), tolerance)
-
-
-def _logprobs(output: wire_pb2.ForwardBackwardOutput) -> np.ndarray:
-    records = [record.fields["logprobs"].data for record in output.loss_fn_outputs]
-    return np.frombuffer(b"".join(records), "<f4")
-
-
-def _same_logprobs(before: np.ndarray, after: np.ndarray, tolerance: float) -> bool:
-    return before.shape == after.shape and np.allclose(
-        before, after, rtol=tolerance, atol=tolerance, equal_nan=True
-    )
-
-
-def _json_metrics(result: Result) -> dict[str, float]:
-    metrics: dict[str, float] = result.json().get("metrics", {})
-    return metrics
-
-
-def _same_metrics(before: dict[str, float], after: dict[str, float], tolerance: float) -> bool:
-    names = (before.keys() | after.keys()) - {CYCLE_METRIC}
-    return all(
-        name in before
-        and name in after
-        and math.isclose(before[name], after[name], rel_tol=tolerance, abs_tol=tolerance)
-        for name in names
-    )

@@ -2,35 +2,144 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef, WorkerId
+from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.sampling.claims import Sampling
 from cotrain_store.sampling.token_stream import TokenPublisher
+from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_store.weights.saved_weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.host_memory import free_host_bytes
+from cotrain_workers.engine.memory import is_out_of_memory
+from cotrain_workers.engine.model.model_source import NoRoom, no_room
+from cotrain_workers.engine.ops import Create, Datum, Pass
+from cotrain_workers.engine.progress import tell
+from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import Keeper
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
+from cotrain_workers.worker.batch_size_cache import KnownSizes
 from cotrain_workers.worker.loop import WorkerLoop
-from cotrain_workers.worker.share import Share
+from cotrain_workers.worker.time_sharing import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.redis_client.connection import SyncConnection
-    from cotrain_store.settings.worker import WorkerSettings
     from cotrain_workers.engine.decoding.decoder import EngineDecoder
     from cotrain_workers.engine.decoding.requests import HostWeights, TextOf
-    from cotrain_workers.engine.engine import Engine
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
+_PROBE_TOKENS = 1024
+
+
+def device_of(settings: WorkerSettings) -> str:
+    """Choose a GPU where there is one, unless the settings say otherwise."""
+    if settings.device != "auto":
+        return settings.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def measured_engine(settings: WorkerSettings, device: str) -> tuple[Engine, float]:
+    """Load the engine and train one small batch; raises NoRoom where memory is too small for either."""
+    try:
+        engine = load_engine(settings, device)
+        tell("measuring how fast it trains")
+        return engine, measure_throughput(engine)
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            name = settings.base_model
+            raise NoRoom(f"Base model {name} cannot be served: {no_room()}") from error
+        raise
+
+
+def load_engine(settings: WorkerSettings, device: str) -> Engine:
+    """Load the engine; a size of micro-batches that is measured is measured once."""
+    asked, known = settings.micro_batch_tokens, KnownSizes(settings.known_sizes_path)
+    circumstances = _circumstances(settings, device)
+    engine = Engine.load(
+        settings.model_source,
+        device=device,
+        dtype=_DTYPES[settings.dtype],
+        micro_batch_tokens=(known.tokens(circumstances) if asked == "auto" else None) or asked,
+        recompute=settings.recompute,
+        lora_backend=settings.lora_backend,
+        fusion=settings.fusion,
+        adapter_bytes=settings.adapter_bytes or None,
+        host_bytes=settings.host_bytes or free_host_bytes() // 2,
+        local_files_only=settings.offline,
+    )
+    if asked == "auto" and device == "cuda":
+        known.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
+    return engine
+
+
+def _circumstances(settings: WorkerSettings, device: str) -> str:
+    """Name all that the measured size of a micro-batch depends on."""
+    hardware = torch.cuda.get_device_name() if device == "cuda" else device
+    return " ".join(
+        str(each)
+        for each in (
+            settings.model_source, hardware, settings.dtype, torch.__version__,
+            settings.adapter_bytes, settings.recompute, settings.lora_backend,
+            settings.fusion,
+        )
+    )  # fmt: skip
+
+
+def measure_throughput(engine: Engine) -> float:
+    """Measure training tokens/s on one small batch: the first token budget comes from it."""
+    length = min(256, engine.facts.context_length)
+    count = max(1, _PROBE_TOKENS // length)
+    rng = np.random.default_rng(0)
+    datums = []
+    for _ in range(count):
+        tokens = rng.integers(0, engine.facts.vocab_size, length)
+        weights = np.ones(length, np.float32)
+        datums.append(Datum(tokens, {"target_tokens": tokens, "weights": weights}))
+    engine.run([Create("probe", 0, AdapterSpec(rank=8, seed=0))])
+    probe = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=True)
+    engine.run([probe])
+    began = time.perf_counter()
+    engine.run([probe])
+    elapsed = time.perf_counter() - began
+    engine.drop("probe")
+    return count * length / elapsed
+
+
+def pool_record(
+    settings: WorkerSettings, engine: Engine, device: str, tokens_per_s: float
+) -> PoolRecord:
+    """Describe what this pool can do."""
+    facts = engine.facts
+    return PoolRecord(
+        id=pool_of(settings.model_name),
+        base_model=settings.model_name,
+        architecture=facts.architecture,
+        vocab_size=facts.vocab_size,
+        context_length=facts.context_length,
+        max_rank=min(settings.max_rank, facts.max_rank),
+        num_parameters=facts.num_parameters,
+        device=device,
+        dtype="bfloat16" if device == "cuda" and settings.dtype == "auto" else settings.dtype,
+        numerics_id=facts.numerics_id,
+        tokens_per_s=tokens_per_s,
+    )
 
 
 def enter_pool(
@@ -45,24 +154,21 @@ def enter_pool(
 
     `spools` are of bodies and of results; `text` decodes tokens, for stop strings.
     """
-    # Made below, once there is an epoch; no decoder asks for weights before its first step.
-    weights: WeightsStore
-
-    def host(key: str) -> HostWeights:
-        return weights.host(WeightsRef(key))
-
-    def folder(key: str) -> Path | None:
-        return weights.path(WeightsRef(key))
-
-    def make_decoder() -> EngineDecoder | VllmDecoder:
-        if settings.sampler == "vllm":
-            return vllm_decoder(engine, settings, folder)
-        return engine.decoder(host, kv_tokens=settings.kv_cache_tokens or None, text=text)
-
-    decoder = make_decoder()
     worker = WorkerId(settings.worker_id)
     execution = Execution(connection, *spools, record.id, worker)
-    execution.enter(
+    epoch = execution.claim()
+    failpoint("worker.entered", worker)
+    weights = WeightsStore(
+        SavedWeights(connection, record.id, worker, epoch),
+        CheckpointFiles.below(settings.data_dir, record.base_model),
+        engine.layout_of,
+        settings.weights_memory_bytes,
+        settings.owed_memory_bytes,
+        settings.orphan_age_s,
+    )
+    make_decoder = decoder_factory(engine, settings, weights, text)
+    decoder = make_decoder()
+    execution.publish(
         replace(
             record,
             eos_token_ids=engine.facts.eos_token_ids,
@@ -70,17 +176,8 @@ def enter_pool(
             sampler=settings.sampler,
         )
     )
-    failpoint("worker.entered", worker)
-    sampling = Sampling(connection, *spools, record.id, worker, execution.epoch)
+    sampling = Sampling(connection, *spools, record.id, worker, epoch)
     sampling.requeue()
-    weights = WeightsStore(
-        SavedWeights(connection, record.id, worker, execution.epoch),
-        CheckpointFiles.below(settings.data_dir, record.base_model),
-        engine.layout_of,
-        settings.weights_memory_bytes,
-        settings.owed_memory_bytes,
-        settings.orphan_age_s,
-    )
     sampler = SamplingService(
         decoder,
         make_decoder,
@@ -102,7 +199,7 @@ def enter_pool(
             settings.recorder_dir / record.id / worker,
             pool=record.id,
             base_model=record.base_model,
-            epoch=execution.epoch,
+            epoch=epoch,
             kept=settings.record_cycles,
         ),
         base_model=record.base_model,
@@ -112,11 +209,22 @@ def enter_pool(
     )
 
 
-def vllm_decoder(
-    engine: Engine, settings: WorkerSettings, folder: Callable[[str], Path | None]
-) -> VllmDecoder:
-    """Make the decoder that asks a vLLM server."""
-    return VllmDecoder(
+def decoder_factory(
+    engine: Engine, settings: WorkerSettings, weights: WeightsStore, text: TextOf | None
+) -> Callable[[], EngineDecoder | VllmDecoder]:
+    """Return what makes a decoder: the engine's own, or one that asks a vLLM server."""
+
+    def host(key: str) -> HostWeights:
+        return weights.host(WeightsRef(key))
+
+    def folder(key: str) -> Path | None:
+        return weights.path(WeightsRef(key))
+
+    if settings.sampler == "engine":
+        kv_tokens = settings.kv_cache_tokens or None
+        return partial(engine.decoder, host, kv_tokens=kv_tokens, text=text)
+    return partial(
+        VllmDecoder,
         settings.vllm_url,
         api_key=settings.vllm_api_key.get_secret_value(),
         base_model=settings.model_name,
@@ -130,5 +238,5 @@ def vllm_decoder(
 def longest_sequence(decoder: EngineDecoder | VllmDecoder, record: PoolRecord) -> int:
     """Count the tokens that a prompt and its continuation may have together."""
     if isinstance(decoder, VllmDecoder):
-        return record.context_length  # the server's own limit is told to whoever exceeds it
+        return record.context_length  # vLLM itself answers who exceeds its limit
     return decoder.max_sequence_tokens

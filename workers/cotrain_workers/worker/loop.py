@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from cotrain_workers.recovery.resident_runs import Keeper
     from cotrain_workers.recovery.run_lifecycle import Between
     from cotrain_workers.sampling.service import SamplingService
-    from cotrain_workers.worker.share import Share
     from cotrain_workers.worker.step_commit import Outcome
+    from cotrain_workers.worker.time_sharing import Share
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ import structlog
 
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_workers.op_codec.ops import decode_op_pass
+from cotrain_workers.op_codec import decode_op_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

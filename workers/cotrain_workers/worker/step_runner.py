@@ -16,7 +16,7 @@ from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId
 from cotrain_workers.engine.ops import Failure
-from cotrain_workers.op_codec.ops import engine_op
+from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recovery.bisection import MAX_DEATHS, POISON, Risks, run_alone, run_in_parts
 from cotrain_workers.recovery.replay import ReplayDiverged
 

@@ -14,6 +14,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_workers import op_codec as requests
 from cotrain_workers.engine.decoding.requests import HostWeights, WeightsGone
 from cotrain_workers.engine.ops import (
     Create,
@@ -31,8 +32,7 @@ from cotrain_workers.engine.ops import (
     StepOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
-from cotrain_workers.op_codec import ops as requests
-from cotrain_workers.op_codec.ops import CYCLE_METRIC, result_of
+from cotrain_workers.op_codec import CYCLE_METRIC, result_of
 from tests.support.bodies import optim_body, pass_body
 
 

@@ -12,7 +12,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_workers.engine.decoding.requests import HostWeights, WeightsGone
 from cotrain_workers.engine.ops import Failure, HostOptimizer, ReverseKl, ReverseKlOutput
 from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
-from cotrain_workers.op_codec.reverse_kl import answer_of, reverse_kl_op
+from cotrain_workers.op_codec import answer_of, reverse_kl_op
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

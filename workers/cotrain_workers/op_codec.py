@@ -1,44 +1,68 @@
-"""Turn logged ops and their bodies into what the engine runs, and its outputs into results."""
+"""Turn logged ops and their bodies into what the engine runs, and its outputs into results; the one
+place that knows both.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cotrain_store.bodies.pass_body import decode_pass, encode_pass_output, parse_pass
+from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl, reverse_kl_answer
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.encoding import decode
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.messages.saves import SaveRequest
+from cotrain_store.messages.saves import LoadRequest, SaveRequest
 from cotrain_workers.checkpoints.encrypted_export import refuse_recipients
+from cotrain_workers.engine.adapters.interpolation import mix
+from cotrain_workers.engine.decoding.requests import HostWeights, WeightsGone
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
     Datum,
     Failure,
+    HostOptimizer,
     Import,
+    KlDatum,
+    Load,
     LoadOutput,
     Op,
     OptimStep,
     Output,
     Pass,
     PassOutput,
+    ReverseKl,
     ReverseKlOutput,
     Save,
     SaveOutput,
     StepOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.op_codec.loads import load_op
-from cotrain_workers.op_codec.reverse_kl import answer_of, reverse_kl_op
 
 if TYPE_CHECKING:
-    from cotrain_store.messages.ops import QueuedOp
-    from cotrain_workers.op_codec.loads import Checkpoints
+    from collections.abc import Mapping
 
+    from cotrain_store.messages.ids import WeightsRef
+    from cotrain_store.messages.ops import QueuedOp
+    from cotrain_workers.engine.spec import Layout
+
+#: What a training result says of the cycle it ran in.
 CYCLE_METRIC = "clock_cycle:unique"
+
+
+class Checkpoints(Protocol):
+    """What a load asks for; both raise WeightsGone."""
+
+    def host(self, ref: WeightsRef) -> HostWeights:
+        """Give weights."""
+
+    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
+        """Give the optimizer state that was saved with weights; None: they were saved without."""
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        """Return where the matrices of such an adapter lie in its arena."""
 
 
 def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failure:
@@ -99,6 +123,50 @@ def _save(op: QueuedOp, body: bytes) -> Save | Failure:
     return Save(op.run, op.seq, optimizer=request.kind == "weights")
 
 
+def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failure:
+    """Read what a load needs; a Failure where it is not there."""
+    request = LoadRequest.parse(body)
+    try:
+        weights = _weights(request, checkpoints)
+        optimizer = _optimizer(request, checkpoints)
+    except WeightsGone:
+        return Failure(f"Checkpoint {request.path} cannot be read on the server.", "server")
+    if request.optimizer and optimizer is None:
+        return Failure(f"Checkpoint {request.path} has no optimizer state.", "user")
+    creates = request.lora is not None
+    return Load(op.run, op.seq, request.path, weights, optimizer, creates)
+
+
+def _weights(request: LoadRequest, checkpoints: Checkpoints) -> HostWeights:
+    sources = [(source.coefficient, checkpoints.host(source.ref)) for source in request.sources]
+    if len(sources) == 1 and sources[0][0] == 1.0:
+        return sources[0][1]
+    return mix(sources, checkpoints.layout_of)
+
+
+def _optimizer(request: LoadRequest, checkpoints: Checkpoints) -> HostOptimizer | None:
+    """Give the state that goes with the weights: of several sources together there is none."""
+    if not request.optimizer or len(request.sources) > 1:
+        return None
+    return checkpoints.optimizer(request.sources[0].ref)
+
+
+def reverse_kl_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> ReverseKl | Failure:
+    """Read a request and its reference; a Failure where one of them is not there."""
+    try:
+        request = decode_reverse_kl(body)
+        reference = None if request.reference is None else checkpoints.host(request.reference)
+    except MalformedBody as malformed:
+        return Failure(str(malformed), "user")
+    except WeightsGone:
+        return Failure("The weights of the reference cannot be read on the server.", "server")
+    datums = [
+        KlDatum(datum.student_tokens, datum.reference_tokens, datum.weights)
+        for datum in request.datums
+    ]
+    return ReverseKl(op.run, op.seq, datums, reference, request.temperature)
+
+
 def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
     """Encode what an op's future resolves to. Every training result says in which cycle it ran."""
     match output:
@@ -118,3 +186,19 @@ def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
             raise AssertionError("what a save resolves to is made with its records")
         case Failure(message, category):
             return Result.failed(message, category)
+
+
+def answer_of(output: ReverseKlOutput, more_metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Say what was found, with the metrics that the hosted service gives, and more.
+
+    Both means are over the targets whose weight is not 0.
+    """
+    tokens = max(output.weighted_tokens, 1)
+    metrics = {
+        "loss:sum": output.loss_sum,
+        "loss:mean": output.loss_sum / tokens,
+        "reverse_kl:mean": output.kl_sum / tokens,
+        "num_samples:sum": float(len(output.losses)),
+        "num_tokens:sum": float(output.weighted_tokens),
+    }
+    return reverse_kl_answer(output.losses, metrics | dict(more_metrics))

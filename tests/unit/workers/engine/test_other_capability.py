@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]  # all tests of workers
 #: For torch's own kernels, oneDNN's and MKL's.
 AVX2_ONLY = {
     "ATEN_CPU_CAPABILITY": "avx2",

@@ -15,7 +15,7 @@ from cotrain_workers.recorder.replay import (
     tolerance_of,
 )
 
-FOLDER = Path(__file__).parents[2] / "data" / "recorded"
+FOLDER = Path(__file__).parents[3] / "data" / "recorded"
 FILES = sorted(FOLDER.glob("*.zip"))
 
 

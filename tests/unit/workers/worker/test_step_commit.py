@@ -9,7 +9,7 @@ from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.metrics import POOL_COUNTERS
 from cotrain_workers.engine.ops import CycleOutput, Failure, Output, PassOutput, StepOutput
-from cotrain_workers.worker.cycle_record import counted_cycle, cycle_record
+from cotrain_workers.worker.step_commit import counted_cycle, cycle_record
 
 A, B = RunId("a"), RunId("b")
 STEP = Step(

@@ -1,1 +1,0 @@
-"""From a logged op to an engine op and from its output to a result; the one place that knows both."""
