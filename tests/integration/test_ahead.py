@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.messages.ops import QueuedOp, Step
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.ops import CycleOutput
     from tests.support.log import Log
     from tests.support.redis_server import EmbeddedRedis
@@ -182,16 +183,16 @@ async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
         if self._decoded:
             has_decoded.set()
 
-    run = Engine.run
+    cycle = Engine.cycle
 
-    def slow(self: Engine, *step: Any) -> CycleOutput:
+    def slow(self: Engine, *step: Any) -> Yielding[CycleOutput]:
         """Compute a step, which takes no less than decoding something behind the first one."""
         assert has_decoded.wait(PATIENCE_S)
-        return run(self, *step)
+        return (yield from cycle(self, *step))
 
     monkeypatch.setattr(Ahead, "take", noting)
     monkeypatch.setattr(Ahead, "_decode", decoding)
-    monkeypatch.setattr(Engine, "run", slow)
+    monkeypatch.setattr(Engine, "cycle", slow)
     decoded_ahead = await losses(empty_redis.url, tmp_path / "ahead", engine)
     assert len(notes) == 6
     assert any(notes)
@@ -227,12 +228,10 @@ def test_adapters_of_waiting_runs_are_fetched_between_micro_batches_while_memory
 
     monkeypatch.setattr(engine, "prefetch", prefetch)
     loop, spools = make_worker(empty_redis.url, tmp_path, engine)
-    between = loop._between(deaths=0)
-    assert between is not None
     loop._ahead._ready = [RunId("b"), RunId("c")]
 
-    between()
-    between()
+    loop._beside_step()
+    loop._beside_step()
 
     assert asked == [["b", "c"]]
     for spool in spools:

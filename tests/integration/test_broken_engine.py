@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.checkpoints.files import WrittenFiles
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.ops import CycleOutput, Op
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
@@ -44,19 +45,19 @@ POISON = {
 @pytest.fixture
 def breaks_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make the engine raise whenever it is given one of these ops: before it runs, or half way."""
-    run_as_before = Engine.run
+    cycle_as_before = Engine.cycle
 
     def arm(
         poison: Collection[tuple[str, int]], *, half_way: bool = False, deadly: bool = False
     ) -> None:
-        def run(self: Engine, ops: Sequence[Op], between: Any = None) -> CycleOutput:
+        def cycle(self: Engine, ops: Sequence[Op]) -> Yielding[CycleOutput]:
             if any((op.run, op.seq) in poison for op in ops):
                 if half_way:
-                    run_as_before(self, ops, between)
+                    yield from cycle_as_before(self, ops)
                 raise Killed if deadly else RuntimeError("the device is on fire")
-            return run_as_before(self, ops, between)
+            return (yield from cycle_as_before(self, ops))
 
-        monkeypatch.setattr(Engine, "run", run)
+        monkeypatch.setattr(Engine, "cycle", cycle)
 
     return arm
 
@@ -152,12 +153,12 @@ async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
         breaks_at({(guilty.id, 1)})
         ensure_as_before, calls = loop._keeper.ensure, 0
 
-        def ensure(run: Any, between: Any = None) -> int:
+        def ensure(run: Any) -> Yielding[int]:
             nonlocal calls
             calls += run == guilty.id
             if run == guilty.id and calls > 1:
                 raise SpoolCorrupt("gone")
-            return ensure_as_before(run, between)
+            return (yield from ensure_as_before(run))
 
         loop._keeper.ensure = ensure  # type: ignore[method-assign]  # one that raises
         for seq in range(1, 5):

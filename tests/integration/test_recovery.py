@@ -11,6 +11,7 @@ from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RunId, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
+from cotrain_workers.engine.cycle import run_to_end
 from tests.support.bodies import pass_body, sequences
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import (
@@ -99,7 +100,7 @@ async def test_a_drained_worker_leaves_nothing_to_replay(
     run = RunId("undisturbed:train:0")
     engine.drop(run)
     with worker(url, tmp_path, engine) as loop:
-        assert loop._keeper.ensure(run) == 0
+        assert run_to_end(loop._keeper.ensure(run)) == 0
     assert engine.state(run).digest() == digest
 
 
@@ -170,9 +171,9 @@ async def test_a_good_copy_takes_the_place_of_one_that_cannot_be_read(
     torn.write_bytes(b"torn")
     engine.drop(run.id)
     with worker(url, tmp_path, engine) as loop:
-        assert loop._keeper.ensure(run.id) > 0
+        assert run_to_end(loop._keeper.ensure(run.id)) > 0
     with worker(url, tmp_path, engine) as loop:
-        assert loop._keeper.ensure(run.id) == 0
+        assert run_to_end(loop._keeper.ensure(run.id)) == 0
     assert engine.state(run.id).digest() == digest
 
 

@@ -54,7 +54,7 @@ class Processor:
 def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
     """Let every micro-batch and every decode step take its time on a clock of ours."""
     clock = Processor()
-    micro_batch, decode_step, run = Wave._run_micro_batch, EngineDecoder.step, Engine.run
+    micro_batch, decode_step, run = Wave._run_micro_batch, EngineDecoder.step, Engine.cycle
 
     def trained(self: Wave, *args: Any) -> Any:
         ran = micro_batch(self, *args)
@@ -66,13 +66,13 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
         return decode_step(self)
 
     def ran(self: Engine, *args: Any) -> Any:
-        output = run(self, *args)
+        output = yield from run(self, *args)
         clock.in_step = False
         return output
 
     monkeypatch.setattr(Wave, "_run_micro_batch", trained)
     monkeypatch.setattr(EngineDecoder, "step", decoded)
-    monkeypatch.setattr(Engine, "run", ran)
+    monkeypatch.setattr(Engine, "cycle", ran)
     fake = SimpleNamespace(monotonic=clock.monotonic)
     monkeypatch.setattr("cotrain_workers.worker.time_sharing.time", fake)
     return clock

@@ -10,6 +10,7 @@ from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
+from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.op_codec import CYCLE_METRIC
 from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker
@@ -99,7 +100,7 @@ def restored_digest(url: str, folder: Path, engine: Engine, run: RunId) -> str:
     """Bring a run back from what is stored, as a new worker would, and digest its state."""
     engine.drop(run)
     loop, spools = make_worker(url, folder, engine)
-    loop._keeper.ensure(run)
+    run_to_end(loop._keeper.ensure(run))
     for spool in spools:
         spool.close()
     return engine.state(run).digest()

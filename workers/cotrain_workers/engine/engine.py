@@ -15,6 +15,7 @@ import torch
 from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState
 from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save, unknown_run
 from cotrain_workers.engine.adapters.residency import adapter_budget
+from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.sizes import DecoderSizes
 from cotrain_workers.engine.device import check_device, make_cuda_deterministic
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cotrain_workers.engine.adapters.bank import StateCopy
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.decoding.requests import HostWeights, TextOf
     from cotrain_workers.engine.lora.backend import Choice
     from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
@@ -122,12 +124,16 @@ class Engine:
         )
         return cls(model_facts(model, base, numerics), base, wave, bank)
 
-    def run(self, ops: Sequence[Op], between: Callable[[], None] | None = None) -> CycleOutput:
+    def run(self, ops: Sequence[Op]) -> CycleOutput:
+        """Run one cycle to its end; see `cycle`."""
+        return run_to_end(self.cycle(ops))
+
+    def cycle(self, ops: Sequence[Op]) -> Yielding[CycleOutput]:
         """Run one cycle: per run, ascending `seq`,
         `(Create | Import | Load)? (Pass | ReverseKl)* OptimStep? (Save | Load)*`.
 
         Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
-        `between` is called after each micro-batch; a decoder of this engine may step in it.
+        Yields after each micro-batch; a decoder of this engine may step there.
         An exception means a broken engine: its adapters must then be restored from their last states.
         """
         outputs: dict[tuple[str, int], Output] = {}
@@ -135,10 +141,10 @@ class Engine:
             if begins_run(op):
                 outputs[op.run, op.seq] = begin(self._bank, op, self.facts.max_rank)
         try:
-            shifts = [
-                self._run_shift([op for op in ops if op.run in runs], outputs, between)
-                for runs in self._bank.shifts(list(dict.fromkeys(op.run for op in ops)))
-            ]
+            shifts = []
+            for runs in self._bank.shifts(list(dict.fromkeys(op.run for op in ops))):
+                of_shift = [op for op in ops if op.run in runs]
+                shifts.append((yield from self._run_shift(of_shift, outputs)))
         finally:
             self._bank.release()
         return CycleOutput(
@@ -148,7 +154,6 @@ class Engine:
             padded_tokens=sum(shift.padded_tokens for shift in shifts),
             wave_s=sum(shift.wave_s for shift in shifts),
             optim_s=sum(shift.optim_s for shift in shifts),
-            beside_s=sum(shift.beside_s for shift in shifts),
         )
 
     def decoder(
@@ -198,7 +203,7 @@ class Engine:
     def prefetch(self, runs: Sequence[str]) -> None:
         """Begin to bring the adapters of the next cycle to the device, as far as there is room.
 
-        Runs that this engine does not hold are passed over. Good between cycles and in `between`.
+        Runs that this engine does not hold are passed over. Good between cycles and at their yield points.
         """
         self._bank.prefetch(runs)
 
@@ -242,16 +247,14 @@ class Engine:
         return self._bank.layout_of(spec)
 
     def _run_shift(
-        self,
-        ops: Sequence[Op],
-        outputs: dict[tuple[str, int], Output],
-        between: Callable[[], None] | None,
-    ) -> CycleOutput:
+        self, ops: Sequence[Op], outputs: dict[tuple[str, int], Output]
+    ) -> Yielding[CycleOutput]:
         """Run those ops of a cycle whose adapters fit on the device together: mostly all of them."""
         began = time.perf_counter()
         self._bank.make_room(list(dict.fromkeys(op.run for op in ops)))
         passes = self._admit([op for op in ops if isinstance(op, Pass | ReverseKl)], outputs)
-        cost = self._wave.run(passes, between)
+        prepared_s = time.perf_counter() - began
+        cost = yield from self._wave.run(passes)
         for done in passes:
             assert done.output is not None
             outputs[done.op.run, done.op.seq] = done.output
@@ -270,9 +273,8 @@ class Engine:
             forwards=cost.forwards,
             tokens=cost.tokens,
             padded_tokens=cost.padded_tokens,
-            wave_s=middle - began - cost.beside_s,
+            wave_s=prepared_s + cost.seconds,
             optim_s=time.perf_counter() - middle,
-            beside_s=cost.beside_s,
         )
 
     def _admit(

@@ -213,6 +213,5 @@ class CycleOutput:
     forwards: int  # passes of the base model
     tokens: int
     padded_tokens: int  # tokens plus the filler of every micro-batch
-    wave_s: float  # forward/backward
+    wave_s: float  # forward/backward, without what others took at its yield points
     optim_s: float
-    beside_s: float  # what `between` took; in none of the other two

@@ -23,13 +23,14 @@ from cotrain_workers.recovery.result_check import same_result
 from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from cotrain_store.messages.ops import QueuedOp
     from cotrain_store.oplog.execution import Execution
     from cotrain_store.oplog.positions import LogPosition
     from cotrain_workers.checkpoints.weights_store import WeightsStore
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import Op, Output
 
@@ -55,9 +56,8 @@ def restore(
     run: RunId,
     *,
     exact: bool,
-    between: Callable[[], None] | None = None,
-) -> Restored:
-    """Load a run into the engine as of its committed `done`.
+) -> Yielding[Restored]:
+    """Load a run into the engine as of its committed `done`; yields as the engine's cycles do.
 
     Saves whose weights were lost before they were on disk are among them: `weights` gets those again.
 
@@ -77,9 +77,9 @@ def restore(
         engine.drop(run)
         try:
             _load(engine, snapshots, run, base)
-            replayed = _replay_from(
+            replayed = yield from _replay_from(
                 engine, execution, weights, run, base, position.done,
-                exact=exact and not _is_foreign(engine, base.numerics_id), between=between,
+                exact=exact and not _is_foreign(engine, base.numerics_id),
             )  # fmt: skip
         except (SnapshotUnreadable, SpoolCorrupt) as unusable:
             log.error("base_unusable", run=run, seq=base.seq, reason=str(unusable))
@@ -163,8 +163,7 @@ def _replay_from(
     done: int,
     *,
     exact: bool,
-    between: Callable[[], None] | None,
-) -> int:
+) -> Yielding[int]:
     """Run the log from a base to `done`; return how many ops were run."""
     ops = [
         op
@@ -176,8 +175,8 @@ def _replay_from(
     cuts = engine.cut_pieces
     for group in _cycles(ops):
         bodies = _bodies(execution, group)
-        outputs = _replay(
-            engine, execution, weights, group, bodies, exact=exact, cuts=cuts, between=between
+        outputs = yield from _replay(
+            engine, execution, weights, group, bodies, exact=exact, cuts=cuts
         )
         for op, body in zip(group, bodies, strict=True):
             output = outputs.get((op.run, op.seq))
@@ -228,8 +227,7 @@ def _replay(
     *,
     exact: bool,
     cuts: int,
-    between: Callable[[], None] | None,
-) -> Mapping[tuple[str, int], Output]:
+) -> Yielding[Mapping[tuple[str, int], Output]]:
     """Run a part of the log; bits count as long as `cuts` is how often memory ran out so far."""
     runnable: list[Op] = []
     for op, body in zip(group, bodies, strict=True):
@@ -238,7 +236,7 @@ def _replay(
             runnable.append(request)
         elif request.category == "server":  # it ran once, so it does not fail by itself
             raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
-    outputs = engine.run(runnable, between).outputs
+    outputs = (yield from engine.cycle(runnable)).outputs
     exact = exact and engine.cut_pieces == cuts
     for op in group:
         stored = execution.logs.stored_result(op)

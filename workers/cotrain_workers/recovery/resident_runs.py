@@ -24,7 +24,6 @@ from cotrain_workers.recovery.snapshot_file import Snapshot, remove_snapshots, w
 from cotrain_workers.recovery.snapshot_policy import Debt, may_leave, needs_snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from cotrain_store.messages.ops import Step
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from cotrain_store.settings.worker import WorkerSettings
     from cotrain_workers.checkpoints.weights_store import WeightsStore
     from cotrain_workers.engine.adapters.bank import StateCopy
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine
 
 log = structlog.get_logger()
@@ -68,10 +68,10 @@ class Keeper:
         """How many runs are in memory."""
         return len(self._debts)
 
-    def ensure(self, run: RunId, between: Callable[[], None] | None = None) -> int:
+    def ensure(self, run: RunId) -> Yielding[int]:
         """Have a run in the engine, restored if need be; return how many ops were replayed.
 
-        `between` is called after each micro-batch of the replay.
+        Yields after each micro-batch of the replay.
 
         Raises:
             ReplayDiverged, SpoolCorrupt: the run cannot go on.
@@ -80,14 +80,13 @@ class Keeper:
             return 0
         self._await_copy(run)
         self._weights.recall()
-        restored = restore(
+        restored = yield from restore(
             self._engine,
             self._execution,
             self._weights,
             self._settings.snapshots_dir,
             run,
             exact=self._exact,
-            between=between,
         )
         position = restored.position
         debt = Debt(position.done, ops=restored.replayed, used_at=time.monotonic())

@@ -11,19 +11,17 @@ import structlog
 from cotrain_store.disk.result_storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
+from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.recovery.replay import ReplayDiverged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from cotrain_store.messages.ids import RunId, TenantId
     from cotrain_store.messages.weights import WeightsRecord
     from cotrain_store.oplog.execution import Execution
     from cotrain_workers.checkpoints.weights_store import WeightsStore
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.recovery.resident_runs import Keeper
-
-    Between = Callable[[], None] | None  # called after each micro-batch
 
 log = structlog.get_logger()
 
@@ -44,8 +42,8 @@ class Runs:
         """For the pool's totals; whoever has written them clears it."""
 
     def ensure(
-        self, run: RunId, tenant: TenantId, between: Between, *, before: int | None = None
-    ) -> Failure | None:
+        self, run: RunId, tenant: TenantId, *, before: int | None = None
+    ) -> Yielding[Failure | None]:
         """Have a run in memory; a Failure for all its requests if it had to be stopped.
 
         What is in memory serves only as the state right before seq `before`: another worker may have
@@ -54,7 +52,7 @@ class Runs:
         if before is not None and self._keeper.done(run) != before - 1:
             self._keeper.forget_state(run)
         try:
-            self._restore(run, between)
+            yield from self._restore(run)
         except ReplayDiverged as diverged:
             return self.stop(run, tenant, diverged)
         except SpoolCorrupt as lost:
@@ -66,11 +64,11 @@ class Runs:
     def start_over(self, run: RunId) -> None:
         """Bring a run back to its last committed state; raises ReplayDiverged, SpoolCorrupt."""
         self._keeper.forget_state(run)
-        self._restore(run, None)
+        run_to_end(self._restore(run))
 
-    def make_again(self, weights: WeightsRecord, between: Between) -> None:
+    def make_again(self, weights: WeightsRecord) -> Yielding[None]:
         """Replay the run whose saved weights were lost before they were on disk."""
-        self.ensure(weights.run, weights.tenant, between)
+        yield from self.ensure(weights.run, weights.tenant)
         if self._weights.is_lost(weights.ref):
             self._weights.give_up(weights.ref)
 
@@ -94,8 +92,8 @@ class Runs:
             if owed.run == run:  # the log that would have made them again is gone
                 self._weights.give_up(owed.ref)
 
-    def _restore(self, run: RunId, between: Between) -> None:
-        replayed = self._keeper.ensure(run, between)
+    def _restore(self, run: RunId) -> Yielding[None]:
+        replayed = yield from self._keeper.ensure(run)
         failpoint("worker.replayed", run)
         self.replayed_ops += replayed
         self.uncounted["replayed_ops"] += replayed

@@ -21,6 +21,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.oplog.dispatch import WorkerBeat
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.backpressure import SavingRoom
+from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.memory import is_out_of_memory
 from cotrain_workers.recovery.run_lifecycle import Runs
 from cotrain_workers.worker.cycle_log import log_cycle
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ops import Step
     from cotrain_store.oplog.execution import Execution
     from cotrain_workers.checkpoints.weights_store import WeightsStore
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import CycleOutput, Failure
     from cotrain_workers.recorder.recorder import Recorder
     from cotrain_workers.recovery.resident_runs import Keeper
-    from cotrain_workers.recovery.run_lifecycle import Between
     from cotrain_workers.sampling.service import SamplingService
     from cotrain_workers.worker.step_commit import Outcome
     from cotrain_workers.worker.time_sharing import Share
@@ -147,7 +148,7 @@ class WorkerLoop:
     def _turn(self) -> None:
         for weights in self._weights.lost()[:1]:  # more of them in the next turns
             self._beside.training_begins()
-            self._runs.make_again(weights, self._beside.between)
+            drive(self._runs.make_again(weights), self._beside.between)
             self._beside.training_ends()
         steps = self._execution.open_steps()
         if steps and self._room.has_room(steps[0]):
@@ -172,7 +173,10 @@ class WorkerLoop:
         self._beside.training_begins()
         deaths = self._runner.suspicion(step).deaths
         rollbacks, cuts = self._runs.rollbacks, self._engine.cut_pieces
-        lost = self._restore_runs(step, self._between(deaths))
+        # Nothing beside a step that a dead predecessor left open: a request of either kind could be
+        # blamed for the deaths that one of the other caused.
+        at_yield = _nothing if deaths else self._beside_step
+        lost, _ = drive(self._restore_runs(step), at_yield)
         if self._runs.rollbacks > rollbacks:
             return  # some of its ops are given up: it is to be read anew
         # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
@@ -183,11 +187,12 @@ class WorkerLoop:
             self._recorder.begin(step, bodies)
             # Not behind a step that killed: what is decoded ahead could be blamed on it.
             with nullcontext() if deaths else self._ahead.behind(step):
-                outputs, cost = self._runner.run(step, bodies, lost, self._between(deaths))
+                ran, sampling_s = drive(self._runner.run(step, bodies, lost), at_yield)
+            outputs, cost = ran
             failpoint("worker.after_run", (op.request_id for op in step.ops))
             finished = started + time.monotonic() - began
             outcome = outcome_of(
-                step, bodies, outputs, cost, (started, finished),
+                step, bodies, outputs, cost, sampling_s, (started, finished),
                 self._execution.pool, self._base_model,
             )  # fmt: skip
             self._commit(step, outcome, is_exact=self._engine.cut_pieces == cuts)
@@ -197,7 +202,7 @@ class WorkerLoop:
                 self._keeper.forget_state(run)
             raise
         self._recorder.finish(step, outputs)
-        self._measure(cost)
+        self._measure(cost, sampling_s)
         self._keeper.committed(step, finished - started)
         self._beside.training_ends()
         names = self._execution.tenant_names.of(set(step.tenant_by_run.values()))
@@ -227,13 +232,6 @@ class WorkerLoop:
         for save in outcome.saves.values():
             self._weights.put(save.records.weights, save.saved)
 
-    def _between(self, deaths: int) -> Between:
-        """Choose what runs beside a step; nothing beside one that a dead predecessor left open.
-
-        Else a request of either kind could be blamed for the deaths that one of the other caused.
-        """
-        return None if deaths else self._beside_step
-
     def _beside_step(self) -> None:
         """Use the time between two micro-batches: for adapters of runs that wait, then for samples."""
         waiting = self._ahead.ready_runs()
@@ -249,23 +247,23 @@ class WorkerLoop:
                 raise
             log.warning("prefetch_without_memory")
 
-    def _restore_runs(self, step: Step, between: Between) -> dict[RunId, Failure]:
+    def _restore_runs(self, step: Step) -> Yielding[dict[RunId, Failure]]:
         """Have every run of the step in memory; those that cannot be restored fail alone."""
         lost: dict[RunId, Failure] = {}
         first: dict[RunId, int] = {}
         for op in step.ops:
             first.setdefault(op.run, op.seq)
         for run, seq in first.items():
-            failure = self._runs.ensure(run, step.tenant_by_run[run], between, before=seq)
+            failure = yield from self._runs.ensure(run, step.tenant_by_run[run], before=seq)
             if failure:
                 lost[run] = failure
         return lost
 
-    def _measure(self, cost: CycleOutput | None) -> None:
+    def _measure(self, cost: CycleOutput | None, sampling_s: float) -> None:
         if cost is None or cost.tokens < _MEASURABLE_TOKENS:
             return
         # What sampled beside it counts: a cycle shall not last longer for that.
-        measured = cost.tokens / (cost.wave_s + cost.optim_s + cost.beside_s)
+        measured = cost.tokens / (cost.wave_s + cost.optim_s + sampling_s)
         self._tokens_per_s += _SMOOTHING * (measured - self._tokens_per_s)
 
     def _beat(self) -> WorkerBeat:
@@ -287,3 +285,7 @@ class WorkerLoop:
             halvings=self._engine.halvings,
             host=socket.gethostname(),
         )
+
+
+def _nothing() -> None:
+    pass

@@ -49,11 +49,15 @@ def outcome_of(
     bodies: Mapping[tuple[str, int], bytes],
     outputs: Mapping[tuple[str, int], Output],
     cost: CycleOutput | None,
+    sampling_s: float,
     times: tuple[float, float],
     pool: PoolId,
     base_model: str,
 ) -> Outcome:
-    """Sum up a step that ran from `times[0]` to `times[1]`; `cost` is None where it ran op by op."""
+    """Sum up a step that ran from `times[0]` to `times[1]`; `cost` is None where it ran op by op.
+
+    `sampling_s` is what others took at its yield points.
+    """
     saves = saves_of(step, bodies, outputs, pool, base_model)
     results = {
         (op.run, op.seq): saves[op.run, op.seq].result
@@ -61,7 +65,7 @@ def outcome_of(
         else result_of(op, outputs[op.run, op.seq], step.cycle)
         for op in step.ops
     }
-    record = cycle_record(step, outputs, cost, *times)
+    record = cycle_record(step, outputs, cost, sampling_s, *times)
     compute_s = cost.wave_s + cost.optim_s if cost else times[1] - times[0]
     failed = [op for op in step.ops if isinstance(outputs[op.run, op.seq], Failure)]
     return Outcome(
@@ -113,6 +117,7 @@ def cycle_record(
     step: Step,
     outputs: Mapping[tuple[str, int], Output],
     cost: CycleOutput | None,
+    sampling_s: float,
     started: float,
     finished: float,
 ) -> dict[str, Any]:
@@ -139,7 +144,7 @@ def cycle_record(
         "duration_ms": round((finished - started) * 1000, 3),
         "wave_ms": round(cost.wave_s * 1000, 3) if cost else None,
         "optim_ms": round(cost.optim_s * 1000, 3) if cost else None,
-        "sampling_ms": round(cost.beside_s * 1000, 3) if cost else None,
+        "sampling_ms": round(sampling_s * 1000, 3) if cost else None,
         "tokens": sum(op.tokens for op in step.ops),
         "padded_tokens": cost.padded_tokens if cost else None,
         "forwards": cost.forwards if cost else None,

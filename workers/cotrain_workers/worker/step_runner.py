@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ops import Step
     from cotrain_store.oplog.execution import Execution
     from cotrain_workers.checkpoints.weights_store import WeightsStore
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import CycleOutput, Op, Output
-    from cotrain_workers.recovery.run_lifecycle import Between, Runs
+    from cotrain_workers.recovery.run_lifecycle import Runs
     from cotrain_workers.worker.prefetch import Ahead
 
     Place = tuple[str, int]  # a request's run and seq
@@ -98,9 +99,10 @@ class StepRunner:
         step: Step,
         bodies: Mapping[Place, bytes],
         lost: Mapping[RunId, Failure],
-        between: Between,
-    ) -> tuple[Outputs, CycleOutput | None]:
+    ) -> Yielding[tuple[Outputs, CycleOutput | None]]:
         """Return an answer to each op, and what the step cost; None where it ran in parts.
+
+        Yields after each micro-batch, as long as the step runs as a whole.
 
         Raises:
             DeviceLost: this process cannot compute any more.
@@ -121,7 +123,7 @@ class StepRunner:
             return outputs | self._in_parts(runnable, step), None
         failpoint("worker.before_run", (op.request_id for op in step.ops))
         try:
-            cost = self._engine.run(runnable, between)
+            cost = yield from self._engine.cycle(runnable)
         except Exception:  # the guilty request, whatever it did, is found and fails alone
             log.exception("cycle_failed", cycle=step.cycle)
         else:

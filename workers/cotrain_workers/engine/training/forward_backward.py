@@ -40,8 +40,9 @@ from cotrain_workers.engine.training.validation import TARGETS
 from cotrain_workers.engine.transfer import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.lora.backend import LoraBackend
     from cotrain_workers.engine.model.activation_checkpointing import Choice
     from cotrain_workers.engine.model.base_model import BaseModel
@@ -60,7 +61,7 @@ class WaveCost:
     forwards: int = 0
     tokens: int = 0
     padded_tokens: int = 0
-    beside_s: float = 0.0  # in `between`
+    seconds: float = 0.0  # without those at the yield points
     halvings: int = 0  # of what did not fit into memory
     cut_pieces: int = 0  # among that; an op so cut has other last bits than with more memory
 
@@ -101,11 +102,12 @@ class Wave:
         wide = base.head_weight.dtype == torch.float64
         self._loss_dtype = torch.float64 if wide else torch.float32
 
-    def run(self, passes: Sequence[OpenPass], between: Callable[[], None] | None) -> WaveCost:
-        """Run all passes and set each one's output. Of one run, earlier passes come first.
+    def run(self, passes: Sequence[OpenPass]) -> Yielding[WaveCost]:
+        """Run all passes and set each one's output; yield after each micro-batch.
 
-        Calls `between` after each micro-batch, when the model is free for other work.
+        Of one run, earlier passes come first.
         """
+        began = time.perf_counter()
         pieces: list[Piece] = []
         for at, open_pass in enumerate(passes):
             cuts = list(self._cut(at, open_pass.op))
@@ -126,11 +128,11 @@ class Wave:
                 self._give_way(batch, passes, waiting, cost)
             else:
                 cost.add(ran)
-            if between is not None:
-                began = time.perf_counter()
-                between()
-                cost.beside_s += time.perf_counter() - began
+            cost.seconds += time.perf_counter() - began
+            yield
+            began = time.perf_counter()
         finish(passes)
+        cost.seconds += time.perf_counter() - began
         return cost
 
     def _try(self, batch: MicroBatch, passes: Sequence[OpenPass]) -> list[MicroBatch] | None:

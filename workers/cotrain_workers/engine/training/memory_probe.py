@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.ops import Datum, Pass
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.memory_model import (
@@ -108,7 +109,7 @@ def probe(
     adapter = bank.create("probe", AdapterSpec(PROBE_RANK, seed=0))
     wave = new_wave(micro_batch_tokens=tokens, recompute=choice)
     try:
-        return wave.run([OpenPass(op, adapter)], None).halvings == 0
+        return run_to_end(wave.run([OpenPass(op, adapter)])).halvings == 0
     finally:
         bank.drop("probe")
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.model.base_model import eos_token_ids
 from cotrain_workers.engine.ops import Create, Failure, Save, SaveOutput
 from tests.support.training import MIX
@@ -76,9 +77,8 @@ def test_a_run_that_is_not_here_cannot_be_saved(new_engine: NewEngine) -> None:
 def test_others_work_after_every_micro_batch(new_engine: NewEngine) -> None:
     engine, turns = new_engine(micro_batch_tokens=64), []
 
-    cycle = engine.run(
-        [op for tenant in MIX for op in tenant.ops(0)], between=lambda: turns.append(1)
-    )
+    ops = [op for tenant in MIX for op in tenant.ops(0)]
+    cycle, _ = drive(engine.cycle(ops), lambda: turns.append(1))
 
     assert len(turns) == cycle.forwards > 3
 
@@ -86,7 +86,7 @@ def test_others_work_after_every_micro_batch(new_engine: NewEngine) -> None:
 def test_without_passes_nobody_gets_a_turn(new_engine: NewEngine) -> None:
     engine, turns = new_engine(), []
 
-    engine.run([Create("run", 0, MIX[0].spec)], between=lambda: turns.append(1))
+    drive(engine.cycle([Create("run", 0, MIX[0].spec)]), lambda: turns.append(1))
 
     assert turns == []
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, Pass
@@ -169,7 +170,7 @@ def test_decoding_between_micro_batches_leaves_training_bit_equal(
     for cycle in (1, 2, 3):
         ops = [op for tenant in MIX for op in tenant.ops(cycle)]
         assert any(isinstance(op, Pass) for op in ops)
-        shared.run(ops, between=lambda: found.update(decoder.step().finished))
+        drive(shared.cycle(ops), lambda: found.update(decoder.step().finished))
         alone.run(ops)
     while decoder.busy:
         found.update(decoder.step().finished)

@@ -1,0 +1,59 @@
+"""What runs at the yield points of a computation, what it took, and what becomes of its errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_workers.engine.cycle import drive, run_to_end
+
+if TYPE_CHECKING:
+    from cotrain_workers.engine.cycle import Yielding
+
+
+def computation(caught: list[BaseException]) -> Yielding[str]:
+    """Yield twice; what is raised there is noted and ends it early."""
+    try:
+        yield
+        yield
+    except RuntimeError as error:
+        caught.append(error)
+        return "failed"
+    return "done"
+
+
+def test_others_have_their_turn_at_every_yield_point() -> None:
+    turns: list[int] = []
+    result, elsewhere_s = drive(computation([]), lambda: turns.append(1))
+    assert (result, len(turns)) == ("done", 2)
+    assert elsewhere_s > 0
+
+
+def test_alone_it_runs_to_its_end() -> None:
+    assert run_to_end(computation([])) == "done"
+
+
+def test_what_fails_at_a_yield_point_is_raised_in_the_computation() -> None:
+    caught: list[BaseException] = []
+    held: list[object] = []
+
+    def fail() -> None:
+        large = object()
+        held.append(large)
+        raise RuntimeError("decoder")
+
+    assert drive(computation(caught), fail)[0] == "failed"
+    assert [str(error) for error in caught] == ["decoder"]
+    frame = caught[0].__traceback__
+    while frame is not None:
+        assert "large" not in frame.tb_frame.f_locals  # what the frames held is freed
+        frame = frame.tb_next
+
+
+def test_what_the_computation_does_not_answer_ends_it() -> None:
+    def fail() -> None:
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError):
+        drive(computation([]), fail)
