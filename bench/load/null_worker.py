@@ -20,11 +20,11 @@ import numpy as np
 
 from cotrain_store.bodies.pass_body import encode_pass_output
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.oplog.dispatch import WorkerBeat
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST, open_sync_connection
 
@@ -102,8 +102,10 @@ class NullWorker:
         self._beat_at = now
         # The planner fills a cycle with what a worker does in one clock period.
         tokens_per_s = self._ops_per_cycle * TOKENS_PER_OP / CLOCK_PERIOD_S
-        self._execution.beat(
-            WorkerBeat(WORKER, self._execution.epoch, "serving", "none", tokens_per_s, 0, 0, now)
+        self._execution.heartbeat(
+            WorkerHeartbeat(
+                WORKER, self._execution.epoch, "serving", "none", tokens_per_s, 0, 0, now
+            )
         )
 
 

@@ -21,7 +21,7 @@ from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId, ru
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.intake import Intake, TenantLimits
-from cotrain_store.redis_client.connection import open_shared_connection
+from cotrain_store.redis_client.connection import open_batching_connection
 from cotrain_store.results.futures import Futures, Pending
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def measure_store(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _through_the_store(place: Place, args: argparse.Namespace) -> dict[str, Any]:
-    connection = open_shared_connection(place.redis_url)
+    connection = open_batching_connection(place.redis_url)
     spool = Spool(place.folder / "data" / "spool", new_writer("api"))
     async with Futures(connection, spool) as futures:
         intake = Intake(connection, spool, TenantLimits())

@@ -17,7 +17,7 @@ from cotrain_store.messages.ids import RequestId, SessionId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.intake import Intake, TenantLimits
-from cotrain_store.redis_client.connection import open_shared_connection
+from cotrain_store.redis_client.connection import open_batching_connection
 from cotrain_store.tenants.api_keys import Tenants
 from cotrain_store.tenants.key_format import read_chosen_keys
 
@@ -97,7 +97,7 @@ def keys_for(requests: int) -> list[str]:
 
 async def accept(place: Place, keys: Sequence[str], count: int) -> list[Waiting]:
     """Have `count` requests accepted, straight into the store: that is not what is measured here."""
-    connection = open_shared_connection(place.redis_url)
+    connection = open_batching_connection(place.redis_url)
     spool = Spool(place.folder / "data" / "spool", new_writer("bench"))
     intake = Intake(connection, spool, TenantLimits())
     tenants = Tenants(connection)

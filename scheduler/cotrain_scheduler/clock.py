@@ -24,9 +24,10 @@ from cotrain_store.settings.scheduler import ClockMode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
     from cotrain_store.messages.ids import PoolId, WorkerId
     from cotrain_store.messages.ops import RunQueue
-    from cotrain_store.oplog.dispatch import Dispatch, Place, WorkerBeat
+    from cotrain_store.oplog.dispatch import Dispatch
     from cotrain_store.settings.scheduler import SchedulerSettings
 
 log = structlog.get_logger()
@@ -148,20 +149,20 @@ class Clock:
         return beat.beat_number(now, self._settings.clock_period_s)
 
     async def _tick_pool(self, pool: PoolId, now: float) -> float:
-        places = await self._dispatch.places(pool)
-        await self._reassign(pool, places, now)
-        beats = [place.beat for place in places if place.beat]
-        free = [worker for worker in beats if await self._is_free(pool, worker, now)]
+        slots = await self._dispatch.worker_slots(pool)
+        await self._reassign(pool, slots, now)
+        workers = [slot.heartbeat for slot in slots if slot.heartbeat]
+        free = [worker for worker in workers if await self._is_free(pool, worker, now)]
         if not free:
             return now + SWEEP_S
         queues = await self._dispatch.ready(pool)
         if not queues:
             return now + SWEEP_S
-        placed = planner.place(queues, beats)
+        assigned = planner.assign(queues, workers)
         again = now + SWEEP_S
         for worker in free:
             mine = [
-                queue for queue in queues if (queue.worker or placed.get(queue.run)) == worker.id
+                queue for queue in queues if (queue.worker or assigned.get(queue.run)) == worker.id
             ]
             if not mine:
                 continue
@@ -172,17 +173,17 @@ class Clock:
                 again = min(again, now + _REPLAN_S)
         return again
 
-    async def _reassign(self, pool: PoolId, places: Sequence[Place], now: float) -> None:
+    async def _reassign(self, pool: PoolId, slots: Sequence[WorkerSlot], now: float) -> None:
         """Give what workers had that are dead for long to living ones."""
-        self._empty_since[pool] = fleet.absences(places, self._empty_since[pool], now)
+        self._empty_since[pool] = fleet.absences(slots, self._empty_since[pool], now)
         after_s = self._settings.reassign_after_s
-        for place, heir in fleet.inheritances(places, self._empty_since[pool], now, after_s):
-            failpoint("reassign.before", place.worker)
-            if await self._dispatch.reassign(pool, place, heir):
-                failpoint("reassign.after", place.worker)
-                log.warning("worker_reassigned", pool=pool, worker=place.worker, heir=heir)
+        for dead, successor in fleet.reassignments(slots, self._empty_since[pool], now, after_s):
+            failpoint("reassign.before", dead.worker)
+            if await self._dispatch.reassign(pool, dead, successor):
+                failpoint("reassign.after", dead.worker)
+                log.warning("worker_reassigned", pool=pool, worker=dead.worker, successor=successor)
 
-    async def _is_free(self, pool: PoolId, worker: WorkerBeat, now: float) -> bool:
+    async def _is_free(self, pool: PoolId, worker: WorkerHeartbeat, now: float) -> bool:
         if await self._dispatch.open_steps(pool, worker.id):
             return False
         clock = self._clocks[pool, worker.id]
@@ -192,7 +193,7 @@ class Clock:
         return True
 
     def _start(
-        self, pool: PoolId, worker: WorkerBeat, queues: Sequence[RunQueue], now: float
+        self, pool: PoolId, worker: WorkerHeartbeat, queues: Sequence[RunQueue], now: float
     ) -> float:
         settings, clock = self._settings, self._clocks[pool, worker.id]
         if settings.clock_mode is ClockMode.METRONOME:
@@ -201,7 +202,7 @@ class Clock:
         return beat.eager_start(clock.last, ready, now, settings.gather_ms / 1000)
 
     async def _plan(
-        self, pool: PoolId, worker: WorkerBeat, queues: Sequence[RunQueue], now: float
+        self, pool: PoolId, worker: WorkerHeartbeat, queues: Sequence[RunQueue], now: float
     ) -> bool:
         """Write one worker's step; False when the queue has changed and must be read again."""
         clock = self._clocks[pool, worker.id]

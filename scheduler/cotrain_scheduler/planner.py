@@ -21,9 +21,9 @@ from cotrain_store.messages.ops import OpKind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from cotrain_store.messages.fleet import WorkerHeartbeat
     from cotrain_store.messages.ids import RunId, TenantId, WorkerId
     from cotrain_store.messages.ops import QueuedOp, RunQueue
-    from cotrain_store.oplog.dispatch import WorkerBeat
 
 #: Tokens a tenant may take per visit. Small against a cycle, so that a cycle visits everybody.
 QUANTUM_TOKENS = 2_048
@@ -114,21 +114,21 @@ def cost(op: QueuedOp) -> int:
     return max(1, op.tokens)
 
 
-def budget(beat: WorkerBeat, period_s: float) -> int:
+def budget(worker: WorkerHeartbeat, period_s: float) -> int:
     """Count the tokens a worker does in one clock period, at the throughput it measured."""
-    return max(1, int(beat.tokens_per_s * period_s))
+    return max(1, int(worker.tokens_per_s * period_s))
 
 
-def place(queues: Iterable[RunQueue], beats: Sequence[WorkerBeat]) -> dict[RunId, WorkerId]:
+def assign(queues: Iterable[RunQueue], workers: Sequence[WorkerHeartbeat]) -> dict[RunId, WorkerId]:
     """Give every run without a worker the one with the fewest runs. A run keeps its worker."""
-    runs = {beat.id: beat.runs for beat in beats}
-    placed: dict[RunId, WorkerId] = {}
+    runs = {worker.id: worker.runs for worker in workers}
+    assigned: dict[RunId, WorkerId] = {}
     for queue in queues:
         if queue.worker is None and runs:
-            worker = min(runs, key=lambda name: (runs[name], name))
-            runs[worker] += 1
-            placed[queue.run] = worker
-    return placed
+            least = min(runs, key=lambda name: (runs[name], name))
+            runs[least] += 1
+            assigned[queue.run] = least
+    return assigned
 
 
 class _Backlog:

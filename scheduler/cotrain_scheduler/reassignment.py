@@ -10,35 +10,35 @@ from cotrain_store.messages.ids import WorkerId
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from cotrain_store.oplog.dispatch import Place, WorkerBeat
+    from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 
-#: Since when a place is empty, by its worker and the epoch of who was there last.
+#: Since when a worker gave no heartbeat, by its id and the epoch of the last process that had it.
 Absences: TypeAlias = Mapping[tuple[WorkerId, int], float]
 
 
-def absences(places: Iterable[Place], before: Absences, now: float) -> Absences:
-    """Note since when places are empty; somebody who came and went in between starts it anew."""
-    empty = [(place.worker, place.epoch) for place in places if place.beat is None]
+def absences(slots: Iterable[WorkerSlot], before: Absences, now: float) -> Absences:
+    """Note since when slots are empty; a process that came and went in between starts it anew."""
+    empty = [(slot.worker, slot.epoch) for slot in slots if slot.heartbeat is None]
     return {name: before.get(name, now) for name in empty}
 
 
-def inheritances(
-    places: Sequence[Place], empty_since: Absences, now: float, after_s: float
-) -> list[tuple[Place, WorkerId]]:
-    """Pair each place that was empty for `after_s` with its heir: the living one with the fewest runs.
+def reassignments(
+    slots: Sequence[WorkerSlot], empty_since: Absences, now: float, after_s: float
+) -> list[tuple[WorkerSlot, WorkerId]]:
+    """Pair each slot that was empty for `after_s` with its successor: the live worker with the fewest runs.
 
-    Without anybody alive there is no heir, and what is there waits for its own worker.
+    Without a live worker there is no successor, and what the dead ones had waits for them.
     """
-    alive = [place.beat for place in places if place.beat is not None]
+    alive = [slot.heartbeat for slot in slots if slot.heartbeat is not None]
     if not alive:
         return []
-    heir = min(alive, key=_runs).id
+    successor = min(alive, key=_runs).id
     return [
-        (place, heir)
-        for place in places
-        if now - empty_since.get((place.worker, place.epoch), now) >= after_s
+        (slot, successor)
+        for slot in slots
+        if now - empty_since.get((slot.worker, slot.epoch), now) >= after_s
     ]
 
 
-def _runs(beat: WorkerBeat) -> tuple[int, WorkerId]:
-    return beat.runs, beat.id
+def _runs(worker: WorkerHeartbeat) -> tuple[int, WorkerId]:
+    return worker.runs, worker.id

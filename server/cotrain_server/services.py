@@ -18,16 +18,15 @@ from cotrain_server.limits.upload_slots import UploadSlots
 from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.redis_client.connection import Connection, check_store, open_shared_connection
+from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
 from cotrain_store.results.futures import Futures
 from cotrain_store.sampling.completions import Completions
 from cotrain_store.sampling.intake import SampleIntake
 from cotrain_store.sampling.token_stream import TokenStream
-from cotrain_store.tenants.api_keys import Tenants
+from cotrain_store.tenants.api_keys import Tenants, signing_keys
 from cotrain_store.tenants.audit_log import Audit
 from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.tenants.records import Records
-from cotrain_store.tenants.secrets import signing_keys
 from cotrain_store.tenants.session_search import SessionSearch
 from cotrain_store.tenants.usage import Usage
 from cotrain_store.weights.checkpoints import Checkpoints
@@ -105,7 +104,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
         UnsafeRedis, StoreUnavailable: this process must not take requests.
         InvalidKey, OSError, ValueError: a key of the settings or of a file is none.
     """
-    connection = open_shared_connection(settings.redis_url)
+    connection = open_batching_connection(settings.redis_url)
     # The spool is created by whoever comes first, and its thread must end with this process.
     spool = await asyncio.to_thread(Spool, settings.spool_dir, new_writer("api"))
     try:

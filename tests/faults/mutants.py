@@ -66,13 +66,19 @@ def _without_fence(script: str) -> Edit:
 
 MUTANTS = {
     "no replay": Mutant(
-        [Edit(f"{WORKERS}/recovery.py", "    ops = _from_last_load(ops)\n", "    ops = []\n")],
+        [
+            Edit(
+                f"{WORKERS}/recovery/replay.py",
+                "    ops = _from_last_load(ops)\n",
+                "    ops = []\n",
+            )
+        ],
         "killed after a commit",
     ),
     "double gradient": Mutant(  # a recovery copy that says it is one request older than it is
         [
             Edit(
-                f"{WORKERS}/keeper.py",
+                f"{WORKERS}/recovery/resident_runs.py",
                 "        copy = self._engine.copy_out(run)\n",
                 "        copy, debt = self._engine.copy_out(run), Debt(debt.seq - 1)\n",
             )
@@ -82,7 +88,7 @@ MUTANTS = {
     "torn snapshot accepted": Mutant(
         [
             Edit(
-                f"{WORKERS}/snapshots.py",
+                f"{WORKERS}/recovery/snapshot_file.py",
                 "if hashlib.sha256(content).hexdigest() != sha256:",
                 "if not content:",
             )
@@ -92,14 +98,14 @@ MUTANTS = {
     "snapshot before commit": Mutant(
         [
             Edit(
-                f"{WORKERS}/loop.py",
+                f"{WORKERS}/worker/loop.py",
                 "            self._commit(step, outcome",
                 "            self._keeper.committed(step, 1e9)\n"
                 "            self._keeper.drain(9.0)\n"
                 "            self._commit(step, outcome",
             ),
             Edit(
-                f"{WORKERS}/keeper.py",
+                f"{WORKERS}/recovery/resident_runs.py",
                 "        self._writer.shutdown(wait=False, cancel_futures=True)\n",
                 "",
             ),
@@ -110,14 +116,14 @@ MUTANTS = {
     "no fencing": Mutant(
         [
             *(_without_fence(script) for script in FENCED_BY_WORKER),
-            Edit(f"{STORE}/execution.py", "int(current) != self.epoch", "int(current) < 0"),
+            Edit(f"{STORE}/oplog/execution.py", "int(current) != self.epoch", "int(current) < 0"),
         ],
         "a place is taken",
     ),
     "lost wake-up": Mutant(
         [
             Edit(
-                f"{STORE}/futures.py",
+                f"{STORE}/results/futures.py",
                 "        await self._resolve(list(self._waiters))\n",
                 "",
             ),
@@ -132,11 +138,11 @@ MUTANTS = {
     "result before log": Mutant(
         [
             Edit(
-                f"{WORKERS}/loop.py",
+                f"{WORKERS}/worker/loop.py",
                 '        failpoint("worker.before_commit"',
                 "        for (run, seq), told in outcome.results.items():\n"
                 "            self._execution._redis.set(\n"
-                "                f'cotrain:result:{run}:{seq}', told.pack(), nx=True\n"
+                "                f'cotrain:result:{run}:{seq}', told.encode(), nx=True\n"
                 "            )\n"
                 '        failpoint("worker.before_commit"',
             )
@@ -146,14 +152,14 @@ MUTANTS = {
     "spool reference before fsync": Mutant(
         [
             Edit(
-                f"{STORE}/spool.py",
+                f"{STORE}/disk/spool.py",
                 '            failpoint("spool.before_sync", refs)\n',
                 "            for (_, durable), ref in zip(batch, refs, strict=True):\n"
                 "                durable.set_result(ref)\n"
                 '            failpoint("spool.before_sync", refs)\n',
             ),
             Edit(
-                f"{STORE}/spool.py",
+                f"{STORE}/disk/spool.py",
                 "        for (_, durable), ref in zip(batch, refs, strict=True):\n"
                 "            durable.set_result(ref)\n\n",
                 "\n",
@@ -164,7 +170,7 @@ MUTANTS = {
     "answer before log": Mutant(
         [
             Edit(
-                f"{STORE}/intake.py",
+                f"{STORE}/oplog/intake.py",
                 "            answer: list[Any] = await self._submit(_keys_of_submit(run), args)\n",
                 "            if args[2] != '' and args[2] > 0 and args[4]:\n"
                 "                import asyncio\n\n"
@@ -196,7 +202,7 @@ MUTANTS = {
     "leftovers stay": Mutant(
         [
             Edit(
-                f"{WORKERS}/sweep.py",
+                f"{WORKERS}/recovery/orphan_sweep.py",
                 "[path for path in free if path.name not in referenced]",
                 "[]",
             )
@@ -205,9 +211,9 @@ MUTANTS = {
     ),
     "sweeps by mtime": Mutant(
         [
-            Edit(f"{STORE}/spool.py", " if not _is_held(path)]", "]"),
+            Edit(f"{STORE}/disk/spool.py", " if not _is_held(path)]", "]"),
             Edit(
-                f"{STORE}/ages.py",
+                f"{STORE}/disk/orphan_ages.py",
                 "        return [path for path, (_, since) in self._since.items() if now - since",
                 "        from time import time\n\n"
                 "        return [path for path, (m, _) in self._since.items() if time() - m[0][2] / 1e9",

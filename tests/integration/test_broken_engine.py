@@ -13,7 +13,7 @@ from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.monitoring.status import cycle_records
-from cotrain_store.oplog.crash_counts import Deaths
+from cotrain_store.oplog.crash_counts import CrashCounts
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.engine.device import DeviceLost
 from cotrain_workers.engine.engine import Engine
@@ -193,7 +193,7 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     assert engine.state(neighbour.id).digest() == digest
     assert deaths <= 8
     assert restored_digest(url, tmp_path, engine, guilty.id) == engine.state(guilty.id).digest()
-    assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.deaths(POOL))
+    assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.crash_counts(POOL))
 
 
 async def test_kills_from_outside_are_not_blamed_on_a_request(
@@ -221,7 +221,7 @@ async def test_no_write_runs_beside_a_part_that_may_kill(
     """A process that a save or a copy killed would be counted against the request beside it."""
     writing: list[object] = []
     beside: list[int] = []
-    write, note = CheckpointFiles.write, Deaths.risk
+    write, note = CheckpointFiles.write, CrashCounts.risk
 
     def slow_write(files: CheckpointFiles, *args: Any) -> WrittenFiles:
         writing.append(files)
@@ -231,12 +231,12 @@ async def test_no_write_runs_beside_a_part_that_may_kill(
         finally:
             writing.remove(files)
 
-    def noting(deaths: Deaths, part: str) -> None:
+    def noting(deaths: CrashCounts, part: str) -> None:
         beside.append(len(writing))
         note(deaths, part)
 
     monkeypatch.setattr(CheckpointFiles, "write", slow_write)
-    monkeypatch.setattr(Deaths, "risk", noting)
+    monkeypatch.setattr(CrashCounts, "risk", noting)
     url = empty_redis.url
     saved, run = [await server.create(name, name, LORA) for name in ("a", "b")]
     await submit(server, saved, 1, 2)

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.keys import weights_keys
-from cotrain_store.messages.ids import RequestId, RunId, TenantId, WeightsRef
+from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, WeightsRef
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
@@ -109,7 +109,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         """Save under one name, maybe several times in one step."""
         record, run = self.records[number], self.runs[number]
         where: Name = (record.id, kind, NAME)
-        records: dict[tuple[RunId, int], SaveRecords] = {}
+        records: dict[OpId, SaveRecords] = {}
         for overwrite in overwrites:
             run.done += 1
             describe = self.samples.describe_save

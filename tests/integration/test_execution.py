@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.disk.result_storage import RUN_STOPPED, packed_results
+from cotrain_store.disk.result_storage import RUN_STOPPED, encoded_results
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import PlanOutdated, RunFailed, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
@@ -291,9 +291,9 @@ async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Lo
 
 async def test_a_large_result_goes_to_disk_and_lives_shorter(log: Log) -> None:
     small, large = Result(ResultKind.PASS, b"small"), Result(ResultKind.PASS, LARGE)
-    with packed_results([small, large], log.results) as (whole, (packed, ttl_ms)):
-        assert whole == (small.pack(), result_keys.SMALL_RESULT_TTL_MS)
-        reference = Result.unpack(packed)
+    with encoded_results([small, large], log.results) as (whole, (packed, ttl_ms)):
+        assert whole == (small.encode(), result_keys.SMALL_RESULT_TTL_MS)
+        reference = Result.decode(packed)
     assert (reference.kind, ttl_ms) == (ResultKind.SPOOLED_PASS, result_keys.LARGE_RESULT_TTL_MS)
     assert log.results.read(reference.payload.decode()) == LARGE
 

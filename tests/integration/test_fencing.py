@@ -9,9 +9,10 @@ import pytest
 
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.messages.ops import Step
-from cotrain_store.oplog.dispatch import Dispatch, WorkerBeat
+from cotrain_store.oplog.dispatch import Dispatch
 from tests.support.log import WORKER
 from tests.support.stack import POOL
 
@@ -27,7 +28,7 @@ async def test_a_replaced_worker_can_write_nothing(log: Log) -> None:
     old = log.execution
     log.new_worker()
     before = log.everything()
-    beat = WorkerBeat(WORKER, old.epoch, "serving", "cpu", 1.0, 0, 0, time.time())
+    beat = WorkerHeartbeat(WORKER, old.epoch, "serving", "cpu", 1.0, 0, 0, time.time())
 
     with pytest.raises(Fenced):
         log.commit(step)
@@ -38,7 +39,7 @@ async def test_a_replaced_worker_can_write_nothing(log: Log) -> None:
     with pytest.raises(Fenced):
         old.forget(run.id)
     with pytest.raises(Fenced):
-        old.beat(beat)
+        old.heartbeat(beat)
     assert log.everything() == before
 
 

@@ -77,7 +77,7 @@ async def test_the_sweep_finds_what_no_message_told(
     async with log.futures() as futures:
         wait = asyncio.create_task(futures.wait(A, request_id(run.id, 0), PATIENCE_S))
         await everybody_waits(futures, 1)
-        log.redis.set(result_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).pack())
+        log.redis.set(result_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).encode())
         assert await wait == Result.of_json({"x": 1})
 
 
@@ -91,7 +91,9 @@ async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
         await everybody_waits(futures, 1)
         with log.redis.pipeline(transaction=True) as at_once:
             at_once.execute_command("CLIENT KILL TYPE pubsub")
-            at_once.set(result_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).pack())
+            at_once.set(
+                result_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).encode()
+            )
             at_once.execute()
         assert await wait == Result.of_json({"x": 1})
 

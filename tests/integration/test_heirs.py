@@ -32,7 +32,7 @@ async def inherit(server: Stack, redis: Any) -> None:
     """Give what the dead worker had to the other one, without waiting until it is dead for long."""
     redis.delete(fleet_keys.worker(POOL, DEAD))
     await until(lambda: redis.exists(fleet_keys.worker(POOL, HEIR)))
-    (place,) = [place for place in await server.dispatch.places(POOL) if place.worker == DEAD]
+    (place,) = [place for place in await server.dispatch.worker_slots(POOL) if place.worker == DEAD]
     assert await server.dispatch.reassign(POOL, place, HEIR)
 
 
@@ -122,7 +122,7 @@ async def test_who_was_given_up_can_write_nothing_any_more(
     with pytest.raises(Fenced):
         zombie._execution.commit(step, late, {}, {})
     with pytest.raises(Fenced):
-        zombie._execution.beat(zombie._beat())
+        zombie._execution.heartbeat(zombie._beat())
 
 
 async def test_a_run_that_was_elsewhere_meanwhile_is_not_gone_on_with_from_memory(

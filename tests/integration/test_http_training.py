@@ -34,7 +34,7 @@ async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
 async def finish(api: Api, request_id: str, result: Result) -> None:
     """Do what a worker's commit does to a future."""
     redis = api.services.connection
-    await redis.set(result_keys.result(RequestId(request_id)), result.pack())
+    await redis.set(result_keys.result(RequestId(request_id)), result.encode())
     await redis.publish(result_keys.notify_results(), request_id)
 
 

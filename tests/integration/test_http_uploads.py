@@ -353,7 +353,7 @@ async def test_a_form_whose_adapter_does_not_fit_its_base_model_is_answered_why(
         await asyncio.sleep(0.01)
     first = RequestId(f"{queued.pop().decode()}:0")
     failed = Result.failed("q_proj has another shape", "user")
-    await redis.set(result_keys.result(first), failed.pack())
+    await redis.set(result_keys.result(first), failed.encode())
     while not posting.done():
         await redis.publish(result_keys.notify_results(), first)
         await asyncio.sleep(0.01)

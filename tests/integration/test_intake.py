@@ -25,7 +25,7 @@ from cotrain_store.keys import run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.oplog.intake import MAX_AHEAD, TenantLimits
+from cotrain_store.oplog.intake import MAX_SEQ_GAP, TenantLimits
 from tests.support.log import open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
@@ -164,9 +164,9 @@ async def test_a_seq_far_ahead_is_refused_and_leaves_nothing(log: Log) -> None:
     run = await log.new_run()
     before = log.everything()
     with pytest.raises(SeqTooFar, match="too far ahead"):
-        await log.submit(run, MAX_AHEAD)
+        await log.submit(run, MAX_SEQ_GAP)
     assert log.everything() == before
-    await log.submit(run, MAX_AHEAD - 1)
+    await log.submit(run, MAX_SEQ_GAP - 1)
 
 
 @pytest.mark.parametrize(

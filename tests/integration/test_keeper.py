@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.oplog.dispatch import WorkerBeat
 from cotrain_workers.recovery import resident_runs as keeper_module
 from cotrain_workers.recovery.snapshot_file import write_snapshot
 from cotrain_workers.worker.loop import MARGIN_S
@@ -224,7 +224,9 @@ async def test_a_copy_stays_while_its_worker_may_register_it(
     for path in (living, dead):
         path.write_bytes(b"x")
     redis.sadd(fleet_keys.workers(POOL), "w9")
-    beat = WorkerBeat(WorkerId("w9"), 3, "idle", "cpu", 1.0, runs=9, memory_bytes=0, seen_at=0.0)
+    beat = WorkerHeartbeat(
+        WorkerId("w9"), 3, "idle", "cpu", 1.0, runs=9, memory_bytes=0, seen_at=0.0
+    )
     redis.set(fleet_keys.worker(POOL, WorkerId("w9")), json.dumps(asdict(beat)))
     with worker(empty_redis.url, tmp_path, engine, orphan_age_s=0):
         await results(server, run, await submit(server, run, 1, 4))

@@ -24,7 +24,7 @@ from tests.support.stack import POOL
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ids import OpId
     from cotrain_store.messages.runs import RunRecord
     from cotrain_store.messages.saves import SaveRecords
     from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
@@ -73,7 +73,7 @@ async def test_a_save_appears_with_its_result_when_it_is_stored(samples: Samples
     assert listed(samples, run) == ([b"weights/x"], [member])
     assert samples.log.result(run, 1) == Result.of_json({"seq": 1})
     assert not samples.log.redis.keys("*pending*")
-    assert not samples.log.redis.exists(weights_keys.owed_checkpoints(A))
+    assert not samples.log.redis.exists(weights_keys.unstored_checkpoints(A))
 
 
 async def test_storing_twice_changes_nothing(samples: Samples) -> None:
@@ -176,7 +176,7 @@ async def test_a_name_in_use_is_not_given_again(samples: Samples, is_stored: boo
 
 async def test_of_two_saves_of_one_name_in_one_step_the_first_has_it(samples: Samples) -> None:
     run = await samples.log.new_run()
-    saves: dict[tuple[RunId, int], SaveRecords] = {}
+    saves: dict[OpId, SaveRecords] = {}
     for seq in (1, 2):
         saves |= await samples.describe_save(run, seq, name="x", kind="weights")
     step = await samples.log.plan()
@@ -354,7 +354,7 @@ async def test_the_log_is_kept_while_a_named_save_is_owed(samples: Samples) -> N
     samples.stored(run, 1)
     assert await found(samples, run, kind="sampler_weights")
     assert samples.log.execution.forget(run.id)
-    assert not samples.log.redis.exists(run_keys.riders(POOL, run.id))
+    assert not samples.log.redis.exists(run_keys.unnumbered_ops(POOL, run.id))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.oplog.intake import SAMPLER_REST_MS, Intake, TenantLimits
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
-from cotrain_store.results.unread import Unread
+from cotrain_store.results.delivery import Unread
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import RecordLimits, Records
 from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
@@ -131,7 +131,7 @@ async def test_samples_count_like_other_results(samples: Samples) -> None:
 async def test_what_redis_does_not_take_is_told_again(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.results.unread.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("cotrain_store.results.delivery.TELL_EVERY_S", 0.0)
     taken: asyncio.Queue[list[str]] = asyncio.Queue()
     lost = iter([True, False])
 
@@ -151,7 +151,7 @@ async def test_what_redis_does_not_take_is_told_again(
 async def test_a_redis_that_refuses_writes_for_a_while_is_told_after_it(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.results.unread.TELL_EVERY_S", 0.01)
+    monkeypatch.setattr("cotrain_store.results.delivery.TELL_EVERY_S", 0.01)
     run = await log.new_run()
     await log.run_all()
     log.redis.config_set("min-replicas-to-write", 1)  # as with a disk that takes no RDB file
@@ -178,7 +178,7 @@ async def test_living_sessions_are_counted_and_idle_or_finished_ones_are_not(log
     await records.finish(A, first.id, "success")
     third = await records.create_session(A)
     log.redis.zadd(tenant_keys.living_sessions(A), {second.id: 1, third.id: 1})  # no beat for long
-    await records.beat(A, second.id)
+    await records.heartbeat(A, second.id)
     fourth = await records.create_session(A)
     living = log.redis.zrange(tenant_keys.living_sessions(A), 0, -1)
     assert sorted(living) == sorted([second.id.encode(), fourth.id.encode()])

@@ -9,12 +9,13 @@ import pytest
 
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, run_keys, sample_keys
+from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
-from cotrain_store.oplog.dispatch import Dispatch, Place, WorkerBeat
+from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.sampling.claims import Sampling
+from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.weights.saved_weights import SavedWeights
 from tests.support.log import WORKER
 from tests.support.samples import sampler_record
@@ -33,20 +34,20 @@ def enter(log: Log, worker: WorkerId) -> Execution:
     execution = Execution(log.redis, log.spool, log.results, POOL, worker)
     epoch = execution.claim()
     execution.publish(pool_record_for_tests())
-    execution.beat(WorkerBeat(worker, epoch, "serving", "cpu", 1.0, 0, 0, 0.0))
+    execution.heartbeat(WorkerHeartbeat(worker, epoch, "serving", "cpu", 1.0, 0, 0, 0.0))
     return execution
 
 
-async def place_of(log: Log, worker: WorkerId = WORKER) -> Place:
-    return next(place for place in await log.dispatch.places(POOL) if place.worker == worker)
+async def place_of(log: Log, worker: WorkerId = WORKER) -> WorkerSlot:
+    return next(place for place in await log.dispatch.worker_slots(POOL) if place.worker == worker)
 
 
 async def reassign(log: Log, heir: WorkerId = HEIR) -> None:
     assert await log.dispatch.reassign(POOL, await place_of(log), heir)
 
 
-def sampling_of(log: Log, execution: Execution) -> Sampling:
-    return Sampling(log.redis, log.spool, log.results, POOL, execution.worker, execution.epoch)
+def sampling_of(log: Log, execution: Execution) -> SampleClaims:
+    return SampleClaims(log.redis, log.spool, log.results, POOL, execution.worker, execution.epoch)
 
 
 async def test_an_open_step_is_run_by_the_heir_as_it_was_planned(log: Log) -> None:
@@ -77,24 +78,24 @@ async def test_the_heir_knows_how_many_died_over_a_step_and_over_its_parts(log: 
     assert log.execution.starts(step) == 0
     successor = log.new_worker()
     assert successor.starts(successor.open_steps()[0]) == 1
-    successor.deaths.risk(f"{run.id}:0")
+    successor.crash_counts.risk(f"{run.id}:0")
     log.execution = enter(log, HEIR)
     await reassign(log)
     [moved] = log.execution.open_steps()
     assert log.execution.starts(moved) == 2
-    assert log.execution.deaths.by_part() == {f"{run.id}:0": 1}
+    assert log.execution.crash_counts.by_part() == {f"{run.id}:0": 1}
     log.commit(moved)
-    assert log.execution.deaths.by_part() == {}
+    assert log.execution.crash_counts.by_part() == {}
     assert not log.redis.exists(fleet_keys.starts(POOL))
 
 
 async def test_a_commit_leaves_what_is_held_against_another_step(log: Log) -> None:
     first = await log.new_run("a")
     step = await log.plan()
-    log.execution.deaths.risk(f"{first.id}:0..{first.id}:7")
-    log.execution.deaths.risk("s:train:9:0")
+    log.execution.crash_counts.risk(f"{first.id}:0..{first.id}:7")
+    log.execution.crash_counts.risk("s:train:9:0")
     log.commit(step)
-    assert log.execution.deaths.by_part() == {"s:train:9:0": 1}
+    assert log.execution.crash_counts.by_part() == {"s:train:9:0": 1}
 
 
 async def test_runs_at_work_belong_to_the_heir_and_the_others_to_whoever_is_free(log: Log) -> None:
@@ -204,8 +205,8 @@ async def test_nothing_is_given_away_when_it_changed_meanwhile(log: Log, change:
     enter(log, HEIR)
     place = await place_of(log)
     if change == "woke up":  # its lease had run out
-        beat = WorkerBeat(WORKER, place.epoch, "serving", "cpu", 1.0, 0, 0, 0.0)
-        log.execution.beat(beat)
+        beat = WorkerHeartbeat(WORKER, place.epoch, "serving", "cpu", 1.0, 0, 0, 0.0)
+        log.execution.heartbeat(beat)
     elif change == "came back":
         enter(log, WORKER)
     elif change == "was there in between":
@@ -235,7 +236,7 @@ async def test_a_second_time_changes_nothing_and_a_replaced_scheduler_gives_noth
     before = log.everything()
     assert await log.dispatch.reassign(POOL, place, HEIR)
     assert log.everything() == before
-    assert WORKER not in {one.worker for one in await log.dispatch.places(POOL)}
+    assert WORKER not in {one.worker for one in await log.dispatch.worker_slots(POOL)}
 
 
 async def test_a_step_of_any_content_is_moved_whole(log: Log) -> None:

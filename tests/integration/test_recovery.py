@@ -185,9 +185,9 @@ async def test_a_log_that_other_numerics_wrote_is_replayed_within_a_tolerance_an
     run, _ = await killed_after(server, url, tmp_path, engine, last=4)
     redis.hset(run_keys.log(POOL, run.id), "numerics", "another-machine")
     name = result_keys.result(request_id(run.id, 4))
-    stored = Result.unpack(redis.get(name)).json()
+    stored = Result.decode(redis.get(name)).json()
     stored["metrics"]["grad_norm"] *= 1 + 1e-6
-    redis.set(name, Result.of_json(stored).pack())
+    redis.set(name, Result.of_json(stored).encode())
     with worker(url, tmp_path, engine):
         answers = await results(server, run, await submit(server, run, 5, 5))
         assert isinstance(answers[0], bytes)

@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
-from cotrain_store.sampling.claims import Sampling
+from cotrain_store.sampling.claims import SampleClaims
 from cotrain_workers.worker import heartbeat as heart
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
@@ -182,7 +182,7 @@ async def test_a_lost_connection_loses_no_sample_and_no_weights(
         expected = await sample(server, await saved_sampler(server, run, 5), 0, LONG)
     with worker(empty_redis.url, tmp_path, engine) as loop:
         lossy: dict[str, Any] = {"losses": 2, "then_does": then_does, "lost": lambda: None}
-        role = loop._sampler._sampling if hasattr(Sampling, method) else loop._weights._saved
+        role = loop._sampler._sampling if hasattr(SampleClaims, method) else loop._weights._saved
         unreliable(role, method, **lossy)
         sampler = await saved_sampler(server, run, 6, number=1)
         requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(20)]

@@ -17,7 +17,7 @@ from cotrain_store.keys import run_keys
 from cotrain_store.messages.gaps import still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.oplog.intake import MAX_AHEAD
+from cotrain_store.oplog.intake import MAX_SEQ_GAP
 from cotrain_store.oplog.rollback import DIGESTS_KEPT
 from cotrain_store.results.futures import Pending
 from tests.support.log import open_log
@@ -135,7 +135,7 @@ async def test_the_key_of_a_rider_goes_with_its_digest(
 
 async def test_a_rider_counts_against_how_far_ahead_a_client_may_be(log: Log) -> None:
     run = await log.new_run()
-    await send(log, run, MAX_AHEAD - 1)
+    await send(log, run, MAX_SEQ_GAP - 1)
     before = log.everything()
     with pytest.raises(SeqTooFar, match="This request is too far ahead"):
         await ride(log, run)
@@ -154,7 +154,9 @@ async def test_a_closed_run_takes_no_riders(log: Log) -> None:
     assert "unloaded" in result.json()["error"]
     await executed(log)
     assert log.execution.forget(run.id)
-    assert not log.redis.exists(run_keys.riders(POOL, run.id), run_keys.digests(POOL, run.id))
+    assert not log.redis.exists(
+        run_keys.unnumbered_ops(POOL, run.id), run_keys.digests(POOL, run.id)
+    )
 
 
 async def test_a_gap_behind_a_rider_is_named_as_the_client_counts(

@@ -11,8 +11,8 @@ import pytest
 from cotrain_store.keys import result_keys, sample_keys
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import Result
+from cotrain_store.messages.sample_ids import CLONE_SIZE, OWN_SEQS
 from cotrain_store.sampling.completions import Completion
-from cotrain_store.sampling.endings import CLONE_SIZE, OWN_SEQS
 from tests.support.lives import life_ms, pass_time
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import RESULT, open_samples

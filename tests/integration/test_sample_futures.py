@@ -13,9 +13,9 @@ from cotrain_store.errors import RequestNotFound, SampleExpired
 from cotrain_store.keys import age_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.sample_ids import parse_sample
 from cotrain_store.results.delivery import READ_AFTER_S, SampleDeliveries
 from cotrain_store.results.futures import Pending
-from cotrain_store.sampling.endings import parse_sample
 from tests.support.lives import life_ms
 from tests.support.samples import RESULT
 from tests.support.waiting import until
@@ -121,7 +121,7 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
     for request in requests:
         name = parse_sample(request)
         assert name
-        samples.log.redis.set(result_keys.result(request), RESULT.pack())
+        samples.log.redis.set(result_keys.result(request), RESULT.encode())
         ends = time.time() * 1000 + result_keys.SMALL_RESULT_TTL_MS
         samples.log.redis.zadd(age_keys.ends(), {result_keys.result(request): ends})
         samples.log.redis.hset(sample_keys.sample(request), "state", "done")
@@ -147,7 +147,7 @@ async def test_waiting_for_a_result_notes_that_it_was_sent(
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
     samples.resolve(*samples.claim())
-    samples.log.redis.set(tenant_keys.session_beat(sampler.session), "now")
+    samples.log.redis.set(tenant_keys.session_heartbeat(sampler.session), "now")
     name = result_keys.result(request)
     async with samples.log.futures() as futures:
         await futures.wait(A, request, 10)

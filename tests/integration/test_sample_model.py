@@ -30,7 +30,8 @@ from cotrain_store.errors import Fenced, SamplingBusy, SeqConflict
 from cotrain_store.keys import sample_keys
 from cotrain_store.messages.ids import RequestId, TenantId, sample_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.sampling.endings import CANCELLED, CLONE_SIZE
+from cotrain_store.messages.sample_ids import CLONE_SIZE
+from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.intake import SampleLimits
 from tests.support.log import WORKER
 from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples, sampler_record
@@ -70,7 +71,7 @@ class Model:
     def lanes(self, tenant: str) -> list[list[RequestId]]:
         """Give a tenant's queues in the order in which w0 takes from them."""
         return [
-            self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, sample_keys.ANY_LANE)
+            self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, sample_keys.ANY_WORKER)
         ]
 
     def held(self, tenant: str) -> int:

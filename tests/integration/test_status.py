@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring.status import (
     QueueStatus,
@@ -15,7 +16,6 @@ from cotrain_store.monitoring.status import (
     scheduler_alive,
     scheduler_epoch,
 )
-from cotrain_store.oplog.dispatch import Place, WorkerBeat
 from tests.support.log import WORKER
 from tests.support.stack import POOL
 
@@ -40,8 +40,8 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
     await log.submit(second, 3)
     log.redis.zadd(run_keys.ready(POOL), {first.id: (time.time() - 5_000) * 1000})
     log.redis.zadd(run_keys.gaps(POOL), {second.id: (time.time() - 7_000) * 1000})
-    beat = WorkerBeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 2, 10, time.time())
-    log.execution.beat(beat)
+    beat = WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 2, 10, time.time())
+    log.execution.heartbeat(beat)
 
     status = await pool_status(log.connection, POOL)
     assert status.workers == (beat,)
@@ -67,14 +67,16 @@ async def test_sample_requests_are_counted_by_tenant(samples: Samples) -> None:
 
 
 async def test_a_worker_that_says_nothing_any_more_is_known_and_not_alive(log: Log) -> None:
-    log.execution.beat(WorkerBeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0))
-    beats = [place.beat for place in await log.dispatch.places(POOL)]
+    log.execution.heartbeat(
+        WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
+    )
+    beats = [slot.heartbeat for slot in await log.dispatch.worker_slots(POOL)]
     assert [beat.id for beat in beats if beat] == [WORKER]
-    assert 0 < log.redis.pttl(fleet_keys.worker(POOL, WORKER)) <= fleet_keys.WORKER_BEAT_TTL_MS
+    assert 0 < log.redis.pttl(fleet_keys.worker(POOL, WORKER)) <= fleet_keys.WORKER_HEARTBEAT_TTL_MS
     log.execution.leave()
     status = await pool_status(log.connection, POOL)
     assert (status.workers, status.workers_known) == ((), 1)
-    assert await log.dispatch.places(POOL) == [Place(WORKER, log.execution.epoch, None)]
+    assert await log.dispatch.worker_slots(POOL) == [WorkerSlot(WORKER, log.execution.epoch, None)]
 
 
 async def test_a_beat_of_another_version_is_read(log: Log) -> None:
@@ -83,9 +85,9 @@ async def test_a_beat_of_another_version_is_read(log: Log) -> None:
         '{"id":"w0","epoch":1,"state":"serving","device":"cpu","tokens_per_s":1.0,"runs":0,'
         '"memory_bytes":0,"seen_at":0.0,"a_field_of_tomorrow":[]}',
     )
-    [place] = await log.dispatch.places(POOL)
-    assert place.beat is not None
-    assert place.beat.id == WORKER
+    [slot] = await log.dispatch.worker_slots(POOL)
+    assert slot.heartbeat is not None
+    assert slot.heartbeat.id == WORKER
     assert (await pool_status(log.connection, POOL)).workers[0].epoch == 1
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import fleet_keys
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.monitoring.status import scheduler_epoch
-from cotrain_store.oplog.dispatch import WorkerBeat
 from tests.support.log import WORKER
 from tests.support.processes import PATIENCE_S, Process
 from tests.support.stack import POOL
@@ -37,7 +37,7 @@ async def ran(log: Log, run: RunRecord, seq: int) -> int:
 async def test_a_stopped_leader_is_replaced_and_plans_nothing_when_it_wakes(
     log: Log, empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    beat = WorkerBeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
+    beat = WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
     log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
     await log.dispatch.resign()
     epoch = log.dispatch.epoch

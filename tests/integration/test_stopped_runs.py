@@ -95,9 +95,9 @@ async def test_a_body_that_is_gone_stops_its_run_alone(
 
 
 def tampered(packed: bytes, how: str) -> bytes:
-    result = Result.unpack(packed)
+    result = Result.decode(packed)
     if how == "a norm":
-        return Result.of_json({"metrics": {"grad_norm": 1.0}}).pack()
+        return Result.of_json({"metrics": {"grad_norm": 1.0}}).encode()
     output = wire_pb2.ForwardBackwardOutput.FromString(result.payload)
     field = output.loss_fn_outputs[0].fields["logprobs"]
     match how:
@@ -110,8 +110,8 @@ def tampered(packed: bytes, how: str) -> bytes:
         case "a metric less":
             del output.metrics["loss:sum"]
         case "a failure":
-            return Result.failed("no", "user").pack()
-    return Result(ResultKind.PASS, output.SerializeToString()).pack()
+            return Result.failed("no", "user").encode()
+    return Result(ResultKind.PASS, output.SerializeToString()).encode()
 
 
 @pytest.mark.parametrize(
@@ -142,15 +142,15 @@ async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
     with worker(url, tmp_path, engine, drains=False):
         large = await server.forward_backward(run, 1, LARGE)
         whole = await server.result(run, large)
-    stored = Result.unpack(redis.get(result_keys.result(large)))
+    stored = Result.decode(redis.get(result_keys.result(large)))
     assert stored.kind is ResultKind.SPOOLED_PASS
     spool = Spool(tmp_path / "spool", new_writer("forger"))
-    payload = Result.unpack(tampered(whole.pack(), "a log-prob")).payload
+    payload = Result.decode(tampered(whole.encode(), "a log-prob")).payload
     forged = spool.put(payload).result()
     spool.close()
     if is_gone:
         (tmp_path / "spool" / SpoolRef.parse(forged).segment).unlink()
-    redis.set(result_keys.result(large), Result(stored.kind, forged.encode()).pack())
+    redis.set(result_keys.result(large), Result(stored.kind, forged.encode()).encode())
     engine.drop(run.id)
     with worker(url, tmp_path, engine):
         step = await server.result(run, await server.optim_step(run, 2))

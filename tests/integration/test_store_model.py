@@ -31,16 +31,17 @@ from cotrain_scheduler.planner import runnable_prefix
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, new_writer
 from cotrain_store.errors import Fenced, PlanOutdated, RunClosed, SeqConflict, SeqTooFar
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, WorkerId, request_id, run_id
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.messages.weights import CheckpointRecord
-from cotrain_store.oplog.dispatch import Dispatch, WorkerBeat
+from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.oplog.intake import MAX_AHEAD, Intake, TenantLimits
+from cotrain_store.oplog.intake import MAX_SEQ_GAP, Intake, TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
-from cotrain_store.results.unread import Unread
+from cotrain_store.results.delivery import Unread
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class LogMachine(RuleBasedStateMachine):
         execution = Execution(self.redis, self.spool, self.spool, POOL, worker)
         epoch = execution.claim()
         execution.publish(pool_record_for_tests())
-        beat = WorkerBeat(worker, epoch, "serving", "cpu", 1.0, 0, 0, 0.0)
+        beat = WorkerHeartbeat(worker, epoch, "serving", "cpu", 1.0, 0, 0, 0.0)
         self.redis.set(fleet_keys.worker(POOL, worker), json.dumps(asdict(beat)))
         return execution
 
@@ -160,7 +161,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, RUNS - 1))
     def submit_far_ahead(self, number: int) -> None:
         model, record = self.models[number], self.records[number]
-        far = model.done + MAX_AHEAD + 1
+        far = model.done + MAX_SEQ_GAP + 1
         expected = RunClosed if model.closed else SeqTooFar
         with pytest.raises(expected):
             self.wait(self.intake.submit(record, far, OpKind.FORWARD, b"", 1, "z"))
@@ -264,7 +265,7 @@ class LogMachine(RuleBasedStateMachine):
         zombie = self.workers.pop(worker)
         [heir] = self.workers
         self.redis.delete(fleet_keys.worker(POOL, worker))
-        [place] = [p for p in self.wait(self.dispatch.places(POOL)) if p.worker == worker]
+        [place] = [p for p in self.wait(self.dispatch.worker_slots(POOL)) if p.worker == worker]
         assert self.wait(self.dispatch.reassign(POOL, place, heir))
         event(f"reassigned with {len(self.open[worker])} open steps")
         self.refuse(zombie, self.open[worker])

@@ -21,10 +21,9 @@ from cotrain_store.errors import (
 )
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.tenants.api_keys import CACHE_S, Tenants
+from cotrain_store.tenants.api_keys import CACHE_S, Tenants, signing_keys
 from cotrain_store.tenants.key_format import read_chosen_keys
 from cotrain_store.tenants.records import Records
-from cotrain_store.tenants.secrets import signing_keys
 from tests.support.stack import MODEL, POOL
 
 if TYPE_CHECKING:
@@ -266,7 +265,7 @@ async def test_a_session_belongs_to_its_tenant(log: Log) -> None:
     with pytest.raises(SessionNotFound) as unknown:
         await records.session(B, "0" * 32)
     assert str(foreign.value) == str(unknown.value)
-    for act in (records.beat(B, session.id), records.finish(B, session.id, "errored")):
+    for act in (records.heartbeat(B, session.id), records.finish(B, session.id, "errored")):
         with pytest.raises(SessionNotFound):
             await act
 
@@ -274,14 +273,14 @@ async def test_a_session_belongs_to_its_tenant(log: Log) -> None:
 async def test_a_finished_session_stays_finished_and_names_its_runs(log: Log) -> None:
     records = Records(log.connection)
     session = await records.create_session(A)
-    await records.beat(A, session.id)
+    await records.heartbeat(A, session.id)
     run = await log.new_run("a", session.id)
     assert await records.finish(A, session.id, "success") == (run.id,)
     first = (await records.session(A, session.id)).finished_at
     assert await records.finish(A, session.id, "errored") == (run.id,)
     assert (await records.session(A, session.id)).finished_at == first
     with pytest.raises(SessionFinished):
-        await records.beat(A, session.id)
+        await records.heartbeat(A, session.id)
 
 
 @pytest.mark.parametrize(

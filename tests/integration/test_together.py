@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis.exceptions import DataError, ResponseError
 
-from cotrain_store.redis_client.connection import CONNECTION_LOST, open_shared_connection
+from cotrain_store.redis_client.connection import CONNECTION_LOST, open_batching_connection
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def shared(empty_redis: EmbeddedRedis) -> AsyncIterator[Connection]:
-    connection = open_shared_connection(empty_redis.url)
+    connection = open_batching_connection(empty_redis.url)
     yield connection
     await connection.aclose()
 
@@ -54,7 +54,7 @@ async def test_a_caller_that_gives_up_takes_nobody_along(shared: Connection) -> 
 
 async def test_a_script_is_sent_again_to_a_redis_that_was_started_again() -> None:
     with EmbeddedRedis() as server:
-        shared = open_shared_connection(server.url)
+        shared = open_batching_connection(server.url)
         script = shared.register_script("return ARGV[1]")
         assert await script([], ["one"]) == b"one"
         server.kill()
@@ -71,7 +71,7 @@ async def test_a_redis_that_is_gone_is_told_to_every_caller(
 ) -> None:
     monkeypatch.setattr("cotrain_store.redis_client.connection._RETRIES", 0)
     with EmbeddedRedis() as server:
-        shared = open_shared_connection(server.url)
+        shared = open_batching_connection(server.url)
         await shared.ping()
         server.kill()
         answers = await asyncio.gather(*(shared.ping() for _ in range(3)), return_exceptions=True)

@@ -109,7 +109,7 @@ class Log:
     def result(self, run: RunRecord, seq: int) -> Result | None:
         """Read what a request resolved to."""
         packed = self.redis.get(result_keys.result(RequestId(f"{run.id}:{seq}")))
-        return Result.unpack(packed) if packed else None
+        return Result.decode(packed) if packed else None
 
     def queued(self, tenant: str = "a") -> tuple[int, int, int]:
         """Read a tenant's (ops, tokens, bytes) in the queue."""

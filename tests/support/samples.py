@@ -24,7 +24,7 @@ from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.saves import SaveRecords
 from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.sampling.claims import Sampling
+from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.completions import Completions
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import Records
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-    from cotrain_store.messages.ids import RunId
+    from cotrain_store.messages.ids import OpId
     from cotrain_store.messages.runs import RunRecord
     from cotrain_store.messages.weights import CheckpointKind
 
@@ -92,7 +92,7 @@ class Samples:
     log: Log
     records: Records
     intake: SampleIntake
-    sampling: Sampling
+    sampling: SampleClaims
     saved: SavedWeights
 
     async def sampler(self, tenant: str = "a", number: int = 0) -> SamplerRecord:
@@ -111,13 +111,13 @@ class Samples:
         """End requests with one and the same result."""
         self.sampling.resolve(dict.fromkeys(requests, result), {"sample_requests": len(requests)})
 
-    def new_worker(self, worker: WorkerId = WORKER) -> Sampling:
+    def new_worker(self, worker: WorkerId = WORKER) -> SampleClaims:
         """Take a worker's place, as another process would."""
         log = self.log
         execution = Execution(log.redis, log.spool, log.results, POOL, worker)
         epoch = execution.claim()
         execution.publish(pool_record_for_tests())
-        return Sampling(log.redis, log.spool, log.results, POOL, worker, epoch)
+        return SampleClaims(log.redis, log.spool, log.results, POOL, worker, epoch)
 
     def beat(self, worker: WorkerId) -> None:
         """Say that a worker is alive."""
@@ -125,7 +125,7 @@ class Samples:
 
     async def save(
         self, run: RunRecord, seq: int, **how: Any
-    ) -> tuple[Step, Mapping[tuple[RunId, int], SaveRecords]]:
+    ) -> tuple[Step, Mapping[OpId, SaveRecords]]:
         """Commit a save under a name, or as an ephemeral sampler (see `describe_save`)."""
         saves = await self.describe_save(run, seq, **how)
         step = await self.log.plan()
@@ -146,7 +146,7 @@ class Samples:
         overwrite: bool = False,
         last: bool = False,
         user_metadata: dict[str, Any] | None = None,
-    ) -> dict[tuple[RunId, int], SaveRecords]:
+    ) -> dict[OpId, SaveRecords]:
         """Accept a save, and make what its commit is to write."""
         await self.log.submit(run, seq, OpKind.SAVE, body=b"{}")
         has_optimizer = kind == "weights"
@@ -184,7 +184,7 @@ class Samples:
     def result(self, request: RequestId) -> Result | None:
         """Read what a request resolved to."""
         packed = self.log.redis.get(result_keys.result(request))
-        return Result.unpack(packed) if packed else None
+        return Result.decode(packed) if packed else None
 
     def completions(self) -> Completions:
         """Make an API process's waiting room."""
@@ -200,6 +200,8 @@ async def open_samples(
         intake = SampleIntake(
             log.connection, log.spool, limits or SampleLimits(), disk_reserve_bytes
         )
-        sampling = Sampling(log.redis, log.spool, log.results, POOL, WORKER, log.execution.epoch)
+        sampling = SampleClaims(
+            log.redis, log.spool, log.results, POOL, WORKER, log.execution.epoch
+        )
         saved = SavedWeights(log.redis, POOL, WORKER, log.execution.epoch)
         yield Samples(log, Records(log.connection), intake, sampling, saved)

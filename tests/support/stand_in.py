@@ -13,7 +13,7 @@ import numpy as np
 from cotrain_scheduler.planner import runnable_prefix
 from cotrain_store.bodies.sample_body import encode_sample_output
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
-from cotrain_store.messages.ids import RunId, SessionId, WeightsRef, WorkerId
+from cotrain_store.messages.ids import OpId, RunId, SessionId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind, RunUsage, Step
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
@@ -23,7 +23,7 @@ from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
-from cotrain_store.sampling.claims import Sampling
+from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.weights.saved_weights import SavedWeights
 from tests.support.http_api import POOL
 
@@ -51,7 +51,7 @@ class StandIn:
     """The worker of the API's pool, and its scheduler."""
 
     def __init__(
-        self, execution: Execution, sampling: Sampling, saved: SavedWeights, dispatch: Dispatch
+        self, execution: Execution, sampling: SampleClaims, saved: SavedWeights, dispatch: Dispatch
     ) -> None:
         self.execution = execution
         self.sampling = sampling
@@ -101,7 +101,7 @@ class StandIn:
         """Resolve a request to a failure."""
         self.sampling.resolve({request: Result.failed(message, "user")}, {})
 
-    def _commit(self, step: Step) -> dict[tuple[RunId, int], SaveRecords]:
+    def _commit(self, step: Step) -> dict[OpId, SaveRecords]:
         results, saves = {}, {}
         for op, body in zip(step.ops, self.execution.bodies(step.ops), strict=True):
             place = (op.run, op.seq)
@@ -134,7 +134,7 @@ def stand_in(services: Services) -> Iterator[StandIn]:
     execution = Execution(redis, spool, results, POOL.id, WORKER)
     epoch = execution.claim()
     execution.publish(POOL)
-    sampling = Sampling(redis, spool, results, POOL.id, WORKER, epoch)
+    sampling = SampleClaims(redis, spool, results, POOL.id, WORKER, epoch)
     saved = SavedWeights(redis, POOL.id, WORKER, epoch)
     try:
         yield StandIn(execution, sampling, saved, Dispatch(services.connection, "scheduler"))

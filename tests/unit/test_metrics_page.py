@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 from prometheus_client.parser import text_string_to_metric_families
 
 from cotrain_server.views import prometheus as collector
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.monitoring.metrics import REGISTRY
 from cotrain_store.monitoring.status import PoolStatus, QueueStatus, RedisStatus
-from cotrain_store.oplog.dispatch import WorkerBeat
 from tests.support.stack import POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 async def found(*_: object) -> Any:
-    worker = WorkerBeat(WorkerId("w0"), 1, "", "cpu", 1.0, 0, 0, 0.0)
+    worker = WorkerHeartbeat(WorkerId("w0"), 1, "", "cpu", 1.0, 0, 0, 0.0)
     return PoolStatus(
         POOL, (worker,), 2, (WorkerId("w1"),), 0, 0,
         (QueueStatus(TenantId("t"), 0, 0, 0),), 0.0, 0.0, {},

@@ -17,7 +17,7 @@ from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.monitoring.logs import start_logs
-from cotrain_store.oplog.execution import beat_at
+from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
 from cotrain_store.refusal import read_settings, refuse
 from cotrain_store.settings.worker import WorkerSettings, pool_of
@@ -45,7 +45,7 @@ def serve(settings: WorkerSettings) -> int:
     connection = open_sync_connection(settings.redis_url)
     check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
     claim_folder(connection, settings.data_dir)
-    await_absence(partial(beat_at, connection, pool, worker), socket.gethostname())
+    await_absence(partial(latest_heartbeat, connection, pool, worker), socket.gethostname())
     device = device_of(settings)
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)

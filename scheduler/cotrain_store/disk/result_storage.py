@@ -30,7 +30,7 @@ _WHOLE = {spooled: whole for whole, spooled in _SPOOLED.items()}
 
 
 @contextmanager
-def packed_results(
+def encoded_results(
     results: Sequence[Result], spool: Spool
 ) -> Iterator[Sequence[tuple[bytes, int]]]:
     """Encode results for Redis, each with its lifetime in ms; large ones are on disk afterwards.
@@ -52,11 +52,11 @@ def packed_results(
 
 
 def _small(result: Result) -> tuple[bytes, int]:
-    return result.pack(), result_keys.SMALL_RESULT_TTL_MS
+    return result.encode(), result_keys.SMALL_RESULT_TTL_MS
 
 
 def _large(result: Result, ref: str) -> tuple[bytes, int]:
-    return Result(_SPOOLED[result.kind], ref.encode()).pack(), result_keys.LARGE_RESULT_TTL_MS
+    return Result(_SPOOLED[result.kind], ref.encode()).encode(), result_keys.LARGE_RESULT_TTL_MS
 
 
 def is_spooled(result: Result) -> bool:

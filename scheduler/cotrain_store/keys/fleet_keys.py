@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 #: Bumped when a key or a message changes; a process refuses a store of another version.
 SCHEMA_VERSION = "2"
 #: A worker that has not said it is alive for this long is not counted as ready.
-WORKER_BEAT_TTL_MS = 10_000
+WORKER_HEARTBEAT_TTL_MS = 10_000
 #: The scheduler's lease: decides who tries, not who may (the epoch does that).
 LEASE_TTL_MS = 3_000
 #: Cycle records kept for the dashboard and for debugging.
@@ -95,7 +95,7 @@ def starts(pool: PoolId) -> str:
     return f"{prefix(pool)}starts"
 
 
-def deaths(pool: PoolId) -> str:
+def crash_counts(pool: PoolId) -> str:
     """Name the hash part of a step → how many processes died over it; a field goes with its step.
 
     A part is named by the request that it begins with, and anything behind.

@@ -41,7 +41,7 @@ def digests(pool: PoolId, run_id: RunId) -> str:
     return f"{prefix(pool)}digests:{run_id}"
 
 
-def riders(pool: PoolId, run_id: RunId) -> str:
+def unnumbered_ops(pool: PoolId, run_id: RunId) -> str:
     """Name the sorted set of a run's riders (score: the first seq of the client behind it).
 
     A seq of the client has its place behind all riders with a score up to it. Goes with the log.

@@ -18,7 +18,7 @@ SAMPLER_IDLE_MS = 30 * 24 * 3600 * 1000
 #: That a sample request has ended is told for this long, to a client that slept.
 COMPLETION_TTL_MS = 24 * 3600 * 1000
 #: The lane of sample requests that any worker of the pool may run; no worker has this id.
-ANY_LANE = "*"
+ANY_WORKER = "*"
 
 
 def sampler(sampler_id: SamplerId) -> str:

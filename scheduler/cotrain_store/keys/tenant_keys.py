@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 #: A session that sent no heartbeat for this long is shown as gone; the SDK beats every 10 s and
 #: itself warns after 120 s.
-SESSION_BEAT_TTL_MS = 180_000
+SESSION_HEARTBEAT_TTL_MS = 180_000
 #: What a tenant used is told for this long after its hour.
 USAGE_TTL_S = 100 * 24 * 3600
 
@@ -49,7 +49,7 @@ def session(session_id: SessionId) -> str:
     return f"cotrain:session:{session_id}"
 
 
-def session_beat(session_id: SessionId) -> str:
+def session_heartbeat(session_id: SessionId) -> str:
     """Name a session's sign of life; expires by itself."""
     return f"cotrain:session:{session_id}:beat"
 

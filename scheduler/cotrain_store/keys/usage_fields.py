@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import tenant_keys
-from cotrain_store.sampling.endings import parse_sample
+from cotrain_store.messages.sample_ids import parse_sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

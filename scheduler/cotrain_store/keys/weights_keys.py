@@ -86,7 +86,7 @@ def checkpoint_sizes(tenant: TenantId) -> str:
     return f"cotrain:tenant:{tenant}:checkpoint_sizes"
 
 
-def owed_checkpoints(tenant: TenantId) -> str:
+def unstored_checkpoints(tenant: TenantId) -> str:
     """Name the set of a tenant's named saves, as weights, that are not stored yet."""
     return f"cotrain:tenant:{tenant}:owed"
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 async def client_seq(connection: Connection, pool: PoolId, run: RunId, place: int) -> int:
     """Count like the client, which knows nothing of the riders before a place."""
-    riders = await connection.zrange(run_keys.riders(pool, run), 0, -1)
+    riders = await connection.zrange(run_keys.unnumbered_ops(pool, run), 0, -1)
     return place - sum(int(rider) < place for rider in riders)
 
 

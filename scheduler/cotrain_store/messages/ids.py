@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import NewType, TypeAlias
 
 TenantId = NewType("TenantId", str)
 SessionId = NewType("SessionId", str)
@@ -13,6 +13,8 @@ WorkerId = NewType("WorkerId", str)
 SamplerId = NewType("SamplerId", str)
 #: Weights are named by the save that made them: `<run>:<seq>`, its request id.
 WeightsRef = NewType("WeightsRef", str)
+#: An op by its run and its position in the run's order.
+OpId: TypeAlias = tuple[RunId, int]
 
 
 def request_id(run: RunId, seq: int) -> RequestId:

@@ -47,13 +47,13 @@ class Result:
         payload = json.dumps({"error": message, "category": category}, separators=(",", ":"))
         return cls(ResultKind.FAILURE, payload.encode())
 
-    def pack(self) -> bytes:
+    def encode(self) -> bytes:
         """Write as one Redis value."""
         return self.kind.encode() + self.payload
 
     @classmethod
-    def unpack(cls, value: bytes) -> Result:
-        """Read `pack` back."""
+    def decode(cls, value: bytes) -> Result:
+        """Read `encode` back."""
         return cls(ResultKind(value[:1].decode()), value[1:])
 
     def json(self) -> dict[str, Any]:

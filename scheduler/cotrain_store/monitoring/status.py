@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain_store.keys import age_keys, fleet_keys, run_keys, sample_keys
 from cotrain_store.messages.encoding import decode
-from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
-from cotrain_store.oplog.dispatch import WorkerBeat
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import PoolId, SessionId, TenantId, WorkerId
 from cotrain_store.redis_client.store_clock import parse_ms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cotrain_store.redis_client.connection import Connection
+
+#: Cycle records of a full pool have some 10 KB each, and Redis does nothing else while it sends them.
+READ_AT_ONCE = 50
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,9 @@ class PoolStatus:
     """One pool at a glance."""
 
     pool: PoolId
-    workers: tuple[WorkerBeat, ...]
+    workers: tuple[WorkerHeartbeat, ...]
     workers_known: int
-    workers_away: tuple[WorkerId, ...]
+    workers_unavailable: tuple[WorkerId, ...]
     """Known places whose process gives no sign of life."""
     open_cycles: int
     last_cycle: int
@@ -88,9 +91,11 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
     ]
     return PoolStatus(
         pool=pool,
-        workers=tuple(decode(WorkerBeat, json.loads(beat)) for beat in beats if beat),
+        workers=tuple(decode(WorkerHeartbeat, json.loads(beat)) for beat in beats if beat),
         workers_known=len(ids),
-        workers_away=tuple(worker for worker, beat in zip(ids, beats, strict=True) if beat is None),
+        workers_unavailable=tuple(
+            worker for worker, beat in zip(ids, beats, strict=True) if beat is None
+        ),
         open_cycles=sum(opened),
         last_cycle=int(cycle or 0),
         queues=tuple(queues),
@@ -105,6 +110,26 @@ async def cycle_records(connection: Connection, pool: PoolId, count: int) -> lis
     return [
         json.loads(row) for row in await connection.lrange(fleet_keys.cycles(pool), 0, count - 1)
     ]
+
+
+async def session_cycles(
+    connection: Connection, pool: PoolId, session: SessionId
+) -> list[dict[str, Any]]:
+    """Read a pool's cycle records with a run of this session, oldest first; `runs` holds only its own.
+
+    The others are not even decoded. A record that moves on while this reads is read twice, and kept once.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for first in range(0, fleet_keys.CYCLES_KEPT, READ_AT_ONCE):
+        rows = await connection.lrange(fleet_keys.cycles(pool), first, first + READ_AT_ONCE - 1)
+        for row in rows:
+            if session.encode() in row:
+                record = json.loads(row)
+                record["runs"] = [run for run in record["runs"] if _is_of(session, run["run"])]
+                found[record["cycle"]] = record
+        if len(rows) < READ_AT_ONCE:
+            break
+    return [found[cycle] for cycle in sorted(found) if found[cycle]["runs"]]
 
 
 async def redis_status(connection: Connection) -> RedisStatus:
@@ -133,3 +158,7 @@ async def scheduler_epoch(connection: Connection) -> int:
 
 def _age_s(oldest: list[tuple[bytes, float]], now_ms: float) -> float:
     return max(0.0, (now_ms - oldest[0][1]) / 1000) if oldest else 0.0
+
+
+def _is_of(session: SessionId, run: str) -> bool:
+    return run.partition(":")[0] == session

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from cotrain_store.redis_client.connection import SyncConnection
 
 
-class Deaths:
+class CrashCounts:
     """The deaths in one pool."""
 
     def __init__(self, connection: SyncConnection, pool: PoolId) -> None:
         self._redis = connection
-        self._key = fleet_keys.deaths(pool)
+        self._key = fleet_keys.crash_counts(pool)
 
     def by_part(self) -> dict[str, int]:
         """Tell over which parts of steps processes died, and how often."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.keys import age_keys, fleet_keys, result_keys, run_keys, sample_keys
 from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.gaps import client_seq, given_up
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
@@ -37,44 +37,6 @@ ENDS_AT_ONCE = 1_000
 _CALLS_AT_ONCE = 10
 #: A step is planned when its worker is free: planning ahead would only fix the order too early.
 MAX_OPEN_STEPS = 1
-
-
-@dataclass(frozen=True)
-class WorkerBeat:
-    """What a live worker says about itself."""
-
-    id: WorkerId
-    epoch: int
-    state: str
-    device: str
-    tokens_per_s: float
-    runs: int
-    memory_bytes: int
-    seen_at: float
-    restored_ops: int = 0
-    samples_running: int = 0
-    samples_waiting: int = 0
-    """Claimed, and not yet in the decoder's batch."""
-    safe_tokens: int = 0
-    """What one pass of the base model has room for; less than was set up once memory ran out."""
-    halvings: int = 0
-    """How often that was."""
-    host: str = ""
-    parked_runs: int = 0
-    """Of `runs`, those whose adapters are in host memory and not on the device."""
-    takes_saves: bool = True
-    """False while its disk is too far behind: a save waits then, and its run behind it."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one worker of a pool is, or should be. Its process may be another one tomorrow."""
-
-    worker: WorkerId
-    epoch: int
-    """Of the process that came last."""
-    beat: WorkerBeat | None
-    """None while nobody is there."""
 
 
 class Dispatch:
@@ -137,8 +99,8 @@ class Dispatch:
         """List the pools there are."""
         return sorted(PoolId(name.decode()) for name in await self._redis.hkeys(fleet_keys.pools()))
 
-    async def places(self, pool: PoolId) -> list[Place]:
-        """List the places of a pool's workers, also those where nobody has been for a while."""
+    async def worker_slots(self, pool: PoolId) -> list[WorkerSlot]:
+        """List the worker ids of a pool, also those that no process has had for a while."""
         ids = sorted(
             WorkerId(n.decode()) for n in await self._redis.smembers(fleet_keys.workers(pool))
         )
@@ -148,28 +110,28 @@ class Dispatch:
             pipeline.get(fleet_keys.worker(pool, worker))
         rows = await pipeline.execute()
         return [
-            Place(worker, int(epoch or 0), decode(WorkerBeat, json.loads(beat)) if beat else None)
-            for worker, epoch, beat in zip(ids, rows[::2], rows[1::2], strict=True)
+            WorkerSlot(worker, int(epoch or 0), _heartbeat(row) if row else None)
+            for worker, epoch, row in zip(ids, rows[::2], rows[1::2], strict=True)
         ]
 
-    async def reassign(self, pool: PoolId, place: Place, heir: WorkerId) -> bool:
+    async def reassign(self, pool: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
         """Give what a dead worker had to another one; its runs but those at work can go anywhere.
 
-        Should its last process still live, it can write nothing any more. False if somebody is there
-        again, or the heir is gone: nothing was written.
+        Should its last process still live, it can write nothing any more. False if it lives
+        again, or the successor does not: nothing was written.
 
         Raises:
             Fenced: a newer scheduler leads.
         """
         script_keys = [
             fleet_keys.scheduler_epoch(), fleet_keys.workers(pool),
-            fleet_keys.worker_epoch(pool, place.worker), fleet_keys.worker(pool, place.worker),
-            fleet_keys.worker(pool, heir), result_keys.spool_segment_refs(),
+            fleet_keys.worker_epoch(pool, dead.worker), fleet_keys.worker(pool, dead.worker),
+            fleet_keys.worker(pool, successor), result_keys.spool_segment_refs(),
             result_keys.notify_results(), fleet_keys.counters(pool),
         ]  # fmt: skip
         args = [
-            self._epoch, fleet_keys.prefix(pool), place.worker, place.epoch, heir,
-            sample_keys.ANY_LANE, CANCELLED.pack(), result_keys.SMALL_RESULT_TTL_MS,
+            self._epoch, fleet_keys.prefix(pool), dead.worker, dead.epoch, successor,
+            sample_keys.ANY_WORKER, CANCELLED.encode(), result_keys.SMALL_RESULT_TTL_MS,
             len(CANCELLED.payload), *LIVES,
         ]  # fmt: skip
         answer = await self._reassign(script_keys, args)
@@ -247,7 +209,7 @@ class Dispatch:
             run_keys.queue(pool, tenant), result_keys.notify_results(),
         ]  # fmt: skip
         args = [
-            self._epoch, run, missing, result_keys.SMALL_RESULT_TTL_MS, failure.pack(),
+            self._epoch, run, missing, result_keys.SMALL_RESULT_TTL_MS, failure.encode(),
             failure.payload, rejected.envelope(),
         ]  # fmt: skip
         if await self._expire_gap(script_keys, args) == b"FENCED":
@@ -259,6 +221,10 @@ class Dispatch:
             await subscription.subscribe(fleet_keys.notify_scheduler())
             async for message in subscription.listen():
                 yield message["data"] == b"free"
+
+
+def _heartbeat(row: bytes) -> WorkerHeartbeat:
+    return decode(WorkerHeartbeat, json.loads(row))
 
 
 def _run_queue(fields: list[str]) -> RunQueue:

@@ -11,20 +11,19 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED, packed_results
+from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED, encoded_results
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.keys.usage_fields import training_amounts
 from cotrain_store.messages.encoding import decode, encode
-from cotrain_store.messages.ids import PoolId, RunId, WorkerId, request_id
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import OpId, PoolId, RunId, WorkerId, request_id
 from cotrain_store.messages.ops import QueuedOp, RunUsage, Step
 from cotrain_store.messages.runs import RunState
-from cotrain_store.oplog.commit_rows import op_rows
-from cotrain_store.oplog.crash_counts import Deaths
-from cotrain_store.oplog.dispatch import WorkerBeat
+from cotrain_store.oplog.commit_rows import op_rows, save_row
+from cotrain_store.oplog.crash_counts import CrashCounts
 from cotrain_store.oplog.reader import RunLogs
 from cotrain_store.oplog.rollback import DIGESTS_KEPT, Rollback
-from cotrain_store.oplog.save_rows import save_row
 from cotrain_store.redis_client.connection import sync_script
 from cotrain_store.tenants.names import TenantNames
 
@@ -57,7 +56,7 @@ class Execution:
         self.pool = pool
         self.worker = worker
         self.logs = RunLogs(connection, results, pool)
-        self.deaths = Deaths(connection, pool)
+        self.crash_counts = CrashCounts(connection, pool)
         self.tenant_names = TenantNames(connection)
         self._commit = sync_script(connection, "ages", "unread", "usage_add", "samplers", "commit")
         self._snapshot = sync_script(connection, "log_cut", "snapshot")
@@ -88,14 +87,14 @@ class Execution:
         """Name this worker as no other process was ever named, after it entered."""
         return f"{self.worker}-{self.epoch}"
 
-    def beat(self, beat: WorkerBeat) -> None:
+    def heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
         """Say that this worker is alive; raises Fenced when another took its place."""
         current = self._redis.get(fleet_keys.worker_epoch(self.pool, self.worker))
         if current is None or int(current) != self.epoch:
             raise Fenced
-        text = json.dumps(asdict(beat))
+        text = json.dumps(asdict(heartbeat))
         self._redis.set(
-            fleet_keys.worker(self.pool, self.worker), text, px=fleet_keys.WORKER_BEAT_TTL_MS
+            fleet_keys.worker(self.pool, self.worker), text, px=fleet_keys.WORKER_HEARTBEAT_TTL_MS
         )
 
     def leave(self) -> None:
@@ -143,11 +142,11 @@ class Execution:
     def commit(
         self,
         step: Step,
-        results: Mapping[tuple[RunId, int], Result],
+        results: Mapping[OpId, Result],
         record: Mapping[str, Any],
         counted: Mapping[str, float],
-        crashed: Collection[tuple[RunId, int]] = (),
-        saves: Mapping[tuple[RunId, int], SaveRecords] | None = None,
+        crashed: Collection[OpId] = (),
+        saves: Mapping[OpId, SaveRecords] | None = None,
         usage: Mapping[RunId, RunUsage] | None = None,
         *,
         is_exact: bool = True,
@@ -171,7 +170,7 @@ class Execution:
             fleet_keys.open_steps(self.pool, self.worker), fleet_keys.cycles(self.pool),
             result_keys.spool_segment_refs(), result_keys.notify_results(),
             fleet_keys.notify_scheduler(), fleet_keys.counters(self.pool),
-            fleet_keys.starts(self.pool), fleet_keys.deaths(self.pool),
+            fleet_keys.starts(self.pool), fleet_keys.crash_counts(self.pool),
         ]  # fmt: skip
         args: list[str | int | bytes] = [
             self.epoch, fleet_keys.prefix(self.pool), step.cycle, json.dumps(record),
@@ -179,7 +178,7 @@ class Execution:
             json.dumps(saved), json.dumps(used), tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
         told = [results[op.run, op.seq] for op in step.ops]
-        with packed_results(told, self._results) as packed:
+        with encoded_results(told, self._results) as packed:
             args += op_rows(step, results, crashed, packed)
             answer = self._commit(script_keys, args)
         if answer == b"FENCED":
@@ -237,7 +236,7 @@ class Execution:
             fleet_keys.worker_epoch(pool, self.worker), run_keys.log(pool, run),
             run_keys.ops(pool, run), run_keys.bodies(pool, run), run_keys.digests(pool, run),
             result_keys.spool_segment_refs(), fleet_keys.drops(pool, self.worker),
-            run_keys.riders(pool, run),
+            run_keys.unnumbered_ops(pool, run),
         ]  # fmt: skip
         answer = self._forget(script_keys, [self.epoch, run])
         if answer == b"FENCED":
@@ -267,7 +266,7 @@ class Execution:
         script_keys = [run_keys.run(run), result_keys.notify_results(), epoch_key]
         args = [
             run, fleet_keys.prefix(self.pool), result_keys.SMALL_RESULT_TTL_MS, "", "",
-            failure.pack(), state, tenant, self.epoch,
+            failure.encode(), state, tenant, self.epoch,
         ]  # fmt: skip
         if self._close(script_keys, args) == b"FENCED":
             raise Fenced
@@ -282,8 +281,10 @@ class Execution:
         found = set()
         for pool in (PoolId(name.decode()) for name in self._redis.hkeys(fleet_keys.pools())):
             members = self._redis.smembers(fleet_keys.workers(pool))
-            beats = [beat_at(self._redis, pool, WorkerId(name.decode())) for name in members]
-            found |= {f"{beat.id}-{beat.epoch}" for beat in beats if beat}
+            alive = [
+                latest_heartbeat(self._redis, pool, WorkerId(name.decode())) for name in members
+            ]
+            found |= {f"{worker.id}-{worker.epoch}" for worker in alive if worker}
         return frozenset(found)
 
     def wait(self, timeout_s: float) -> None:
@@ -295,7 +296,9 @@ class Execution:
         self._wakes.get_message(timeout=timeout_s)
 
 
-def beat_at(connection: SyncConnection, pool: PoolId, worker: WorkerId) -> WorkerBeat | None:
-    """Read the sign of life at a worker's place, whoever gives it; None for nobody's."""
-    beat = connection.get(fleet_keys.worker(pool, worker))
-    return decode(WorkerBeat, json.loads(beat)) if beat else None
+def latest_heartbeat(
+    connection: SyncConnection, pool: PoolId, worker: WorkerId
+) -> WorkerHeartbeat | None:
+    """Return the latest heartbeat of a worker id, or None."""
+    heartbeat = connection.get(fleet_keys.worker(pool, worker))
+    return decode(WorkerHeartbeat, json.loads(heartbeat)) if heartbeat else None

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from cotrain_store.redis_client.connection import Connection
 
 #: A seq further ahead of the last committed one than this is a client's mistake.
-MAX_AHEAD = 1_024
+MAX_SEQ_GAP = 1_024
 #: A sampler that was asked within this time makes no room for another.
 SAMPLER_REST_MS = 30 * 60 * 1000
 #: Where in the arguments of `submit.lua` stands what becomes of the body: envelope, body, segment.
@@ -152,7 +152,7 @@ class Intake:
         Raises:
             SeqConflict: this seq, or key, was used with other content.
             WeightsGone: some of `uses` are forgotten.
-            SeqTooFar: more than MAX_AHEAD ops before it are missing.
+            SeqTooFar: more than MAX_SEQ_GAP ops before it are missing.
             RunClosed, RunFailed, RunNotFound: the run takes no more ops.
             QueueFull, UnreadQuotaReached, SamplerQuotaReached, StoreFull, DiskReserveReached,
             StoreUnavailable: nothing is wrong; later.
@@ -169,7 +169,9 @@ class Intake:
             StoreUnavailable: try again later.
         """
         try:
-            before = await self._redis.zcount(run_keys.riders(run.pool, run.id), "-inf", seq)
+            before = await self._redis.zcount(
+                run_keys.unnumbered_ops(run.pool, run.id), "-inf", seq
+            )
             known = await self._redis.hget(run_keys.digests(run.pool, run.id), str(seq + before))
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
@@ -187,7 +189,7 @@ class Intake:
         script_keys = [run_keys.run(run.id), result_keys.notify_results()]
         args = [
             run.id, fleet_keys.prefix(run.pool), result_keys.SMALL_RESULT_TTL_MS, request,
-            result.pack(), UNLOADED.pack(), RunState.CLOSED, run.tenant,
+            result.encode(), UNLOADED.encode(), RunState.CLOSED, run.tenant,
         ]  # fmt: skip
         try:
             answer = await self._close(script_keys, args)
@@ -222,7 +224,7 @@ class Intake:
             args = [
                 run.id, run.tenant, "" if seq is None else seq, digest, "", b"", "",
                 tokens, len(body), int(now * 1000), limits.ops, limits.tokens, limits.bytes,
-                MAX_AHEAD, limits.runs, record, idempotency_key,
+                MAX_SEQ_GAP, limits.runs, record, idempotency_key,
                 fleet_keys.hash_tag(run.pool), repr(run.created_at),
                 self._capacity.unread_bytes(limits.unread_bytes),
                 *following, sampler or "", sample_keys.EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_REST_MS,
@@ -271,13 +273,13 @@ def _keys_of_submit(run: RunRecord) -> list[str]:
         run_keys.gaps(pool), run_keys.queue(pool, tenant), run_keys.queue_tenants(pool),
         result_keys.spool_segment_refs(), tenant_keys.session_runs(run.session),
         tenant_keys.tenant_runs(tenant), fleet_keys.notify_scheduler(),
-        run_keys.riders(pool, run.id), tenant_keys.training_runs(tenant),
+        run_keys.unnumbered_ops(pool, run.id), tenant_keys.training_runs(tenant),
     ]  # fmt: skip
 
 
 _REFUSALS: dict[str, Callable[[str], Exception]] = {
     "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
-    "FAR": lambda what: SeqTooFar(f"{what} is too far ahead (more than {MAX_AHEAD} missing)."),
+    "FAR": lambda what: SeqTooFar(f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."),
     "WEIGHTS": lambda _: WeightsGone(),
     "GONE": lambda _: RunNotFound(),
     "CLOSED": lambda _: RunClosed(),

@@ -7,22 +7,55 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain_store.disk.result_storage import is_spooled, whole_result
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.encoding import decode
-from cotrain_store.messages.ids import PoolId, RequestId, RunId, run_of, seq_of
+from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, run_of, seq_of
 from cotrain_store.messages.ops import QueuedOp
 from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import RunState
 from cotrain_store.messages.weights import CheckpointRecord
-from cotrain_store.oplog.positions import LogPosition, log_position
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cotrain_store.disk.spool import Spool
     from cotrain_store.messages.ops import Step
     from cotrain_store.redis_client.connection import SyncConnection
+
+
+@dataclass(frozen=True)
+class LogPosition:
+    """Where a run's log stands: committed to `done`, with ops from `cut` + 1 on.
+
+    Two snapshots are registered: one of the state after `snap`, and its predecessor, after
+    `older_snap`. The log reaches back to the older one (`cut == older_snap`), so that a newest file that
+    is lost costs a longer replay. -1 and no file: of nothing, which the log then reaches back to.
+    """
+
+    tenant: TenantId
+    state: RunState
+    done: int
+    snap: int
+    snapshot_file: str
+    snapshot_sha256: str
+    older_file: str
+    older_sha256: str
+    older_snap: int
+    cut: int
+    numerics_id: str
+    """Of the workers that wrote the log since `snap` (`mixed` for several, empty for none); a replay by
+    another one may differ in the last bits."""
+    older_numerics_id: str
+    """The like, since `older_snap`."""
+    weights_epoch: int
+    """How often the run lost its newest state and went on from a checkpoint."""
+    rolled_back_to: str
+    """The path of the last such checkpoint; empty for none."""
 
 
 class RunLogs:
@@ -95,7 +128,7 @@ class RunLogs:
         packed = self._redis.get(result_keys.result(op.request_id))
         if not packed:
             return None
-        result = Result.unpack(packed)
+        result = Result.decode(packed)
         try:
             return whole_result(result, self._results) if is_spooled(result) else result
         except SpoolCorrupt:
@@ -114,3 +147,27 @@ class RunLogs:
         found = [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
         own = [checkpoint for checkpoint in found if run_of(RequestId(checkpoint.weights)) == run]
         return sorted(own, key=lambda checkpoint: seq_of(checkpoint.weights), reverse=True)
+
+
+def log_position(row: Mapping[str, str]) -> LogPosition:
+    """Read a log's hash. One that a version cut which kept one snapshot reaches back to the newest only."""
+    numerics, older = row.get("numerics", ""), row.get("oldnumerics", "")
+    is_cut_at_older = "cut" in row and row["cut"] == row["oldsnap"]
+    return LogPosition(
+        tenant=TenantId(row["tenant"]),
+        state=RunState(row["state"]),
+        done=int(row["done"]),
+        snap=int(row["snap"]),
+        snapshot_file=row.get("snapfile", ""),
+        snapshot_sha256=row.get("snapsha", ""),
+        older_file=row.get("oldfile", ""),
+        older_sha256=row.get("oldsha", ""),
+        older_snap=int(row.get("oldsnap", -1)),
+        cut=int(row["oldsnap"] if is_cut_at_older else row["snap"]),
+        numerics_id=numerics,
+        older_numerics_id="mixed"
+        if older and numerics and older != numerics
+        else older or numerics,
+        weights_epoch=int(row.get("epoch", 0)),
+        rolled_back_to=row.get("rolled_back_to", ""),
+    )

@@ -17,7 +17,7 @@ from cotrain_store.redis_client.connection import sync_script
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import PoolId, RunId, WorkerId
     from cotrain_store.messages.weights import CheckpointRecord
-    from cotrain_store.oplog.positions import LogPosition
+    from cotrain_store.oplog.reader import LogPosition
     from cotrain_store.redis_client.connection import SyncConnection
 
 #: Digests of this many ops before a snapshot are kept, for retries that come very late.
@@ -58,7 +58,7 @@ class Rollback:
         place = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
         args: list[str | int | bytes] = [
             epoch, run, position.done, file, sha256, weights_epoch, checkpoint.path, DIGESTS_KEPT,
-            result_keys.SMALL_RESULT_TTL_MS, failure.pack(), failure.payload, place.envelope(),
+            result_keys.SMALL_RESULT_TTL_MS, failure.encode(), failure.payload, place.envelope(),
             *self._steps_without(run, len(failure.payload)),
         ]  # fmt: skip
         answer = self._script(script_keys, args)

@@ -23,7 +23,7 @@ MOST = 256
 _Asked: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any], asyncio.Future[Any]]"
 
 
-class SharedRedis(redis.asyncio.Redis):
+class BatchingRedis(redis.asyncio.Redis):
     """For processes with many callers at once. Commands of different callers keep no order."""
 
     _asked: list[_Asked]

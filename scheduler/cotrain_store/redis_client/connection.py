@@ -21,7 +21,7 @@ from redis.retry import Retry
 
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.keys import fleet_keys
-from cotrain_store.redis_client.batching import SharedRedis
+from cotrain_store.redis_client.batching import BatchingRedis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -56,9 +56,9 @@ def open_connection(url: str) -> Connection:
     return redis.asyncio.Redis.from_pool(_pool(url))
 
 
-def open_shared_connection(url: str) -> Connection:
+def open_batching_connection(url: str) -> Connection:
     """Open one for a process with many callers at once (server)."""
-    return SharedRedis.from_pool(_pool(url))
+    return BatchingRedis.from_pool(_pool(url))
 
 
 def _pool(url: str) -> redis.asyncio.BlockingConnectionPool:

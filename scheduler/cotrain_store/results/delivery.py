@@ -8,20 +8,28 @@ the session's heartbeat tells it.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import result_keys, run_keys, sample_keys, tenant_keys
 from cotrain_store.messages.ids import sample_id
-from cotrain_store.redis_client.connection import async_script
+from cotrain_store.redis_client.connection import ANY_TROUBLE, async_script
+from cotrain_store.redis_client.subscription import note_trouble
 
 if TYPE_CHECKING:
-    from cotrain_store.messages.ids import PoolId, RequestId, RunId, SessionId
+    from collections.abc import Sequence
+
+    from cotrain_store.messages.ids import PoolId, RequestId, RunId, SessionId, TenantId
+    from cotrain_store.messages.sample_ids import SampleName
     from cotrain_store.redis_client.connection import Connection
-    from cotrain_store.sampling.endings import SampleName
 
 #: How long a client may take to ask again for an answer that was lost.
 READ_AFTER_S = 600.0
+#: Published together this often: one write for all that was sent since.
+TELL_EVERY_S = 1.0
+#: Redis does nothing else while it strikes these off.
+_AT_ONCE = 1_000
 _FORGET_AFTER_S = result_keys.SMALL_RESULT_TTL_MS / 1000
 
 
@@ -105,5 +113,42 @@ class SampleDeliveries:
 
     async def _alive(self, sessions: set[SessionId]) -> set[SessionId]:
         asked = sorted(sessions)
-        beats = await self._redis.mget([tenant_keys.session_beat(session) for session in asked])
+        beats = await self._redis.mget(
+            [tenant_keys.session_heartbeat(session) for session in asked]
+        )
         return {session for session, beat in zip(asked, beats, strict=True) if beat is not None}
+
+
+class Unread:
+    """What one API process has sent and not yet told. Losing it costs its tenants room until it expires."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._sent: list[tuple[TenantId, RequestId]] = []
+        self._script = async_script(connection, "ages", "unread", "results_sent")
+
+    def note_sent(self, tenant: TenantId, request: RequestId) -> None:
+        """Remember that a result was sent."""
+        self._sent.append((tenant, request))
+
+    async def tell(self) -> None:
+        """Strike off what was sent. What Redis does not take now it is told later."""
+        while self._sent:
+            some = self._sent[:_AT_ONCE]
+            try:
+                await self._script([], [part for pair in some for part in pair])
+            except ANY_TROUBLE as trouble:
+                note_trouble("tell what was sent", trouble)
+                return
+            del self._sent[: len(some)]
+
+    async def keep_telling(self) -> None:
+        """Tell for ever."""
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            await self.tell()
+
+
+async def unread_bytes(connection: Connection, tenants: Sequence[TenantId]) -> dict[TenantId, int]:
+    """Measure the results of tenants that were never sent, as their quotas count them."""
+    sizes = await async_script(connection, "ages", "unread", "unread_bytes")([], list(tenants))
+    return dict(zip(tenants, sizes, strict=True))

@@ -25,12 +25,11 @@ from cotrain_store.keys import result_keys, run_keys, sample_keys, weights_keys
 from cotrain_store.messages.gaps import client_seq, still_waiting
 from cotrain_store.messages.ids import RequestId, WeightsRef, run_of
 from cotrain_store.messages.results import Result
+from cotrain_store.messages.sample_ids import parse_sample
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.redis_client.store_clock import clock_ms
 from cotrain_store.redis_client.subscription import RETRY_S, listen, repeat
-from cotrain_store.results.delivery import Deliveries, SampleDeliveries
-from cotrain_store.results.unread import Unread
-from cotrain_store.sampling.endings import parse_sample
+from cotrain_store.results.delivery import Deliveries, SampleDeliveries, Unread
 from cotrain_store.tenants.records import Records
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
 
     from cotrain_store.disk.spool import Spool
     from cotrain_store.messages.ids import PoolId, TenantId
+    from cotrain_store.messages.sample_ids import SampleName
     from cotrain_store.redis_client.connection import Connection
-    from cotrain_store.sampling.endings import SampleName
 
 SWEEP_S = 5.0
 #: A gap younger than this is a client that is still sending.
@@ -220,7 +219,7 @@ class Futures:
         return await self._redis.get(result_keys.result(request)) is None
 
     async def _whole(self, packed: bytes, expired: RequestNotFound) -> Result:
-        result = Result.unpack(packed)
+        result = Result.decode(packed)
         if not is_spooled(result):
             return result
         try:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cotrain_store.bodies.sample_body import decode_sample
-from cotrain_store.disk.result_storage import packed_results
+from cotrain_store.disk.result_storage import encoded_results
 from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.keys.usage_fields import sampling_amounts, usage_hour
@@ -50,7 +50,7 @@ class ClaimedSample:
     """How many processes died over it alone (`risk`)."""
 
 
-class Sampling:
+class SampleClaims:
     """One worker's access to the sample requests of its pool.
 
     What writes raises Fenced when another process took this worker's place.
@@ -102,7 +102,7 @@ class Sampling:
             self._epoch,
             fleet_keys.prefix(pool),
             me,
-            sample_keys.ANY_LANE,
+            sample_keys.ANY_WORKER,
             most,
             self._claim_token,
         ]
@@ -136,7 +136,7 @@ class Sampling:
         args: list[str | int | bytes] = [
             self._epoch, json.dumps(counted), *LIVES, usage_hour(now), tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
-        with packed_results(list(results.values()), self._results) as all_packed:
+        with encoded_results(list(results.values()), self._results) as all_packed:
             for (request, result), (packed, ttl_ms) in zip(
                 results.items(), all_packed, strict=True
             ):
@@ -171,7 +171,7 @@ class Sampling:
             result_keys.notify_results(),
         ]
         args = [
-            self._epoch, fleet_keys.prefix(self._pool), self._worker, deaths, CANCELLED.pack(),
+            self._epoch, fleet_keys.prefix(self._pool), self._worker, deaths, CANCELLED.encode(),
             result_keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload), *LIVES,
         ]  # fmt: skip
         count = self._requeue(script_keys, args)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Self
 
 from cotrain_store.keys import result_keys, sample_keys
 from cotrain_store.messages.ids import sample_id
+from cotrain_store.messages.sample_ids import parse_sample
 from cotrain_store.redis_client.connection import CONNECTION_LOST, async_script, stop_tasks
 from cotrain_store.redis_client.subscription import listen
-from cotrain_store.sampling.endings import parse_sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

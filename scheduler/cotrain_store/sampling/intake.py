@@ -32,9 +32,10 @@ from cotrain_store.keys import (
     weights_keys,
 )
 from cotrain_store.messages.ids import RequestId, WeightsRef, sample_id
+from cotrain_store.messages.sample_ids import CLONE_SIZE, OWN_SEQS, parse_sample
 from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST, async_script
-from cotrain_store.sampling.endings import CANCELLED, CLONE_SIZE, LIVES, OWN_SEQS, parse_sample
+from cotrain_store.sampling.endings import CANCELLED, LIVES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +119,7 @@ class SampleIntake:
             result_keys.notify_results(),
         ]
         args = [
-            request, tenant, CANCELLED.pack(), result_keys.SMALL_RESULT_TTL_MS,
+            request, tenant, CANCELLED.encode(), result_keys.SMALL_RESULT_TTL_MS,
             len(CANCELLED.payload), *LIVES,
         ]  # fmt: skip
         try:
@@ -144,7 +145,7 @@ class SampleIntake:
             fleet_keys.prefix(pool), weights, ref, segment, len(content),
             content if ref == "inline" else b"", repr(time.time()), clone,
             sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral), limits.requests, limits.bytes,
-            sample_keys.ANY_LANE, self._capacity.unread_bytes(limits.unread_bytes),
+            sample_keys.ANY_WORKER, self._capacity.unread_bytes(limits.unread_bytes),
         ]  # fmt: skip
         try:
             answer: bytes = await self._submit(script_keys, args)

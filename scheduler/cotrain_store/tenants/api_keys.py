@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 #: A revoked key stops working within this time.
 CACHE_S = 5.0
 _CACHE_SIZE = 10_000
+_SIGNING_KEY_BYTES = 32
 
 _Cached = TypeVar("_Cached")
 _NO_DIGEST = hashlib.sha256(b"").hexdigest()
@@ -191,6 +192,17 @@ class Tenants:
         # Earlier versions wrote rows for keys of the settings as well, and took those keys for ever.
         is_chosen = bool(row) and row["tenant"] == _tenant_by_digest(row["digest"])
         return {} if is_chosen else row
+
+
+async def signing_keys(connection: Connection) -> tuple[bytes, bytes]:
+    """Give the secret that links and tokens are signed with, the same for every API process, and the one
+    before it, whose signatures hold as well.
+    """
+    name = tenant_keys.signing_secret()
+    for field in ("current", "previous"):
+        await connection.hsetnx(name, field, secrets.token_bytes(_SIGNING_KEY_BYTES))
+    current, previous = await connection.hmget(name, ["current", "previous"])
+    return current, previous
 
 
 def _new_tenant() -> TenantId:

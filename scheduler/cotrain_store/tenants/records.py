@@ -118,7 +118,7 @@ class Records:
         ]  # fmt: skip
         args = [
             session.id, encode(session), repr(session.created_at), int(session.created_at * 1000),
-            tenant_keys.SESSION_BEAT_TTL_MS, self._limits.sessions, tenant,
+            tenant_keys.SESSION_HEARTBEAT_TTL_MS, self._limits.sessions, tenant,
             self._limits.record_bytes,
         ]  # fmt: skip
         answer = await self._session(script_keys, args)
@@ -145,8 +145,8 @@ class Records:
             raise SessionNotFound
         return session
 
-    async def beat(self, tenant: TenantId, session_id: str) -> None:
-        """Note a sign of life; raises SessionNotFound, or SessionFinished once it has ended."""
+    async def heartbeat(self, tenant: TenantId, session_id: str) -> None:
+        """Note a heartbeat; raises SessionNotFound, or SessionFinished once it has ended."""
         session = await self.session(tenant, session_id)
         if session.finished_at is not None:
             raise SessionFinished
@@ -288,9 +288,9 @@ class Records:
         return row
 
     async def _mark_alive(self, session: SessionRecord) -> None:
-        now, ttl_ms = time.time(), tenant_keys.SESSION_BEAT_TTL_MS
+        now, ttl_ms = time.time(), tenant_keys.SESSION_HEARTBEAT_TTL_MS
         async with self._redis.pipeline() as pipeline:
-            pipeline.set(tenant_keys.session_beat(session.id), repr(now), px=ttl_ms)
+            pipeline.set(tenant_keys.session_heartbeat(session.id), repr(now), px=ttl_ms)
             pipeline.zadd(
                 tenant_keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms}
             )

@@ -35,7 +35,7 @@ class SessionEntry:
     place: Place
     record: SessionRecord
     is_alive: bool
-    """Its client was heard of within SESSION_BEAT_TTL_MS."""
+    """Its client was heard of within SESSION_HEARTBEAT_TTL_MS."""
     failed_run: RunId | None
     """A run of it that the server stopped."""
 
@@ -68,7 +68,7 @@ class SessionSearch:
         for found in places:
             session = SessionId(found.session)
             pipeline.hgetall(tenant_keys.session(session))
-            pipeline.exists(tenant_keys.session_beat(session))
+            pipeline.exists(tenant_keys.session_heartbeat(session))
             pipeline.smembers(tenant_keys.session_runs(session))
         answers = await pipeline.execute()
         runs = sorted(RunId(run.decode()) for of_session in answers[2::3] for run in of_session)

@@ -114,7 +114,10 @@ class Checkpoints:
 
     async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
         """Count a tenant's checkpoints, and their bytes; one not stored yet counts, without bytes."""
-        script_keys = [weights_keys.checkpoint_sizes(tenant), weights_keys.owed_checkpoints(tenant)]
+        script_keys = [
+            weights_keys.checkpoint_sizes(tenant),
+            weights_keys.unstored_checkpoints(tenant),
+        ]
         count, size = await self._totals(script_keys, [tenant])
         return count, size
 

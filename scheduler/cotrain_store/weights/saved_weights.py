@@ -84,7 +84,7 @@ class SavedWeights:
         ]  # fmt: skip
         args = [
             self._epoch, ref, digest, size, optimizer_digest, fleet_keys.prefix(pool),
-            encode(checkpoint) if checkpoint else "", result, UNLOADED.pack(),
+            encode(checkpoint) if checkpoint else "", result, UNLOADED.encode(),
             usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
             tenant_keys.USAGE_TTL_S,
         ]  # fmt: skip
@@ -102,10 +102,10 @@ class SavedWeights:
         if text is None:
             return None, b""
         checkpoint = replace(decode(CheckpointRecord, json.loads(text)), size=size)
-        result = Result.unpack(packed)
+        result = Result.decode(packed)
         if checkpoint.kind == "external_weights" and result.kind is ResultKind.JSON:
             result = Result.of_json({**result.json(), "size_bytes": size})
-        return checkpoint, result.pack()
+        return checkpoint, result.encode()
 
     def lost(self, ref: WeightsRef, message: str) -> None:
         """Give up a named save that nothing can make again: it fails, category server.
@@ -119,8 +119,8 @@ class SavedWeights:
             weights_keys.external_folders(pool), weights_keys.weights_users(ref),
         ]  # fmt: skip
         args = [
-            self._epoch, ref, fleet_keys.prefix(pool), Result.failed(message, "server").pack(),
-            result_keys.SMALL_RESULT_TTL_MS, UNLOADED.pack(), external_folder(ref),
+            self._epoch, ref, fleet_keys.prefix(pool), Result.failed(message, "server").encode(),
+            result_keys.SMALL_RESULT_TTL_MS, UNLOADED.encode(), external_folder(ref),
         ]  # fmt: skip
         if self._lost(script_keys, args) == b"FENCED":
             raise Fenced

@@ -89,7 +89,7 @@ async def session_heartbeat(
     request: SessionHeartbeatRequest, services: ServicesDep, tenant: TenantDep
 ) -> SessionHeartbeatResponse:
     """Keep a session alive."""
-    await services.records.beat(tenant.id, request.session_id)
+    await services.records.heartbeat(tenant.id, request.session_id)
     return SessionHeartbeatResponse()
 
 

@@ -26,7 +26,7 @@ from cotrain_store.monitoring.status import (
     redis_status,
     scheduler_epoch,
 )
-from cotrain_store.results.unread import unread_bytes
+from cotrain_store.results.delivery import unread_bytes
 from cotrain_store.tenants.names import tenant_names
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_server.views.perfetto_trace import trace_of
 from cotrain_store.keys.fleet_keys import CYCLES_KEPT
 from cotrain_store.messages.ids import SessionId, WeightsRef
-from cotrain_store.monitoring.session_cycles import session_cycles
+from cotrain_store.monitoring.status import session_cycles
 
 if TYPE_CHECKING:
     from cotrain_server.services import Services

@@ -18,9 +18,9 @@ from cotrain_server.http.request_body import away_from_the_loop
 from cotrain_store.errors import StoreError
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.sample_ids import OWN_SEQS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.results.futures import Pending
-from cotrain_store.sampling.endings import OWN_SEQS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence

@@ -111,7 +111,7 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
             **labels,
         )
         found.gauge("cotrain_worker_memory_bytes", "Memory used.", worker.memory_bytes, **labels)
-    for away in status.workers_away:
+    for away in status.workers_unavailable:
         found.gauge(
             "cotrain_worker_up", "1 for a live worker, 0 for one away.", 0, pool=pool, worker=away
         )

@@ -14,9 +14,9 @@ import pytest
 from cotrain_scheduler import clock as clock_module
 from cotrain_scheduler.clock import RENEW_S, SWEEP_S, Clock
 from cotrain_store.errors import Fenced, PlanOutdated
+from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
-from cotrain_store.oplog.dispatch import Place, WorkerBeat
 from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class InMemory:
         self.workers = [WORKER]
         self.takes_saves = True
         self.dead: list[WorkerId] = []
-        self.given_away: list[tuple[WorkerId, WorkerId]] = []
+        self.reassigned: list[tuple[WorkerId, WorkerId]] = []
         self.calls = self.passed = 0
         self.wake: asyncio.Queue[bool] = asyncio.Queue()
 
@@ -64,17 +64,19 @@ class InMemory:
     async def pools(self) -> list[PoolId]:
         return [POOL]
 
-    async def places(self, _: PoolId) -> list[Place]:
+    async def worker_slots(self, _: PoolId) -> list[WorkerSlot]:
         room = self.takes_saves
         beats = [
-            WorkerBeat(w, 1, "serving", "cpu", 1e4, 0, 0, NOW, takes_saves=room)
+            WorkerHeartbeat(w, 1, "serving", "cpu", 1e4, 0, 0, NOW, takes_saves=room)
             for w in self.workers
         ]
-        return [Place(beat.id, 1, beat) for beat in beats] + [Place(w, 1, None) for w in self.dead]
+        return [WorkerSlot(beat.id, 1, beat) for beat in beats] + [
+            WorkerSlot(w, 1, None) for w in self.dead
+        ]
 
-    async def reassign(self, _: PoolId, place: Place, heir: WorkerId) -> bool:
-        self.dead.remove(place.worker)
-        self.given_away.append((place.worker, heir))
+    async def reassign(self, _: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
+        self.dead.remove(dead.worker)
+        self.reassigned.append((dead.worker, successor))
         return True
 
     async def open_steps(self, _: PoolId, worker: WorkerId) -> int:
@@ -201,10 +203,10 @@ async def test_a_worker_that_is_gone_for_long_loses_its_work_once(store: InMemor
     store.dead = [WorkerId("w1")]
     for now in (NOW, NOW + 29.9):
         await clock._tick(now)
-    assert store.given_away == []
+    assert store.reassigned == []
     await clock._tick(NOW + 30)
     await clock._tick(NOW + 31)
-    assert store.given_away == [("w1", WORKER)]
+    assert store.reassigned == [("w1", WORKER)]
 
 
 async def test_a_metronome_plans_on_the_beat_and_only_then(store: InMemory) -> None:
@@ -391,10 +393,10 @@ async def test_nobody_is_dead_for_long_because_the_time_was_set(
     await clock._tick(clock._now())
     host_time.pass_by(29)
     await clock._tick(clock._now())
-    assert store.given_away == []
+    assert store.reassigned == []
     host_time.pass_by(1)
     await clock._tick(clock._now())
-    assert store.given_away == [("w1", WORKER)]
+    assert store.reassigned == [("w1", WORKER)]
 
 
 async def test_the_lease_is_renewed_whatever_the_time_is_set_to(

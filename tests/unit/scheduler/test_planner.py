@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from cotrain_scheduler.planner import (
     Fairness,
+    assign,
     budget,
     cost,
-    place,
     runnable_prefix,
     select,
 )
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
-from cotrain_store.oplog.dispatch import WorkerBeat
 
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 TAIL = {OpKind.SAVE, OpKind.LOAD}
@@ -31,8 +31,8 @@ def queue_of(run: str, tenant: str, ops: list[QueuedOp]) -> RunQueue:
     return RunQueue(RunId(run), TenantId(tenant), WorkerId("w0"), tuple(ops))
 
 
-def worker_beat(name: str, runs: int = 0, tokens_per_s: float = 100.0) -> WorkerBeat:
-    return WorkerBeat(WorkerId(name), 1, "serving", "cpu", tokens_per_s, runs, 0, 0.0)
+def heartbeat(name: str, runs: int = 0, tokens_per_s: float = 100.0) -> WorkerHeartbeat:
+    return WorkerHeartbeat(WorkerId(name), 1, "serving", "cpu", tokens_per_s, runs, 0, 0.0)
 
 
 @st.composite
@@ -164,7 +164,7 @@ def test_what_is_saved_is_what_the_step_left() -> None:
     ]
 
 
-def test_weights_are_not_replaced_under_a_pass() -> None:
+def test_weights_are_not_reassigned_under_a_pass() -> None:
     cycle = [op("r", 1), op("r", 2, OpKind.LOAD), op("r", 3, OpKind.SAVE), op("r", 4, OpKind.LOAD)]
     assert runnable_prefix([*cycle, op("r", 5)]) == cycle
     assert runnable_prefix([op("r", 5, OpKind.LOAD), op("r", 6, OpKind.OPTIM_STEP)]) == [
@@ -233,13 +233,13 @@ def test_who_has_nothing_to_do_saves_no_tokens_up() -> None:
 
 
 def test_a_run_stays_where_it_is_and_a_new_one_goes_to_the_emptiest_worker() -> None:
-    beats = [worker_beat("w0", runs=2), worker_beat("w1", runs=0)]
-    placed_before = queue_of("a", "t", [op("a", 1)])
+    workers = [heartbeat("w0", runs=2), heartbeat("w1", runs=0)]
+    assigned_before = queue_of("a", "t", [op("a", 1)])
     new = [replace(queue_of(name, "t", [op(name, 0)]), worker=None) for name in ("b", "c", "d")]
-    placed = place([placed_before, *new], beats)
-    assert placed == {"b": "w1", "c": "w1", "d": "w0"}
+    assigned = assign([assigned_before, *new], workers)
+    assert assigned == {"b": "w1", "c": "w1", "d": "w0"}
 
 
 def test_the_budget_is_what_the_worker_does_in_a_period() -> None:
-    assert budget(worker_beat("w", tokens_per_s=1500.0), 10.0) == 15_000
-    assert budget(worker_beat("w", tokens_per_s=0.0), 10.0) == 1
+    assert budget(heartbeat("w", tokens_per_s=1500.0), 10.0) == 15_000
+    assert budget(heartbeat("w", tokens_per_s=0.0), 10.0) == 1

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from cotrain_scheduler.reassignment import absences, inheritances
+from cotrain_scheduler.reassignment import absences, reassignments
+from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import WorkerId
-from cotrain_store.oplog.dispatch import Place, WorkerBeat
 
 NOW = 1_000.0
 
 
-def alive(name: str, runs: int = 0) -> Place:
+def alive(name: str, runs: int = 0) -> WorkerSlot:
     worker = WorkerId(name)
-    return Place(worker, 1, WorkerBeat(worker, 1, "serving", "cpu", 1.0, runs, 0, NOW))
+    return WorkerSlot(worker, 1, WorkerHeartbeat(worker, 1, "serving", "cpu", 1.0, runs, 0, NOW))
 
 
-def dead(name: str, epoch: int = 1) -> Place:
-    return Place(WorkerId(name), epoch, None)
+def dead(name: str, epoch: int = 1) -> WorkerSlot:
+    return WorkerSlot(WorkerId(name), epoch, None)
 
 
-def given_away(*places: Place, empty_for_s: float = 30.0) -> list[tuple[str, str]]:
-    since = absences(places, {}, NOW)
-    pairs = inheritances(places, since, NOW + empty_for_s, after_s=30.0)
-    return [(place.worker, heir) for place, heir in pairs]
+def reassigned(*slots: WorkerSlot, empty_for_s: float = 30.0) -> list[tuple[str, str]]:
+    since = absences(slots, {}, NOW)
+    pairs = reassignments(slots, since, NOW + empty_for_s, after_s=30.0)
+    return [(slot.worker, successor) for slot, successor in pairs]
 
 
 def test_the_living_worker_with_the_fewest_runs_inherits() -> None:
-    assert given_away(dead("a"), alive("b", 5), alive("c", 2), alive("d", 2)) == [("a", "c")]
+    assert reassigned(dead("a"), alive("b", 5), alive("c", 2), alive("d", 2)) == [("a", "c")]
 
 
-def test_all_of_the_dead_have_heirs_at_once() -> None:
-    assert given_away(dead("a"), alive("b"), dead("c")) == [("a", "b"), ("c", "b")]
+def test_all_of_the_dead_have_successors_at_once() -> None:
+    assert reassigned(dead("a"), alive("b"), dead("c")) == [("a", "b"), ("c", "b")]
 
 
 def test_nobody_inherits_before_the_time_or_when_nobody_lives() -> None:
-    assert given_away(dead("a"), alive("b"), empty_for_s=29.9) == []
-    assert given_away(dead("a"), dead("b"), empty_for_s=1e6) == []
+    assert reassigned(dead("a"), alive("b"), empty_for_s=29.9) == []
+    assert reassigned(dead("a"), dead("b"), empty_for_s=1e6) == []
 
 
 def test_the_time_starts_when_it_is_first_seen_and_anew_for_each_process() -> None:

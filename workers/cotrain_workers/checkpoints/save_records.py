@@ -18,7 +18,7 @@ from cotrain_workers.engine.ops import SaveOutput
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cotrain_store.messages.ids import PoolId, RunId, SamplerId
+    from cotrain_store.messages.ids import OpId, PoolId, SamplerId
     from cotrain_store.messages.ops import Step
     from cotrain_workers.engine.ops import Output
 
@@ -48,7 +48,7 @@ def saves_of(
     outputs: Mapping[tuple[str, int], Output],
     pool: PoolId,
     base_model: str,
-) -> dict[tuple[RunId, int], DoneSave]:
+) -> dict[OpId, DoneSave]:
     """Describe the saves of a step that succeeded, each by its run and seq."""
     saves = {}
     for op in step.ops:

@@ -13,15 +13,13 @@ from cotrain_store.messages.saves import LoadRequest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain_store.messages.ids import RunId, WeightsRef
+    from cotrain_store.messages.ids import OpId, RunId, WeightsRef
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_workers.engine.adapters.bank import AdapterState
     from cotrain_workers.engine.decoding.requests import HostWeights
     from cotrain_workers.engine.numerics import Numerics
     from cotrain_workers.engine.ops import HostOptimizer
     from cotrain_workers.recorder.fingerprints import Fingerprint
-
-    Place = tuple[RunId, int]  # an op's run and seq
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class ReadCheckpoints:
 class Findings:
     """What came out of a cycle: of every op, and each run's state after it."""
 
-    by_op: Mapping[Place, Fingerprint]
+    by_op: Mapping[OpId, Fingerprint]
     by_run: Mapping[RunId, Fingerprint]
 
 

@@ -48,7 +48,7 @@ class Risks:
         """
         self._execution = execution
         self._await_writes = await_writes
-        self._deaths = execution.deaths.by_part()
+        self._deaths = execution.crash_counts.by_part()
         self._noted: str | None = None
 
     @property
@@ -65,14 +65,14 @@ class Risks:
         self.survived()  # of what was noted before: it may have raised, or its answer was lost
         self._await_writes()
         self._noted = name_of(part)
-        self._execution.deaths.risk(self._noted)
+        self._execution.crash_counts.risk(self._noted)
         failpoint("worker.before_risk", map(_request, part))
 
     def survived(self) -> None:
         """Take back what was noted. Also what a predecessor noted of it: it does not kill."""
         if self._noted is not None:
             failpoint("worker.after_risk", self._noted)
-            self._execution.deaths.survived(self._noted)
+            self._execution.crash_counts.survived(self._noted)
             self._noted = None
 
 

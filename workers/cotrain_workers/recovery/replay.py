@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.ops import QueuedOp
     from cotrain_store.oplog.execution import Execution
-    from cotrain_store.oplog.positions import LogPosition
+    from cotrain_store.oplog.reader import LogPosition
     from cotrain_workers.checkpoints.weights_store import WeightsStore
     from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine

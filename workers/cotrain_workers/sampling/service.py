@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cotrain_store.messages.results import Result
-    from cotrain_store.sampling.claims import ClaimedSample, Sampling
+    from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
     from cotrain_store.sampling.token_stream import TokenPublisher
     from cotrain_workers.checkpoints.weights_store import WeightsStore
     from cotrain_workers.engine.decoding.requests import Decoder, NewTokens, Progress, SampleRequest
@@ -51,7 +51,7 @@ class SamplingService:
         self,
         decoder: Decoder,
         make_decoder: Callable[[], Decoder],
-        sampling: Sampling,
+        sampling: SampleClaims,
         weights: WeightsStore,
         publisher: TokenPublisher,
         end_of_sequence: Iterable[int],

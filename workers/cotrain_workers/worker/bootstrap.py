@@ -14,7 +14,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef, WorkerId
 from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.sampling.claims import Sampling
+from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_store.weights.saved_weights import SavedWeights
@@ -176,7 +176,7 @@ def enter_pool(
             sampler=settings.sampler,
         )
     )
-    sampling = Sampling(connection, *spools, record.id, worker, epoch)
+    sampling = SampleClaims(connection, *spools, record.id, worker, epoch)
     sampling.requeue()
     sampler = SamplingService(
         decoder,

@@ -14,7 +14,7 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cotrain_store.oplog.dispatch import WorkerBeat
+    from cotrain_store.messages.fleet import WorkerHeartbeat
     from cotrain_store.oplog.execution import Execution
 
 log = structlog.get_logger()
@@ -26,7 +26,10 @@ class Heart:
     """Beats until `stopping` is set, and sets it itself once this worker was replaced."""
 
     def __init__(
-        self, execution: Execution, describe: Callable[[], WorkerBeat], stopping: threading.Event
+        self,
+        execution: Execution,
+        describe: Callable[[], WorkerHeartbeat],
+        stopping: threading.Event,
     ) -> None:
         self._execution = execution
         self._describe = describe
@@ -50,7 +53,7 @@ class Heart:
             Fenced: this worker was replaced.
         """
         with self._one_at_a_time:
-            self._execution.beat(self._describe())
+            self._execution.heartbeat(self._describe())
 
     def _beat_until_stopped(self) -> None:
         try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_store.oplog.dispatch import WorkerBeat
+    from cotrain_store.messages.fleet import WorkerHeartbeat
 
 #: A process that was just killed needs a moment to be gone, and its last beat is seen for a while.
 PATIENCE_S = 15.0
@@ -52,7 +52,7 @@ def take_place(folder: Path, pool: str, worker: str, patience_s: float = PATIENC
 
 
 def await_absence(
-    holder: Callable[[], WorkerBeat | None], host: str, patience_s: float = PATIENCE_S
+    holder: Callable[[], WorkerHeartbeat | None], host: str, patience_s: float = PATIENCE_S
 ) -> None:
     """Wait until nobody on another host beats at this worker's place.
 

@@ -18,7 +18,7 @@ import structlog
 
 from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
-from cotrain_store.oplog.dispatch import WorkerBeat
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.backpressure import SavingRoom
 from cotrain_workers.engine.cycle import drive
@@ -266,8 +266,8 @@ class WorkerLoop:
         measured = cost.tokens / (cost.wave_s + cost.optim_s + sampling_s)
         self._tokens_per_s += _SMOOTHING * (measured - self._tokens_per_s)
 
-    def _beat(self) -> WorkerBeat:
-        return WorkerBeat(
+    def _beat(self) -> WorkerHeartbeat:
+        return WorkerHeartbeat(
             id=self._execution.worker,
             epoch=self._execution.epoch,
             state="serving",

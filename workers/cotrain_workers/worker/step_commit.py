@@ -15,31 +15,29 @@ from cotrain_workers.recorder.fingerprints import fingerprint_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain_store.messages.ids import PoolId, RunId
+    from cotrain_store.messages.ids import OpId, PoolId, RunId
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_store.messages.results import Result
     from cotrain_store.messages.saves import SaveRecords
     from cotrain_workers.checkpoints.save_records import DoneSave
     from cotrain_workers.engine.ops import CycleOutput, Output
 
-    Place = tuple[RunId, int]
-
 
 @dataclass(frozen=True)
 class Outcome:
     """All that the commit of a step takes, and the saves that follow it."""
 
-    results: Mapping[Place, Result]
+    results: Mapping[OpId, Result]
     record: Mapping[str, Any]
     counted: Mapping[str, float]
-    crashed: frozenset[Place]
-    saves: Mapping[Place, DoneSave]
+    crashed: frozenset[OpId]
+    saves: Mapping[OpId, DoneSave]
     usage: Mapping[RunId, RunUsage]
     ended: tuple[RunId, ...]
     """Runs whose last save failed."""
 
     @property
-    def records(self) -> dict[Place, SaveRecords]:
+    def records(self) -> dict[OpId, SaveRecords]:
         """What the saves leave in the store."""
         return {at: save.records for at, save in self.saves.items()}
 

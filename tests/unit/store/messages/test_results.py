@@ -8,7 +8,7 @@ from cotrain_store.messages.results import Result, ResultKind
 
 @given(st.builds(Result, st.sampled_from(ResultKind), st.binary(max_size=50)))
 def test_a_result_is_read_back(result: Result) -> None:
-    assert Result.unpack(result.pack()) == result
+    assert Result.decode(result.encode()) == result
 
 
 def test_a_failure_says_who_can_act_on_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cotrain_store.oplog.positions import log_position
+from cotrain_store.oplog.reader import log_position
 from cotrain_workers.recovery.replay import bases_of
 
 MADE = {"tenant": "a", "state": "live", "done": "9"}

@@ -14,7 +14,7 @@ from cotrain_workers.worker import heartbeat as heart_module
 from cotrain_workers.worker.heartbeat import Heart
 
 if TYPE_CHECKING:
-    from cotrain_store.oplog.dispatch import WorkerBeat
+    from cotrain_store.messages.fleet import WorkerHeartbeat
     from cotrain_store.oplog.execution import Execution
 
 ENOUGH_S = 60.0
@@ -27,7 +27,7 @@ class Failing:
         self._failures = list(failures)
         self.is_told = threading.Event()
 
-    def beat(self, _: Any) -> None:
+    def heartbeat(self, _: Any) -> None:
         if self._failures:
             raise self._failures.pop(0)
         self.is_told.set()
@@ -35,7 +35,7 @@ class Failing:
 
 def heart_of(store: Failing) -> tuple[Heart, threading.Event]:
     stopping = threading.Event()
-    beat = cast("WorkerBeat", object())
+    beat = cast("WorkerHeartbeat", object())
     return Heart(cast("Execution", store), lambda: beat, stopping), stopping
 
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
-from cotrain_store.oplog.dispatch import WorkerBeat
 from cotrain_workers.worker.instance_lock import PlaceTaken, await_absence, take_place
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def beat_of(host: str) -> WorkerBeat:
-    return WorkerBeat(WorkerId("w0"), 1, "serving", "cpu", 1.0, 0, 0, 0.0, host=host)
+def beat_of(host: str) -> WorkerHeartbeat:
+    return WorkerHeartbeat(WorkerId("w0"), 1, "serving", "cpu", 1.0, 0, 0, 0.0, host=host)
 
 
 def test_a_place_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_process_that_is_just_ending_is_waited_for(
 
 
 @pytest.mark.parametrize("beat", [None, beat_of("here"), beat_of("")])
-def test_nobody_elsewhere_is_waited_for(beat: WorkerBeat | None) -> None:
+def test_nobody_elsewhere_is_waited_for(beat: WorkerHeartbeat | None) -> None:
     """A beat of this host is of a process that is gone: it held the lock."""
     await_absence(lambda: beat, "here", patience_s=0)
 

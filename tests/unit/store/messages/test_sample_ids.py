@@ -9,7 +9,7 @@ from cotrain_store.messages.ids import (
     sample_id,
     sampler_id,
 )
-from cotrain_store.sampling.endings import parse_sample
+from cotrain_store.messages.sample_ids import parse_sample
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
 
