@@ -203,7 +203,14 @@ async def test_kills_from_outside_are_not_blamed_on_a_request(
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
     run = await server.create("a", "a", LORA)
     requests = await submit(server, run, 1, 4)
-    for failpoint in ("commit", "commit", "commit", "deaths.survived", "deaths.survived", "commit"):
+    for failpoint in (
+        "commit",
+        "commit",
+        "commit",
+        "crash_counts.survived",
+        "crash_counts.survived",
+        "commit",
+    ):
         async with dying_worker(url, tmp_path, engine, Failpoint(failpoint)):
             pass
     with worker(url, tmp_path, engine):

@@ -17,7 +17,7 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, Pass
-from cotrain_workers.worker import prefetch as ahead
+from cotrain_workers.worker import prefetch as prefetch
 from cotrain_workers.worker.prefetch import Prefetcher
 from tests.support.bodies import pass_body, sequences
 from tests.support.stack import make_worker, stack, worker
@@ -38,7 +38,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "LOOK_S", 0.001)
+    monkeypatch.setattr(prefetch, "LOOK_S", 0.001)
 
 
 def look(looker: Prefetcher, step: Step, count: int) -> None:
@@ -111,7 +111,7 @@ async def test_little_is_held_and_nothing_for_long(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, ops = await submit_behind(log, BODY, BODY, BODY)
-    monkeypatch.setattr(ahead, "MOST_BYTES", 2 * len(BODY))
+    monkeypatch.setattr(prefetch, "MOST_BYTES", 2 * len(BODY))
     looker = Prefetcher(log.execution)
 
     look(looker, step, 2)
@@ -133,7 +133,7 @@ async def test_a_redis_that_is_away_ends_the_looking_and_not_the_step(
     monkeypatch.setattr(log.execution.logs, "behind", is_away)
     with Prefetcher(log.execution).during(step):
         for thread in threading.enumerate():
-            if thread.name == "ahead":
+            if thread.name == "prefetch":
                 thread.join(PATIENCE_S)  # it ends by itself
 
     assert len(asked) == 1
@@ -172,7 +172,7 @@ async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
 
     def noting(self: Prefetcher, op: QueuedOp, body: bytes) -> Pass | Failure | None:
         found = take(self, op, body)
-        if op.kind in ahead.PASSES:
+        if op.kind in prefetch.PASSES:
             notes.append(found is not None)
         return found
 
@@ -199,7 +199,7 @@ async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
 
     redis_server.flush()
     notes.clear()
-    monkeypatch.setattr(ahead, "LOOK_S", 3600.0)
+    monkeypatch.setattr(prefetch, "LOOK_S", 3600.0)
     when_planned = await losses(empty_redis.url, tmp_path / "planned", engine)
 
     assert notes == [False] * 6
@@ -230,8 +230,8 @@ def test_adapters_of_waiting_runs_are_fetched_between_micro_batches_while_memory
     loop, spools = make_worker(empty_redis.url, tmp_path, engine)
     loop._prefetcher._ready = [RunId("b"), RunId("c")]
 
-    loop._beside_step()
-    loop._beside_step()
+    loop._at_yield_point()
+    loop._at_yield_point()
 
     assert asked == [["b", "c"]]
     for spool in spools:

@@ -175,7 +175,7 @@ class WorkerLoop:
         rollbacks, cuts = self._runs.rollbacks, self._engine.cut_pieces
         # Nothing beside a step that a dead predecessor left open: a request of either kind could be
         # blamed for the deaths that one of the other caused.
-        at_yield = _nothing if deaths else self._beside_step
+        at_yield = _nothing if deaths else self._at_yield_point
         lost, _ = drive(self._restore_runs(step), at_yield)
         if self._runs.rollbacks > rollbacks:
             return  # some of its ops are given up: it is to be read anew
@@ -232,7 +232,7 @@ class WorkerLoop:
         for save in outcome.saves.values():
             self._weights.put(save.records.weights, save.saved)
 
-    def _beside_step(self) -> None:
+    def _at_yield_point(self) -> None:
         """Use the time between two micro-batches: for adapters of runs that wait, then for samples."""
         waiting = self._prefetcher.ready_runs()
         if waiting:
