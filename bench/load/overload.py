@@ -43,7 +43,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Offer FACTOR times the capacity, in open loop, for `args.seconds`."""
     keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
     with a_place() as place:
-        place.start_api(keys, QUOTA_OPS=str(QUOTA_OPS))
+        place.start_api(keys, QUOTAS=f"ops={QUOTA_OPS}")
         place.start_scheduler()
         place.start_worker(
             f"--ops-per-s={CAPACITY_PER_S}", f"--ops-per-cycle={CAPACITY_PER_S / 10:.0f}"

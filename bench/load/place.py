@@ -123,14 +123,20 @@ class Place:
     def start_worker(self, *options: str) -> Running:
         return self._start("worker", [sys.executable, "-m", "bench.load.null_worker", *options])
 
-    def start_api(self, keys: Sequence[str], name: str = "api", **settings: str) -> Running:
+    def start_api(
+        self, keys: Sequence[str], name: str = "api", *, long_poll_s: float = 25.0, **settings: str
+    ) -> Running:
         """Start an API process on the place's port."""
         descriptor = self.listener.fileno()
         os.set_inheritable(descriptor, True)
         given = {
-            "API_KEYS": ",".join(keys), "ADMIN_KEY": ADMIN_KEY, "LISTEN_FD": str(descriptor), **settings,
+            "API_KEYS": ",".join(keys), "ADMIN_KEY": ADMIN_KEY, **settings,
         }  # fmt: skip
-        return self._start(name, [sys.executable, "-m", "cotrain_server"], (descriptor,), **given)
+        command = [
+            *(sys.executable, "-m", "cotrain_server"),
+            *("--listen-fd", str(descriptor), "--long-poll-s", str(long_poll_s)),
+        ]
+        return self._start(name, command, (descriptor,), **given)
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[SyncConnection]:

@@ -31,7 +31,7 @@ def measure_api(args: argparse.Namespace) -> dict[str, Any]:
     """Replace an API process that holds polls: first in good order, then by kill -9."""
     keys = keys_for(WAITING)
     with a_place() as place:
-        place.start_api(keys, "first", LONG_POLL_S=LONG_POLL_S)
+        place.start_api(keys, "first", long_poll_s=LONG_POLL_S)
         place.start_scheduler()
         return asyncio.run(_measure_api(place, keys))
 
@@ -71,7 +71,7 @@ async def _measure_api(place: Place, keys: Sequence[str]) -> dict[str, Any]:
 
 
 async def _start_api(place: Place, keys: Sequence[str], name: str, listening: int) -> None:
-    place.start_api(keys, name, LONG_POLL_S=LONG_POLL_S)
+    place.start_api(keys, name, long_poll_s=LONG_POLL_S)
     with place.connected() as redis:
         channel = result_keys.notify_results()
         while redis.pubsub_numsub(channel)[0][1] < listening:  # noqa: ASYNC110  # nothing tells

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REQUESTS_PER_TENANT = 200
 IDLE_S = 3.0
 #: Longer than the part takes, if all goes well: a poll is asked again after it.
-LONG_POLL_S = "40"
+LONG_POLL_S = 40.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Hold `args.waiting` polls in one API process, then resolve them at a steady pace."""
     keys = keys_for(args.waiting)
     with a_place() as place:
-        api = place.start_api(keys, LONG_POLL_S=LONG_POLL_S)
+        api = place.start_api(keys, long_poll_s=LONG_POLL_S)
         place.start_scheduler()
         return asyncio.run(_measure(place, api.name, keys, args))
 

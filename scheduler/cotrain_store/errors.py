@@ -123,7 +123,7 @@ class SessionFinished(Refused):
 
 
 class RecordQuotaReached(Refused):
-    """This tenant has as many sessions and runs, with their metadata, as are kept; the operator can raise COTRAIN_QUOTA_RECORD_BYTES."""
+    """This tenant has as many sessions and runs, with their metadata, as are kept; the operator can raise record_bytes of COTRAIN_QUOTAS."""
 
 
 class MalformedPath(Refused):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import structlog
 from pydantic import ValidationError
 
+from cotrain_store.settings.removed import removed_variables
 from cotrain_store.settings.store import PREFIX, StoreSettings
 
 if TYPE_CHECKING:
@@ -32,7 +33,12 @@ def refuse(event: str, reason: str) -> NoReturn:
 
 
 def read_settings(kind: type[Settings]) -> Settings:
-    """Read a process's settings; one that is wrong ends it. Values are not quoted: some are secrets."""
+    """Read a process's settings; one that is wrong, or is none any more, ends it.
+
+    Values are not quoted: some are secrets.
+    """
+    if removed := removed_variables():
+        refuse("settings_refused", " ".join(removed))
     try:
         return kind()
     except ValidationError as error:

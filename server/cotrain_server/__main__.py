@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
 import socket
@@ -15,8 +16,9 @@ from typing_extensions import override
 import cotrain_server.blas_threads  # noqa: F401  # its import sets them, before that of numpy
 from cotrain_server.app import create_app
 from cotrain_server.http.connection_limits import ImpatientProtocol, allow_many_connections
+from cotrain_server.services import LONG_POLL_S
 from cotrain_server.settings import ServerSettings
-from cotrain_server.supervisor.environment import unknown_variables
+from cotrain_server.supervisor.environment import refused_variables
 from cotrain_store.errors import InvalidKey, StoreUnavailable, UnsafeRedis
 from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
@@ -56,9 +58,9 @@ class DrainingServer(uvicorn.Server):
 def main() -> None:
     """Start the process; exit status 2 for settings or a store that are refused, 3 for no store."""
     start_logs("api")
-    misspelt = unknown_variables()
-    if misspelt:
-        refuse("settings_refused", f"Unknown settings: {', '.join(misspelt)}.")
+    arguments = _arguments()
+    if refused := refused_variables():
+        refuse("settings_refused", " ".join(refused))
     settings = read_settings(ServerSettings)
     start_logs("api", settings.log_level)
     try:
@@ -73,17 +75,29 @@ def main() -> None:
         log.error("redis_away")  # whoever started this process starts it again
         sys.exit(3)
     allow_many_connections()
-    app = create_app(settings)
+    app = create_app(settings, arguments.long_poll_s)
     server = DrainingServer(_config(app, settings), app)
     # uvicorn raises the signal once more when it has ended. It must not kill us then, nor be lost
     # when it comes before uvicorn listens for it.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, server.handle_exit)
     log.info("api_started", host=settings.host, port=settings.port)
-    inherited = None if settings.listen_fd is None else [socket.socket(fileno=settings.listen_fd)]
-    server.run(inherited)
+    descriptor = arguments.listen_fd
+    server.run(None if descriptor is None else [socket.socket(fileno=descriptor)])
     log.info("api_stopped")
     sys.exit(0 if server.started else 3)
+
+
+def _arguments() -> argparse.Namespace:
+    """Read what a supervisor, a test or a benchmark sets, and no operator."""
+    parser = argparse.ArgumentParser(prog="python -m cotrain_server")
+    parser.add_argument(
+        "--listen-fd", type=int, help="an open listening socket, in place of host and port"
+    )
+    parser.add_argument(
+        "--long-poll-s", type=float, default=LONG_POLL_S, help="how long a poll waits for a result"
+    )
+    return parser.parse_args()
 
 
 def _check_store(settings: ServerSettings) -> None:

@@ -36,7 +36,7 @@ from cotrain_server.routes import (
     uploads,
     weights,
 )
-from cotrain_server.services import open_services
+from cotrain_server.services import LONG_POLL_S, open_services
 from cotrain_store.monitoring import metrics
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ PARTS = (
 )
 
 
-def create_app(settings: ServerSettings) -> FastAPI:
+def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> FastAPI:
     """Make the application; its lifespan opens the store."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with open_services(settings) as services:
+        async with open_services(settings, long_poll_s) as services:
             app.state.services = services
             yield
 

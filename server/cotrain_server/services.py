@@ -32,7 +32,8 @@ from cotrain_store.tenants.usage import Usage
 from cotrain_store.weights.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Coroutine, Iterator
+    from typing import Any
 
     from cotrain_server.settings import ServerSettings
     from cotrain_store.messages.ids import TenantId
@@ -40,12 +41,16 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+#: How long a poll waits for a result. An SDK's socket gives up after 45 s, proxies often after 60.
+LONG_POLL_S = 25.0
+
 
 @dataclass
 class Services:
     """One API process's access to the store, and whether it is on its way out."""
 
     settings: ServerSettings
+    long_poll_s: float
     admin_key: str = field(repr=False)
     connection: Connection
     tenants: Tenants
@@ -66,17 +71,24 @@ class Services:
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     uploads: UploadSlots = field(default_factory=UploadSlots)
     draining: bool = False
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     @contextmanager
     def held_poll(self, tenant: TenantId) -> Iterator[None]:
         """Count a poll of a tenant while it is held; raises TooManyPolls."""
-        if self.polls_by_tenant[tenant] >= self.settings.quota_polls:
+        if self.polls_by_tenant[tenant] >= self.settings.quotas.polls:
             raise TooManyPolls
         self.polls_by_tenant[tenant] += 1
         try:
             yield
         finally:
             self.polls_by_tenant[tenant] -= 1
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do this although its caller is being cancelled, and cannot await any more."""
+        task = asyncio.create_task(work)
+        self._background.add(task)  # the event loop alone would not keep it
+        task.add_done_callback(self._background.discard)
 
     def drain(self) -> None:
         """Say so in `/readyz`, and answer every held poll now: its client asks the next process."""
@@ -97,7 +109,9 @@ async def _take_keys(tenants: Tenants, settings: ServerSettings) -> None:
 
 
 @asynccontextmanager
-async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
+async def open_services(
+    settings: ServerSettings, long_poll_s: float = LONG_POLL_S
+) -> AsyncIterator[Services]:
     """Open everything, take the keys of the settings, and close it all again.
 
     Raises:
@@ -122,6 +136,7 @@ async def open_services(settings: ServerSettings) -> AsyncIterator[Services]:
         ):
             yield Services(
                 settings=settings,
+                long_poll_s=long_poll_s,
                 admin_key=await asyncio.to_thread(admin_key, settings),
                 connection=connection,
                 tenants=tenants,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path  # pydantic reads the annotation at run time
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
 from pydantic_settings import NoDecode
 
 from cotrain_store.oplog.intake import TenantLimits
@@ -19,6 +27,8 @@ if TYPE_CHECKING:
 
 MIB = 1024**2
 
+AtLeastOne = Annotated[int, Field(ge=1)]
+
 Words = Annotated[tuple[str, ...], NoDecode]
 """A list in one variable, separated by commas or white space."""
 
@@ -28,13 +38,60 @@ def split_words(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
+class Quotas(BaseModel):
+    """What one tenant may have; over it, requests are refused or wait, as docs/reliability.md says."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ops: AtLeastOne = 512
+    """Requests that wait in one pool, with `tokens` and `bytes` of theirs."""
+    tokens: AtLeastOne = 8_000_000
+    bytes: AtLeastOne = 1_000_000_000
+    runs: AtLeastOne = 1_000
+    unread_bytes: AtLeastOne = 2_000_000_000
+    """Results that were never fetched; over it, nothing new is accepted."""
+    record_bytes: AtLeastOne = 200_000_000
+    """Sessions and runs, also ended ones, with their metadata: Redis keeps them in memory."""
+    sessions: AtLeastOne = 10_000
+    """Sessions whose client is alive."""
+    samplers: AtLeastOne = 10_000
+    sampler_bytes: AtLeastOne = 100_000_000_000
+    """Weights that saves without a name left; over it, samplers without use for half an hour make
+    way for new ones."""
+    polls: AtLeastOne = 2_000
+    """Polls held open in one API process."""
+    samples: AtLeastOne = 2_000
+    """Sample requests waiting or running; over it, clients slow down."""
+    checkpoints: AtLeastOne = 10_000
+    checkpoint_bytes: AtLeastOne = 100_000_000_000
+    """Stored checkpoints, and their bytes; over it, saves fail."""
+
+
+def read_quotas(given: object) -> object:
+    """Read `ops=1000,tokens=16000000`; what is not named keeps its default.
+
+    Raises:
+        ValueError: a name that is no quota, or a number below 1; it says which.
+    """
+    if not isinstance(given, str):
+        return given
+    named = dict(word.partition("=")[::2] for word in split_words(given))
+    if unknown := sorted(named.keys() - Quotas.model_fields.keys()):
+        raise ValueError(
+            f"{', '.join(unknown)}: no quota; there are {', '.join(Quotas.model_fields)}"
+        )
+    try:
+        return Quotas.model_validate(named)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{first['loc'][0]}: {first['msg']}") from None
+
+
 class ServerSettings(StoreSettings):
     """How the API listens, what it lets in, and what it tells clients."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
-    listen_fd: int | None = None
-    """An open listening socket to use in place of host and port; `cotrain serve` hands it down."""
     base_models: Words = ()
     """Base models that must have a live worker before `/readyz` says yes; by default any one."""
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
@@ -57,39 +114,8 @@ class ServerSettings(StoreSettings):
     """Largest request, as sent and once decompressed."""
     max_upload_bytes: Annotated[int, Field(ge=1024)] = 512 * MIB
     """Largest adapter that can be uploaded, as sent and once unpacked."""
-    long_poll_s: Annotated[float, Field(gt=0, le=40)] = 25.0
-    """How long a poll for a result is held; the SDK's socket gives up after 45 s."""
-
-    quota_ops: Annotated[int, Field(ge=1)] = 512
-    quota_tokens: Annotated[int, Field(ge=1)] = 8_000_000
-    quota_bytes: Annotated[int, Field(ge=1)] = 1_000_000_000
-    quota_runs: Annotated[int, Field(ge=1)] = 1_000
-    quota_unread_bytes: Annotated[int, Field(ge=1)] = 2_000_000_000
-    """Results of one tenant that were never fetched; over it, nothing new is accepted."""
-    quota_record_bytes: Annotated[int, Field(ge=1)] = 200_000_000
-    """What is kept for ever of one tenant's sessions and runs, with their metadata: it is in memory."""
-    quota_sessions: Annotated[int, Field(ge=1)] = 10_000
-    quota_samplers: Annotated[int, Field(ge=1)] = 10_000
-    """Sessions whose client is alive, and samplers, that one tenant may have."""
-    quota_sampler_bytes: Annotated[int, Field(ge=1)] = 100_000_000_000
-    """Weights that a tenant's saves without a name left; over it, samplers without use for half an
-    hour make room for new ones."""
-    quota_polls: Annotated[int, Field(ge=1)] = 2_000
-    """Polls one tenant may hold open in one API process."""
-    quota_samples: Annotated[int, Field(ge=1)] = 2_000
-    """Sample requests one tenant may have waiting or running; over it, clients slow down."""
-    quota_checkpoints: Annotated[int, Field(ge=1)] = 10_000
-    quota_checkpoint_bytes: Annotated[int, Field(ge=1)] = 100_000_000_000
-    """Checkpoints one tenant may have stored, and their bytes; over it, saves fail."""
-    batch_polling: bool = True
-    """Whether SDKs that can (0.38) wait for all results of a sampler with one poll."""
-
-    chunk_datums: Annotated[int, Field(ge=1)] = 65_536
-    """SDK 0.38 cuts larger calls of forward_backward into requests of this many datums."""
-    chunk_bytes: Annotated[int, Field(ge=1)] = 32_000_000
-    """As it counts them: arrays alone, before compression. No more than half a body is promised it."""
-    compress_requests: bool | None = None
-    """Whether SDKs send zstd; by default those do that are not on this host."""
+    quotas: Annotated[Quotas, NoDecode, BeforeValidator(read_quotas)] = Quotas()
+    """What one tenant may have, `NAME=NUMBER` separated by commas or white space."""
 
     @field_validator("base_models", "api_keys", "trusted_proxies", mode="before")
     @classmethod
@@ -120,18 +146,18 @@ class ServerSettings(StoreSettings):
     @property
     def tenant_limits(self) -> TenantLimits:
         """What one tenant may have waiting."""
+        most = self.quotas
         return TenantLimits(
-            self.quota_ops, self.quota_tokens, self.quota_bytes, self.quota_runs,
-            self.quota_unread_bytes, self.quota_samplers, self.quota_sampler_bytes,
-            self.quota_record_bytes,
+            most.ops, most.tokens, most.bytes, most.runs, most.unread_bytes, most.samplers,
+            most.sampler_bytes, most.record_bytes,
         )  # fmt: skip
 
     @property
     def sample_limits(self) -> SampleLimits:
         """What one tenant may have waiting and running of sample requests."""
-        return SampleLimits(self.quota_samples, self.quota_bytes, self.quota_unread_bytes)
+        return SampleLimits(self.quotas.samples, self.quotas.bytes, self.quotas.unread_bytes)
 
     @property
     def record_limits(self) -> RecordLimits:
         """What one tenant may have of sessions and samplers, and of records of what it had."""
-        return RecordLimits(self.quota_sessions, self.quota_samplers, self.quota_record_bytes)
+        return RecordLimits(self.quotas.sessions, self.quotas.samplers, self.quotas.record_bytes)

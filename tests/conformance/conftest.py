@@ -99,7 +99,7 @@ def checkpointed_from_afar(
 @pytest.fixture(scope="session")
 def narrow_server(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that lets a tenant have few samples, and few training requests, waiting."""
-    settings = {"COTRAIN_QUOTA_SAMPLES": "4", "COTRAIN_QUOTA_OPS": "16"}
+    settings = {"COTRAIN_QUOTAS": "samples=4,ops=16"}
     data = tmp_path_factory.mktemp("narrow")
     with Serving(data, [server.base_model], KEYS, settings=settings) as serving:
         yield Server(serving.address, server.base_model, data)

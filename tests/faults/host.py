@@ -72,6 +72,7 @@ class Host:
     folder: Path
     settings: Mapping[str, str] = field(default_factory=dict)
     workers: Sequence[str] = ("w0",)
+    long_poll_s: float = 10.0
     deaths: list[Death] = field(default_factory=list)
     before_restart: Callable[[str], None] = lambda _: None
     """Called with the name of what died, before it is started again."""
@@ -108,9 +109,8 @@ class Host:
         for worker in self.workers:
             self.add_worker(worker, worker)
         self._keep("scheduler", "cotrain_scheduler", self._environment())
-        self._keep("api", "cotrain_server", self._environment(
-            LISTEN_FD=str(listener), API_KEYS=",".join(KEYS), LONG_POLL_S="10",
-        ))  # fmt: skip
+        run = f"cotrain_server --listen-fd {listener} --long-poll-s {self.long_poll_s:g}"
+        self._keep("api", run, self._environment(API_KEYS=",".join(KEYS)))
         await self.until_ready()
         return self
 

@@ -96,8 +96,9 @@ def become(run: str | list[str], environment: dict[str, str], log: str) -> None:
     status: object = 1
     try:
         arm()
-        sys.argv = [run]
-        importlib.import_module(f"{run}.__main__").main()
+        module, *arguments = run.split()
+        sys.argv = [module, *arguments]
+        importlib.import_module(f"{module}.__main__").main()
         status = 0
     except SystemExit as left:
         status = left.code

@@ -37,6 +37,7 @@ class Scenario:
     settings: Mapping[str, str] = field(default_factory=dict)
     disturb: Callable[[Host], Coroutine[Any, Any, None]] | None = None
     limit_s: float = LIMIT_S
+    long_poll_s: float = 10.0
 
     async def run(
         self, nursery: Nursery, folder: Path, expected: Ending, asked: Sequence[Program] = PROGRAMS
@@ -44,7 +45,7 @@ class Scenario:
         """Play it."""
         return await trial(
             nursery, folder, asked, expected=expected, disturb=self.disturb, limit_s=self.limit_s,
-            settings=self.settings,
+            settings=self.settings, long_poll_s=self.long_poll_s,
         )  # fmt: skip
 
 
@@ -141,7 +142,7 @@ SCENARIOS = {
     "a commit that takes its time": Scenario(
         {"FAILPOINTS": "worker.before_commit=sleep:0.3@4,worker.before_commit=sleep:0.3@7"}
     ),
-    "nobody asks twice": Scenario({"LONG_POLL_S": "40"}, limit_s=38),
+    "nobody asks twice": Scenario(limit_s=38, long_poll_s=40.0),
     "a place is taken": Scenario({"FAILPOINTS": "worker.before_run=stop@4"}, _place_taken),
     "a full house": Scenario(CROWDED),
     "the lead is taken": Scenario({"FAILPOINTS": "scheduler.before_plan=stop@4"}, _lead_taken),

@@ -37,7 +37,9 @@ def served(
     redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Talking]:
     redis_server.flush()
-    with talking_api(redis_server.url, tmp_path_factory.mktemp("data"), quota_samples=2) as talking:
+    with talking_api(
+        redis_server.url, tmp_path_factory.mktemp("data"), quotas={"samples": 2}
+    ) as talking:
         yield talking
 
 
@@ -240,7 +242,7 @@ async def test_a_full_queue_says_when_to_come_back(
     served: Talking, async_client: anthropic.AsyncAnthropic, script: Script
 ) -> None:
     script.is_holding = True
-    quota = served.services.settings.quota_samples
+    quota = served.services.settings.quotas.samples
     waiting = [asyncio.create_task(async_client.messages.create(**HI)) for _ in range(quota)]
     await asyncio.to_thread(script.wait_for, seen=quota)
     with pytest.raises(anthropic.RateLimitError) as busy:

@@ -78,13 +78,13 @@ def _api(
         "COTRAIN_DATA_DIR": str(folder),
         "COTRAIN_DISK_RESERVE_BYTES": "0",
         "COTRAIN_API_KEYS": ALICE,
-        "COTRAIN_LONG_POLL_S": "40",
-        "COTRAIN_LISTEN_FD": str(listener.fileno()),
         "PYTHONPATH": os.pathsep.join(SOURCES),
     }
+    descriptor = str(listener.fileno())
     with (folder / "api.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cotrain_server"], env={**os.environ, **settings},
+            [sys.executable, "-m", "cotrain_server", "--listen-fd", descriptor, "--long-poll-s", "40"],
+            env={**os.environ, **settings},
             stdout=log, stderr=log, pass_fds=(listener.fileno(),),
         )  # fmt: skip
     try:

@@ -150,7 +150,7 @@ async def test_nobody_acknowledges_what_is_anothers(
 
 
 async def test_a_batch_poll_counts_as_a_poll_of_its_tenant(empty_redis: EmbeddedRedis) -> None:
-    async with running_api(empty_redis.url, long_poll_s=40, quota_polls=1) as api:
+    async with running_api(empty_redis.url, long_poll_s=40, quotas={"polls": 1}) as api:
         sampler = await api.new_sampler()
         held = asyncio.create_task(poll(api, sampler))
         await api.until_batch_held(held)

@@ -109,8 +109,8 @@ async def test_a_wrong_save_fails_in_its_place_and_the_run_goes_on(
 @pytest.mark.parametrize(
     ("limits", "limit"),
     [
-        ({"quota_checkpoints": 1}, "1 checkpoints"),
-        ({"quota_checkpoint_bytes": 1_000}, "1000 bytes"),
+        ({"checkpoints": 1}, "1 checkpoints"),
+        ({"checkpoint_bytes": 1_000}, "1000 bytes"),
     ],
 )
 async def test_over_the_quota_a_save_fails_and_works_again_once_something_is_deleted(

@@ -121,7 +121,7 @@ async def test_a_client_that_hangs_up_while_sending_is_no_crash(
 
 
 async def test_one_tenant_cannot_hold_every_connection(empty_redis: EmbeddedRedis) -> None:
-    async with running_api(empty_redis.url, long_poll_s=40, quota_polls=1) as api:
+    async with running_api(empty_redis.url, long_poll_s=40, quotas={"polls": 1}) as api:
         alices, bobs = await api.new_run(), await api.new_run(BOB)
         held = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{alices}:0"}))
         await api.until_held(held)

@@ -274,7 +274,7 @@ async def test_no_interpolation_of_what_is_anothers(api: Api, worker: StandIn) -
 
 
 async def test_over_the_quota_of_checkpoints_nothing_is_mixed(empty_redis: EmbeddedRedis) -> None:
-    async with running_api(empty_redis.url, quota_checkpoints=1) as api:
+    async with running_api(empty_redis.url, quotas={"checkpoints": 1}) as api:
         with stand_in(api.services) as worker:
             path = await saved(api, worker, await api.new_run())
             answer = await mix(api, [path], [1.0])
@@ -286,7 +286,7 @@ async def test_over_the_quota_of_checkpoints_nothing_is_mixed(empty_redis: Embed
 async def test_a_queue_with_room_for_half_of_an_interpolation_leaves_no_run(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_ops=2) as api:
+    async with running_api(empty_redis.url, quotas={"ops": 2}) as api:
         with stand_in(api.services) as worker:
             path = await saved(api, worker, await api.new_run())
             waiting = await api.new_run()

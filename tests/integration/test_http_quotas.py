@@ -39,7 +39,7 @@ async def unread_bytes(api: Api) -> list[Any]:
 async def test_sessions_over_the_quota_are_refused_until_one_is_finished(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_sessions=2) as api:
+    async with running_api(empty_redis.url, quotas={"sessions": 2}) as api:
         first = (await api.post("create_session", {})).json()["session_id"]
         assert (await api.post("create_session", {})).status_code == 200
         over = await api.post("create_session", {})
@@ -52,7 +52,7 @@ async def test_sessions_over_the_quota_are_refused_until_one_is_finished(
 async def test_samplers_over_the_quota_are_refused_and_a_repeat_is_not(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_samplers=1) as api:
+    async with running_api(empty_redis.url, quotas={"samplers": 1}) as api:
         session = (await api.post("create_session", {})).json()["session_id"]
         body = {"session_id": session, "base_model": POOL.base_model}
         first = await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0})
@@ -66,7 +66,7 @@ async def test_samplers_over_the_quota_are_refused_and_a_repeat_is_not(
 async def test_a_save_without_a_name_waits_for_room_for_its_sampler_and_a_repeat_does_not(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_samplers=1) as api:
+    async with running_api(empty_redis.url, quotas={"samplers": 1}) as api:
         run = await api.new_run()
         with stand_in(api.services) as worker:
             unnamed = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0}
@@ -89,7 +89,7 @@ async def test_a_save_without_a_name_waits_for_room_for_its_sampler_and_a_repeat
 async def test_who_fetches_nothing_is_told_to_and_can_go_on_after_it(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_unread_bytes=60) as api:
+    async with running_api(empty_redis.url, quotas={"unread_bytes": 60}) as api:
         run = await api.new_run()
         with stand_in(api.services) as worker:
             accepted = await api.post("forward_backward", pass_body(run, 1))
@@ -119,7 +119,7 @@ async def records_kept(api: Api) -> dict[str, int]:
 async def test_sessions_and_runs_that_have_ended_count_for_ever_and_repeats_do_not(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_record_bytes=5_000) as api:
+    async with running_api(empty_redis.url, quotas={"record_bytes": 5_000}) as api:
         session = (await api.post("create_session", {})).json()["session_id"]
         run = {
             "session_id": session,
@@ -139,7 +139,7 @@ async def test_sessions_and_runs_that_have_ended_count_for_ever_and_repeats_do_n
         ):  # fmt: skip
             over = await api.post(path, body)
             assert (over.status_code, over.json()["code"]) == (400, "record_quota_reached")
-            assert "COTRAIN_QUOTA_RECORD_BYTES" in over.json()["detail"]
+            assert "record_bytes of COTRAIN_QUOTAS" in over.json()["detail"]
         assert await records_kept(api) == before
         assert (await api.post("create_session", {}, BOB)).status_code == 200
 
@@ -147,7 +147,7 @@ async def test_sessions_and_runs_that_have_ended_count_for_ever_and_repeats_do_n
 async def test_a_run_over_the_quota_of_records_is_refused_in_a_session_that_lives(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_record_bytes=1_500) as api:
+    async with running_api(empty_redis.url, quotas={"record_bytes": 1_500}) as api:
         await api.new_run()
         session = (await api.get("sessions")).json()["sessions"][0]
         body = {"session_id": session, "model_seq_id": 1, "base_model": POOL.base_model}

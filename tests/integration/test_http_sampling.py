@@ -251,7 +251,7 @@ async def test_a_wrong_sample_is_refused_at_once_and_its_number_stays_free(
 async def test_over_the_quota_a_tenant_is_slowed_and_nobody_else(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_samples=2) as api:
+    async with running_api(empty_redis.url, quotas={"samples": 2}) as api:
         alices, bobs = await api.new_sampler(), await api.new_sampler(BOB)
         with stand_in(api.services) as worker:
             for seq in range(2):
@@ -376,7 +376,6 @@ async def test_sdks_are_told_how_to_sample_here(empty_redis: EmbeddedRedis) -> N
         assert config["sample_max_concurrent_requests"] == 2_000
         live = (await api.post("client/dynamic_config", {})).json()
         assert live["sample_cancel_enabled"] is True
-    async with running_api(empty_redis.url, batch_polling=False, quota_samples=7) as api:
+    async with running_api(empty_redis.url, quotas={"samples": 7}) as api:
         config = (await api.post("client/config", {})).json()
-        assert config["sample_use_retrieve_futures"] is False
         assert config["sample_max_concurrent_requests"] == 7

@@ -78,9 +78,8 @@ def server(
         data_dir=folder,
         api_keys=(ALICE, BOB),
         disk_reserve_bytes=0,
-        long_poll_s=0.05,
     )
-    config = uvicorn.Config(create_app(its_settings), port=0, log_config=None)
+    config = uvicorn.Config(create_app(its_settings, long_poll_s=0.05), port=0, log_config=None)
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run)
     thread.start()

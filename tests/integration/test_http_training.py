@@ -331,7 +331,7 @@ async def test_unloading_a_run_resolves_and_ends_it(api: Api) -> None:
 async def test_a_full_queue_is_answered_429_with_a_time_to_wait(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_ops=2) as api:
+    async with running_api(empty_redis.url, quotas={"ops": 2}) as api:
         run = await api.new_run()
         assert (await api.post("forward_backward", pass_body(run, 1))).status_code == 200
         answer = await api.post("forward_backward", pass_body(run, 2))
@@ -343,7 +343,7 @@ async def test_a_full_queue_is_answered_429_with_a_time_to_wait(
 async def test_what_no_empty_queue_could_take_fails_and_is_not_told_to_wait(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_tokens=2) as api:
+    async with running_api(empty_redis.url, quotas={"tokens": 2}) as api:
         run = await api.new_run()
         for seq, tokens in ((1, [1, 2, 3]), (2, [1, 2])):
             answer = await api.post("forward_backward", pass_body(run, seq, tokens))

@@ -286,7 +286,7 @@ async def test_a_tenant_sends_few_at_once_and_others_do_not_wait_for_it(api: Api
 
 
 async def test_a_full_quota_refuses_now(empty_redis: EmbeddedRedis) -> None:
-    async with running_api(empty_redis.url, quota_checkpoints=1) as api:
+    async with running_api(empty_redis.url, quotas={"checkpoints": 1}) as api:
         assert (await upload(api)).status_code == 200
         with stand_in(api.services) as worker:
             await worker.run_log()
@@ -298,7 +298,7 @@ async def test_a_full_quota_refuses_now(empty_redis: EmbeddedRedis) -> None:
 async def test_a_queue_with_room_for_half_of_an_upload_leaves_no_run(
     empty_redis: EmbeddedRedis,
 ) -> None:
-    async with running_api(empty_redis.url, quota_ops=1) as api:
+    async with running_api(empty_redis.url, quotas={"ops": 1}) as api:
         answer = await upload(api)
         assert (answer.status_code, answer.json()["code"]) == (429, "queue_full")
         assert (await api.get("training_runs")).json()["training_runs"] == []

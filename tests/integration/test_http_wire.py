@@ -31,12 +31,11 @@ def api_process(redis_url: str, folder: Path, **settings: str) -> Iterator[Addre
     with socket.create_server(("127.0.0.1", 0)) as listener:
         given = {
             "REDIS_URL": redis_url, "DATA_DIR": str(folder), "API_KEYS": ALICE,
-            "LISTEN_FD": str(listener.fileno()), **settings,
+            **settings,
         }  # fmt: skip
         environment = {**os.environ, **{f"COTRAIN_{name}": value for name, value in given.items()}}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "cotrain_server"], env=environment, pass_fds=(listener.fileno(),)
-        )
+        command = [sys.executable, "-m", "cotrain_server", "--listen-fd", str(listener.fileno())]
+        process = subprocess.Popen(command, env=environment, pass_fds=(listener.fileno(),))
         try:
             yield listener.getsockname()
         finally:

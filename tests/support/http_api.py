@@ -171,15 +171,16 @@ async def running_api(
 ) -> AsyncIterator[Api]:
     """Run the API; requests come from `address`."""
     folder = Path(tempfile.mkdtemp(prefix="cotrain-api-"))
+    long_poll_s: float = changes.pop("long_poll_s", 0.2)
     settings = ServerSettings(
         redis_url=redis_url,
         data_dir=folder,
         api_keys=(ALICE, BOB),
         disk_reserve_bytes=0,
-        **{"long_poll_s": 0.2, "admin_key": ADMIN_KEY, **changes},
+        **{"admin_key": ADMIN_KEY, **changes},
     )
     publish_pool(redis_url, folder)
-    app = create_app(settings)
+    app = create_app(settings, long_poll_s)
     transport = httpx.ASGITransport(app, client=(address, 12345))
     http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
     try:

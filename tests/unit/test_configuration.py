@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import SecretStr
 
-from cotrain_server.settings import ServerSettings
+from cotrain_server.settings import Quotas, ServerSettings
 from cotrain_store.settings.scheduler import SchedulerSettings
 from cotrain_store.settings.store import PREFIX, StoreSettings
 from cotrain_store.settings.worker import WorkerSettings
@@ -28,11 +28,11 @@ SECTIONS: dict[str, type[BaseSettings]] = {
 }
 
 
-def told(section: str) -> dict[str, str]:
+def told(section: str, pattern: str = "`COTRAIN_") -> dict[str, str]:
     """Read the variables of a section and their defaults."""
     text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
     found: dict[str, str] = {}
-    for row in re.findall(r"^\| (`COTRAIN_.*)$", text, re.MULTILINE):
+    for row in re.findall(rf"^\| ({pattern}.*)$", text, re.MULTILINE):
         names, defaults = (cell.strip().split(",") for cell in row.split("|")[:2])
         found |= dict(zip((name.strip(" `") for name in names), defaults, strict=True))
     return found
@@ -53,7 +53,7 @@ def written(default: Any) -> str:
         return f"{default:g}"
     if isinstance(default, Enum):
         return str(default.value)
-    return "" if default in (None, ()) else str(default)
+    return "" if default in (None, (), Quotas()) else str(default)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -65,3 +65,9 @@ def test_every_setting_is_told_with_its_default(section: str) -> None:
         if name not in shared
     }
     assert {name: read(default) for name, default in told(section).items()} == fields
+
+
+def test_every_quota_is_told_with_its_default() -> None:
+    page = told("API", "`[a-z]")
+    fields = {name: written(field.default) for name, field in Quotas.model_fields.items()}
+    assert {name: read(default) for name, default in page.items()} == fields

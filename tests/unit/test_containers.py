@@ -106,7 +106,7 @@ def test_the_compose_files_keep_to_what_old_and_new_compose_understand(name: str
 def test_every_limit_of_the_server_can_be_set() -> None:
     limits = {
         name for name in SETTINGS["api"].model_fields
-        if name.startswith(("quota_", "max_")) or name == "disk_reserve_bytes"
+        if name.startswith("max_") or name in ("quotas", "disk_reserve_bytes")
     }  # fmt: skip
     assert {f"{PREFIX}{name}".upper() for name in limits} <= set(SERVICES["api"]["environment"])
 

@@ -15,7 +15,7 @@ from cotrain_server.commands.given_keys import all_keys, out_of_sight
 from cotrain_server.commands.options import DEFAULT_DATA_DIR, DataDir, RedisUrl, refuse
 from cotrain_server.settings import split_words
 from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder
-from cotrain_server.supervisor.environment import unknown_variables
+from cotrain_server.supervisor.environment import refused_variables
 from cotrain_server.supervisor.programs import Plan
 from cotrain_server.supervisor.supervisor import CannotServe, Supervisor
 from cotrain_store.errors import InvalidKey, UnsafeRedis
@@ -86,9 +86,8 @@ def serve(
 
     cotrain serve --base-model my-model=/models/mine --host 0.0.0.0 --clock-mode metronome
     """
-    misspelt = unknown_variables()
-    if misspelt:
-        refuse(f"Unknown settings: {', '.join(misspelt)}.")
+    if refused := refused_variables():
+        refuse(" ".join(refused))
     if not base_model:
         refuse(
             "Which base model? `cotrain serve --base-model Qwen/Qwen3-0.6B`, a folder instead of "

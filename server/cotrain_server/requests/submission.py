@@ -22,7 +22,8 @@ async def submit(
 
     Without `seq` it goes behind all that the run was sent so far; `idempotency_key` tells its repeats.
     """
-    op = op.fitting(services.settings.quota_tokens, services.settings.quota_bytes)
+    quotas = services.settings.quotas
+    op = op.fitting(quotas.tokens, quotas.bytes)
     request_id = await services.intake.submit(
         run, seq, op.kind, op.body, op.tokens, op.digest,
         uses=op.uses, sampler=op.sampler, idempotency_key=idempotency_key,
@@ -37,12 +38,12 @@ def idempotency_key(request: Request) -> str:
 
 async def quota_reached(services: Services, tenant: TenantId) -> str:
     """Say which quota of stored checkpoints a tenant has reached; nothing where none."""
-    settings = services.settings
+    quotas = services.settings.quotas
     count, size_bytes = await services.checkpoints.stored_bytes(tenant)
-    if count >= settings.quota_checkpoints:
-        limit = f"{settings.quota_checkpoints} checkpoints"
-    elif size_bytes >= settings.quota_checkpoint_bytes:
-        limit = f"{settings.quota_checkpoint_bytes} bytes"
+    if count >= quotas.checkpoints:
+        limit = f"{quotas.checkpoints} checkpoints"
+    elif size_bytes >= quotas.checkpoint_bytes:
+        limit = f"{quotas.checkpoint_bytes} bytes"
     else:
         return ""
     return f"Checkpoint storage quota reached ({limit}). Delete some that are not needed."

@@ -61,7 +61,7 @@ async def retrieve_future(
     poll: FutureRetrieveRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Response:
     """Answer with the result, or after a while with 408. A result can be fetched more than once."""
-    name, hold_s = RequestId(poll.request_id), services.settings.long_poll_s
+    name, hold_s = RequestId(poll.request_id), services.long_poll_s
     accept = request.headers.get("accept", "")
     return Held(partial(_result, services, tenant.id, name, hold_s, accept))
 
@@ -75,7 +75,7 @@ async def retrieve_futures(
     poll: RetrieveFuturesRequest, services: ServicesDep, tenant: TenantDep
 ) -> Response:
     """Say which requests of a sampler have ended since `prev_cursor`: one poll waits for all."""
-    target, longest_s = poll.target, services.settings.long_poll_s
+    target, longest_s = poll.target, services.long_poll_s
     hold_s = longest_s if poll.timeout is None else min(poll.timeout, longest_s)
     sampler = await services.records.sampler(tenant.id, target.sampling_session_id)
     await services.completions.acknowledge(sampler, poll.retrieved_request_ids)

@@ -30,6 +30,10 @@ router = APIRouter(
     prefix="/api/v1", tags=["sessions"], route_class=TenantRoute, dependencies=[api_key]
 )
 
+#: SDK 0.38 cuts larger calls of forward_backward into requests of this many datums,
+CHUNK_DATUMS = 65_536
+#: and of so many bytes, as it counts them: arrays alone, before compression.
+CHUNK_BYTES = 32_000_000
 MAX_SAMPLES_AT_ONCE = 2_000
 """Requests one sampling client has on their way, as the hosted service has it."""
 
@@ -40,18 +44,17 @@ async def client_config(
 ) -> ClientConfigResponse:
     """Tell a client how to talk to this server."""
     settings = services.settings
-    compress = settings.compress_requests
     return ClientConfigResponse(
         pjwt_auth_enabled=exchanges_key(request, settings),
-        fwdbwd_max_chunk_len=settings.chunk_datums,
+        fwdbwd_max_chunk_len=CHUNK_DATUMS,
         # It counts arrays alone; what is around them takes as much where they are small.
-        fwdbwd_max_chunk_bytes_count=min(settings.chunk_bytes, settings.max_body_bytes // 2),
-        proto_compress_fwdbwd=not is_local(request) if compress is None else compress,
+        fwdbwd_max_chunk_bytes_count=min(CHUNK_BYTES, settings.max_body_bytes // 2),
+        proto_compress_fwdbwd=not is_local(request),
         # 0.22 writes JSON otherwise, which knows no NaN: its encoder raises once the place is taken.
         proto_write_fwdbwd=True,
-        sample_use_retrieve_futures=settings.batch_polling,
+        sample_use_retrieve_futures=True,
         # More at once than the quota holds would only be sent to be told to slow down.
-        sample_max_concurrent_requests=min(settings.quota_samples, MAX_SAMPLES_AT_ONCE),
+        sample_max_concurrent_requests=min(settings.quotas.samples, MAX_SAMPLES_AT_ONCE),
         # The transport of 0.22 follows redirects that its checkpoint download must see.
         use_pyqwest_transport=not body.sdk_version.startswith("0.22."),
         cotrain_max_pass_bytes=settings.max_body_bytes,

@@ -7,64 +7,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotrain_server.settings import ServerSettings
+from cotrain_store.settings.removed import REPLACED_BY, removed_variables
+from cotrain_store.settings.scheduler import SchedulerSettings
 from cotrain_store.settings.store import PREFIX, StoreSettings, with_password
+from cotrain_store.settings.worker import WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-STORE = frozenset(name.upper() for name in StoreSettings.model_fields)
+
+def _names_of(settings: type[StoreSettings]) -> frozenset[str]:
+    return frozenset(name.upper() for name in settings.model_fields)
+
+
 #: Of every process, for tests (`cotrain_store.failpoints`).
 FAULTS = frozenset({"FAILPOINTS", "FAILPOINTS_LOG"})
-API = frozenset(name.upper() for name in ServerSettings.model_fields)
-#: By name, since no process may import another; a test compares them with the real settings.
-SCHEDULER = STORE | {
-    "CLOCK_MODE",
-    "CLOCK_PERIOD_S",
-    "GATHER_MS",
-    "QUANTUM_TOKENS",
-    "REASSIGN_AFTER_S",
-    "GAP_LIMIT_S",
-}
-WORKER = STORE | {
-    "BASE_MODEL",
-    "WORKER_ID",
-    "DEVICE",
-    "DTYPE",
-    "TORCH_THREADS",
-    "MICRO_BATCH_TOKENS",
-    "HOST_BYTES",
-    "ADAPTER_BYTES",
-    "RECOMPUTE",
-    "LORA_BACKEND",
-    "FUSION",
-    "MAX_RANK",
-    "OFFLINE",
-    "SNAPSHOT_DEBT_S",
-    "SNAPSHOT_DEBT_OPS",
-    "SNAPSHOT_DEBT_BYTES",
-    "SNAPSHOT_IDLE_S",
-    "EVICT_IDLE_S",
-    "ORPHAN_AGE_S",
-    "RECORD_CYCLES",
-    "STOP_GRACE_S",
-    "SAMPLER",
-    "SAMPLING_SHARE",
-    "KV_CACHE_TOKENS",
-    "OWED_MEMORY_BYTES",
-    "WEIGHTS_MEMORY_BYTES",
-    "VLLM_URL",
-    "VLLM_API_KEY",
-}
+API = _names_of(ServerSettings)
+SCHEDULER = _names_of(SchedulerSettings)
+WORKER = _names_of(WorkerSettings)
 #: Read by clients, which may share a shell with a server.
 CLIENT = frozenset({"API_KEY", "BASE_URL", "PROGRESS"})
 _KNOWN = API | SCHEDULER | WORKER | CLIENT | FAULTS
 
 
-def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """List the `COTRAIN_*` variables that no process knows."""
+def refused_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Say of each `COTRAIN_*` variable that no process knows what is wrong with it, in a sentence."""
     present = os.environ if environ is None else environ
-    ours = (name for name in present if name.startswith(PREFIX))
-    return sorted(name for name in ours if name.removeprefix(PREFIX) not in _KNOWN)
+    names = {name.removeprefix(PREFIX) for name in present if name.startswith(PREFIX)}
+    unknown = sorted(PREFIX + name for name in names - _KNOWN - REPLACED_BY.keys())
+    removed = removed_variables(present)
+    return [f"Unknown settings: {', '.join(unknown)}.", *removed] if unknown else removed
 
 
 def opened(redis_url: str | None) -> str | None:

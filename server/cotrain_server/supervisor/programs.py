@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from cotrain_server.supervisor import environment as variables
 from cotrain_server.supervisor.process import Program
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
-from cotrain_store.settings.store import PREFIX
+from cotrain_store.settings.worker import WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 API_GRACE_S = 10.0
 SCHEDULER_GRACE_S = 5.0
-#: A worker ends its cycle and writes recovery copies; what it does not manage is replayed. It plans by
-#: the same variable, if that is set.
-WORKER_GRACE_S = 60.0
 REDIS_GRACE_S = 30.0
 #: Else numpy keeps a thread per core for products of matrices, which neither API nor scheduler makes.
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
@@ -81,7 +78,7 @@ class Programs:
                 f"worker-w{number}",
                 "cotrain_workers",
                 variables.WORKER,
-                _worker_grace_s(),
+                self._worker_grace_s(),
                 BASE_MODEL=base_model,
                 WORKER_ID=f"w{number}",
             )
@@ -103,11 +100,11 @@ class Programs:
             BASE_MODELS=names,
             HOST=self.plan.host,
             PORT=str(self.plan.port),
-            LISTEN_FD=str(self.listener),
             # By its environment, which other users of this host cannot read.
             API_KEYS=",".join(self.plan.api_keys),
         )
-        return replace(api, pass_fds=(self.lock, self.listener))
+        command = [*api.command, "--listen-fd", str(self.listener)]
+        return replace(api, command=command, pass_fds=(self.lock, self.listener))
 
     def _ours(
         self, name: str, module: str, known: frozenset[str], grace_s: float, **own: str
@@ -128,8 +125,15 @@ class Programs:
         environment = {**threads, **variables.environment(known, given)}
         return Program(name, command, environment, grace_s, pass_fds=(self.lock,))
 
-
-def _worker_grace_s() -> float:
-    with suppress(ValueError):  # the worker says what is wrong with it
-        return float(os.environ.get(f"{PREFIX}STOP_GRACE_S", ""))
-    return WORKER_GRACE_S
+    def _worker_grace_s(self) -> float:
+        """Read what a worker plans its drain by: the end of its cycle, and recovery copies."""
+        try:
+            settings = WorkerSettings(
+                redis_url=self.redis_url,
+                redis_password_file=None,
+                data_dir=self.folder.path,
+                base_model="",
+            )
+        except ValidationError:  # the worker says what is wrong
+            settings = WorkerSettings.model_construct()
+        return settings.stop_grace_s

@@ -23,8 +23,7 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.results.futures import Pending
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-    from typing import Any
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
     from cotrain_server.services import Services
@@ -186,7 +185,7 @@ class Generation:
                 )
 
     async def _result(self, request: RequestId) -> SampleResponse:
-        futures, hold_s = self._services.futures, self._services.settings.long_poll_s
+        futures, hold_s = self._services.futures, self._services.long_poll_s
         while isinstance(
             outcome := await futures.wait(self._sampler.tenant, request, hold_s), Pending
         ):
@@ -204,7 +203,7 @@ class Generation:
         for task in self._tasks:
             task.cancel()
         if self._running:
-            _in_background(self._cancel(tuple(self._running)))
+            self._services.in_background(self._cancel(tuple(self._running)))
 
     async def _cancel(self, requests: Sequence[RequestId]) -> None:
         # Without a store they run to their end, for nobody.
@@ -218,14 +217,3 @@ def _rest(prompt: int, sequence: int, sampled: SampledSequence, told: int) -> It
         piece = slice(start, start + PIECE_TOKENS)
         logprobs, likeliest = sampled.logprobs or [], sampled.topk_logprobs or []
         yield NewTokens(prompt, sequence, sampled.tokens[piece], logprobs[piece], likeliest[piece])
-
-
-#: The event loop alone would not keep them.
-_background: set[asyncio.Task[None]] = set()
-
-
-def _in_background(work: Coroutine[Any, Any, None]) -> None:
-    """Do this although its caller is being cancelled, and cannot await any more."""
-    task = asyncio.create_task(work)
-    _background.add(task)
-    task.add_done_callback(_background.discard)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_server.settings import ServerSettings
+from cotrain_server.settings import Quotas, ServerSettings
 from cotrain_store.sampling.intake import SampleLimits
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ def test_an_empty_variable_is_one_that_is_not_set(variables: pytest.MonkeyPatch)
     ("name", "value"),
     [
         ("PORT", "70000"),
-        ("LONG_POLL_S", "60"),
-        ("QUOTA_OPS", "0"),
+        ("QUOTAS", "ops=0"),
+        ("QUOTAS", "ops=many"),
+        ("QUOTAS", "ops"),
+        ("QUOTAS", "opps=5"),
         ("PUBLIC_URL", "gpu.example"),
         ("PUBLIC_URL", "https://gpu.example/?a"),
         ("JWT_AUTH", "never"),
@@ -64,7 +66,29 @@ def test_a_bad_value_stops_the_process(
 def test_samples_have_a_quota_of_their_own_and_the_same_one_of_bytes(
     variables: pytest.MonkeyPatch,
 ) -> None:
-    variables.setenv("COTRAIN_QUOTA_SAMPLES", "3")
-    variables.setenv("COTRAIN_QUOTA_BYTES", "5")
+    variables.setenv("COTRAIN_QUOTAS", "samples=3, bytes=5")
     settings = ServerSettings()
     assert settings.sample_limits == SampleLimits(requests=3, bytes=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("ops=0", "ops: Input should be greater than or equal to 1"),
+        ("ops=2,tokens=many", "tokens: Input should be a valid integer"),
+        ("opps=5", "opps: no quota; there are ops, tokens, bytes"),
+    ],
+)
+def test_a_wrong_quota_is_named_with_its_limit(
+    variables: pytest.MonkeyPatch, given: str, said: str
+) -> None:
+    variables.setenv("COTRAIN_QUOTAS", given)
+    with pytest.raises(ValueError, match=said):
+        ServerSettings()
+
+
+def test_a_quota_that_is_not_named_keeps_its_default(variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("COTRAIN_QUOTAS", "ops=3")
+    assert ServerSettings().quotas == Quotas(ops=3)
+    variables.setenv("COTRAIN_QUOTAS", "")
+    assert ServerSettings().quotas == Quotas()

@@ -89,12 +89,12 @@ def save_records(request: SaveRequest, weights: WeightsRecord) -> SaveRecords:
 
 def result_of_save(request: SaveRequest, records: SaveRecords) -> Result:
     """Tell where the weights are to be found."""
-    answer: dict[str, Any] = {"path": None, "type": TYPE_BY_KIND[request.kind]}
+    said: dict[str, Any] = {"path": None, "type": TYPE_BY_KIND[request.kind]}
     if isinstance(records.user, SamplerRecord):
-        answer["sampling_session_id"] = records.user.id
+        said["sampling_session_id"] = records.user.id
     else:
-        answer["path"] = records.user.path
-    return Result.of_json(answer | request.answer)
+        said["path"] = records.user.path
+    return Result.of_json(said | request.answer)
 
 
 def _sampler(sampler: SamplerId, weights: WeightsRecord) -> SamplerRecord:

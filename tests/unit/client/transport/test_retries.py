@@ -121,7 +121,7 @@ def test_delays_double_up_to_the_longest() -> None:
 
 # ---- a word while waiting -------------------------------------------------------------------------
 
-FULL = "512 requests wait: COTRAIN_QUOTA_OPS is 512."
+FULL = "512 requests wait: ops of COTRAIN_QUOTAS is 512."
 
 
 @pytest.mark.parametrize("status", [429, 503])

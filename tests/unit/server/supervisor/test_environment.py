@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from cotrain_server.supervisor import environment as variables
-from cotrain_store.settings.scheduler import SchedulerSettings
-from cotrain_store.settings.worker import WorkerSettings
-
-
-@pytest.mark.parametrize(
-    ("listed", "settings"),
-    [(variables.SCHEDULER, SchedulerSettings), (variables.WORKER, WorkerSettings)],
-)
-def test_every_setting_of_a_sibling_is_listed_and_nothing_else(
-    listed: frozenset[str], settings: type[SchedulerSettings | WorkerSettings]
-) -> None:
-    assert listed == {name.upper() for name in settings.model_fields}
+from cotrain_store.settings.removed import REPLACED_BY
 
 
 def test_a_process_gets_its_own_variables_and_no_others() -> None:
@@ -39,10 +26,23 @@ def test_a_flag_wins_over_the_environment_but_not_where_it_does_not_belong() -> 
 
 def test_a_misspelt_variable_is_found_and_a_clients_is_not() -> None:
     environ = {"COTRAIN_CLOCK_MOD": "x", "COTRAIN_BASE_URL": "x", "COTRAIN_PROGRESS": "0", "A": "b"}
-    assert variables.unknown_variables(environ) == ["COTRAIN_CLOCK_MOD"]
+    assert variables.refused_variables(environ) == ["Unknown settings: COTRAIN_CLOCK_MOD."]
+
+
+def test_a_removed_variable_is_named_with_what_replaces_it() -> None:
+    environ = {"COTRAIN_CLOCK_MOD": "x", "COTRAIN_LISTEN_FD": "3"}
+    assert variables.refused_variables(environ) == [
+        "Unknown settings: COTRAIN_CLOCK_MOD.",
+        "COTRAIN_LISTEN_FD is no setting any more: start `python -m cotrain_server --listen-fd FD`.",
+    ]
+
+
+def test_no_removed_name_is_a_setting_again() -> None:
+    names = variables.API | variables.SCHEDULER | variables.WORKER
+    assert names.isdisjoint(REPLACED_BY)
 
 
 def test_every_process_gets_its_failpoints() -> None:
     inherited = {"COTRAIN_FAILPOINTS": "x", "COTRAIN_FAILPOINTS_LOG": "y"}
     assert variables.environment(variables.API, {}, inherited) == inherited
-    assert variables.unknown_variables(inherited) == []
+    assert variables.refused_variables(inherited) == []

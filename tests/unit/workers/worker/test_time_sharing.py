@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from cotrain_workers.worker.time_sharing import GAP_S, Share, TimeSharing
+from cotrain_workers.worker.time_sharing import ROAD_S, Beside, Share
 from tests.support.full_table import no_descriptor
 
 if TYPE_CHECKING:
@@ -53,48 +53,46 @@ class WithoutDescriptors(Sampler):
         no_descriptor()
 
 
-def train(sharing: TimeSharing, clock: SimpleNamespace, seconds: float) -> None:
-    sharing.training_begins()
+def train(beside: Beside, clock: SimpleNamespace, seconds: float) -> None:
+    beside.training_begins()
     clock.now += seconds
-    sharing.yield_to_decoder()
-    sharing.training_ends()
+    beside.between()
+    beside.training_ends()
 
 
-def sharing_of(
-    clock: SimpleNamespace, kind: type[Sampler] = Sampler
-) -> tuple[TimeSharing, Sampler]:
+def turns(clock: SimpleNamespace, kind: type[Sampler] = Sampler) -> tuple[Beside, Sampler]:
     sampler = kind(clock)
     service = cast("SamplingService", sampler)
-    return TimeSharing(service, Share(0.5), threading.Event()), sampler
+    return Beside(service, Share(0.5), threading.Event()), sampler
 
 
 def test_steps_that_follow_each_other_keep_their_share_of_all_the_time(
     clock: SimpleNamespace,
 ) -> None:
     """The road from one step to the next, which the decoder uses, is charged to it."""
-    sharing, sampler = sharing_of(clock)
+    beside, sampler = turns(clock)
     began = clock.now
     for _ in range(50):
-        train(sharing, clock, 0.2)
-        sharing.decode_while_idle()
+        train(beside, clock, 0.2)
+        beside.rest()
     assert sampler.steps * STEP_S <= 0.5 * (clock.now - began) + STEP_S
 
 
 def test_what_is_decoded_while_training_rests_is_free(clock: SimpleNamespace) -> None:
-    sharing, sampler = sharing_of(clock)
-    train(sharing, clock, 0.2)
-    while clock.now < 101 + GAP_S:
-        sharing.decode_while_idle()
+    beside, sampler = turns(clock)
+    train(beside, clock, 0.2)
+    while clock.now < 101 + ROAD_S:
+        beside.rest()
     before = sampler.steps
-    train(sharing, clock, 0.2)
+    train(beside, clock, 0.2)
     assert (sampler.steps - before) * STEP_S >= 0.2 - STEP_S
 
 
 def test_a_sampler_that_can_read_nothing_now_does_no_harm_to_training(
     clock: SimpleNamespace,
 ) -> None:
-    sharing, sampler = sharing_of(clock, WithoutDescriptors)
-    train(sharing, clock, 0.2)
+    beside, sampler = turns(clock, WithoutDescriptors)
+    train(beside, clock, 0.2)
     assert sampler.steps == 1
 
 
