@@ -17,7 +17,7 @@ from cotrain_store.oplog.crash_counts import CrashCounts
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.engine.device import DeviceLost
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.recovery.bisection import MAX_DEATHS
+from cotrain_workers.recovery.bisection import MAX_CRASHES
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.sampling import submit_save
@@ -203,7 +203,14 @@ async def test_kills_from_outside_are_not_blamed_on_a_request(
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
     run = await server.create("a", "a", LORA)
     requests = await submit(server, run, 1, 4)
-    for failpoint in ("commit", "commit", "commit", "deaths.survived", "deaths.survived", "commit"):
+    for failpoint in (
+        "commit",
+        "commit",
+        "commit",
+        "crash_counts.survived",
+        "crash_counts.survived",
+        "commit",
+    ):
         async with dying_worker(url, tmp_path, engine, Failpoint(failpoint)):
             pass
     with worker(url, tmp_path, engine):
@@ -244,7 +251,7 @@ async def test_no_write_runs_beside_a_part_that_may_kill(
     async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
         pass
     requests = await submit(server, run, 1, 4)
-    for _ in range(MAX_DEATHS):
+    for _ in range(MAX_CRASHES):
         async with dying_worker(url, tmp_path, engine, Failpoint("commit")):
             pass
         await until(lambda: not writing)

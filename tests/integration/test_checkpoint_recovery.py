@@ -252,10 +252,10 @@ async def test_a_full_disk_delays_the_runs_whose_saves_have_no_room_in_memory_an
             first = await submit_state(server, run, STEP + 1, "x")
             await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
             second = await submit_state(server, run, 2 * STEP + 2, "y")
-            await until(lambda: not loop._room.takes_saves)
+            await until(lambda: not loop._backpressure.takes_saves)
             neighbour = await server.create("b", "b", LORA)
             await results(server, neighbour, await submit(server, neighbour, 1, STEP))
-            assert len(loop._weights._owed) == 1
+            assert len(loop._weights._unstored) == 1
             sampler = await base_sampler(server)
             await ended(server, sampler, await submit_sample(server, sampler, 0))
             for save in (first, second):

@@ -90,7 +90,7 @@ async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
 ) -> None:
     """Its request may reach the heir first; the weights are made again for it."""
     url = empty_redis.url
-    monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RECALL_S", 3600.0)
+    monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RELOAD_S", 3600.0)
     run = await server.create("a", "a", LORA)
     await submit(server, run, 1, STEP)
     save = await submit_save(server, run, STEP + 1)
@@ -100,7 +100,7 @@ async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
     request = await submit_sample(server, sampler, 1)
     engine.drop(run.id)
     with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
-        await until(lambda: loop._weights._recall_at)
+        await until(lambda: loop._weights._reload_at)
         await inherit(server, redis)
         assert (await ended(server, sampler, request)).kind is ResultKind.SAMPLE
 
@@ -122,7 +122,7 @@ async def test_who_was_given_up_can_write_nothing_any_more(
     with pytest.raises(Fenced):
         zombie._execution.commit(step, late, {}, {})
     with pytest.raises(Fenced):
-        zombie._execution.heartbeat(zombie._beat())
+        zombie._execution.heartbeat(zombie._describe())
 
 
 async def test_a_run_that_was_elsewhere_meanwhile_is_not_gone_on_with_from_memory(

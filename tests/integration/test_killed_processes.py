@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.redis_client.connection import open_connection
 from cotrain_store.results.futures import Futures
-from cotrain_workers.recovery.bisection import MAX_DEATHS
+from cotrain_workers.recovery.bisection import MAX_CRASHES
 from tests.support.processes import Process, settings_of, stack_of
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
@@ -138,7 +138,7 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left
                 Process("cotrain_workers", settings, tmp_path / "worker.log") as trainer,
             ):
                 # As planned, twice; its run's part of the step, once; alone, twice.
-                for _ in range(2 + 1 + MAX_DEATHS):
+                for _ in range(2 + 1 + MAX_CRASHES):
                     await asyncio.to_thread(trainer.await_kill)
                     trainer.start()
                 assert await results(server, guilty, requests) == [POISON]

@@ -12,7 +12,7 @@ from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.sampling.claims import SampleClaims
-from cotrain_workers.worker import heartbeat as heart
+from cotrain_workers.worker import heartbeat
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
@@ -189,7 +189,7 @@ async def test_a_lost_connection_loses_no_sample_and_no_weights(
         for request in requests:
             assert await sampled(server, sampler, request) == expected
         async with asyncio.timeout(300):
-            while loop._weights._owed:  # noqa: ASYNC110  # another thread's doing
+            while loop._weights._unstored:  # noqa: ASYNC110  # another thread's doing
                 await asyncio.sleep(0.01)
 
 
@@ -252,7 +252,7 @@ async def test_a_worker_gives_signs_of_life_again_once_redis_has_memory(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heart, "BEAT_S", 0.05)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
     crowded = Crowded(empty_redis)
     with worker(empty_redis.url, tmp_path, engine) as loop:
         crowded.until_asked_twice_more(loop._execution, "beat")

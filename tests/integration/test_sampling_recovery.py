@@ -11,7 +11,7 @@ import pytest
 from cotrain_store.keys import run_keys, sample_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.recovery.bisection import CRASHED, MAX_DEATHS, POISON
+from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import seed_of
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.program import LORA, submit
@@ -130,7 +130,7 @@ async def test_weights_whose_file_was_never_written_are_made_again(
     engine.drop(run.id)
     with worker(url, tmp_path, engine, snapshot_debt_ops=1) as loop:
         assert await sample(server, sampler, 2) == before
-        await until(lambda: not loop._weights._owed)
+        await until(lambda: not loop._weights._unstored)
         await submit(server, run, 10, 12, place=12)
         await server.result(run, request_id(run.id, 14))
     assert len(list((tmp_path / "weights").glob("??/*"))) == 2
@@ -172,7 +172,7 @@ async def test_a_disk_that_is_full_delays_the_file_and_loses_nothing(
             await submit(server, run, 1, 4)
             sampler = await saved_sampler(server, run, 5)
             before = await sample(server, sampler, 1)
-        await until(lambda: not loop._weights._owed)
+        await until(lambda: not loop._weights._unstored)
     with worker(empty_redis.url, tmp_path, engine):
         assert await sample(server, sampler, 2) == before
 
@@ -277,4 +277,4 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     assert (await answers)[1].json()["error"] == POISON.message
     for request in (requests[0], requests[2]):
         assert await sampled(server, sampler, request) == expected
-    assert deaths <= 2 * MAX_DEATHS
+    assert deaths <= 2 * MAX_CRASHES

@@ -23,7 +23,7 @@ from cotrain_workers.engine.decoding.requests import (
     SampleOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
-from cotrain_workers.sampling.service import AHEAD, GONE, UNREADABLE, SamplingService
+from cotrain_workers.sampling.service import MOST_WAITING, UNREADABLE, WEIGHTS_LOST, SamplingService
 from tests.support.samples import LARGE_BODY, Samples, open_samples, sampler_record
 from tests.support.stack import MODEL
 
@@ -113,15 +113,15 @@ async def bench(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Ben
 
 async def test_no_more_is_claimed_than_the_decoder_can_soon_begin(bench: Bench) -> None:
     sampler = await bench.samples.sampler()
-    requests = await bench.samples.submit(sampler, *range(AHEAD + 10))
+    requests = await bench.samples.submit(sampler, *range(MOST_WAITING + 10))
     assert not bench.service.advance()
-    assert bench.samples.load()[:2] == (10, AHEAD)
+    assert bench.samples.load()[:2] == (10, MOST_WAITING)
     bench.decoder.turns.append(4)
     assert bench.service.advance()
-    assert bench.service.waiting == AHEAD - 4
+    assert bench.service.waiting == MOST_WAITING - 4
     assert all(bench.ended(request) for request in requests[:4])
     bench.service.advance()
-    assert bench.samples.load()[:2] == (6, AHEAD)
+    assert bench.samples.load()[:2] == (6, MOST_WAITING)
 
 
 async def test_a_decoder_that_got_nothing_done_says_so(bench: Bench) -> None:
@@ -138,7 +138,7 @@ async def test_a_request_waits_aside_until_its_lost_weights_are_made_again(bench
     run = await bench.samples.log.new_run()
     _, saves = await bench.samples.save(run, 1, sampler=3)
     ref = saves[run.id, 1].weights.ref
-    bench.weights.recall()
+    bench.weights.reload()
     sampler = sampler_record("a", 3, ref, ephemeral=True)
     (held,) = await bench.samples.submit(sampler, 1)
     (other,) = await bench.samples.submit(await bench.samples.sampler("b"), 1)
@@ -165,7 +165,7 @@ async def test_weights_and_bodies_that_are_gone_fail_who_needs_them(
     bench.weights.give_up(ref)
     (gone,) = await bench.samples.submit(sampler_record("b", 3, ref, ephemeral=True), 1)
     bench.service.advance()
-    for request, failure in ((unread, UNREADABLE), (gone, GONE)):
+    for request, failure in ((unread, UNREADABLE), (gone, WEIGHTS_LOST)):
         result = bench.ended(request)
         assert result is not None
         assert result.json() == {"error": failure.message, "category": failure.category}
@@ -175,7 +175,7 @@ async def test_weights_and_bodies_that_are_gone_fail_who_needs_them(
 async def test_a_cancelled_request_leaves_wherever_it_is(bench: Bench) -> None:
     run = await bench.samples.log.new_run()
     _, saves = await bench.samples.save(run, 1, sampler=3)
-    bench.weights.recall()
+    bench.weights.reload()
     aside = sampler_record("a", 3, saves[run.id, 1].weights.ref, ephemeral=True)
     requests = [
         *await bench.samples.submit(aside, 1),
@@ -211,17 +211,17 @@ async def test_a_full_disk_delays_answers_and_claims_and_loses_none(
 
     monkeypatch.setattr("cotrain_workers.sampling.service.RETRY_S", 0.0)
     sampler = await bench.samples.sampler()
-    requests = await bench.samples.submit(sampler, *range(AHEAD + 1))
+    requests = await bench.samples.submit(sampler, *range(MOST_WAITING + 1))
     bench.service.advance()
     bench.decoder.turns.append(3)
     with monkeypatch.context() as broken:
         broken.setattr(bench.samples.sampling, "resolve", full)
         bench.service.advance()
         bench.service.advance()
-        assert bench.samples.load()[:2] == (1, AHEAD)
+        assert bench.samples.load()[:2] == (1, MOST_WAITING)
     bench.service.advance()
     assert all(bench.ended(request) for request in requests[:3])
-    assert bench.samples.load()[:2] == (0, AHEAD - 2)
+    assert bench.samples.load()[:2] == (0, MOST_WAITING - 2)
 
 
 async def test_device_copies_of_forgotten_weights_are_dropped(bench: Bench) -> None:

@@ -48,10 +48,10 @@ async def test_weights_are_there_before_their_file_and_the_same_after(
     store, record = store_of(), await saved(samples, run, 1, sampler=0)
     store.put(record, weights_of(1.5))
     assert store.host(record.ref).flat.equal(weights_of(1.5).weights.flat)
-    assert store.unstored(run.id) == 1
+    assert store.first_unstored(run.id) == 1
     assert store.path(record.ref) is None
     written(store)
-    assert store.unstored(run.id) is None
+    assert store.first_unstored(run.id) is None
     assert store.path(record.ref) == folders(tmp_path)[0]
     again = store_of().host(record.ref)
     assert again.spec == SPEC
@@ -78,7 +78,7 @@ async def test_memory_holds_what_was_used_last_and_the_rest_comes_from_disk(
     records = [await saved(samples, run, seq, sampler=seq) for seq in range(1, 4)]
     for record in records:
         store.put(record, weights_of(float(record.ref[-1])))
-    assert len(store._owed) == 3  # none is let go before it is on disk
+    assert len(store._unstored) == 3  # none is let go before it is on disk
     written(store)
     assert len(store._recent) == 2
     for record in records:
@@ -92,20 +92,20 @@ async def test_weights_lost_with_a_process_are_owed_until_a_replay_makes_them_ag
     first, second = [await saved(samples, run, seq, sampler=seq) for seq in (1, 2)]
     store = store_of()
     assert [record.ref for record in store.lost()] == [first.ref, second.ref]
-    assert store.unstored(run.id) == 1
+    assert store.first_unstored(run.id) == 1
     with pytest.raises(WeightsGone):
         store.host(first.ref)
     store.put_again(first.ref, weights_of(1.0))
     assert not store.is_lost(first.ref)
     store.give_up(second.ref)
     written(store)
-    store.recall()
+    store.reload()
     assert store.lost() == []
-    assert store.unstored(run.id) is None
+    assert store.first_unstored(run.id) is None
     with pytest.raises(WeightsGone):
         store.path(second.ref)
     store.put_again(WeightsRef("other:train:0:9"), weights_of(1.0))
-    assert store.unstored(run.id) is None
+    assert store.first_unstored(run.id) is None
 
 
 async def test_a_damaged_folder_fails_whoever_asks_for_it(
@@ -137,7 +137,7 @@ async def test_a_named_save_has_all_its_files_before_it_has_its_name(
 
     monkeypatch.setattr(CheckpointFiles, "write", held)
     store.put(record, state_of(1.0))
-    store.tend()
+    store.maintain()
     assert samples.log.result(run, 1) is None
     with pytest.raises(CheckpointNotFound):
         await samples.records.checkpoint(run.tenant, path)
@@ -153,7 +153,7 @@ async def test_a_named_save_has_all_its_files_before_it_has_its_name(
     assert theirs.m.equal(ours.m)
     assert theirs.v.equal(ours.v)
     assert checkpoint.size > 3 * SIZE
-    assert store._owed == {}  # and with it the only copy of the optimizer state in memory
+    assert store._unstored == {}  # and with it the only copy of the optimizer state in memory
 
 
 async def test_weights_that_were_saved_for_sampling_have_no_optimizer_state(
@@ -200,8 +200,8 @@ async def test_a_full_disk_keeps_a_named_save_waiting_and_loses_nothing(
         for _ in range(3):
             written(store)
             assert samples.log.result(run, 1) is None
-            assert store.unstored(run.id) == 1
-    while store._owed:
+            assert store.first_unstored(run.id) == 1
+    while store._unstored:
         written(store)
     assert samples.log.result(run, 1) is not None
     assert store_of().optimizer(record.ref) is not None
@@ -212,17 +212,19 @@ async def test_there_is_no_room_for_another_save_while_the_disk_is_behind(
 ) -> None:
     monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RETRY_S", 0.0)
     run = await samples.log.new_run()
-    store = store_of(owed_bytes=2 * SIZE)
-    assert store.has_room_for(())
+    store = store_of(unstored_bytes=2 * SIZE)
+    assert store.has_capacity_for(())
     with monkeypatch.context() as broken:
         broken.setattr("cotrain_workers.checkpoints.files.write_folder", full)
         store.put(await saved(samples, run, 1, name="x", kind="weights"), state_of(1.0))
         for _ in range(3):
             written(store)
-            assert not store.has_room_for(())  # it takes three times SIZE, weights and two moments
-    while store._owed:
+            assert not store.has_capacity_for(
+                ()
+            )  # it takes three times SIZE, weights and two moments
+    while store._unstored:
         written(store)
-    assert store.has_room_for(())
+    assert store.has_capacity_for(())
 
 
 async def test_a_save_that_nothing_can_make_again_fails_and_frees_its_name(
@@ -251,7 +253,7 @@ async def test_a_save_whose_name_was_in_use_leaves_nothing_behind(
     for record in (first, second):
         store.put(record, state_of(float(record.ref[-1])))
     written(store)
-    assert store._owed == {}
+    assert store._unstored == {}
     assert store.host(first.ref).flat[0] == 1.0
     with pytest.raises(WeightsGone):
         store.host(second.ref)

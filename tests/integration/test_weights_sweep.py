@@ -99,7 +99,7 @@ async def test_files_that_are_found_there_are_young_again(samples: Samples, tmp_
     sweep_files(other, samples)
     record = await saved(samples, run, 1, name="x", kind="weights")
     store.put(record, state_of(1.0))
-    for owed in store._owed.values():
+    for owed in store._unstored.values():
         owed.writing and owed.writing.result(60)  # written, and not known yet
     left = files_in(tmp_path)
     sweep_files(other, samples, ORPHAN_AGE_S + 1)
@@ -109,7 +109,7 @@ async def test_files_that_are_found_there_are_young_again(samples: Samples, tmp_
     store._note_written()  # notices, and writes again
     written(store)
     assert files_in(tmp_path) == left
-    assert not store._owed
+    assert not store._unstored
 
 
 async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(

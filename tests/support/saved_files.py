@@ -36,11 +36,11 @@ SIZE = 4 * layout_of(SPEC).size  # bytes
 
 
 def weights_store(
-    samples: Samples, tmp_path: Path, memory_bytes: int = 10 * SIZE, owed_bytes: int = 10 * SIZE
+    samples: Samples, tmp_path: Path, memory_bytes: int = 10 * SIZE, unstored_bytes: int = 10 * SIZE
 ) -> WeightsStore:
     """Make a worker's store of saved weights, with its files below `tmp_path`."""
     files = CheckpointFiles.below(tmp_path, MODEL)
-    return WeightsStore(samples.saved, files, layout_of, memory_bytes, owed_bytes)
+    return WeightsStore(samples.saved, files, layout_of, memory_bytes, unstored_bytes)
 
 
 def weights_of(value: float) -> Saved:
@@ -64,7 +64,7 @@ async def saved(samples: Samples, run: RunRecord, seq: int, **as_what: Any) -> W
 
 def written(store: WeightsStore) -> None:
     """Wait for the writer."""
-    for owed in list(store._owed.values()):
+    for owed in list(store._unstored.values()):
         if owed.writing:
             owed.writing.exception(60)
     store._note_written()

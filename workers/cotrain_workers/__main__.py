@@ -32,16 +32,16 @@ from cotrain_workers.worker.bootstrap import (
     measured_engine,
     pool_record,
 )
-from cotrain_workers.worker.instance_lock import PlaceTaken, await_absence, take_place
+from cotrain_workers.worker.instance_lock import WorkerIdInUse, await_absence, lock_worker_id
 from cotrain_workers.worker.tokenizer import publish_tokenizer
 
 log = structlog.get_logger()
 
 
 def serve(settings: WorkerSettings) -> int:
-    """Load the base model and serve its pool until told to stop."""
+    """Load the base model and serve its pool until stopped."""
     pool, worker = pool_of(settings.model_name), WorkerId(settings.worker_id)
-    take_place(settings.data_dir / "run", pool, worker)
+    lock_worker_id(settings.data_dir / "run", pool, worker)
     connection = open_sync_connection(settings.redis_url)
     check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
     claim_folder(connection, settings.data_dir)
@@ -90,8 +90,8 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         sys.exit(serve(settings))
-    except PlaceTaken as taken:
-        refuse("place_taken", str(taken))
+    except WorkerIdInUse as taken:
+        refuse("worker_id_in_use", str(taken))
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
     except UnusableModel as unusable:
@@ -99,7 +99,7 @@ def main() -> None:
     except (BackendUnfit, TooLittleMemory) as unfit:
         refuse("base_model_refused", f"Base model {settings.base_model} cannot be served: {unfit}")
     except StoreUnavailable:
-        log.error("redis_away")  # whoever started this process starts it again
+        log.error("redis_unavailable")  # the supervisor starts this process again
         sys.exit(1)
 
 

@@ -1,6 +1,6 @@
 """Bring a base model into the local cache: `python -m cotrain_workers.fetch MODEL`.
 
-Run beside the workers of the compose file, which reach no network. What is there whole is left as it is: the
+Run next to the workers of the compose file, which reach no network. What is there whole is left as it is: the
 base model of runs under way does not change because its hub does.
 """
 
@@ -57,12 +57,12 @@ def main() -> None:
     """Start the process."""
     (base_model,) = sys.argv[1:]
     try:
-        told = fetch(base_model)
+        done = fetch(base_model)
     except RepositoryNotFoundError:
         sys.exit(f"There is no model {base_model} on the hub, or it needs a token (HF_TOKEN).")
     except (HfHubHTTPError, OSError) as failed:
         sys.exit(f"{base_model} could not be fetched: {str(failed).splitlines()[0]}")
-    print(told)  # noqa: T201  # a command's answer
+    print(done)  # noqa: T201  # a command's answer
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class WorkerSettings(StoreSettings):
         return self.data_dir / "weights"
 
     @property
-    def known_sizes_path(self) -> Path:
+    def batch_sizes_path(self) -> Path:
         """What was measured of micro-batches."""
         return self.data_dir / "micro_batches.json"
 

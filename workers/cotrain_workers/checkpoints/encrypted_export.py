@@ -1,7 +1,7 @@
 """Adapter files encrypted to whom a tenant named (age, https://age-encryption.org/v1).
 
 A folder is `<root>/<external_folder(ref)>/` with every file of the adapter's folder as `<name>.age`, and
-OWNER beside them. Encrypting twice never gives the same bytes, so these belong to one save alone.
+OWNER next to them. Encrypting twice never gives the same bytes, so these belong to one save alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write_external(
         unfinished = folder.with_name(f".{folder.name}.{uuid4().hex}")
         unfinished.mkdir(parents=True, mode=0o700)
         keys = [_recipient(recipient) for recipient in recipients]
-        for name in (CONFIG, TENSORS):  # encrypted, they tell by themselves that they are whole
+        for name in (CONFIG, TENSORS):  # no digests: age is authenticated, a torn file shows
             _encrypt(adapter / name, unfinished / (name + SUFFIX), keys)
             failpoint("external.half_written")
         owner = {"base_model": base_model, "weights": ref}

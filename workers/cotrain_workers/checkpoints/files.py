@@ -1,4 +1,4 @@
-"""All files of a saved adapter: written by a thread, read by the worker, deleted when nobody knows them.
+"""All files of a saved adapter: written by a thread, read by the worker, deleted when nothing refers to them.
 
 Three folders, each for one part of a save: the adapter in PEFT's format, the optimizer state, and what
 was encrypted. The first two are named after their content, so that writing one twice, or from two
@@ -89,7 +89,7 @@ class CheckpointFiles:
         return cls(adapters, optimizers, external, base_model)
 
     def write(self, ref: WeightsRef, saved: Saved, layout: Layout) -> WrittenFiles:
-        """Write all a save owes, durable when this returns; raises OSError. Twice is harmless."""
+        """Write all files of a save, durable when this returns; raises OSError. Twice is harmless."""
         adapter = write_folder(self.adapters, saved.weights, layout, self.base_model)
         os.utime(adapter.path)  # another worker may have seen it unwanted, if it was found there
         size, optimizer_digest = adapter.size, ""

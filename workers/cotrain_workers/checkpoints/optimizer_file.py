@@ -1,7 +1,7 @@
 """Optimizer states on disk, named by what is in them: written whole or not at all, checked when read.
 
 A file is `<root>/<digest[:2]>/<digest>.safetensors`; it lies apart from the adapter it belongs to, whose
-folder is for everybody to read.
+folder anyone may read.
 """
 
 from __future__ import annotations

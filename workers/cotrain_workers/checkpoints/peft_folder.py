@@ -1,7 +1,7 @@
 """Adapters as PEFT folders, named by what is in them: written whole or not at all, checked when read.
 
 A folder is `<root>/<digest[:2]>/<digest>/` with `adapter_model.safetensors` (fp32, PEFT's names) and
-`adapter_config.json`: plain PEFT, vLLM and merge tools read it as it is. Beside them are their SHA256SUMS.
+`adapter_config.json`: plain PEFT, vLLM and merge tools read it as it is. With them are their SHA256SUMS.
 
 The unembedding is `lm_head`, also where it is tied to the embeddings. There it cannot be merged: one
 matrix would change both, and the cookbook's tools refuse. Under the cookbook's own name for it they
@@ -74,7 +74,7 @@ def write_folder(
 ) -> WrittenFolder:
     """Write an adapter, durable under its final name when this returns.
 
-    Twice is harmless, also from two processes at once: equal content has one name, and whoever comes
+    Twice is harmless, also from two processes at once: equal content has one name, and the one that comes
     second finds it there. A damaged folder of that name is replaced.
     """
     name = digest(weights.spec, base_model, weights.flat)
@@ -84,7 +84,7 @@ def write_folder(
         unfinished = path.with_name(f".{name}.{uuid4().hex}")
         _write_files(unfinished, weights, layout, base_model, name)
         failpoint("weights.before_rename")
-        _put_in_place(unfinished, path, layout)
+        _rename_into_final(unfinished, path, layout)
         failpoint("weights.renamed")
     # Found there, it may have been named by a process that died before it could do this.
     _sync(path.parent)
@@ -179,7 +179,7 @@ def _write_files(
         _sync(path)
 
 
-def _put_in_place(unfinished: Path, path: Path, layout: Layout) -> None:
+def _rename_into_final(unfinished: Path, path: Path, layout: Layout) -> None:
     """Give a written folder its name, unless another process was first."""
     try:
         unfinished.rename(path)
@@ -214,11 +214,11 @@ def _arena(tensors: Mapping[str, torch.Tensor], layout: Layout) -> torch.Tensor:
     flat = torch.zeros(layout.size)
     left = dict(tensors)
     for module, pair in layout.views(flat).items():
-        for name, place in zip(tensor_names(module), pair, strict=True):
+        for name, target in zip(tensor_names(module), pair, strict=True):
             tensor = left.pop(name)
-            if tensor.shape != place.shape or tensor.dtype != torch.float32:
+            if tensor.shape != target.shape or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}")
-            place.copy_(tensor)
+            target.copy_(tensor)
     if left:
         raise ValueError(f"unexpected tensors, {min(left)} first")
     return flat

@@ -89,12 +89,12 @@ def save_records(request: SaveRequest, weights: WeightsRecord) -> SaveRecords:
 
 def result_of_save(request: SaveRequest, records: SaveRecords) -> Result:
     """Tell where the weights are to be found."""
-    said: dict[str, Any] = {"path": None, "type": TYPE_BY_KIND[request.kind]}
+    answer: dict[str, Any] = {"path": None, "type": TYPE_BY_KIND[request.kind]}
     if isinstance(records.user, SamplerRecord):
-        said["sampling_session_id"] = records.user.id
+        answer["sampling_session_id"] = records.user.id
     else:
-        said["path"] = records.user.path
-    return Result.of_json(said | request.answer)
+        answer["path"] = records.user.path
+    return Result.of_json(answer | request.answer)
 
 
 def _sampler(sampler: SamplerId, weights: WeightsRecord) -> SamplerRecord:

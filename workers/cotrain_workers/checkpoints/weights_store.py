@@ -1,9 +1,9 @@
-"""Saved weights on this worker: used at once from memory, written to disk behind everybody's back.
+"""Saved weights on this worker: used at once from memory, written to disk by a background thread.
 
 A save copies an adapter to the host and commits; its files come later. Until they are durable its
-weights are *owed*: nobody but this worker can use them, and whoever asked for a named save is not
-answered. If the process dies, the log makes them again, which is why no log is cut past a save that is
-owed (`unstored`).
+weights are *unstored*: only this worker can use them, and the client that asked for a named save is not
+answered. If the process dies, the log makes them again, which is why no log is cut past an unstored save
+(`first_unstored`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ log = structlog.get_logger()
 
 #: A write that failed (a full disk, most likely) is tried again after so long.
 RETRY_S = 5.0
-#: What a dead worker owed, whose heir this one may be, is looked for this often.
-RECALL_S = 2.0
+#: Unstored weights of a dead worker, whose successor this one may be, are looked for this often.
+RELOAD_S = 2.0
 #: Weights that are in no use any more are looked for this often, their files less: each is opened.
 SWEEP_S = 60.0
 LOOK_S = 3600.0
@@ -50,7 +50,7 @@ LOST = "The checkpoint was lost before it was on disk, and its run cannot be rep
 
 
 @dataclass
-class _Owed:
+class _Unstored:
     """Weights whose files are not known to be durable."""
 
     record: WeightsRecord
@@ -69,82 +69,82 @@ class WeightsStore:
         files: CheckpointFiles,
         layout_of: LayoutOf,
         memory_bytes: int,
-        owed_bytes: int,
+        unstored_bytes: int,
         orphan_age_s: float = ORPHAN_AGE_S,
     ) -> None:
-        """`memory_bytes` is for weights that are on disk too, `owed_bytes` for what is not.
+        """`memory_bytes` is for weights that are on disk too, `unstored_bytes` for what is not.
 
-        What is owed stays, anyway; above its limit there is no room for more (`has_room_for`).
+        What is unstored stays, anyway; above its limit no more is taken (`has_capacity_for`).
         Files go once they have been unwanted for `orphan_age_s`.
         """
         self._saved = saved
         self._files = files
         self._layout_of = layout_of
         self._memory_bytes = memory_bytes
-        self._owed_bytes = owed_bytes
-        self._owed: dict[WeightsRef, _Owed] = {}
+        self._unstored_bytes = unstored_bytes
+        self._unstored: dict[WeightsRef, _Unstored] = {}
         self._given_up: set[WeightsRef] = set()
         self._recent: OrderedDict[WeightsRef, HostWeights] = OrderedDict()
         self._digests: dict[WeightsRef, str] = {}
         self._orphan_age_s = orphan_age_s
         self._unwanted = Unwanted(orphan_age_s)
-        self._recall_at = self._sweep_at = self._orphans_at = 0.0
+        self._reload_at = self._sweep_at = self._orphans_at = 0.0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self.recall()
+        self.reload()
 
-    def recall(self) -> None:
-        """Learn which weights are owed: by a predecessor, or by a commit whose answer was lost."""
+    def reload(self) -> None:
+        """Learn which weights are unstored: of a predecessor, or of a commit whose answer was lost."""
         for record in self._saved.unstored():
             if record.ref not in self._given_up:
-                self._owed.setdefault(record.ref, _Owed(record, None))
+                self._unstored.setdefault(record.ref, _Unstored(record, None))
 
-    def has_room_for(self, saves: Iterable[Saved]) -> bool:
-        """Tell whether memory may take another save beside these; not while the disk is too far behind."""
-        owed = sum(_size(owed.saved) for owed in self._owed.values())
-        return owed + sum(map(_size, saves)) <= self._owed_bytes
+    def has_capacity_for(self, saves: Iterable[Saved]) -> bool:
+        """Tell whether memory may take these saves and another; not while the disk is too far behind."""
+        unstored = sum(_size(entry.saved) for entry in self._unstored.values())
+        return unstored + sum(map(_size, saves)) <= self._unstored_bytes
 
     def put(self, record: WeightsRecord, saved: Saved) -> None:
         """Take the weights of a save that was committed. Twice is harmless: they are the same."""
-        owed = self._owed.setdefault(record.ref, _Owed(record, None))
-        if owed.saved is None:
-            owed.saved = saved
-            self._write(owed)
+        entry = self._unstored.setdefault(record.ref, _Unstored(record, None))
+        if entry.saved is None:
+            entry.saved = saved
+            self._write(entry)
 
     def put_again(self, ref: WeightsRef, saved: Saved) -> None:
-        """Take weights that a replay made again, where they are still owed."""
-        if ref in self._owed:
-            self.put(self._owed[ref].record, saved)
+        """Take weights that a replay made again, where they are still unstored."""
+        if ref in self._unstored:
+            self.put(self._unstored[ref].record, saved)
 
     def is_lost(self, ref: WeightsRef) -> bool:
         """Tell whether only a replay of their run can bring these weights back."""
-        return ref in self._owed and self._owed[ref].saved is None
+        return ref in self._unstored and self._unstored[ref].saved is None
 
     def lost(self) -> list[WeightsRecord]:
         """List the weights that were lost with a process before they were durable."""
-        return [owed.record for owed in self._owed.values() if owed.saved is None]
+        return [entry.record for entry in self._unstored.values() if entry.saved is None]
 
     def give_up(self, ref: WeightsRef) -> None:
-        """Stop owing weights that no replay can bring back: a named save fails."""
+        """Give up weights that no replay can bring back: a named save fails."""
         log.error("weights_lost", weights=ref)
         self._saved.lost(ref, LOST)
-        self._owed.pop(ref, None)
+        self._unstored.pop(ref, None)
         self._given_up.add(ref)
 
-    def unstored(self, run: RunId) -> int | None:
-        """Name the first save of a run whose weights are owed: its log is needed from there on."""
-        mine = [ref for ref, owed in self._owed.items() if owed.record.run == run]
-        return min((int(ref.rpartition(":")[2]) for ref in mine), default=None)
+    def first_unstored(self, run: RunId) -> int | None:
+        """Name the first save of a run whose weights are unstored: its log is needed from there on."""
+        of_run = [ref for ref, entry in self._unstored.items() if entry.record.run == run]
+        return min((int(ref.rpartition(":")[2]) for ref in of_run), default=None)
 
     def is_known(self, ref: WeightsRef) -> bool:
         """Tell whether these weights exist; from then on `host` does not need to ask the store."""
-        if ref in self._owed or ref in self._digests:
+        if ref in self._unstored or ref in self._digests:
             return True
         record = self._saved.weights(ref)
         if record is None:
             return False
-        if not record.digest:  # a dead worker's, and this one may just have become its heir
-            self.recall()
-            return ref in self._owed
+        if not record.digest:  # a dead worker's, and this one may just have become its successor
+            self.reload()
+            return ref in self._unstored
         self._digests[ref] = record.digest
         return True
 
@@ -154,9 +154,9 @@ class WeightsStore:
         Raises:
             WeightsGone: they are neither here nor there.
         """
-        owed = self._owed.get(ref)
-        if owed and owed.saved:
-            return owed.saved.weights
+        entry = self._unstored.get(ref)
+        if entry and entry.saved:
+            return entry.saved.weights
         if ref in self._recent:
             self._recent.move_to_end(ref)
             return self._recent[ref]
@@ -170,9 +170,9 @@ class WeightsStore:
         Raises:
             WeightsGone: it is neither here nor on disk.
         """
-        owed = self._owed.get(ref)
-        if owed and owed.saved:
-            return owed.saved.optimizer
+        entry = self._unstored.get(ref)
+        if entry and entry.saved:
+            return entry.saved.optimizer
         record = self._saved.weights(ref)
         if record is None or not record.digest:
             raise WeightsGone(ref)
@@ -194,14 +194,14 @@ class WeightsStore:
         Raises:
             WeightsGone: there is none, and there will be none.
         """
-        if ref in self._owed:
+        if ref in self._unstored:
             return None
         if not self.is_known(ref):
             raise WeightsGone(ref)
         return self._files.adapter(self._digests[ref])
 
     def _read(self, ref: WeightsRef) -> HostWeights:
-        if ref in self._owed or not self.is_known(ref):
+        if ref in self._unstored or not self.is_known(ref):
             raise WeightsGone(ref)
         try:
             return self._files.read_adapter(self._digests[ref], self._layout_of)
@@ -209,19 +209,19 @@ class WeightsStore:
             log.error("weights_unreadable", weights=ref, reason=str(unreadable))
             raise WeightsGone(ref) from unreadable
 
-    def tend(self) -> list[WeightsRef]:
+    def maintain(self) -> list[WeightsRef]:
         """Note what has become durable, try again what could not be written, and now and then sweep.
 
-        Returns weights that nobody can ask for any more.
+        Returns weights that no request can name any more.
         """
         self._note_written()
         now = time.monotonic()
         if now >= self._orphans_at:
             self._files.remove_orphans(self._saved, self._unwanted, now)
             self._orphans_at = now + (LOOK_S if self._unwanted.is_empty else self._orphan_age_s)
-        if now >= self._recall_at:
-            self._recall_at = now + RECALL_S
-            self.recall()
+        if now >= self._reload_at:
+            self._reload_at = now + RELOAD_S
+            self.reload()
         if now < self._sweep_at:
             return []
         self._sweep_at = now + SWEEP_S
@@ -229,16 +229,16 @@ class WeightsStore:
 
     def _note_written(self) -> None:
         now = time.monotonic()
-        for ref, owed in list(self._owed.items()):
-            if owed.writing is None:
-                if owed.saved and now >= owed.retry_at:
-                    self._write(owed)
-            elif owed.writing.done():
-                self._note(ref, owed, owed.writing)
+        for ref, entry in list(self._unstored.items()):
+            if entry.writing is None:
+                if entry.saved and now >= entry.retry_at:
+                    self._write(entry)
+            elif entry.writing.done():
+                self._note(ref, entry, entry.writing)
 
     def await_writes(self, until: float) -> None:
         """Wait for what is being written, until a time of the monotonic clock."""
-        writing = [owed.writing for owed in self._owed.values() if owed.writing]
+        writing = [entry.writing for entry in self._unstored.values() if entry.writing]
         wait(writing, max(0.0, until - time.monotonic()))
 
     def drain(self, deadline_s: float) -> None:
@@ -248,8 +248,8 @@ class WeightsStore:
         self._writer.shutdown(wait=False, cancel_futures=True)
 
     def sweep(self) -> list[WeightsRef]:
-        """Forget weights that nobody can ask for any more, and name them."""
-        self.recall()
+        """Forget weights that no request can name any more, and return them."""
+        self.reload()
         unused = [record.ref for record in self._saved.unused_weights()]
         for ref in (*unused, *self._given_up):
             self._saved.forget_weights(ref)
@@ -259,39 +259,42 @@ class WeightsStore:
             log.info("weights_forgotten", count=len(unused))
         return unused
 
-    def _write(self, owed: _Owed) -> None:
-        assert owed.saved is not None
-        layout = self._layout_of(owed.saved.weights.spec)
-        owed.writing = self._writer.submit(self._files.write, owed.record.ref, owed.saved, layout)
+    def _write(self, entry: _Unstored) -> None:
+        assert entry.saved is not None
+        layout = self._layout_of(entry.saved.weights.spec)
+        entry.writing = self._writer.submit(
+            self._files.write, entry.record.ref, entry.saved, layout
+        )
 
-    def _note(self, ref: WeightsRef, owed: _Owed, writing: Future[WrittenFiles]) -> None:
+    def _note(self, ref: WeightsRef, entry: _Unstored, writing: Future[WrittenFiles]) -> None:
         try:
             written = writing.result()
         except OSError as failed:
             log.error("weights_not_written", weights=ref, reason=str(failed))
-            owed.writing, owed.retry_at = None, time.monotonic() + RETRY_S
+            entry.writing, entry.retry_at = None, time.monotonic() + RETRY_S
             return
-        assert owed.saved is not None
-        if not self._files.confirm(ref, owed.saved, written):
+        assert entry.saved is not None
+        if not self._files.confirm(ref, entry.saved, written):
             log.error("weights_removed", weights=ref)
-            self._write(owed)
+            self._write(entry)
             return
         failpoint("weights.before_stored", ref)
         is_wanted = self._saved.stored(ref, written.digest, written.size, written.optimizer_digest)
         failpoint("weights.stored", ref)
-        del self._owed[ref]  # only now: while Redis is away they stay written and owed
+        # Only now: while Redis is unavailable they stay written and unstored.
+        del self._unstored[ref]
         if not is_wanted:
             return  # forgotten, or their commit found that their name was in use
         self._digests[ref] = written.digest
-        self._remember(ref, owed.saved.weights)
+        self._remember(ref, entry.saved.weights)
         log.info("weights_stored", weights=ref, digest=written.digest, size=written.size)
 
     def _remember(self, ref: WeightsRef, weights: HostWeights) -> None:
         self._recent[ref] = weights
-        held = sum(each.flat.nbytes for each in self._recent.values())
-        while held > self._memory_bytes:
+        kept_bytes = sum(each.flat.nbytes for each in self._recent.values())
+        while kept_bytes > self._memory_bytes:
             _, oldest = self._recent.popitem(last=False)
-            held -= oldest.flat.nbytes
+            kept_bytes -= oldest.flat.nbytes
 
 
 def _size(saved: Saved | None) -> int:

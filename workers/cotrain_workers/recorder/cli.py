@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cotrain_workers.recorder.cycle import CycleFacts, RecordedCycle
     from cotrain_workers.recorder.replay import Compared
 
-# Whoever lacks it is told by `cotrain` what to install. It is imported where a command needs it:
+# Where it is missing, `cotrain` says what to install. It is imported where a command needs it:
 # that takes seconds, and every `cotrain` loads this module.
 if find_spec("torch") is None:
     raise ModuleNotFoundError("No module named 'torch'", name="torch")
@@ -29,7 +29,7 @@ if find_spec("torch") is None:
 recorder = typer.Typer(help="List recorded cycles, and hand one out.", no_args_is_help=True)
 
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"  # as `cotrain serve` has it
-#: Exit codes of `replay`, beside 0.
+#: Exit codes of `replay`, besides 0.
 DIVERGED, UNUSABLE = 1, 2
 
 Recording = Annotated[Path, typer.Argument(help="A file below <data>/recorder.", exists=True)]
@@ -76,7 +76,7 @@ def replay(
         typer.echo(harmless(str(unusable)), err=True)
         raise typer.Exit(UNUSABLE) from unusable
     if not as_json:
-        _tell(cycle, engine)
+        _describe(cycle, engine)
     again = run_again(engine, cycle, everything=everything)
     rows = list(compared(cycle, again, tolerance_of(cycle.facts.numerics, engine.facts.numerics)))
     diverged = sum(row.verdict == "DIVERGED" for row in rows)
@@ -156,7 +156,7 @@ def _with_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
     return cycle
 
 
-def _tell(cycle: RecordedCycle, engine: Engine) -> None:
+def _describe(cycle: RecordedCycle, engine: Engine) -> None:
     """Say what is run again, and how it is compared."""
     facts = cycle.facts
     recorded, worker, number, runs, ops = _listed(facts)

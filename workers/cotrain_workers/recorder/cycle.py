@@ -86,7 +86,7 @@ def only_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
 
 def _only_found(found: Findings, run: RunId) -> Findings:
     return Findings(
-        {place: each for place, each in found.by_op.items() if place[0] == run},
+        {op_id: each for op_id, each in found.by_op.items() if op_id[0] == run},
         {name: each for name, each in found.by_run.items() if name == run},
     )
 

@@ -189,7 +189,7 @@ def _findings_json(found: Findings) -> dict[str, Any]:
 
 def _fingerprint_json(fingerprint: Fingerprint) -> dict[str, Any]:
     return {
-        "said": fingerprint.said,
+        "said": fingerprint.text,
         "is_accident": fingerprint.is_accident,
         "numbers": list(fingerprint.numbers),
         "arenas": {name: asdict(arena) for name, arena in fingerprint.arenas.items()},

@@ -40,7 +40,7 @@ class ArenaPrint:
 class Fingerprint:
     """One thing to be compared; equal fingerprints mean equal bits."""
 
-    said: str  # what is no number
+    text: str  # what is no number
     is_accident: bool = False  # a failure of the server's own, which would not come again
     numbers: Mapping[str, np.ndarray] = field(default_factory=dict)  # float32 or float64 [n]
     arenas: Mapping[str, ArenaPrint] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Fingerprint:
     @property
     def digest(self) -> str:
         """Name what is compared in 16 characters."""
-        hasher = hashlib.sha256(self.said.encode())
+        hasher = hashlib.sha256(self.text.encode())
         for name, values in self.numbers.items():
             hasher.update(f"\0{name}\0".encode() + values.tobytes())
         for name, arena in self.arenas.items():
@@ -65,8 +65,8 @@ def fingerprint_of(output: Output) -> Fingerprint:
             )
         case ReverseKlOutput(losses, loss_sum, kl_sum, weighted_tokens):
             sums = _scalars(loss=loss_sum, divergence=kl_sum)
-            said = f"reverse KL of {weighted_tokens} tokens"
-            return Fingerprint(said, numbers={"losses": _joined(losses), **sums})
+            text = f"reverse KL of {weighted_tokens} tokens"
+            return Fingerprint(text, numbers={"losses": _joined(losses), **sums})
         case StepOutput(grad_norm):
             return Fingerprint("optimizer step", numbers=_scalars(gradient_norm=grad_norm))
         case CreateOutput(trainable_parameters):
@@ -99,8 +99,8 @@ def fingerprint_of_state(state: AdapterState) -> Fingerprint:
 
 def differences(before: Fingerprint, after: Fingerprint, tolerance: float) -> list[str]:
     """Say in what two fingerprints differ, one phrase each; to the bit where `tolerance` is 0."""
-    if before.said != after.said:
-        return [f"{before.said!r} became {after.said!r}"]
+    if before.text != after.text:
+        return [f"{before.text!r} became {after.text!r}"]
     return [
         *_different_numbers(before.numbers, after.numbers, tolerance),
         *_different_arenas(before.arenas, after.arenas, tolerance),

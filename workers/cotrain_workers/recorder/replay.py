@@ -127,10 +127,10 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
         else:
             runnable.append(request)
     outputs |= engine.run(runnable).outputs
-    places = [(op.run, op.seq) for op in cycle.facts.step.ops]
+    op_ids = [(op.run, op.seq) for op in cycle.facts.step.ops]
     return Findings(
-        {place: fingerprint_of(outputs[place]) for place in places if place in outputs},
-        {run: fingerprint_of_state(engine.state(run)) for run, _ in places if engine.has(run)},
+        {op_id: fingerprint_of(outputs[op_id]) for op_id in op_ids if op_id in outputs},
+        {run: fingerprint_of_state(engine.state(run)) for run, _ in op_ids if engine.has(run)},
     )
 
 
@@ -146,8 +146,8 @@ def compared(cycle: RecordedCycle, again: Findings, tolerance: float) -> Iterato
     """
     then = cycle.found or Findings({}, {})
     for op in cycle.facts.step.ops:
-        place = op.run, op.seq
-        pair = then.by_op.get(place), again.by_op.get(place)
+        op_id = op.run, op.seq
+        pair = then.by_op.get(op_id), again.by_op.get(op_id)
         yield _compared(op.run, op.seq, op.kind.value, pair, tolerance)
     for run in dict.fromkeys([*then.by_run, *again.by_run]):
         states = then.by_run.get(run), again.by_run.get(run)
@@ -165,9 +165,9 @@ def _compared(
     if now is None:
         assert then is not None
         verdict: Verdict = "left out" if then.is_accident else "DIVERGED"
-        return Compared(run, seq, what, "", verdict, then.said)
+        return Compared(run, seq, what, "", verdict, then.text)
     if then is None or then.is_accident:
-        return Compared(run, seq, what, now.digest, "new", now.said)
+        return Compared(run, seq, what, now.digest, "new", now.text)
     found = differences(then, now, tolerance)
     if found:
         return Compared(run, seq, what, now.digest, "DIVERGED", "; ".join(found))

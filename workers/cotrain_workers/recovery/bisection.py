@@ -1,9 +1,10 @@
-"""Find the request that breaks the engine, or kills its process, and run the others.
+"""Bisection: find the request that breaks the engine, or kills its process, and run the others.
 
 What raises is found at once: each run goes back to its last committed state and its ops run one by one.
-What kills leaves nobody to tell, so that each part of a step is noted in the store before it runs, and
-struck off after. A part that is still noted when the next process starts is cut in halves, between the
-runs first, then within one; down to a single op over which MAX_DEATHS processes died.
+What kills leaves no process to report it, so that each group of a step's ops is noted in the store before
+it runs, and struck off after. A group that is still noted when the next process starts is split in
+halves, at a border of two runs first, then within one; down to a single op during which MAX_CRASHES
+processes died.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: A step over which so many processes died is cut in halves, and a request over which so many died,
+#: A step during which so many processes died is split in halves, and a request during which so many died,
 #: alone, is what kills them.
-MAX_DEATHS = 2
+MAX_CRASHES = 2
 
 #: The answers to a request that breaks the engine and to one that kills it. Neither must ever be run
 #: again, not even by a replay.
@@ -44,29 +45,29 @@ class Risks:
     def __init__(self, execution: Execution, await_writes: Callable[[], None]) -> None:
         """`await_writes` returns once no save and no copy is being written.
 
-        A process that one of those killed would be counted against the request beside it.
+        A process that one of those killed would be counted against a request that did nothing.
         """
         self._execution = execution
         self._await_writes = await_writes
-        self._deaths = execution.crash_counts.by_part()
+        self._crash_counts = execution.crash_counts.by_part()
         self._noted: str | None = None
 
     @property
-    def died_over(self) -> Collection[str]:
-        """Name the parts over which somebody died."""
-        return self._deaths.keys()
+    def crashed_groups(self) -> Collection[str]:
+        """Name the groups during which a process died."""
+        return self._crash_counts.keys()
 
     def is_poison(self, op: Op) -> bool:
-        """Tell whether processes died over this op alone, too often for chance."""
-        return self._deaths.get(_request(op), 0) >= MAX_DEATHS
+        """Tell whether processes died during this op alone, too often for chance."""
+        return self._crash_counts.get(_request(op), 0) >= MAX_CRASHES
 
-    def note(self, part: Sequence[Op]) -> None:
-        """Count a death in advance: `survived` takes it back, if there is anybody left to call it."""
+    def note(self, group: Sequence[Op]) -> None:
+        """Count a crash in advance: `survived` takes it back, if this process is there to call it."""
         self.survived()  # of what was noted before: it may have raised, or its answer was lost
         self._await_writes()
-        self._noted = name_of(part)
+        self._noted = name_of(group)
         self._execution.crash_counts.risk(self._noted)
-        failpoint("worker.before_risk", map(_request, part))
+        failpoint("worker.before_risk", map(_request, group))
 
     def survived(self) -> None:
         """Take back what was noted. Also what a predecessor noted of it: it does not kill."""
@@ -76,53 +77,53 @@ class Risks:
             self._noted = None
 
 
-def parts_of(ops: Sequence[Op], died_over: Collection[str]) -> list[Sequence[Op]]:
-    """Cut ops, those of a run side by side, until no part is left that somebody died over. Pure."""
-    if len(ops) == 1 or name_of(ops) not in died_over:
+def groups_of(ops: Sequence[Op], crashed: Collection[str]) -> list[Sequence[Op]]:
+    """Split ops, those of a run side by side, until no group is one during which a process died. Pure."""
+    if len(ops) == 1 or name_of(ops) not in crashed:
         return [ops]
     half = len(ops) // 2
-    between_runs = [at for at in range(1, len(ops)) if ops[at].run != ops[at - 1].run]
-    at = min(between_runs or [half], key=lambda place: abs(place - half))
-    return parts_of(ops[:at], died_over) + parts_of(ops[at:], died_over)
+    borders = [at for at in range(1, len(ops)) if ops[at].run != ops[at - 1].run]
+    at = min(borders or [half], key=lambda border: abs(border - half))
+    return groups_of(ops[:at], crashed) + groups_of(ops[at:], crashed)
 
 
-def name_of(part: Sequence[Op]) -> str:
-    """Name a part of a step: by its request, or by its first and last."""
-    first, last = _request(part[0]), _request(part[-1])
-    return first if len(part) == 1 else f"{first}..{last}"
+def name_of(group: Sequence[Op]) -> str:
+    """Name a group of a step's ops: by its request, or by its first and last."""
+    first, last = _request(group[0]), _request(group[-1])
+    return first if len(group) == 1 else f"{first}..{last}"
 
 
-def run_in_parts(
+def run_in_groups(
     engine: Engine,
     risks: Risks,
     ops: Sequence[Op],
-    run_by_itself: Callable[[str], Outputs],
+    run_separately: Callable[[str], Outputs],
 ) -> Outputs:
     """Run a step that killed its processes: in halves, and without what kills.
 
-    `run_by_itself` runs one run's ops from its last committed state (`run_alone`); asked where a part
+    `run_separately` runs one run's ops from its last committed state (`run_alone`); asked where a group
     raises instead.
     """
     outputs: Outputs = {}
-    by_themselves: set[str] = set()
-    for part in parts_of(ops, {*risks.died_over, name_of(ops)}):
-        if part[0].run in by_themselves:
-            continue  # an earlier part of this run raised
-        if len(part) == 1 and risks.is_poison(part[0]):
-            outputs[part[0].run, part[0].seq] = POISON
+    separate: set[str] = set()
+    for group in groups_of(ops, {*risks.crashed_groups, name_of(ops)}):
+        if group[0].run in separate:
+            continue  # an earlier group of this run raised
+        if len(group) == 1 and risks.is_poison(group[0]):
+            outputs[group[0].run, group[0].seq] = POISON
             continue
-        risks.note(part)
+        risks.note(group)
         try:
-            outputs.update(engine.run(part).outputs)
+            outputs.update(engine.run(group).outputs)
         except Exception:
-            log.exception("part_failed", part=name_of(part))
+            log.exception("group_failed", group=name_of(group))
         else:
             risks.survived()
             continue
         engine.check_device()
-        for run in dict.fromkeys(op.run for op in part):
-            outputs.update(run_by_itself(run))
-            by_themselves.add(run)
+        for run in dict.fromkeys(op.run for op in group):
+            outputs.update(run_separately(run))
+            separate.add(run)
     return outputs
 
 
@@ -140,10 +141,10 @@ def run_alone(
         start_over()
         outputs: Outputs = {}
         left = [op for op in ops if (op.run, op.seq) not in failed]
-        guilty = _run_one_by_one(engine, left, outputs, risks)
-        if guilty is None:
+        failing = _run_one_by_one(engine, left, outputs, risks)
+        if failing is None:
             return outputs | failed
-        failed[guilty.run, guilty.seq] = CRASHED
+        failed[failing.run, failing.seq] = CRASHED
 
 
 def _run_one_by_one(

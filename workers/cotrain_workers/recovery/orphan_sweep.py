@@ -43,7 +43,7 @@ class Sweep:
         self._uncounted = Unwanted(UNCOUNTED_AGE_S)
         self._segments_at = self._copies_at = -math.inf
 
-    def tend(self, now: float, writing: Collection[RunId]) -> None:
+    def maintain(self, now: float, writing: Collection[RunId]) -> None:
         """Remove what is old, if it is time to look. Copies of runs in `writing` may be registered soon."""
         if now >= self._segments_at:
             self._segments_at = now + min(SWEEP_S, self._age_s)

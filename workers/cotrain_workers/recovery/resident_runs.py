@@ -79,7 +79,7 @@ class Keeper:
         if run in self._debts:
             return 0
         self._await_copy(run)
-        self._weights.recall()
+        self._weights.reload()
         restored = yield from restore(
             self._engine,
             self._execution,
@@ -150,7 +150,7 @@ class Keeper:
                 self.forget_state(run)
                 remove_snapshots(self._settings.snapshots_dir, run)
                 log.info("run_dropped", run=run)
-        self._sweep.tend(now, self._writing)
+        self._sweep.maintain(now, self._writing)
 
     def drain(self, deadline_s: float) -> None:
         """Copy out every run that changed, so that the next start has nothing to replay."""
@@ -209,7 +209,7 @@ class Keeper:
 
     def _register_finished(self) -> None:
         for run, (seq, writing) in list(self._writing.items()):
-            owed = self._weights.unstored(run)
+            owed = self._weights.first_unstored(run)
             if not writing.done() or (owed is not None and owed <= seq):
                 continue  # the log makes the weights of a save again until they are on disk
             try:

@@ -1,7 +1,7 @@
 """Recovery copies of runs on disk: written whole or not at all, and checked when read.
 
 A file is `<folder>/<run digest>/<seq>-<writer>.safetensors`. The writer is a worker and its epoch: so one
-that was replaced never writes over a file of its successor, or of its heir.
+that was replaced never writes over a file of its successor, or of a worker that its runs were reassigned to.
 """
 
 from __future__ import annotations

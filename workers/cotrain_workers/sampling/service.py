@@ -1,7 +1,7 @@
 """Between Redis and the decoder: claim sample requests, decode, answer.
 
-No more is claimed than the decoder can soon begin: what waits, waits in Redis, where tenants take
-turns and a cancelled request is simply gone. A claimed request that gets no answer here (this process
+No more is claimed than the decoder can soon begin: what waits, waits in Redis, where tenants
+alternate and a cancelled request is simply deleted. A claimed request that gets no answer here (this process
 dies, or drains) runs again, here or elsewhere, and gives the same tokens.
 """
 
@@ -22,7 +22,7 @@ from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import StreamedTokens
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.ops import Failure
-from cotrain_workers.recovery.bisection import CRASHED, MAX_DEATHS, POISON
+from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import sample_request, sample_result
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Requests held here and not yet begun: enough to fill the batch of the next steps.
-AHEAD = 16
+#: Claimed requests that have not begun, at most: enough to fill the batch of the next steps.
+MOST_WAITING = 16
 #: Results that could not be written (a full disk, most likely) are tried again after so long.
 RETRY_S = 1.0
 UNREADABLE = Failure("Internal error: this request could not be read back.", "server")
-GONE = Failure("The weights of this sampler are lost; save them again.", "server")
+WEIGHTS_LOST = Failure("The weights of this sampler are lost; save them again.", "server")
 
 
 class SamplingService:
@@ -64,7 +64,7 @@ class SamplingService:
         self._publisher = publisher
         self._end_of_sequence = frozenset(end_of_sequence)
         self._running: dict[str, SampleRequest] = {}
-        self._suspects: deque[SampleRequest] = deque()
+        self._isolated: deque[SampleRequest] = deque()
         self._arrived: deque[ClaimedSample] = deque()
         self._finished: dict[RequestId, Result] = {}
         self._streamed: set[str] = set()
@@ -78,7 +78,7 @@ class SamplingService:
     @property
     def running(self) -> int:
         """How many claimed requests have no answer yet. Other threads may ask, here and below."""
-        return len(self._running) + len(self._suspects) + len(self._arrived)
+        return len(self._running) + len(self._isolated) + len(self._arrived)
 
     def advance(self) -> bool:
         """Do one decode step and what goes with it; False when there was nothing to decode.
@@ -89,30 +89,32 @@ class SamplingService:
         self._cancel()
         self._take()
         worked = self._decoder.busy and self._step()
-        self.waiting = self._decoder.waiting + len(self._suspects) + len(self._arrived)
+        self.waiting = self._decoder.waiting + len(self._isolated) + len(self._arrived)
         self._answer()
         return worked
 
     def drain(self) -> None:
-        """Answer what has ended, and give the rest back to the queue: nobody works on it here any more."""
+        """Answer what has ended, and give the rest back to the queue: this process is done with it."""
         self._answer()
         for request in self._running:
             self._decoder.cancel(request)
         self._sampling.give_back()
 
     def forget(self, weights: Iterable[str]) -> None:
-        """Drop device copies of weights that nobody can ask for any more."""
+        """Drop device copies of weights that no request can name any more."""
         for key in weights:
             self._decoder.drop_weights(key)
 
     def _take(self) -> None:
-        """Keep the decoder supplied; while there are suspects, run them one at a time."""
-        if not self._suspects:
-            self._arrived.extend(self._claim(AHEAD - self._decoder.waiting - len(self._arrived)))
+        """Keep the decoder supplied; requests that may break it run one at a time, alone."""
+        if not self._isolated:
+            self._arrived.extend(
+                self._claim(MOST_WAITING - self._decoder.waiting - len(self._arrived))
+            )
         self._admit_arrived()
-        if self._suspects and not self._running:
-            self._sampling.risk(RequestId(self._suspects[0].id))
-            self._begin(self._suspects.popleft())
+        if self._isolated and not self._running:
+            self._sampling.risk(RequestId(self._isolated[0].id))
+            self._begin(self._isolated.popleft())
 
     def _claim(self, most: int) -> list[ClaimedSample]:
         """Claim requests, leaving out those that are here already.
@@ -131,9 +133,9 @@ class SamplingService:
             self._in_doubt = True
             raise
         self._in_doubt = False
-        held = {request.id for request in self._suspects} | self._running.keys()
-        held |= {arrived.request for arrived in self._arrived}
-        return [one for one in claimed if one.request not in held]
+        here = {request.id for request in self._isolated} | self._running.keys()
+        here |= {arrived.request for arrived in self._arrived}
+        return [one for one in claimed if one.request not in here]
 
     def _admit_arrived(self) -> None:
         """Begin what was claimed, but for what must wait until a replay has made its weights again."""
@@ -153,17 +155,17 @@ class SamplingService:
         ref = claimed.weights
         if claimed.body is None:
             self._finish(claimed.request, UNREADABLE)
-        elif claimed.deaths >= MAX_DEATHS:
+        elif claimed.deaths >= MAX_CRASHES:
             self._finish(claimed.request, POISON)
         elif ref and not self._weights.is_known(ref):
-            self._finish(claimed.request, GONE)
+            self._finish(claimed.request, WEIGHTS_LOST)
         else:
             request = sample_request(claimed, claimed.body, self._end_of_sequence)
             if claimed.body.stream:
                 self._streamed.add(request.id)
-            if claimed.starts >= MAX_DEATHS:
+            if claimed.starts >= MAX_CRASHES:
                 log.warning("request_runs_alone", request=request.id, starts=claimed.starts)
-                self._suspects.append(request)
+                self._isolated.append(request)
             else:
                 self._begin(request)
 
@@ -178,21 +180,21 @@ class SamplingService:
     def _step(self) -> bool:
         try:
             progress = self._decoder.step()
-        except Exception:  # the guilty request, whatever it did, is found and fails alone
+        except Exception:  # the request that broke it is found and fails alone
             log.exception("decode_failed", requests=sorted(self._running))
         else:
             self._note(progress)
             return bool(progress.finished or progress.decoded_tokens or progress.prompt_tokens)
-        self._suspect_all()  # here the exception is gone, and with it what its frames held
+        self._isolate_all()  # only here is the exception released, with what its frames kept
         return True
 
-    def _suspect_all(self) -> None:
+    def _isolate_all(self) -> None:
         """Begin anew: the one that was running alone fails, several are run again one by one."""
         running, self._running = list(self._running.values()), {}
         if len(running) == 1:
             self._finish(running[0].id, CRASHED)
         else:
-            self._suspects.extend(running)
+            self._isolated.extend(running)
         del self._decoder  # its memory must be free before the next one takes its own
         self._decoder = self._make_decoder()
 
@@ -207,7 +209,7 @@ class SamplingService:
         for new in tokens:
             event = StreamedTokens(new.sequence, new.offset, new.tokens, new.logprobs)
             events.setdefault(new.request, []).append(event)
-        # Whoever listens fills a hole from the result.
+        # A client that follows the stream fills a hole from the result.
         with contextlib.suppress(*CONNECTION_LOST):
             for request, its in events.items():
                 self._publisher.publish(RequestId(request), its)
@@ -238,13 +240,13 @@ class SamplingService:
             return
         for request in self._sampling.cancelled():
             self._decoder.cancel(request)
-            self._suspects = deque(one for one in self._suspects if one.id != request)
+            self._isolated = deque(one for one in self._isolated if one.id != request)
             self._arrived = deque(one for one in self._arrived if one.request != request)
             self._leave(request)
             self._finished[request] = CANCELLED
 
     def _answer(self) -> None:
-        """Store the results there are; while Redis is away, or the disk full, they are kept."""
+        """Store the results there are; while Redis is unavailable, or the disk full, they are kept."""
         if not self._finished or time.monotonic() < self._answer_at:
             return
         failpoint("sample.before_resolve", self._finished)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-class KnownSizes:
+class BatchSizeCache:
     """Tokens of a micro-batch by circumstances, in one small file of JSON."""
 
     def __init__(self, path: Path) -> None:
@@ -42,5 +42,5 @@ class KnownSizes:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, AttributeError) as broken:
-            log.warning("known_sizes_unreadable", path=str(self._path), reason=str(broken))
+            log.warning("batch_sizes_unreadable", path=str(self._path), reason=str(broken))
             return {}

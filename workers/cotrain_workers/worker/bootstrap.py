@@ -31,7 +31,7 @@ from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import Keeper
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
-from cotrain_workers.worker.batch_size_cache import KnownSizes
+from cotrain_workers.worker.batch_size_cache import BatchSizeCache
 from cotrain_workers.worker.loop import WorkerLoop
 from cotrain_workers.worker.time_sharing import Share
 
@@ -70,7 +70,7 @@ def measured_engine(settings: WorkerSettings, device: str) -> tuple[Engine, floa
 
 def load_engine(settings: WorkerSettings, device: str) -> Engine:
     """Load the engine; a size of micro-batches that is measured is measured once."""
-    asked, known = settings.micro_batch_tokens, KnownSizes(settings.known_sizes_path)
+    asked, known = settings.micro_batch_tokens, BatchSizeCache(settings.batch_sizes_path)
     circumstances = _circumstances(settings, device)
     engine = Engine.load(
         settings.model_source,

@@ -1,4 +1,4 @@
-"""A worker's sign of life, from a thread of its own; it notices when another process took the place."""
+"""A worker's heartbeat, from a thread of its own; it notices when another process took the worker's id."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-BEAT_S = 2.0
+HEARTBEAT_S = 2.0
 
 
-class Heart:
-    """Beats until `stopping` is set, and sets it itself once this worker was replaced."""
+class Heartbeat:
+    """Sends heartbeats until `stopping` is set, and sets it itself once this worker was replaced."""
 
     def __init__(
         self,
@@ -35,19 +35,21 @@ class Heart:
         self._describe = describe
         self._stopping = stopping
         self._one_at_a_time = threading.Lock()
-        self._thread = threading.Thread(target=self._beat_until_stopped, name="beat", daemon=True)
+        self._thread = threading.Thread(
+            target=self._send_until_stopped, name="heartbeat", daemon=True
+        )
         self.was_replaced = False
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Begin to send."""
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the last beat."""
+        """Wait for the last one."""
         self._thread.join()
 
-    def beat(self) -> None:
-        """Beat now; what is said next is never older than what was said before.
+    def send(self) -> None:
+        """Send one now; a later one never holds older facts.
 
         Raises:
             Fenced: this worker was replaced.
@@ -55,19 +57,19 @@ class Heart:
         with self._one_at_a_time:
             self._execution.heartbeat(self._describe())
 
-    def _beat_until_stopped(self) -> None:
+    def _send_until_stopped(self) -> None:
         try:
             while True:
                 try:
-                    self.beat()
+                    self.send()
                 except Fenced:
                     self.was_replaced = True
                     return
                 except (OSError, *CONNECTION_LOST):  # the former where nothing can be opened now
-                    log.warning("beat_lost")
-                if self._stopping.wait(BEAT_S):
+                    log.warning("heartbeat_failed")
+                if self._stopping.wait(HEARTBEAT_S):
                     return
-        finally:  # nobody counts on a worker without a sign of life: it ends, whatever the reason
+        finally:  # no step is planned for a worker without a heartbeat: it ends, whatever the reason
             self._stopping.set()
 
 

@@ -1,7 +1,7 @@
-"""A worker's place belongs to one process: a lock on this host, a sign of life on any other.
+"""A worker id belongs to one process: by a lock on this host, by the heartbeat on any other.
 
-Epochs keep two processes with one worker id from harming each other, but the older one would be thrown
-out. That a second one was started is an operator's mistake, which is told.
+Epochs keep two processes with one worker id from harming each other, but the older one would be fenced
+off. That a second one was started is an operator's mistake, and is reported as one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.fleet import WorkerHeartbeat
 
-#: A process that was just killed needs a moment to be gone, and its last beat is seen for a while.
+#: A process that was just killed needs a moment to end, and its last heartbeat is seen for a while.
 PATIENCE_S = 15.0
 POLL_S = 0.1
 
 
-class PlaceTaken(Exception):
+class WorkerIdInUse(Exception):
     """Another living process has this worker id."""
 
 
-def take_place(folder: Path, pool: str, worker: str, patience_s: float = PATIENCE_S) -> int:
-    """Lock a worker's place on this host; the file descriptor holds it, until the process ends.
+def lock_worker_id(folder: Path, pool: str, worker: str, patience_s: float = PATIENCE_S) -> int:
+    """Lock a worker id on this host; the file descriptor holds it, until the process ends.
 
     Raises:
-        PlaceTaken: another process holds it, and did for `patience_s`.
+        WorkerIdInUse: another process holds it, and did for `patience_s`.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / f"worker-{pool}-{worker}.lock"
@@ -44,7 +44,7 @@ def take_place(folder: Path, pool: str, worker: str, patience_s: float = PATIENC
                 time.sleep(POLL_S)
                 continue
             os.close(file)
-            raise PlaceTaken(
+            raise WorkerIdInUse(
                 f"Another process is worker {worker}; it holds {path}. Give each worker an id of its "
                 "own (COTRAIN_WORKER_ID)."
             ) from None
@@ -54,19 +54,19 @@ def take_place(folder: Path, pool: str, worker: str, patience_s: float = PATIENC
 def await_absence(
     holder: Callable[[], WorkerHeartbeat | None], host: str, patience_s: float = PATIENCE_S
 ) -> None:
-    """Wait until nobody on another host beats at this worker's place.
+    """Wait until no process on another host sends heartbeats under this worker id.
 
     Raises:
-        PlaceTaken: somebody did for `patience_s`, which is longer than a last beat is seen.
+        WorkerIdInUse: one did for `patience_s`, which is longer than a last heartbeat is seen.
     """
     until = time.monotonic() + patience_s
     while True:
-        beat = holder()
-        if beat is None or beat.host in ("", host):
+        heartbeat = holder()
+        if heartbeat is None or heartbeat.host in ("", host):
             return
         if time.monotonic() >= until:
-            raise PlaceTaken(
-                f"Another process, on host {beat.host}, is worker {beat.id}. Give each worker an id of "
+            raise WorkerIdInUse(
+                f"Another process, on host {heartbeat.host}, is worker {heartbeat.id}. Give each worker an id of "
                 "its own (COTRAIN_WORKER_ID)."
             )
         time.sleep(POLL_S)

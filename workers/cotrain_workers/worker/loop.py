@@ -20,16 +20,16 @@ from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_workers.checkpoints.backpressure import SavingRoom
+from cotrain_workers.checkpoints.backpressure import SaveBackpressure
 from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.memory import is_out_of_memory
 from cotrain_workers.recovery.run_lifecycle import Runs
 from cotrain_workers.worker.cycle_log import log_cycle
-from cotrain_workers.worker.heartbeat import Heart, resident_bytes
-from cotrain_workers.worker.prefetch import Ahead
+from cotrain_workers.worker.heartbeat import Heartbeat, resident_bytes
+from cotrain_workers.worker.prefetch import Prefetcher
 from cotrain_workers.worker.step_commit import outcome_of
 from cotrain_workers.worker.step_runner import StepRunner
-from cotrain_workers.worker.time_sharing import Beside
+from cotrain_workers.worker.time_sharing import TimeSharing
 
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import RunId
@@ -51,7 +51,7 @@ IDLE_S = 1.0
 #: How long to wait for a decoder that works elsewhere.
 SOON_S = 0.02
 #: While there is always something to decode, what is due besides is looked for this often.
-TEND_S = 0.5
+MAINTAIN_S = 0.5
 _RETRY_S = 0.2
 #: Weight of the newest cycle in the measured throughput.
 _SMOOTHING = 0.2
@@ -59,7 +59,7 @@ _SMOOTHING = 0.2
 _MEASURABLE_TOKENS = 512
 #: Of the time between SIGTERM and SIGKILL, what a drain leaves unused.
 MARGIN_S = 10.0
-#: What passes: a Redis that is away, a disk that is full. Nothing is lost by waiting.
+#: What passes: an unavailable Redis, a disk that is full. Nothing is lost by waiting.
 PAUSES = (*CONNECTION_LOST, OSError)
 
 
@@ -90,8 +90,8 @@ class WorkerLoop:
         self._keeper = keeper
         self._weights = weights
         self._runs = Runs(execution, keeper, weights)
-        self._ahead = Ahead(execution)
-        self._runner = StepRunner(engine, execution, self._runs, weights, self._ahead)
+        self._prefetcher = Prefetcher(execution)
+        self._runner = StepRunner(engine, execution, self._runs, weights, self._prefetcher)
         self._sampler = sampler
         self._recorder = recorder
         self._base_model = base_model
@@ -100,10 +100,10 @@ class WorkerLoop:
         self._grace_s = grace_s
         self._drain_until = math.inf
         self._stopping = threading.Event()
-        self._beside = Beside(sampler, share, self._stopping)
-        self._tended_at = time.monotonic()
-        self._heart = Heart(execution, self._beat, self._stopping)
-        self._room = SavingRoom(weights, self._heart.beat)
+        self._time_sharing = TimeSharing(sampler, share, self._stopping)
+        self._maintained_at = time.monotonic()
+        self._heartbeat = Heartbeat(execution, self._describe, self._stopping)
+        self._backpressure = SaveBackpressure(weights, self._heartbeat.send)
 
     def stop(self) -> None:
         """Finish the step in work, then leave."""
@@ -117,23 +117,23 @@ class WorkerLoop:
             Fenced: another process took this worker's place.
             DeviceLost: this one cannot compute any more.
         """
-        self._heart.start()
+        self._heartbeat.start()
         while not self._stopping.is_set():
             try:
-                self._turn()
+                self._tick()
             except PAUSES as pause:
-                log.warning("paused", reason=str(pause))
+                log.warning("worker_paused", reason=str(pause))
                 self._stopping.wait(_RETRY_S)
             except RuntimeError:  # in a decoder, most likely: the ops of a step are looked after
                 self._engine.check_device()
                 raise
-        if self._heart.was_replaced:
+        if self._heartbeat.was_replaced:
             raise Fenced
-        self._heart.join()
+        self._heartbeat.join()
         try:
             self._drain()
         except PAUSES as pause:
-            log.warning("drain_cut_short", reason=str(pause))  # what is left is replayed
+            log.warning("drain_timed_out", reason=str(pause))  # what is left is replayed
 
     def _drain(self) -> None:
         self._sampler.drain()
@@ -145,37 +145,37 @@ class WorkerLoop:
     def _left_s(self) -> float:
         return max(0.0, self._drain_until - time.monotonic())
 
-    def _turn(self) -> None:
-        for weights in self._weights.lost()[:1]:  # more of them in the next turns
-            self._beside.training_begins()
-            drive(self._runs.make_again(weights), self._beside.between)
-            self._beside.training_ends()
+    def _tick(self) -> None:
+        for weights in self._weights.lost()[:1]:  # more of them in the next ticks
+            self._time_sharing.training_begins()
+            drive(self._runs.make_again(weights), self._time_sharing.yield_to_decoder)
+            self._time_sharing.training_ends()
         steps = self._execution.open_steps()
-        if steps and self._room.has_room(steps[0]):
+        if steps and self._backpressure.admits(steps[0]):
             # While its bodies are read, its adapters come to the device.
             self._prefetch([op.run for op in steps[0].ops])
             self.execute(steps[0])
-        elif not self._beside.rest():
-            self._tend()
+        elif not self._time_sharing.decode_while_idle():
+            self._maintain()
             self._execution.wait(SOON_S if steps or self._sampler.running else IDLE_S)
-        if time.monotonic() - self._tended_at > TEND_S:
-            self._tend()
+        if time.monotonic() - self._maintained_at > MAINTAIN_S:
+            self._maintain()
 
-    def _tend(self) -> None:
-        self._sampler.forget(self._weights.tend())
-        self._room.tell()
+    def _maintain(self) -> None:
+        self._sampler.forget(self._weights.maintain())
+        self._backpressure.publish()
         self._keeper.tend()
-        self._tended_at = time.monotonic()
+        self._maintained_at = time.monotonic()
 
     def execute(self, step: Step) -> None:
         """Run one step and commit it. It may be another worker's, which died with it open."""
         started, began = time.time(), time.monotonic()
-        self._beside.training_begins()
+        self._time_sharing.training_begins()
         deaths = self._runner.suspicion(step).deaths
         rollbacks, cuts = self._runs.rollbacks, self._engine.cut_pieces
         # Nothing beside a step that a dead predecessor left open: a request of either kind could be
         # blamed for the deaths that one of the other caused.
-        at_yield = _nothing if deaths else self._beside_step
+        at_yield = _nothing if deaths else self._at_yield_point
         lost, _ = drive(self._restore_runs(step), at_yield)
         if self._runs.rollbacks > rollbacks:
             return  # some of its ops are given up: it is to be read anew
@@ -186,7 +186,7 @@ class WorkerLoop:
             bodies = self._runner.bodies(step, lost)
             self._recorder.begin(step, bodies)
             # Not behind a step that killed: what is decoded ahead could be blamed on it.
-            with nullcontext() if deaths else self._ahead.behind(step):
+            with nullcontext() if deaths else self._prefetcher.during(step):
                 ran, sampling_s = drive(self._runner.run(step, bodies, lost), at_yield)
             outputs, cost = ran
             failpoint("worker.after_run", (op.request_id for op in step.ops))
@@ -204,17 +204,17 @@ class WorkerLoop:
         self._recorder.finish(step, outputs)
         self._measure(cost, sampling_s)
         self._keeper.committed(step, finished - started)
-        self._beside.training_ends()
+        self._time_sharing.training_ends()
         names = self._execution.tenant_names.of(set(step.tenant_by_run.values()))
         log_cycle(step, outputs, outcome.record, names)
 
     def _commit(self, step: Step, outcome: Outcome, *, is_exact: bool) -> None:
-        """Commit a step. While Redis is away, or the disk full, it waits: the work is done."""
+        """Commit a step. While Redis is unavailable, or the disk full, it waits: the work is done."""
         counted = {**outcome.counted, **self._runs.uncounted}
         failpoint("worker.before_commit", (op.request_id for op in step.ops))
         while True:
             try:
-                self._room.tell(save.saved for save in outcome.saves.values())
+                self._backpressure.publish(save.saved for save in outcome.saves.values())
                 for run in outcome.ended:
                     self._execution.close_run(run, step.tenant_by_run[run])
                 self._execution.commit(
@@ -222,7 +222,7 @@ class WorkerLoop:
                     outcome.crashed, outcome.records, outcome.usage, is_exact=is_exact,
                 )  # fmt: skip
             except PAUSES as pause:
-                log.warning("commit_waits", cycle=step.cycle, reason=str(pause))
+                log.warning("commit_retrying", cycle=step.cycle, reason=str(pause))
                 if self._stopping.wait(_RETRY_S):
                     raise
             else:
@@ -232,12 +232,12 @@ class WorkerLoop:
         for save in outcome.saves.values():
             self._weights.put(save.records.weights, save.saved)
 
-    def _beside_step(self) -> None:
+    def _at_yield_point(self) -> None:
         """Use the time between two micro-batches: for adapters of runs that wait, then for samples."""
-        waiting = self._ahead.ready_runs()
+        waiting = self._prefetcher.ready_runs()
         if waiting:
             self._prefetch(waiting)
-        self._beside.between()
+        self._time_sharing.yield_to_decoder()
 
     def _prefetch(self, runs: list[RunId]) -> None:
         try:
@@ -266,7 +266,7 @@ class WorkerLoop:
         measured = cost.tokens / (cost.wave_s + cost.optim_s + sampling_s)
         self._tokens_per_s += _SMOOTHING * (measured - self._tokens_per_s)
 
-    def _beat(self) -> WorkerHeartbeat:
+    def _describe(self) -> WorkerHeartbeat:
         return WorkerHeartbeat(
             id=self._execution.worker,
             epoch=self._execution.epoch,
@@ -275,7 +275,7 @@ class WorkerLoop:
             tokens_per_s=self._tokens_per_s,
             runs=self._keeper.runs,
             parked_runs=self._engine.parked_runs,
-            takes_saves=self._room.takes_saves,
+            takes_saves=self._backpressure.takes_saves,
             memory_bytes=resident_bytes(),
             seen_at=time.time(),
             restored_ops=self._runs.replayed_ops,

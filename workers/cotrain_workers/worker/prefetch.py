@@ -1,8 +1,8 @@
-"""What is queued behind a step, looked at while the engine computes that step: bodies are read and
-decoded, and whose adapters are likely to be needed next is noted.
+"""Prefetch what is queued after a step while the engine computes that step: bodies are read and decoded,
+and the runs whose adapters are likely to be needed next are noted.
 
 Decides nothing: which ops run next, and in what order, is the plan's. An op whose body is the same, byte
-for byte, when its turn comes is not decoded again; of any other, nothing here is used.
+for byte, when it is planned is not decoded again; of any other, nothing here is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How often to look behind a running step; a shorter one is left alone.
+#: How often to look for queued ops during a step; a shorter step is left alone.
 LOOK_S = 0.1
 #: Of each run, how many ops to look at, and how large the bodies of all may be.
 MOST_OPS, MOST_BYTES = 8, 256 * 1024**2
@@ -36,7 +36,7 @@ MOST_RUNS = 256
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 
 
-class Ahead:
+class Prefetcher:
     """Decodes in a thread of its own; one step at a time."""
 
     def __init__(self, execution: Execution) -> None:
@@ -45,10 +45,10 @@ class Ahead:
         self._ready: list[RunId] = []
 
     @contextmanager
-    def behind(self, step: Step) -> Iterator[None]:
-        """Look behind a step for as long as it runs. What fails here will fail again where it counts."""
+    def during(self, step: Step) -> Iterator[None]:
+        """Prefetch for as long as a step runs. What fails here will fail again where it counts."""
         is_over = threading.Event()
-        thread = threading.Thread(target=self._look, args=(step, is_over), name="ahead")
+        thread = threading.Thread(target=self._look, args=(step, is_over), name="prefetch")
         thread.start()
         try:
             yield
@@ -72,9 +72,9 @@ class Ahead:
                 self._ready = self._execution.logs.ready_runs(MOST_RUNS)
                 self._decode(step, is_over)
         except CONNECTION_LOST as lost:
-            log.info("ahead_stopped", reason=str(lost))
+            log.info("prefetch_stopped", reason=str(lost))
         except Exception:  # the step shall not suffer from what is only a convenience
-            log.exception("ahead_failed")
+            log.exception("prefetch_failed")
 
     def _decode(self, step: Step, is_over: threading.Event) -> None:
         queued = [op for op in self._execution.logs.behind(step, MOST_OPS) if op.kind in PASSES]

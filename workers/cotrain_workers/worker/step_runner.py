@@ -17,7 +17,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.op_codec import engine_op
-from cotrain_workers.recovery.bisection import MAX_DEATHS, POISON, Risks, run_alone, run_in_parts
+from cotrain_workers.recovery.bisection import MAX_CRASHES, POISON, Risks, run_alone, run_in_groups
 from cotrain_workers.recovery.replay import ReplayDiverged
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import CycleOutput, Op, Output
     from cotrain_workers.recovery.run_lifecycle import Runs
-    from cotrain_workers.worker.prefetch import Ahead
+    from cotrain_workers.worker.prefetch import Prefetcher
 
     Place = tuple[str, int]  # a request's run and seq
     Outputs = dict[Place, Output]
@@ -56,7 +56,7 @@ class Suspicion:
     @property
     def is_deadly(self) -> bool:
         """Tell whether so many died that it cannot be chance any more."""
-        return self.deaths >= MAX_DEATHS
+        return self.deaths >= MAX_CRASHES
 
 
 class StepRunner:
@@ -68,10 +68,10 @@ class StepRunner:
         execution: Execution,
         runs: Runs,
         weights: WeightsStore,
-        ahead: Ahead,
+        prefetcher: Prefetcher,
     ) -> None:
         self._engine = engine
-        self._ahead = ahead
+        self._prefetcher = prefetcher
         self._execution = execution
         self._runs = runs
         self._weights = weights
@@ -112,7 +112,9 @@ class StepRunner:
         for op in step.ops:
             body = bodies[op.run, op.seq]
             request = (
-                lost.get(op.run) or self._ahead.take(op, body) or engine_op(op, body, self._weights)
+                lost.get(op.run)
+                or self._prefetcher.take(op, body)
+                or engine_op(op, body, self._weights)
             )
             if isinstance(request, Failure):
                 outputs[op.run, op.seq] = request
@@ -140,7 +142,7 @@ class StepRunner:
             op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run
         ]
         by_itself = partial(self._by_itself, ops, step, risks)
-        outputs = run_in_parts(self._engine, risks, side_by_side, by_itself)
+        outputs = run_in_groups(self._engine, risks, side_by_side, by_itself)
         self._runs.uncounted["poison_ops"] += sum(each is POISON for each in outputs.values())
         return outputs
 

@@ -1,8 +1,8 @@
-"""Let the decoder work beside training: between micro-batches, within its share of the processor.
+"""Time sharing: the decoder works between micro-batches of training, within its share of the processor.
 
 The policy (`Share`) is pure: seconds in, a yes or no out. While both have work, a second of training
-earns the decoder `s / (1 - s)` seconds, which it may use before training goes on. One decode step cannot be cut short, so it may overdraw by one; that is
-owed to training and paid back first. What the decoder has no work for is not saved up.
+earns the decoder `s / (1 - s)` seconds, which it may use before training goes on. One decode step cannot be cut short, so it may overdraw by one; that
+belongs to training and is paid back first. What the decoder has no work for is not saved up.
 
 So, of any stretch in which both have work, with T seconds of training and D of decoding, d the longest
 decode step and t the longest stretch of training between two visits:
@@ -28,45 +28,45 @@ if TYPE_CHECKING:
     from cotrain_workers.sampling.service import SamplingService
 
 
-#: A step that begins so soon after another was on its way when that ended: training did not rest.
-ROAD_S = 0.1
+#: A step that begins so soon after another was on its way when that ended: training was not idle.
+GAP_S = 0.1
 
 
-class Beside:
-    """Measures what training takes and what the decoder takes, and gives each its turn."""
+class TimeSharing:
+    """Measures what training takes and what the decoder takes, and runs the decoder when it may run."""
 
     def __init__(self, sampler: SamplingService, share: Share, stopping: threading.Event) -> None:
         self._sampler = sampler
         self._share = share
         self._stopping = stopping
         self._trained_until = 0.0
-        self._rests_since = -math.inf
-        self._decoded_at_rest = 0.0
+        self._idle_since = -math.inf
+        self._decoded_idle_s = 0.0
 
     def training_begins(self) -> None:
         """From here on time is training's."""
         self._trained_until = time.monotonic()
-        if self._trained_until - self._rests_since < ROAD_S:
-            self._share.decoded(self._decoded_at_rest)
+        if self._trained_until - self._idle_since < GAP_S:
+            self._share.decoded(self._decoded_idle_s)
 
     def training_ends(self) -> None:
-        """From here on nobody waits for the decoder, unless the next step is on its way."""
-        self._rests_since = time.monotonic()
-        self._share.trained(self._rests_since - self._trained_until)
-        self._decoded_at_rest = 0.0
+        """Training is idle from now on, unless the next step is on its way."""
+        self._idle_since = time.monotonic()
+        self._share.trained(self._idle_since - self._trained_until)
+        self._decoded_idle_s = 0.0
 
-    def rest(self) -> bool:
+    def decode_while_idle(self) -> bool:
         """Decode a step while no training is open; False when there was nothing to decode."""
         began = time.monotonic()
         worked = self._sampler.advance()
-        self._decoded_at_rest += time.monotonic() - began
+        self._decoded_idle_s += time.monotonic() - began
         return worked
 
-    def between(self) -> None:
-        """Decode while there is credit; to be called when the model is free.
+    def yield_to_decoder(self) -> None:
+        """Decode while there is credit; a yield point of training, when the model is free.
 
-        A Redis that is away, or a successor, is met again by the commit of what is being trained; a
-        file that cannot be read now, by the next turn.
+        The commit of what is being trained meets an unavailable Redis, or a successor, again; the next
+        decode step, a file that cannot be read now.
         """
         now = time.monotonic()
         self._share.trained(now - self._trained_until)
@@ -85,7 +85,7 @@ class Share:
     """What the decoder may use now."""
 
     sampling_share: float
-    """The decoder's part `s` of the time, `0 <= s < 1`; with 0 it runs only while training rests."""
+    """The decoder's part `s` of the time, `0 <= s < 1`; with 0 it runs only while training is idle."""
     credit_s: float = 0.0
     """Below zero after a decode step that took longer than what was left."""
 
@@ -103,5 +103,5 @@ class Share:
         self.credit_s -= seconds
 
     def forfeit(self) -> None:
-        """Forget what the decoder could still use: it has nothing to do. What it owes stays."""
+        """Forget what the decoder could still use: it has nothing to do. What it overdrew stays."""
         self.credit_s = min(0.0, self.credit_s)

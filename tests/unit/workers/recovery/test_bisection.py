@@ -1,4 +1,4 @@
-"""Which parts a step is cut into, once processes have died over it."""
+"""Which groups a step is cut into, once processes have died over it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_workers.engine.ops import OptimStep
-from cotrain_workers.recovery.bisection import name_of, parts_of
+from cotrain_workers.recovery.bisection import groups_of, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,38 +20,38 @@ def ops_of(run: str, count: int) -> list[Op]:
     return [OptimStep(run, seq, 1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0) for seq in range(1, count + 1)]
 
 
-def named(parts: Sequence[Sequence[Op]]) -> list[str]:
-    return [name_of(part) for part in parts]
+def named(groups: Sequence[Sequence[Op]]) -> list[str]:
+    return [name_of(group) for group in groups]
 
 
-def test_a_step_that_nobody_died_over_stays_whole() -> None:
-    assert named(parts_of([*ops_of("a", 2), *ops_of("b", 2)], {"a:1..a:2"})) == ["a:1..b:2"]
+def test_a_step_during_which_no_process_died_stays_whole() -> None:
+    assert named(groups_of([*ops_of("a", 2), *ops_of("b", 2)], {"a:1..a:2"})) == ["a:1..b:2"]
 
 
 def test_it_is_cut_between_two_runs_as_near_to_the_middle_as_can_be() -> None:
     three = [*ops_of("a", 1), *ops_of("b", 1), *ops_of("c", 4)]
-    assert named(parts_of(three, {"a:1..c:4"})) == ["a:1..b:1", "c:1..c:4"]
-    assert named(parts_of([*ops_of("a", 5), *ops_of("b", 1)], {"a:1..b:1"})) == ["a:1..a:5", "b:1"]
+    assert named(groups_of(three, {"a:1..c:4"})) == ["a:1..b:1", "c:1..c:4"]
+    assert named(groups_of([*ops_of("a", 5), *ops_of("b", 1)], {"a:1..b:1"})) == ["a:1..a:5", "b:1"]
 
 
 def test_the_ops_of_one_run_are_halved_in_their_order() -> None:
-    assert named(parts_of(ops_of("a", 5), {"a:1..a:5"})) == ["a:1..a:2", "a:3..a:5"]
+    assert named(groups_of(ops_of("a", 5), {"a:1..a:5"})) == ["a:1..a:2", "a:3..a:5"]
 
 
 def test_a_half_over_which_somebody_died_is_cut_again_down_to_one_request() -> None:
-    died_over = {"a:1..a:4", "a:1..a:2", "a:2"}
-    assert named(parts_of(ops_of("a", 4), died_over)) == ["a:1", "a:2", "a:3..a:4"]
-    died_over = {"a:1..a:4", "a:3..a:4"}
-    assert named(parts_of(ops_of("a", 4), died_over)) == ["a:1..a:2", "a:3", "a:4"]
+    crashed = {"a:1..a:4", "a:1..a:2", "a:2"}
+    assert named(groups_of(ops_of("a", 4), crashed)) == ["a:1", "a:2", "a:3..a:4"]
+    crashed = {"a:1..a:4", "a:3..a:4"}
+    assert named(groups_of(ops_of("a", 4), crashed)) == ["a:1..a:2", "a:3", "a:4"]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_every_request_is_in_one_part_and_in_its_place(
+def test_every_request_is_in_one_group_and_in_its_place(
     counts: list[int], data: st.DataObject
 ) -> None:
     ops = [op for at, count in enumerate(counts) for op in ops_of(f"r{at}", count)]
-    died_over: set[str] = set()
+    crashed: set[str] = set()
     for _ in range(len(ops)):
-        parts = parts_of(ops, died_over)
-        assert [op for part in parts for op in part] == ops
-        died_over.add(name_of(data.draw(st.sampled_from(parts))))
+        groups = groups_of(ops, crashed)
+        assert [op for group in groups for op in group] == ops
+        crashed.add(name_of(data.draw(st.sampled_from(groups))))

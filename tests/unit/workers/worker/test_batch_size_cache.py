@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_workers.worker.batch_size_cache import KnownSizes
+from cotrain_workers.worker.batch_size_cache import BatchSizeCache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 def test_a_size_outlives_the_process_that_measured_it(tmp_path: Path) -> None:
     path = tmp_path / "new" / "sizes.json"
-    KnownSizes(path).remember("H200, 8B", 8192)
-    KnownSizes(path).remember("H200, 4B", 12288)
+    BatchSizeCache(path).remember("H200, 8B", 8192)
+    BatchSizeCache(path).remember("H200, 4B", 12288)
 
-    assert KnownSizes(path).tokens("H200, 8B") == 8192
-    assert KnownSizes(path).tokens("H100, 8B") is None
+    assert BatchSizeCache(path).tokens("H200, 8B") == 8192
+    assert BatchSizeCache(path).tokens("H100, 8B") is None
     assert [each.name for each in path.parent.iterdir()] == ["sizes.json"]
 
 
@@ -24,7 +24,7 @@ def test_a_size_outlives_the_process_that_measured_it(tmp_path: Path) -> None:
 def test_a_broken_file_is_as_good_as_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "sizes.json"
     path.write_text(content)
-    assert KnownSizes(path).tokens("a") is None
+    assert BatchSizeCache(path).tokens("a") is None
 
-    KnownSizes(path).remember("a", 1024)
-    assert KnownSizes(path).tokens("a") == 1024
+    BatchSizeCache(path).remember("a", 1024)
+    assert BatchSizeCache(path).tokens("a") == 1024

@@ -9,7 +9,7 @@ import pytest
 
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
-from cotrain_workers.worker.instance_lock import PlaceTaken, await_absence, take_place
+from cotrain_workers.worker.instance_lock import WorkerIdInUse, await_absence, lock_worker_id
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +21,8 @@ def beat_of(host: str) -> WorkerHeartbeat:
 
 def test_a_place_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from cotrain_workers.worker.instance_lock import take_place;"
-        "take_place(pathlib.Path(sys.argv[1]), 'pool', 'w0'); print('taken', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from cotrain_workers.worker.instance_lock import lock_worker_id;"
+        "lock_worker_id(pathlib.Path(sys.argv[1]), 'pool', 'w0'); print('taken', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)],
@@ -32,20 +32,20 @@ def test_a_place_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
     ) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == b"taken\n"
-        with pytest.raises(PlaceTaken, match=r"Another process is worker w0.*COTRAIN_WORKER_ID"):
-            take_place(tmp_path, "pool", "w0", patience_s=0)
+        with pytest.raises(WorkerIdInUse, match=r"Another process is worker w0.*COTRAIN_WORKER_ID"):
+            lock_worker_id(tmp_path, "pool", "w0", patience_s=0)
         for others in ("w1", "pool"), ("w0", "other"):
-            os.close(take_place(tmp_path, others[1], others[0], patience_s=0))
+            os.close(lock_worker_id(tmp_path, others[1], others[0], patience_s=0))
         holder.kill()
-    os.close(take_place(tmp_path, "pool", "w0"))
+    os.close(lock_worker_id(tmp_path, "pool", "w0"))
 
 
 def test_a_process_that_is_just_ending_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = take_place(tmp_path, "pool", "w0")
+    held = lock_worker_id(tmp_path, "pool", "w0")
     monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: os.close(held))
-    os.close(take_place(tmp_path, "pool", "w0"))
+    os.close(lock_worker_id(tmp_path, "pool", "w0"))
 
 
 @pytest.mark.parametrize("beat", [None, beat_of("here"), beat_of("")])
@@ -55,7 +55,7 @@ def test_nobody_elsewhere_is_waited_for(beat: WorkerHeartbeat | None) -> None:
 
 
 def test_a_beat_from_another_host_that_goes_on_is_refused() -> None:
-    with pytest.raises(PlaceTaken, match="on host there, is worker w0"):
+    with pytest.raises(WorkerIdInUse, match="on host there, is worker w0"):
         await_absence(lambda: beat_of("there"), "here", patience_s=0)
 
 

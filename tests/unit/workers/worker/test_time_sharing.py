@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from cotrain_workers.worker.time_sharing import ROAD_S, Beside, Share
+from cotrain_workers.worker.time_sharing import GAP_S, Share, TimeSharing
 from tests.support.full_table import no_descriptor
 
 if TYPE_CHECKING:
@@ -53,46 +53,48 @@ class WithoutDescriptors(Sampler):
         no_descriptor()
 
 
-def train(beside: Beside, clock: SimpleNamespace, seconds: float) -> None:
-    beside.training_begins()
+def train(sharing: TimeSharing, clock: SimpleNamespace, seconds: float) -> None:
+    sharing.training_begins()
     clock.now += seconds
-    beside.between()
-    beside.training_ends()
+    sharing.yield_to_decoder()
+    sharing.training_ends()
 
 
-def turns(clock: SimpleNamespace, kind: type[Sampler] = Sampler) -> tuple[Beside, Sampler]:
+def sharing_of(
+    clock: SimpleNamespace, kind: type[Sampler] = Sampler
+) -> tuple[TimeSharing, Sampler]:
     sampler = kind(clock)
     service = cast("SamplingService", sampler)
-    return Beside(service, Share(0.5), threading.Event()), sampler
+    return TimeSharing(service, Share(0.5), threading.Event()), sampler
 
 
 def test_steps_that_follow_each_other_keep_their_share_of_all_the_time(
     clock: SimpleNamespace,
 ) -> None:
     """The road from one step to the next, which the decoder uses, is charged to it."""
-    beside, sampler = turns(clock)
+    sharing, sampler = sharing_of(clock)
     began = clock.now
     for _ in range(50):
-        train(beside, clock, 0.2)
-        beside.rest()
+        train(sharing, clock, 0.2)
+        sharing.decode_while_idle()
     assert sampler.steps * STEP_S <= 0.5 * (clock.now - began) + STEP_S
 
 
 def test_what_is_decoded_while_training_rests_is_free(clock: SimpleNamespace) -> None:
-    beside, sampler = turns(clock)
-    train(beside, clock, 0.2)
-    while clock.now < 101 + ROAD_S:
-        beside.rest()
+    sharing, sampler = sharing_of(clock)
+    train(sharing, clock, 0.2)
+    while clock.now < 101 + GAP_S:
+        sharing.decode_while_idle()
     before = sampler.steps
-    train(beside, clock, 0.2)
+    train(sharing, clock, 0.2)
     assert (sampler.steps - before) * STEP_S >= 0.2 - STEP_S
 
 
 def test_a_sampler_that_can_read_nothing_now_does_no_harm_to_training(
     clock: SimpleNamespace,
 ) -> None:
-    beside, sampler = turns(clock, WithoutDescriptors)
-    train(beside, clock, 0.2)
+    sharing, sampler = sharing_of(clock, WithoutDescriptors)
+    train(sharing, clock, 0.2)
     assert sampler.steps == 1
 
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cotrain_workers.sampling.vllm.client import VllmAway
+from cotrain_workers.sampling.vllm.client import VllmUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -40,7 +40,7 @@ class VllmAdapters:
         self._loading = asyncio.Lock()
 
     @asynccontextmanager
-    async def held(self, path: Path) -> AsyncIterator[str]:
+    async def loaded(self, path: Path) -> AsyncIterator[str]:
         """Have the adapter of a folder loaded for as long as this lasts; gives the name to ask for.
 
         Raises what `VllmServer.load` raises.
@@ -49,7 +49,7 @@ class VllmAdapters:
         while name not in self._loaded:
             async with self._loading:
                 if name not in self._loaded:
-                    await self._make_room()
+                    await self._evict()
                     await self._server.load(name, path)
                     self._loaded[name] = _Loaded()
         adapter = self._loaded[name]
@@ -69,16 +69,16 @@ class VllmAdapters:
             self._loaded.pop(each, None)
 
     async def drop(self, name: str) -> None:
-        """Unload an adapter once nobody uses it. Twice is harmless."""
+        """Unload an adapter once no sequence uses it. Twice is harmless."""
         adapter = self._loaded.pop(name, None)
         if adapter:
             await self._unload(name, adapter)
 
-    async def _make_room(self) -> None:
-        """Unload the longest unused while there is no room.
+    async def _evict(self) -> None:
+        """Unload the longest unused while there are too many.
 
         If all are in use, the one whose last user came first takes no new ones until it is loaded
-        again, in its turn: so nobody waits longer than those take that are being generated.
+        again, in order: so no request waits longer than those take that are being generated.
         """
         while len(self._loaded) >= self._most:
             idle = (name for name, adapter in self._loaded.items() if not adapter.users)
@@ -93,5 +93,5 @@ class VllmAdapters:
     async def _unload(self, name: str, adapter: _Loaded) -> None:
         if adapter.users:
             await adapter.idle.wait()
-        with contextlib.suppress(VllmAway):  # then it is unloaded for good
+        with contextlib.suppress(VllmUnavailable):  # then it is unloaded for good
             await self._server.unload(name)

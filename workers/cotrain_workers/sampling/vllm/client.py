@@ -12,7 +12,7 @@ from cotrain_workers.sampling.vllm.protocol import Completion, parse_completion
 if TYPE_CHECKING:
     from pathlib import Path
 
-# A generation answers when it ends, however long it takes; a server that is gone is noticed by the
+# A generation answers when it ends, however long it takes; a server that has disconnected is noticed by the
 # keep-alive of the connection within a minute, and one that hangs after this.
 TIMEOUT = httpx.Timeout(connect=10.0, write=60.0, read=3600.0, pool=None)
 KEEP_ALIVE = [
@@ -30,8 +30,8 @@ class VllmError(Exception):
     """A vLLM server did not do what it was asked."""
 
 
-class VllmAway(VllmError):
-    """Nobody answers, or nobody who can serve; the same request may succeed later."""
+class VllmUnavailable(VllmError):
+    """No server answers, or none that can serve; the same request may succeed later."""
 
     def __init__(self, reason: str, *, is_reached: bool) -> None:
         """`is_reached`: it got the request before it failed, so the request may be the cause."""
@@ -48,7 +48,7 @@ class VllmRefused(VllmError):
 
 
 class AdapterUnknown(VllmError):
-    """It has no model of that name: it was restarted, or somebody unloaded the adapter."""
+    """It has no model of that name: it was restarted, or another client unloaded the adapter."""
 
 
 class AdapterRefused(VllmError):
@@ -85,7 +85,7 @@ class VllmServer:
         """Generate one sequence. Cancelling this aborts it on the server.
 
         Raises:
-            VllmAway: or it gave up on the sequence.
+            VllmUnavailable: or it gave up on the sequence.
             VllmRefused: the request is wrong.
             AdapterUnknown: its model is not loaded.
         """
@@ -95,14 +95,14 @@ class VllmServer:
         _raise_for(response)
         completion = parse_completion(response.content)
         if completion.choice["finish_reason"] not in ("stop", "length"):
-            raise VllmAway(f"aborted: {completion.choice['finish_reason']}", is_reached=True)
+            raise VllmUnavailable(f"aborted: {completion.choice['finish_reason']}", is_reached=True)
         return completion
 
     async def load(self, name: str, path: Path) -> None:
         """Load the PEFT folder at `path`, as the server sees it. Twice is harmless.
 
         Raises:
-            VllmAway: it may be loaded or not.
+            VllmUnavailable: it may be loaded or not.
             AdapterRefused: it cannot load it, or LoRA or its run-time updating is off.
         """
         body = {"lora_name": name, "lora_path": str(path)}
@@ -139,18 +139,18 @@ class VllmServer:
     ) -> httpx.Response:
         try:
             return await self._http.request(method, path, json=body)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as away:
-            raise VllmAway(f"no connection: {away}", is_reached=False) from away
+        except (httpx.ConnectError, httpx.ConnectTimeout) as refused:
+            raise VllmUnavailable(f"no connection: {refused}", is_reached=False) from refused
         except httpx.TransportError as lost:
-            raise VllmAway(f"connection lost: {lost!r}", is_reached=True) from lost
+            raise VllmUnavailable(f"connection lost: {lost!r}", is_reached=True) from lost
 
 
 def _raise_for(response: httpx.Response) -> None:
-    """Raise VllmAway for what may pass, VllmRefused for what will not."""
+    """Raise VllmUnavailable for what may pass, VllmRefused for what will not."""
     status = response.status_code
     if status in (408, 429) or response.is_server_error:
-        # The other ones come from a proxy before a server that is away or starts.
-        raise VllmAway(f"answered {status}: {_message(response)}", is_reached=status == 500)
+        # The other ones come from a proxy before a server that is unavailable or starts.
+        raise VllmUnavailable(f"answered {status}: {_message(response)}", is_reached=status == 500)
     if not response.is_success:
         raise VllmRefused(status, _message(response))
 

@@ -20,7 +20,7 @@ import structlog
 from cotrain_workers.engine.decoding.requests import Progress, SampleOutput, WeightsGone
 from cotrain_workers.sampling.vllm.client import VllmServer
 from cotrain_workers.sampling.vllm.protocol import refusal
-from cotrain_workers.sampling.vllm.requests import BROKEN, GONE, VllmSampler
+from cotrain_workers.sampling.vllm.requests import BROKEN, WEIGHTS_DELETED, VllmSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -99,7 +99,7 @@ class VllmDecoder:
 
     @property
     def waiting(self) -> int:
-        """How many requests the server has nothing of yet; all new ones while it is away."""
+        """How many requests the server has nothing of yet; all new ones while it is unavailable."""
         return sum(not job.begun.is_set() for job in self._jobs.values())
 
     def refuse(self, request: SampleRequest) -> str | None:
@@ -118,7 +118,7 @@ class VllmDecoder:
             job.answer.cancel()
 
     def step(self) -> Progress:
-        """Collect what was answered meanwhile; what waits for a folder is sent on its way."""
+        """Collect what was answered since the last step; what waits for a folder is sent on its way."""
         for job in [job for job in self._jobs.values() if job.answer is None]:
             self._begin(job)
         finished = []
@@ -158,7 +158,7 @@ class VllmDecoder:
                 folder = self._folder(key)
             except WeightsGone:
                 job.answer = Future()
-                job.answer.set_result(GONE)
+                job.answer.set_result(WEIGHTS_DELETED)
                 self._answered.put(job)
                 return
             if folder is None:

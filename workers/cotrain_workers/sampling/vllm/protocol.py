@@ -77,12 +77,12 @@ def completion_body(
     Nothing is left to a default: vLLM fills what is missing from the model's `generation_config.json`,
     and a missing `max_tokens` is 16. It generates one token even where none is wanted.
     """
-    room = context_tokens - len(request.prompt)
+    left = context_tokens - len(request.prompt)
     body = {
         "model": model,
         "prompt": request.prompt.tolist(),
         "n": 1,
-        "max_tokens": room if request.max_tokens is None else max(1, min(request.max_tokens, room)),
+        "max_tokens": left if request.max_tokens is None else max(1, min(request.max_tokens, left)),
         "temperature": request.temperature,
         "top_k": request.top_k,
         "top_p": request.top_p,

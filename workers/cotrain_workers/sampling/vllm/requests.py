@@ -1,4 +1,4 @@
-"""Sample requests answered by a vLLM server: retried while it is away, failed alone when it refuses them."""
+"""Sample requests answered by a vLLM server: retried while it is unavailable, failed alone when it refuses them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cotrain_workers.sampling.vllm.adapters import VllmAdapters
 from cotrain_workers.sampling.vllm.client import (
     AdapterRefused,
     AdapterUnknown,
-    VllmAway,
     VllmRefused,
+    VllmUnavailable,
 )
 from cotrain_workers.sampling.vllm.protocol import completion_body, refusal, sample_output
 from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, check_server
@@ -38,7 +38,7 @@ PAUSE_S = (0.1, 5.0)
 #: A sequence over which the server failed so often, having begun it, is why it fails.
 TRIES = 8
 
-GONE = Failure("The sampler's weights are gone. Save them again.", "server")
+WEIGHTS_DELETED = Failure("The sampler's weights are gone. Save them again.", "server")
 BROKEN = Failure("Internal error: the sampler failed on this request.", "server")
 NOT_LOADED = Failure("Internal error: the sampler could not load these weights.", "server")
 UNEMBEDDING = Failure(
@@ -70,14 +70,16 @@ class VllmSampler:
         max_adapters: int,
         max_sequences: int,
     ) -> None:
-        self.facts: ServerFacts | None = None  # None while the server is away or not as it must be
+        self.facts: ServerFacts | None = (
+            None  # None while the server is unavailable or not as it must be
+        )
         self.adapters = VllmAdapters(server, max_adapters)
         self._server = server
         self._base_model = base_model
         self._targets = targets
         self._vocab_size = vocab_size
         self._shared = shared
-        self._places = asyncio.Semaphore(max_sequences)
+        self._slots = asyncio.Semaphore(max_sequences)
         self._checking = asyncio.Lock()
 
     async def answer(
@@ -107,7 +109,7 @@ class VllmSampler:
                     self.facts = await check_server(
                         self._server, self._base_model, self._targets, self._shared
                     )
-                except (VllmAway, VllmUnusable) as problem:
+                except (VllmUnavailable, VllmUnusable) as problem:
                     if str(problem) != last:
                         last = str(problem)
                         log.error("vllm_not_ready", reason=last)
@@ -128,16 +130,16 @@ class VllmSampler:
     async def _sequence(
         self, request: SampleRequest, number: int, folder: Path | None, begun: Event
     ) -> Completion:
-        """Generate one sequence, however often the server goes away meanwhile."""
-        async with self._places:
+        """Generate one sequence, however often the server is unavailable before it ends."""
+        async with self._slots:
             tries = 0
             while tries < TRIES:
                 facts = await self.ready()
                 begun.set()
                 try:
                     return await self._complete(request, number, folder, facts)
-                except VllmAway as away:
-                    tries += away.is_reached
+                except VllmUnavailable as unavailable:
+                    tries += unavailable.is_reached
                     self.facts = None
                 except AdapterUnknown:
                     tries += 1
@@ -152,9 +154,9 @@ class VllmSampler:
     async def _complete(
         self, request: SampleRequest, number: int, folder: Path | None, facts: ServerFacts
     ) -> Completion:
-        holding = self.adapters.held(folder) if folder else nullcontext(facts.model)
+        loaded = self.adapters.loaded(folder) if folder else nullcontext(facts.model)
         try:
-            async with holding as model:
+            async with loaded as model:
                 body = completion_body(request, number, model, facts.context_tokens)
                 return await self._server.complete(body)
         except AdapterRefused as refused:
@@ -162,13 +164,13 @@ class VllmSampler:
             raise _Failed(NOT_LOADED) from refused
         except VllmRefused as refused:
             if refused.status in (401, 403):  # the key is wrong by now, and no request's fault
-                raise VllmAway(str(refused), is_reached=False) from refused
+                raise VllmUnavailable(str(refused), is_reached=False) from refused
             raise _Failed(Failure(f"The sampler refused this: {refused}", "user")) from refused
 
 
 def _adapts_unembedding(folder: Path) -> bool:
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-    except FileNotFoundError as gone:
-        raise _Failed(GONE) from gone
+    except FileNotFoundError as missing:
+        raise _Failed(WEIGHTS_DELETED) from missing
     return "lm_head" in config["target_modules"]

@@ -19,9 +19,9 @@ from cotrain_workers.engine.spec import AdapterSpec, plan_layout
 from cotrain_workers.sampling.vllm.client import (
     AdapterRefused,
     AdapterUnknown,
-    VllmAway,
     VllmError,
     VllmRefused,
+    VllmUnavailable,
 )
 from cotrain_workers.sampling.vllm.protocol import ServerFacts
 
@@ -53,7 +53,7 @@ async def check_server(
     `shared` is a folder that both sides see under this path; two probe adapters are written there.
 
     Raises:
-        VllmAway: it does not answer, or not yet.
+        VllmUnavailable: it does not answer, or not yet.
         VllmUnusable: it was started otherwise than docs/vllm.md says.
     """
     try:
@@ -67,7 +67,7 @@ async def check_server(
         hint = " Is COTRAIN_VLLM_API_KEY the key it was started with?" * (refused.status == 401)
         raise VllmUnusable(f"vLLM answers {refused.status}: {refused}.{hint}") from refused
     except AdapterUnknown as unknown:  # another worker's check has just unloaded the same probe
-        raise VllmAway(f"lost a probe: {unknown}", is_reached=False) from unknown
+        raise VllmUnavailable(f"lost a probe: {unknown}", is_reached=False) from unknown
     except (KeyError, TypeError, ValueError) as strange:
         raise VllmUnusable(f"This is no vLLM that cotrain knows: {strange!r}.") from strange
     except OSError as unwritten:
@@ -128,7 +128,7 @@ async def _adapts_unembedding(
     """Tell whether LoRA on `lm_head` works: vLLM has it for some models only.
 
     Others refuse such an adapter, and where the head is tied to the embeddings it may be loaded and
-    silently left out, which nobody would notice but by its results.
+    silently left out, which would show in its results alone.
     """
     try:
         adapts = await _has_effect(server, model, base_model, _UNEMBEDDING, targets, shared)
@@ -158,7 +158,7 @@ async def _has_effect(
 
 
 def probe_weights(spec: AdapterSpec, targets: Sequence[Target]) -> HostWeights:
-    """Return an adapter whose effect nobody can overlook."""
+    """Return an adapter whose effect cannot be overlooked."""
     layout = plan_layout(spec, targets)
     flat = initial_weights(spec, layout)
     generator = torch.Generator().manual_seed(spec.seed)

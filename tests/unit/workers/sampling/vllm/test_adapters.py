@@ -106,7 +106,7 @@ def test_weights_that_are_gone_fail_their_request_alone(new_decoder: NewDecoder)
 
     decoder = new_decoder(folder=folder)
     outputs = run(decoder, request("gone", "run-1"), request("base"))
-    assert outputs["gone"] == vllm_sampler.GONE
+    assert outputs["gone"] == vllm_sampler.WEIGHTS_DELETED
     assert tokens(outputs["base"])
 
 

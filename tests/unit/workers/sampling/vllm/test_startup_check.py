@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_workers.engine.model.base_model import find_targets
-from cotrain_workers.sampling.vllm.client import VllmAway, VllmServer
+from cotrain_workers.sampling.vllm.client import VllmServer, VllmUnavailable
 from cotrain_workers.sampling.vllm.protocol import ServerFacts
 from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, base_card, check_server
 from tests.support.vllm_requests import BASE
@@ -126,10 +126,10 @@ def test_a_server_that_is_away_or_still_starts_is_no_broken_server(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
     vllm.answers["/v1/models"] = [(503, "starting")]
-    with pytest.raises(VllmAway, match="503"):
+    with pytest.raises(VllmUnavailable, match="503"):
         check(vllm, targets, tmp_path)
     vllm.stop()
-    with pytest.raises(VllmAway, match="no connection"):
+    with pytest.raises(VllmUnavailable, match="no connection"):
         check(vllm, targets, tmp_path)
     vllm.start()
 
@@ -144,7 +144,7 @@ def test_workers_that_check_one_server_at_once_do_not_take_each_other_for_its_fa
 
     # after the log-probs at two temperatures, and those of the base model beside the first probe
     vllm.answers["/v1/completions"] = [None, None, None, lose_the_probe]
-    with pytest.raises(VllmAway, match="lost a probe"):
+    with pytest.raises(VllmUnavailable, match="lost a probe"):
         check(vllm, targets, tmp_path)
 
 

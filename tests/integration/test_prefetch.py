@@ -17,8 +17,8 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, Pass
-from cotrain_workers.worker import prefetch as ahead
-from cotrain_workers.worker.prefetch import Ahead
+from cotrain_workers.worker import prefetch as prefetch
+from cotrain_workers.worker.prefetch import Prefetcher
 from tests.support.bodies import pass_body, sequences
 from tests.support.stack import make_worker, stack, worker
 from tests.support.tiny_models import build_tiny_qwen3
@@ -38,13 +38,13 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "LOOK_S", 0.001)
+    monkeypatch.setattr(prefetch, "LOOK_S", 0.001)
 
 
-def look(looker: Ahead, step: Step, count: int) -> None:
+def look(looker: Prefetcher, step: Step, count: int) -> None:
     """Look behind a step until `count` bodies are decoded."""
     give_up_at = time.monotonic() + PATIENCE_S
-    with looker.behind(step):
+    with looker.during(step):
         while len(looker._decoded) != count:
             assert time.monotonic() < give_up_at, looker._decoded
             time.sleep(0.001)
@@ -61,7 +61,7 @@ async def submit_behind(log: Log, *bodies: bytes) -> tuple[Step, list[QueuedOp]]
 
 async def test_a_body_is_decoded_ahead_and_used_once(log: Log) -> None:
     step, (op,) = await submit_behind(log, BODY)
-    looker = Ahead(log.execution)
+    looker = Prefetcher(log.execution)
 
     look(looker, step, 1)
 
@@ -71,9 +71,9 @@ async def test_a_body_is_decoded_ahead_and_used_once(log: Log) -> None:
     assert looker.take(op, BODY) is None
 
 
-async def test_another_body_or_another_op_is_decoded_in_its_turn(log: Log) -> None:
+async def test_another_body_or_another_op_is_decoded_when_it_is_planned(log: Log) -> None:
     step, (op,) = await submit_behind(log, BODY)
-    looker = Ahead(log.execution)
+    looker = Prefetcher(log.execution)
 
     look(looker, step, 1)
 
@@ -81,9 +81,9 @@ async def test_another_body_or_another_op_is_decoded_in_its_turn(log: Log) -> No
     assert looker.take(op, BODY + b" ") is None
 
 
-async def test_a_body_that_cannot_be_read_fails_as_it_would_in_its_turn(log: Log) -> None:
+async def test_a_body_that_cannot_be_read_fails_as_it_would_when_it_is_planned(log: Log) -> None:
     step, (op,) = await submit_behind(log, b"no message")
-    looker = Ahead(log.execution)
+    looker = Prefetcher(log.execution)
 
     look(looker, step, 1)
 
@@ -111,8 +111,8 @@ async def test_little_is_held_and_nothing_for_long(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, ops = await submit_behind(log, BODY, BODY, BODY)
-    monkeypatch.setattr(ahead, "MOST_BYTES", 2 * len(BODY))
-    looker = Ahead(log.execution)
+    monkeypatch.setattr(prefetch, "MOST_BYTES", 2 * len(BODY))
+    looker = Prefetcher(log.execution)
 
     look(looker, step, 2)
     assert set(looker._decoded) == set(ops[:2])
@@ -131,9 +131,9 @@ async def test_a_redis_that_is_away_ends_the_looking_and_not_the_step(
         raise RedisConnectionError
 
     monkeypatch.setattr(log.execution.logs, "behind", is_away)
-    with Ahead(log.execution).behind(step):
+    with Prefetcher(log.execution).during(step):
         for thread in threading.enumerate():
-            if thread.name == "ahead":
+            if thread.name == "prefetch":
                 thread.join(PATIENCE_S)  # it ends by itself
 
     assert len(asked) == 1
@@ -168,17 +168,17 @@ async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     notes: list[bool] = []
-    take = Ahead.take
+    take = Prefetcher.take
 
-    def noting(self: Ahead, op: QueuedOp, body: bytes) -> Pass | Failure | None:
+    def noting(self: Prefetcher, op: QueuedOp, body: bytes) -> Pass | Failure | None:
         found = take(self, op, body)
-        if op.kind in ahead.PASSES:
+        if op.kind in prefetch.PASSES:
             notes.append(found is not None)
         return found
 
-    decode, has_decoded = Ahead._decode, threading.Event()
+    decode, has_decoded = Prefetcher._decode, threading.Event()
 
-    def decoding(self: Ahead, *behind: Any) -> None:
+    def decoding(self: Prefetcher, *behind: Any) -> None:
         decode(self, *behind)
         if self._decoded:
             has_decoded.set()
@@ -190,8 +190,8 @@ async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
         assert has_decoded.wait(PATIENCE_S)
         return (yield from cycle(self, *step))
 
-    monkeypatch.setattr(Ahead, "take", noting)
-    monkeypatch.setattr(Ahead, "_decode", decoding)
+    monkeypatch.setattr(Prefetcher, "take", noting)
+    monkeypatch.setattr(Prefetcher, "_decode", decoding)
     monkeypatch.setattr(Engine, "cycle", slow)
     decoded_ahead = await losses(empty_redis.url, tmp_path / "ahead", engine)
     assert len(notes) == 6
@@ -199,17 +199,17 @@ async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
 
     redis_server.flush()
     notes.clear()
-    monkeypatch.setattr(ahead, "LOOK_S", 3600.0)
-    in_their_turn = await losses(empty_redis.url, tmp_path / "turn", engine)
+    monkeypatch.setattr(prefetch, "LOOK_S", 3600.0)
+    when_planned = await losses(empty_redis.url, tmp_path / "planned", engine)
 
     assert notes == [False] * 6
-    assert decoded_ahead == in_their_turn
+    assert decoded_ahead == when_planned
 
 
 async def test_the_runs_that_wait_for_a_plan_are_noted_once(log: Log) -> None:
     step, _ = await submit_behind(log, BODY)
     late = await log.new_run()
-    looker = Ahead(log.execution)
+    looker = Prefetcher(log.execution)
 
     look(looker, step, 1)
 
@@ -228,10 +228,10 @@ def test_adapters_of_waiting_runs_are_fetched_between_micro_batches_while_memory
 
     monkeypatch.setattr(engine, "prefetch", prefetch)
     loop, spools = make_worker(empty_redis.url, tmp_path, engine)
-    loop._ahead._ready = [RunId("b"), RunId("c")]
+    loop._prefetcher._ready = [RunId("b"), RunId("c")]
 
-    loop._beside_step()
-    loop._beside_step()
+    loop._at_yield_point()
+    loop._at_yield_point()
 
     assert asked == [["b", "c"]]
     for spool in spools:
