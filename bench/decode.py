@@ -35,9 +35,9 @@ from bench.machine import machine, show
 from bench.model import SHAPES, build
 from bench.roofline import copy_bandwidth
 from bench.timing import timed
-from cotrain_workers.engine.decoding.requests import HostWeights, SampleOutput
+from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Create, Save, SaveOutput
+from cotrain_workers.engine.ops import Create, HostWeights, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import request
 from tests.support.training import PeftOracle

@@ -21,8 +21,8 @@ from tinker_cookbook.weights import build_hf_model, build_lora_adapter
 from transformers import AutoModelForCausalLM
 
 from cotrain_workers.checkpoints.peft_folder import write_folder
-from cotrain_workers.engine.decoding.requests import HostWeights
 from cotrain_workers.engine.model.base_model import find_targets
+from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, plan_layout
 from tests.support.tiny_models import build_tiny
 

@@ -16,8 +16,8 @@ from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import flex_attention as flex
 from cotrain_workers.engine.model import fusion
-from cotrain_workers.engine.model.attention import Rule
 from cotrain_workers.engine.model.compile import compiled
+from cotrain_workers.engine.routing import AttentionRule
 from cotrain_workers.engine.training import adamw as adam
 from cotrain_workers.engine.training import pass_state as open_pass
 from cotrain_workers.engine.training.forward_backward import Wave
@@ -45,7 +45,7 @@ CUDA = torch.device("cuda", 0)
 def test_compiled_flex_attention_and_its_gradients_are_those_of_dense_attention(
     size: int, window: int | None, softcap: float | None
 ) -> None:
-    rule = Rule(size**-0.5, window, softcap)
+    rule = AttentionRule(size**-0.5, window, softcap)
 
     assert flex.is_right(CUDA, torch.bfloat16, (8, 4, size), rule)
 

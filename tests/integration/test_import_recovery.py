@@ -17,6 +17,7 @@ from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.messages.saves import SaveRequest
 from cotrain_workers.checkpoints.peft_folder import folder_of, read_folder
 from cotrain_workers.engine.adapters.peft_import import read_import
+from cotrain_workers.op_codec import peft_adapter
 from tests.support.checkpoints import run_from
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.stack import MODEL, POOL, Stack, worker
@@ -79,7 +80,7 @@ async def test_an_upload_becomes_the_same_checkpoint_wherever_its_worker_is_kill
         other = await run_from(server, "a", "b", checkpoint, lora=LORA)
         await server.result(other, request_id(other.id, 0))
 
-    expected = read_import(body, engine.layout_of, max_rank=32)
+    expected = read_import(peft_adapter(body), engine.layout_of, max_rank=32)
     record = await server.records.weights(checkpoint.weights)
     assert record is not None
     stored = read_folder(folder_of(tmp_path / "weights", record.digest), engine.layout_of)

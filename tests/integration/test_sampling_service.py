@@ -16,12 +16,8 @@ from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.decoding.requests import (
-    HostWeights,
-    Progress,
-    SampledSequence,
-    SampleOutput,
-)
+from cotrain_workers.engine.decoding.requests import Progress, SampledSequence, SampleOutput
+from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from cotrain_workers.sampling.service import MOST_WAITING, UNREADABLE, WEIGHTS_LOST, SamplingService
 from tests.support.samples import LARGE_BODY, Samples, open_samples, sampler_record

@@ -14,7 +14,7 @@ from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import TENSORS
 from cotrain_workers.checkpoints.weights_store import LOST, WeightsStore
-from cotrain_workers.engine.decoding.requests import WeightsGone
+from cotrain_workers.engine.ops import WeightsGone
 from tests.support.saved_files import (
     KEY,
     SIZE,

@@ -13,7 +13,7 @@ from cotrain_store.keys import sample_keys, weights_keys
 from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_workers.checkpoints.files import base_model_of_adapter
 from cotrain_workers.checkpoints.peft_folder import write_folder
-from cotrain_workers.engine.decoding.requests import WeightsGone
+from cotrain_workers.engine.ops import WeightsGone
 from tests.support.saved_files import (
     KEY,
     SPEC,

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.decoding.requests import HostWeights, TopK
+    from cotrain_workers.engine.decoding.requests import TopK
     from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import HostWeights
 
 VOCAB = 128
 RUNS = [tenant.run for tenant in MIX]

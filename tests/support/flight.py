@@ -15,8 +15,7 @@ from cotrain_store.messages.ids import RunId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
-from cotrain_workers.engine.decoding.requests import WeightsGone
-from cotrain_workers.engine.ops import Failure, SaveOutput
+from cotrain_workers.engine.ops import Failure, SaveOutput, WeightsGone
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.recorder import SUFFIX, Recorder
 from tests.support.bodies import optim_body, pass_body, sequences
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from cotrain_workers.engine.decoding.requests import HostWeights
     from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import HostOptimizer, Op, Output
+    from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Op, Output
     from cotrain_workers.engine.spec import AdapterSpec, Layout
 
     Asked = tuple[str, int, OpKind, bytes]  # run, seq, kind, body

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.engine.decoding.requests import HostWeights
-from cotrain_workers.engine.ops import Create, KlDatum, ReverseKl, ReverseKlOutput
+from cotrain_workers.engine.ops import Create, HostWeights, KlDatum, ReverseKl, ReverseKlOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.training import PeftOracle, relative_error
 

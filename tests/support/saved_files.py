@@ -11,8 +11,7 @@ import torch
 
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.decoding.requests import HostWeights
-from cotrain_workers.engine.ops import HostOptimizer
+from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from tests.support.stack import MODEL
 

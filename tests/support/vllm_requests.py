@@ -11,14 +11,21 @@ import numpy as np
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.decoding.requests import (
     NO_TOP_K,
-    HostWeights,
     Progress,
     SampledSequence,
     SampleOutput,
     SampleRequest,
 )
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Create, Datum, Failure, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.ops import (
+    Create,
+    Datum,
+    Failure,
+    HostWeights,
+    OptimStep,
+    Pass,
+    PassOutput,
+)
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 from tests.support.training import random_datum

@@ -5,8 +5,10 @@ place that knows both.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.bodies.pass_body import decode_pass, encode_pass_output, parse_pass
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl, reverse_kl_answer
 from cotrain_store.errors import MalformedBody
@@ -17,13 +19,13 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, SaveRequest
 from cotrain_workers.checkpoints.encrypted_export import refuse_recipients
 from cotrain_workers.engine.adapters.interpolation import mix
-from cotrain_workers.engine.decoding.requests import HostWeights, WeightsGone
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
     Datum,
     Failure,
     HostOptimizer,
+    HostWeights,
     Import,
     KlDatum,
     Load,
@@ -33,11 +35,14 @@ from cotrain_workers.engine.ops import (
     Output,
     Pass,
     PassOutput,
+    PeftAdapter,
+    PeftModule,
     ReverseKl,
     ReverseKlOutput,
     Save,
     SaveOutput,
     StepOutput,
+    WeightsGone,
 )
 from cotrain_workers.engine.spec import AdapterSpec
 
@@ -70,18 +75,7 @@ def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failu
     match op.kind:
         case OpKind.CREATE:
             lora = decode(LoraSpec, json.loads(body))
-            return Create(
-                op.run,
-                op.seq,
-                AdapterSpec(
-                    rank=lora.rank,
-                    seed=lora.seed,
-                    train_attn=lora.train_attn,
-                    train_mlp=lora.train_mlp,
-                    train_unembed=lora.train_unembed,
-                    alpha=lora.alpha,
-                ),
-            )
+            return Create(op.run, op.seq, AdapterSpec(**asdict(lora)))
         case OpKind.FORWARD | OpKind.FORWARD_BACKWARD:
             return decode_op_pass(op, body)
         case OpKind.REVERSE_KL:
@@ -93,7 +87,7 @@ def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failu
         case OpKind.LOAD:
             return load_op(op, body, checkpoints)
         case OpKind.IMPORT:
-            return Import(op.run, op.seq, body)
+            return import_op(op, body)
         case OpKind.REJECTED:
             rejected = json.loads(body)
             return Failure(rejected["error"], rejected["category"])
@@ -149,6 +143,21 @@ def _optimizer(request: LoadRequest, checkpoints: Checkpoints) -> HostOptimizer 
     if not request.optimizer or len(request.sources) > 1:
         return None
     return checkpoints.optimizer(request.sources[0].ref)
+
+
+def import_op(op: QueuedOp, body: bytes) -> Import | Failure:
+    """Read an uploaded adapter, but for its numbers; a Failure where that cannot be done."""
+    try:
+        return Import(op.run, op.seq, peft_adapter(body))
+    except MalformedBody:
+        return Failure("The uploaded adapter cannot be read.", "user")
+
+
+def peft_adapter(body: bytes) -> PeftAdapter:
+    """Read the body of an IMPORT op, as `encode_import` wrote it; raises MalformedBody."""
+    adapter = decode_import(body)
+    modules = [PeftModule(**asdict(module)) for module in adapter.modules]
+    return PeftAdapter(AdapterSpec(**asdict(adapter.lora)), modules, adapter.tensors)
 
 
 def reverse_kl_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> ReverseKl | Failure:

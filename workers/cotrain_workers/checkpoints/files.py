@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import WeightsRef
     from cotrain_store.weights.saved_weights import SavedWeights
     from cotrain_workers.checkpoints.peft_folder import LayoutOf
-    from cotrain_workers.engine.decoding.requests import HostWeights
-    from cotrain_workers.engine.ops import HostOptimizer
+    from cotrain_workers.engine.ops import HostOptimizer, HostWeights
     from cotrain_workers.engine.spec import Layout
 
 log = structlog.get_logger()

@@ -25,7 +25,7 @@ from safetensors.torch import load, save
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.disk.durable_files import passes
 from cotrain_store.failpoints import failpoint
-from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S, Unwanted
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.checkpoints.optimizer_file import OptimizerUnreadable
 from cotrain_workers.checkpoints.peft_folder import FolderUnreadable
-from cotrain_workers.engine.decoding.requests import WeightsGone
+from cotrain_workers.engine.ops import WeightsGone
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from cotrain_store.weights.saved_weights import SavedWeights
     from cotrain_workers.checkpoints.files import CheckpointFiles, Saved, WrittenFiles
     from cotrain_workers.checkpoints.peft_folder import LayoutOf
-    from cotrain_workers.engine.decoding.requests import HostWeights
-    from cotrain_workers.engine.ops import HostOptimizer
+    from cotrain_workers.engine.ops import HostOptimizer, HostWeights
     from cotrain_workers.engine.spec import AdapterSpec, Layout
 
 log = structlog.get_logger()

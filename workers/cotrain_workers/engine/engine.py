@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState
-from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save, unknown_run
+from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save
 from cotrain_workers.engine.adapters.residency import adapter_budget
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.sizes import DecoderSizes
-from cotrain_workers.engine.device import check_device, make_cuda_deterministic
-from cotrain_workers.engine.heap import keep_freed_memory
+from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
+from cotrain_workers.engine.device import check_device, keep_freed_memory, make_cuda_deterministic
 from cotrain_workers.engine.lora.backend import find_backend
 from cotrain_workers.engine.model.base_model import load_base_model
 from cotrain_workers.engine.model.compile import compiled
@@ -35,10 +34,11 @@ from cotrain_workers.engine.ops import (
     Pass,
     ReverseKl,
     Save,
+    unknown_run,
 )
+from cotrain_workers.engine.training.adamw import take_steps
 from cotrain_workers.engine.training.forward_backward import Wave
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
-from cotrain_workers.engine.training.optimizer_steps import take_steps
 from cotrain_workers.engine.training.pass_state import OpenPass
 from cotrain_workers.engine.training.validation import refuse_pass, refuse_reverse_kl
 
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
     from cotrain_workers.engine.adapters.bank import StateCopy
     from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.decoding.requests import HostWeights, TextOf
+    from cotrain_workers.engine.decoding.requests import TextOf
     from cotrain_workers.engine.lora.backend import Choice
     from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
     from cotrain_workers.engine.model.base_model import BaseModel
     from cotrain_workers.engine.model_facts import ModelFacts
-    from cotrain_workers.engine.ops import Op
+    from cotrain_workers.engine.ops import HostWeights, Op
     from cotrain_workers.engine.spec import AdapterSpec, Layout, Target
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
+from cotrain_workers.engine import sequence_table
 from cotrain_workers.engine.model import attention as attn
-from cotrain_workers.engine.training import micro_batches as pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ def numerics_of(
         dtype=str(dtype).removeprefix("torch."),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        padding=f"{pack.FINE_STEP}/{pack.FINE_LIMIT}/{pack.COARSE_STEP}",
+        padding=f"{sequence_table.FINE_STEP}/{sequence_table.FINE_LIMIT}/{sequence_table.COARSE_STEP}",
         micro_batch_tokens=sizes[0],
         head_chunk_rows=sizes[1],
         lora=lora,

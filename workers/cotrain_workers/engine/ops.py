@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from cotrain_workers.engine.decoding.requests import HostWeights
     from cotrain_workers.engine.spec import AdapterSpec
 
 
@@ -134,12 +133,31 @@ class Load:
 
 
 @dataclass(frozen=True)
+class PeftModule:
+    """The LoRA matrices of one module of a `PeftAdapter`: `W + scale * B @ A`."""
+
+    name: str  # its path in the Hugging Face model
+    a: str  # name of the tensor [rank, inputs]; `rank` is at most that of the run
+    b: str  # name of the tensor [outputs, rank]
+    scale: float
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter that PEFT wrote, and what it becomes."""
+
+    spec: AdapterSpec
+    modules: Sequence[PeftModule]
+    tensors: bytes  # a safetensors file of those tensors as F32, F16 or BF16, and of nothing else
+
+
+@dataclass(frozen=True)
 class Import:
-    """Start a run with an adapter that was made elsewhere: an upload, as `encode_import` writes it."""
+    """Start a run with an adapter that was made elsewhere."""
 
     run: str
     seq: int
-    content: bytes
+    adapter: PeftAdapter
 
 
 Op = Create | Import | Pass | ReverseKl | OptimStep | Save | Load
@@ -215,3 +233,20 @@ class CycleOutput:
     padded_tokens: int  # tokens plus the filler of every micro-batch
     wave_s: float  # forward/backward, without what others took at its yield points
     optim_s: float
+
+
+def unknown_run() -> Failure:
+    """Return the answer to an op of a run that has no adapter: the op that makes it has failed."""
+    return Failure("This run has no adapter: its creation failed. Create another run.", "user")
+
+
+class WeightsGone(KeyError):
+    """Nothing holds the weights of this key any more."""
+
+
+@dataclass(frozen=True)
+class HostWeights:
+    """Sampler weights on the host, in the arena layout of `spec`."""
+
+    spec: AdapterSpec
+    flat: torch.Tensor  # fp32 [layout.size]

@@ -3,75 +3,25 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate, groupby
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-import numpy as np
-import torch
-
-from cotrain_workers.engine.model.flex_attention import block_mask
-from cotrain_workers.engine.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch.nn.attention.flex_attention import BlockMask
+    import torch
 
-    from cotrain_workers.engine.model.attention import Rule
+    from cotrain_workers.engine.sequence_table import SequenceTable
     from cotrain_workers.engine.spec import Layout, Pair
 
 
-class Stretch(NamedTuple):
-    """Neighbouring sequences of equal length; attention takes them in one call."""
+@dataclass(frozen=True)
+class AttentionRule:
+    """How one layer scores: `window` counts the token itself and those before it."""
 
-    start: int
-    sequences: int
-    length: int
-
-
-@dataclass
-class SequenceTable:
-    """The sequences of a packed row, filler included: `lengths` adds up to the padded length."""
-
-    lengths: Sequence[int]
-    device: torch.device
-    stretches: tuple[Stretch, ...] = field(init=False)
-    longest: int = field(init=False)
-    _masks: dict[tuple[int, int | None], torch.Tensor] = field(init=False, default_factory=dict)
-    _block_masks: dict[int | None, BlockMask] = field(init=False, default_factory=dict)
-    _offsets: torch.Tensor | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        self.longest = max(self.lengths)
-        groups = [(length, len(list(same))) for length, same in groupby(self.lengths)]
-        starts = accumulate((length * count for length, count in groups), initial=0)
-        self.stretches = tuple(
-            Stretch(start, count, length)
-            for start, (length, count) in zip(starts, groups, strict=False)
-        )
-
-    def offsets(self) -> torch.Tensor:
-        """Return where each sequence starts, and the end: int32 `[sequences + 1]`."""
-        if self._offsets is None:
-            ends = list(accumulate(self.lengths, initial=0))
-            self._offsets = to_device(np.array(ends, np.int32), self.device)
-        return self._offsets
-
-    def block_mask(self, window: int | None) -> BlockMask:
-        """Return what each row may see, for flex attention."""
-        if window not in self._block_masks:
-            self._block_masks[window] = block_mask(self.lengths, window, self.device)
-        return self._block_masks[window]
-
-    def mask(self, length: int, window: int | None) -> torch.Tensor:
-        """Return bool `[length, length]`, true where a query may look: back, at most `window` tokens."""
-        key = (length, window)
-        if key not in self._masks:
-            at = torch.arange(length, device=self.device)
-            back = at[:, None] - at[None, :]
-            self._masks[key] = (back >= 0) & (back < (window or length))
-        return self._masks[key]
+    scaling: float
+    window: int | None
+    softcap: float | None
 
 
 class Part(NamedTuple):
@@ -143,7 +93,7 @@ class StepRoute(Protocol):
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         """Map `q` `[T, heads, d]` to the same shape, each row within its own sequence."""
 

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import OpId, RunId, WeightsRef
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_workers.engine.adapters.bank import AdapterState
-    from cotrain_workers.engine.decoding.requests import HostWeights
     from cotrain_workers.engine.numerics import Numerics
-    from cotrain_workers.engine.ops import HostOptimizer
+    from cotrain_workers.engine.ops import HostOptimizer, HostWeights
     from cotrain_workers.recorder.fingerprints import Fingerprint
 
 

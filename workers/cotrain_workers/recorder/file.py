@@ -28,9 +28,8 @@ from safetensors import torch as tensors
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import Step
-from cotrain_workers.engine.decoding.requests import HostWeights
 from cotrain_workers.engine.numerics import Numerics
-from cotrain_workers.engine.ops import HostOptimizer
+from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.recorder.cycle import CycleFacts, Findings, ReadCheckpoints, RecordedCycle
 from cotrain_workers.recorder.fingerprints import ArenaPrint, Fingerprint

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_workers.engine.decoding.requests import HostWeights, WeightsGone
+from cotrain_workers.engine.ops import HostWeights, WeightsGone
 from cotrain_workers.recorder.cycle import CycleFacts, Findings, ReadCheckpoints, checkpoints_of
 from cotrain_workers.recorder.file import add_findings, write_inputs
 from cotrain_workers.recorder.fingerprints import fingerprint_of, fingerprint_of_state

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from cotrain_workers.engine.decoding.requests import WeightsGone
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Failure
+from cotrain_workers.engine.ops import Failure, WeightsGone
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.cycle import Findings
 from cotrain_workers.recorder.fingerprints import differences, fingerprint_of, fingerprint_of_state
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.ids import RunId, WeightsRef
     from cotrain_store.messages.ops import QueuedOp
-    from cotrain_workers.engine.decoding.requests import HostWeights
     from cotrain_workers.engine.numerics import Numerics
-    from cotrain_workers.engine.ops import HostOptimizer, Op, Output
+    from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Op, Output
     from cotrain_workers.engine.spec import AdapterSpec, Layout
     from cotrain_workers.recorder.cycle import CycleFacts, RecordedCycle
     from cotrain_workers.recorder.fingerprints import Fingerprint

@@ -15,7 +15,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import seq_of
 from cotrain_store.messages.runs import RunState
 from cotrain_workers.engine.adapters.bank import AdapterState
-from cotrain_workers.engine.decoding.requests import WeightsGone
+from cotrain_workers.engine.ops import WeightsGone
 from cotrain_workers.recovery.snapshot_file import write_snapshot
 
 if TYPE_CHECKING:

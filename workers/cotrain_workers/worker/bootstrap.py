@@ -20,9 +20,9 @@ from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_store.weights.saved_weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.host_memory import free_host_bytes
-from cotrain_workers.engine.memory import is_out_of_memory
 from cotrain_workers.engine.model.model_source import NoRoom, no_room
 from cotrain_workers.engine.ops import Create, Datum, Pass
 from cotrain_workers.engine.progress import tell
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from cotrain_store.disk.spool import Spool
     from cotrain_store.redis_client.connection import SyncConnection
     from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.decoding.requests import HostWeights, TextOf
+    from cotrain_workers.engine.decoding.requests import TextOf
+    from cotrain_workers.engine.ops import HostWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
 _PROBE_TOKENS = 1024

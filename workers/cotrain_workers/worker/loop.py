@@ -22,7 +22,7 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.backpressure import SaveBackpressure
 from cotrain_workers.engine.cycle import drive
-from cotrain_workers.engine.memory import is_out_of_memory
+from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.recovery.run_lifecycle import Runs
 from cotrain_workers.worker.cycle_log import log_cycle
 from cotrain_workers.worker.heartbeat import Heartbeat, resident_bytes

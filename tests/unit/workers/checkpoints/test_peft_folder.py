@@ -28,8 +28,7 @@ from cotrain_workers.checkpoints.peft_folder import (
     remove_folder,
     write_folder,
 )
-from cotrain_workers.engine.decoding.requests import HostWeights
-from cotrain_workers.engine.ops import Pass, PassOutput
+from cotrain_workers.engine.ops import HostWeights, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from tests.support.full_table import no_descriptor
 from tests.support.training import MIX, Tenant, random_datum

@@ -13,8 +13,7 @@ from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.messages.weights import CheckpointRecord
 from cotrain_workers.checkpoints.files import Saved
 from cotrain_workers.checkpoints.save_records import DoneSave, saves_of
-from cotrain_workers.engine.decoding.requests import HostWeights
-from cotrain_workers.engine.ops import Failure, HostOptimizer, SaveOutput
+from cotrain_workers.engine.ops import Failure, HostOptimizer, HostWeights, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
 
 RUN = RunId("s:train:0")

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.device import DeviceLost, check_device, unordered_writes
+from cotrain_workers.engine import device
+from cotrain_workers.engine.device import DeviceLost, check_device, to_device, unordered_writes
 
+CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
+SOURCE_ROOT = Path(device.__file__).parents[2]
 
 
 def failing_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +74,61 @@ def test_writes_are_unordered_for_a_moment_only() -> None:
     with unordered_writes():
         pass
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("source", [np.arange(4.0), torch.arange(4.0)])
+def test_values_arrive_in_their_own_type_or_the_one_asked_for(source: np.ndarray) -> None:
+    assert to_device(source, CPU).tolist() == [0, 1, 2, 3]
+    assert to_device(np.arange(4), CPU).dtype == torch.int64
+    assert to_device(source, CPU, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_device_reads_pinned_memory_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def pin(self: torch.Tensor) -> torch.Tensor:
+        calls.append("pin")
+        return self
+
+    def move(self: torch.Tensor, *args: object, **settings: object) -> torch.Tensor:
+        calls.append((args, settings))
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", move)
+
+    to_device(np.arange(4), torch.device("cuda", 0))
+
+    assert calls[:2] == ["pin", ((torch.device("cuda", 0),), {"non_blocking": True})]
+
+
+# Ten tensors of 6 MB, made and freed again and again; prints the page faults of the last round.
+CHURN = """
+import resource, sys, torch
+from cotrain_workers.engine.device import keep_freed_memory
+if sys.argv[1] == "keep" and not keep_freed_memory():
+    print(-1)
+    raise SystemExit
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2048, 768) for _ in range(10)]
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(mode: str) -> int:
+    command = [sys.executable, "-c", CHURN, mode]
+    done = subprocess.run(
+        command, cwd=SOURCE_ROOT, capture_output=True, text=True, check=True, timeout=300
+    )
+    return int(done.stdout)
+
+
+def test_kept_memory_is_not_faulted_in_again() -> None:
+    kept = page_faults("keep")
+    if kept < 0:
+        pytest.skip("the C library has no mallopt")
+
+    pages_of_one_round = 10 * 2048 * 768 * 4 // resource.getpagesize()
+    assert kept < pages_of_one_round / 10

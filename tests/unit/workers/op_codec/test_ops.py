@@ -8,6 +8,7 @@ import torch
 
 from cotrain.wire.pass_codec import decode_pass_output
 from cotrain.wire.proto import wire_pb2
+from cotrain_store.bodies.import_body import PeftAdapter, PeftModule, encode_import
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp
@@ -15,12 +16,13 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_workers import op_codec as requests
-from cotrain_workers.engine.decoding.requests import HostWeights, WeightsGone
+from cotrain_workers.engine import ops as engine_ops
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
     Failure,
     HostOptimizer,
+    HostWeights,
     Import,
     Load,
     LoadOutput,
@@ -30,6 +32,7 @@ from cotrain_workers.engine.ops import (
     PassOutput,
     Save,
     StepOutput,
+    WeightsGone,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from cotrain_workers.op_codec import CYCLE_METRIC, result_of
@@ -165,7 +168,21 @@ def test_a_save_for_nobody_that_age_knows_fails() -> None:
 
 
 def test_an_upload_goes_to_the_engine_as_it_is() -> None:
-    assert engine_op(op(OpKind.IMPORT, 0), b"content") == Import("r", 0, b"content")
+    lora = LoraSpec(rank=8, seed=7)
+    upload = PeftAdapter(lora, (PeftModule("m", "m.A", "m.B", 2.0),), b"tensors")
+    assert engine_op(op(OpKind.IMPORT, 0), encode_import(upload)) == Import(
+        "r",
+        0,
+        engine_ops.PeftAdapter(
+            AdapterSpec(8, 7), [engine_ops.PeftModule("m", "m.A", "m.B", 2.0)], b"tensors"
+        ),
+    )
+
+
+@pytest.mark.parametrize("body", [b"", b"CTI1\xff\xff\xff\xff{"], ids=["nothing", "no import"])
+def test_an_unreadable_import_fails_as_the_users(body: bytes) -> None:
+    expected = Failure("The uploaded adapter cannot be read.", "user")
+    assert engine_op(op(OpKind.IMPORT, 0), body) == expected
 
 
 def test_a_load_carries_what_was_saved() -> None:

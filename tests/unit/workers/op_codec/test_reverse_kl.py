@@ -9,8 +9,14 @@ import torch
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_store.messages.ids import RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_workers.engine.decoding.requests import HostWeights, WeightsGone
-from cotrain_workers.engine.ops import Failure, HostOptimizer, ReverseKl, ReverseKlOutput
+from cotrain_workers.engine.ops import (
+    Failure,
+    HostOptimizer,
+    HostWeights,
+    ReverseKl,
+    ReverseKlOutput,
+    WeightsGone,
+)
 from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
 from cotrain_workers.op_codec import answer_of, reverse_kl_op
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from cotrain_workers.engine.adapters.copy_streams import Arrival, Parked
     from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair
@@ -130,3 +130,11 @@ class Adapter:
         wide = arena_dtype(self.compute_dtype)
         narrow = 0 if self.compute_dtype == wide else self.compute_dtype.itemsize
         return self.layout.size * (4 * wide.itemsize + narrow)
+
+
+def discard_gradients(adapters: Sequence[Adapter]) -> None:
+    """Zero the gradients."""
+    if adapters:
+        torch._foreach_zero_([adapter.gradient.flat for adapter in adapters])
+    for adapter in adapters:
+        adapter.grads_pending = False

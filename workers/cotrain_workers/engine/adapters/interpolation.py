@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_store.messages.runs import DEFAULT_ALPHA
-from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec
 
 if TYPE_CHECKING:
@@ -55,5 +54,5 @@ def mixed_spec(specs: Sequence[AdapterSpec]) -> AdapterSpec:
         train_attn=any(spec.train_attn for spec in specs),
         train_mlp=any(spec.train_mlp for spec in specs),
         train_unembed=any(spec.train_unembed for spec in specs),
-        alpha=alphas.pop() if len(alphas) == 1 else DEFAULT_ALPHA,
+        alpha=alphas.pop() if len(alphas) == 1 else AdapterSpec.alpha,
     )

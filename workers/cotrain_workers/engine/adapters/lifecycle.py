@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
+from cotrain_workers.engine.adapters.adapter import discard_gradients
 from cotrain_workers.engine.adapters.bank import AdapterState, host_copy
 from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import
-from cotrain_workers.engine.decoding.requests import HostWeights
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
     Failure,
     HostOptimizer,
+    HostWeights,
     Import,
     Load,
     LoadOutput,
     SaveOutput,
+    unknown_run,
 )
-from cotrain_workers.engine.training.adamw import discard_gradients
 
 if TYPE_CHECKING:
     from cotrain_workers.engine.adapters.bank import AdapterBank
@@ -116,11 +117,6 @@ def describe(spec: AdapterSpec) -> str:
     )
 
 
-def unknown_run() -> Failure:
-    """Return the answer to an op of a run that has no adapter: the op that makes it has failed."""
-    return Failure("This run has no adapter: its creation failed. Create another run.", "user")
-
-
 def _scaled(flat: torch.Tensor, layout: Layout, ratio: float) -> torch.Tensor:
     """Return a copy of an arena `[size]` with every B multiplied by `ratio`."""
     copy = flat.clone()
@@ -131,7 +127,7 @@ def _scaled(flat: torch.Tensor, layout: Layout, ratio: float) -> torch.Tensor:
 
 def _import(bank: AdapterBank, op: Import, max_rank: int) -> CreateOutput | Failure:
     try:
-        weights = read_import(op.content, bank.layout_of, max_rank)
+        weights = read_import(op.adapter, bank.layout_of, max_rank)
     except ImportRefused as refused:
         return Failure(str(refused), "user")
     _begin_with(bank, op.run, weights, None)

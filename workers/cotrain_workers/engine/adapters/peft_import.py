@@ -7,24 +7,20 @@ they add nothing now and can be trained later.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from cotrain_store.bodies.import_body import decode_import
-from cotrain_store.errors import MalformedBody
 from cotrain_workers.engine.adapters.bank import initial_weights
-from cotrain_workers.engine.decoding.requests import HostWeights
-from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.ops import HostWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cotrain_store.bodies.import_body import PeftModule
-    from cotrain_workers.engine.spec import Layout, Pair, Target
+    from cotrain_workers.engine.ops import PeftAdapter, PeftModule
+    from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target
 
     LayoutOf = Callable[[AdapterSpec], Layout]
 
@@ -35,18 +31,17 @@ class ImportRefused(Exception):
     """This adapter cannot be taken; the message is a sentence for its tenant."""
 
 
-def read_import(content: bytes, layout_of: LayoutOf, max_rank: int) -> HostWeights:
-    """Read the body of an IMPORT op, as `encode_import` wrote it.
+def read_import(adapter: PeftAdapter, layout_of: LayoutOf, max_rank: int) -> HostWeights:
+    """Read the matrices of an adapter that PEFT wrote into an arena of ours.
 
     Raises:
         ImportRefused: it does not fit this base model, or holds what is not a number.
     """
     try:
-        adapter = decode_import(content)
         tensors = load(adapter.tensors)
-    except (MalformedBody, SafetensorError) as unreadable:
+    except SafetensorError as unreadable:
         raise ImportRefused("The uploaded adapter cannot be read.") from unreadable
-    spec = AdapterSpec(**asdict(adapter.lora))
+    spec = adapter.spec
     if not 1 <= spec.rank <= max_rank:
         raise ImportRefused(
             f"The adapter has rank {spec.rank}; between 1 and {max_rank} is served."

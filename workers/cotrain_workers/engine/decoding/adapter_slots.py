@@ -19,7 +19,7 @@ from cotrain_workers.engine.spec import aligned, plan_layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from cotrain_workers.engine.decoding.requests import HostWeights
+    from cotrain_workers.engine.ops import HostWeights
     from cotrain_workers.engine.spec import Target
 
 DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # what the cache holds when nobody said otherwise
@@ -241,3 +241,32 @@ def stage(host: HostWeights, layout: SlotLayout) -> torch.Tensor:
 def trained_modules(host: HostWeights, targets: Sequence[Target]) -> frozenset[str]:
     """Return the names of the modules that the weights change."""
     return frozenset(target.name for target in targets if host.spec.trains(target.family))
+
+
+class PinnedWeights:
+    """Slots by the key of their weights; the base model alone, None, needs no slot."""
+
+    def __init__(self, weights: WeightSlots) -> None:
+        self._weights = weights
+        self.slots: dict[str | None, Slot | None] = {None: None}
+
+    def pin(self, key: str | None) -> bool:
+        """Keep weights for one sequence more; False while there is no room for them.
+
+        Raises:
+            WeightsGone, WeightsNotFinite, WeightsUnfit: as `WeightSlots.pin`.
+        """
+        if key is not None:
+            slot = self._weights.pin(key)
+            if slot is None:
+                return False
+            self.slots[key] = slot
+        return True
+
+    def unpin(self, key: str | None) -> None:
+        """Keep weights for one sequence less."""
+        if key is not None:
+            self._weights.unpin(key)
+            slot = self.slots[key]
+            if slot is not None and not slot.users:
+                del self.slots[key]  # else it would keep the memory of a pool that was given up

@@ -18,15 +18,14 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     KernelTables,
     slot_ends,
 )
-from cotrain_workers.engine.decoding.step import Chunk
-from cotrain_workers.engine.decoding.step_route import MixedStep
+from cotrain_workers.engine.decoding.step import Chunk, MixedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cotrain_workers.engine.decoding.adapter_slots import Pool
     from cotrain_workers.engine.decoding.kv_cache import KvCache
-    from cotrain_workers.engine.decoding.model_runner import Item
+    from cotrain_workers.engine.decoding.step import Item
     from cotrain_workers.engine.routing import StepRoute
 
     # (ids [1, T], positions [1, T], route) -> hidden states [T, d]

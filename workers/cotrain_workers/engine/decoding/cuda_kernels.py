@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.decoding.adapter_slots import Pool, Slot
     from cotrain_workers.engine.decoding.kv_cache import KvCache
     from cotrain_workers.engine.decoding.paged_attention import Span
-    from cotrain_workers.engine.model.attention import Rule
+    from cotrain_workers.engine.routing import AttentionRule
 
 NEEDED = {"block_table", "seqused_k", "window_size", "scale", "enable_gqa"}
 MOST_GROUPS = 1023  # of one grouped product
@@ -97,7 +97,7 @@ class KernelAttention:
         self._tables = tables
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         """Map `q` `[T, heads, d]` to the same shape; rows that belong to nobody become zero."""
         tables, n = self._tables, len(self._tables.places)

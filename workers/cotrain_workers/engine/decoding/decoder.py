@@ -12,47 +12,49 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from cotrain_workers.engine.decoding.adapter_slots import (
+    PinnedWeights,
     WeightSlots,
     WeightsNotFinite,
     WeightsUnfit,
     default_bytes,
 )
 from cotrain_workers.engine.decoding.kv_cache import (
+    MOST_SEQUENCES,
     PAGE_TOKENS,
+    STEP_TOKENS,
     KvCache,
     affordable_tokens,
     decoder_share,
+    sampler_bytes,
 )
-from cotrain_workers.engine.decoding.model_runner import PackedStep, slot_order
+from cotrain_workers.engine.decoding.model_runner import PackedStep
 from cotrain_workers.engine.decoding.pages import Pages, PrefixIndex
-from cotrain_workers.engine.decoding.pinned_weights import PinnedWeights
 from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores, asks_about_prompt, top
-from cotrain_workers.engine.decoding.requests import NewTokens, WeightsGone
+from cotrain_workers.engine.decoding.requests import NewTokens
 from cotrain_workers.engine.decoding.results import StepLog, choice_of, output_of, sampled
 from cotrain_workers.engine.decoding.scheduler import Schedule
 from cotrain_workers.engine.decoding.sequence import Group
-from cotrain_workers.engine.decoding.sizes import MOST_SEQUENCES, STEP_TOKENS, sampler_bytes
-from cotrain_workers.engine.decoding.step import Chunk, Row
+from cotrain_workers.engine.decoding.step import Chunk, Row, slot_order
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
 from cotrain_workers.engine.decoding.token_sampler import choose
 from cotrain_workers.engine.decoding.validation import refuse_sample
 from cotrain_workers.engine.model.unembedding import picked_logprobs
-from cotrain_workers.engine.ops import Failure
+from cotrain_workers.engine.ops import Failure, WeightsGone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
     from cotrain_workers.engine.decoding.model_runner import Forward
     from cotrain_workers.engine.decoding.requests import (
-        HostWeights,
         Progress,
         SampleOutput,
         SampleRequest,
         TextOf,
     )
     from cotrain_workers.engine.decoding.sequence import Sequence
-    from cotrain_workers.engine.decoding.sizes import DecoderSizes
     from cotrain_workers.engine.model.base_model import BaseModel
+    from cotrain_workers.engine.ops import HostWeights
 
 
 class EngineDecoder:

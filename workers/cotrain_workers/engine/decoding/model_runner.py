@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,35 +16,21 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     kernel_tables,
     kernel_takes,
 )
-from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span, positions
+from cotrain_workers.engine.decoding.paged_attention import PagedAttention, positions
 from cotrain_workers.engine.decoding.paged_attention_check import kernel_is_right
 from cotrain_workers.engine.decoding.row_lora import RowLora
-from cotrain_workers.engine.decoding.step import Chunk
-from cotrain_workers.engine.decoding.step_route import MixedStep
+from cotrain_workers.engine.decoding.step import Chunk, MixedStep, arrange, padded
 from cotrain_workers.engine.model.base_model import UNEMBED
 from cotrain_workers.engine.model.unembedding import capped, raw_logits
-from cotrain_workers.engine.training.micro_batches import bucket
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cotrain_workers.engine.decoding.adapter_slots import Slot
     from cotrain_workers.engine.decoding.kv_cache import KvCache
-    from cotrain_workers.engine.decoding.step import Plan, Row
-    from cotrain_workers.engine.decoding.step_route import Lora
+    from cotrain_workers.engine.decoding.step import Item, Lora, Plan
     from cotrain_workers.engine.model.base_model import BaseModel
     from cotrain_workers.engine.routing import StepRoute
-
-
-FEWEST_ROWS = 16
-
-
-class Item(NamedTuple):
-    """A page of a prompt or a generated token, in its place in the packed row."""
-
-    work: Row | Chunk
-    span: Span
-    slot: Slot | None
 
 
 @dataclass(frozen=True)
@@ -139,35 +125,3 @@ def query_heads(base: BaseModel) -> int:
     """Return how many heads of queries a layer has."""
     width = next(each.outputs for each in base.targets if each.name.endswith("q_proj"))
     return width // base.kv.head_dim
-
-
-def padded(rows: int) -> int:
-    """Return the length to pad a step to.
-
-    A row of a product with a weight matrix has the same bits for every number of rows from 12 on
-    (measured on CPU fp32); 16 rather than 32 saves a quarter of the time of a step for few sequences.
-    """
-    return FEWEST_ROWS if rows <= FEWEST_ROWS else bucket(rows)
-
-
-def slot_order(slot: Slot | None) -> tuple[int, int]:
-    """Return what sorts rows so that each adapter's are neighbours, and each pool's."""
-    return (0, 0) if slot is None else (slot.pool.layout.rank, slot.index)
-
-
-def arrange(plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> list[Item]:
-    """Put the work of a plan in a row, each adapter's side by side."""
-    items, row = [], 0
-    for work, slot in sorted(
-        ((work, slot_of[work.sequence.group.request.weights]) for work in plan.work),
-        key=lambda pair: slot_order(pair[1]),
-    ):
-        span = span_of(work, row)
-        items.append(Item(work, span, slot))
-        row += len(positions(span))
-    return items
-
-
-def span_of(work: Row | Chunk, row: int) -> Span:
-    """Return what a row or chunk attends to."""
-    return Span(row, work.start, work.stop, work.sequence.pages)

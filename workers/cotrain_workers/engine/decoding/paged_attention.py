@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from cotrain_workers.engine.decoding.kv_cache import KvCache
-    from cotrain_workers.engine.model.attention import Rule
+    from cotrain_workers.engine.routing import AttentionRule
 
 
 class Span(NamedTuple):
@@ -78,7 +78,7 @@ class PagedAttention:
         ]
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         """Map `q` `[T, heads, d]` to the same shape; rows that belong to nobody become zero."""
         self._cache.write(
@@ -98,7 +98,7 @@ class PagedAttention:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        rule: Rule,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         queries = batched(q, group)
         if group.is_first and rule.softcap is None and rule.window is None:
@@ -117,7 +117,7 @@ class PagedAttention:
 
 
 def grouped_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Alike, rule: Rule
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Alike, rule: AttentionRule
 ) -> torch.Tensor:
     """Attend with the query heads that share keys as further queries of one head.
 
@@ -137,7 +137,7 @@ def grouped_attention(
 
 
 def softcapped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
     """Attend with capped scores; a lone item is computed twice, as a batch of one has other bits."""
     if len(q) > 1:

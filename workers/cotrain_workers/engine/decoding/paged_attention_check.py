@@ -11,7 +11,7 @@ import torch
 from cotrain_workers.engine.decoding.cuda_kernels import KernelAttention, kernel_tables
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span
-from cotrain_workers.engine.model.attention import Rule
+from cotrain_workers.engine.routing import AttentionRule
 
 if TYPE_CHECKING:
     from cotrain_workers.engine.model.base_model import KvShape
@@ -66,7 +66,7 @@ def difference(
     queries = page_tokens // 2
     chunk = Span(1, 0, queries, [2])
     q, k, v = (random(1 + queries, count) for count in (heads, shape.heads, shape.heads))
-    rule = Rule(shape.head_dim**-0.5, window, None)
+    rule = AttentionRule(shape.head_dim**-0.5, window, None)
     flash = KernelAttention(caches[0], kernel_tables([row, chunk], caches[0], device))
     plain = PagedAttention(caches[1], [row], [chunk], device)
     ours, theirs = (each.attend(0, q, k, v, rule).double() for each in (flash, plain))

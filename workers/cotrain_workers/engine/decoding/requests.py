@@ -9,28 +9,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy as np
-    import torch
 
     from cotrain_workers.engine.ops import Failure
-    from cotrain_workers.engine.spec import AdapterSpec
 
     # Decodes the generated tokens of one sequence to text; bytes of an unfinished character at either
     # end become replacement characters.
     TextOf = Callable[[Sequence[int]], str]
 
 NO_TOP_K = -1
-
-
-class WeightsGone(KeyError):
-    """Nothing holds the weights of this key any more."""
-
-
-@dataclass(frozen=True)
-class HostWeights:
-    """Sampler weights on the host, in the arena layout of `spec`."""
-
-    spec: AdapterSpec
-    flat: torch.Tensor  # fp32 [layout.size]
 
 
 @dataclass(frozen=True)

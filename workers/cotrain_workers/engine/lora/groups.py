@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.stacked_weights import Pack, pack_class, padded_rank, plan_pack
 from cotrain_workers.engine.spec import Pair
-from cotrain_workers.engine.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,29 +18,22 @@ from transformers.modeling_utils import AttentionInterface
 
 from cotrain_workers.engine.model import flex_attention as flex
 from cotrain_workers.engine.model.attention_check import PROBE, agrees
-from cotrain_workers.engine.routing import SequenceTable
+from cotrain_workers.engine.routing import AttentionRule
+from cotrain_workers.engine.sequence_table import SequenceTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-    from cotrain_workers.engine.routing import Router, Stretch
+    from cotrain_workers.engine.routing import Router
+    from cotrain_workers.engine.sequence_table import Stretch
 
 PACKED = "cotrain_packed"
 NARROW = (torch.bfloat16, torch.float16)
 UNSUPPORTED_ARGUMENTS = ("s_aux", "sinks", "head_mask", "attention_bias")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one layer scores: `window` counts the token itself and those before it."""
-
-    scaling: float
-    window: int | None
-    softcap: float | None
 
 
 def register() -> None:
@@ -76,7 +68,7 @@ def packed_attention(
     """
     refuse_unsupported(dropout, kwargs)
     router: Router = module.cotrain_router  # type: ignore[assignment]
-    rule = Rule(scaling, sliding_window, softcap)
+    rule = AttentionRule(scaling, sliding_window, softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     if router.step is not None:
         layer: int = module.cotrain_layer  # type: ignore[assignment]
@@ -114,7 +106,7 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     table: SequenceTable,
-    rule: Rule,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """Attend within each of `n` sequences of length `l`; all `[n * l, heads, d]`."""
     shape = (stretch.sequences, stretch.length, -1, q.shape[-1])
@@ -136,7 +128,7 @@ def attend(
 
 
 def softcapped_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Rule
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
     """Attend with scores `cap * tanh(score / cap)` (Gemma 2); holds `[n, heads, l, l]`."""
     assert rule.softcap is not None
@@ -148,7 +140,7 @@ def softcapped_attention(
     return torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype) @ v
 
 
-def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> bool:
+def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> bool:
     """Return whether the flash kernel for ragged batches computes this: on CUDA, in 16 bits, no cap."""
     if rule.softcap is not None or not (q.is_cuda and q.dtype in NARROW):
         return False
@@ -157,7 +149,7 @@ def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> bool:
 
 @cache
 def varlen_is_right(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rule: Rule
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rule: AttentionRule
 ) -> bool:
     """Compare the flash kernel with dense attention, once; where it cannot be used, the log says why.
 
@@ -191,7 +183,7 @@ def varlen_parameters() -> frozenset[str]:
 
 
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: SequenceTable, rule: Rule
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: SequenceTable, rule: AttentionRule
 ) -> torch.Tensor:
     """Attend over the whole packed row in one kernel; all `[T, heads, d]`."""
     kernel, known = varlen_kernel(), varlen_parameters()

@@ -13,7 +13,7 @@ from cotrain_workers.engine.model.compile import difference
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cotrain_workers.engine.model.attention import Rule
+    from cotrain_workers.engine.routing import AttentionRule
 
     Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -31,7 +31,7 @@ def agrees(
     device: torch.device,
     dtype: torch.dtype,
     shape: tuple[int, int, int],
-    rule: Rule,
+    rule: AttentionRule,
 ) -> bool:
     """Compare a kernel with dense attention over sequences of the lengths `PROBE`, forward and backward.
 
@@ -53,7 +53,7 @@ def agrees(
     return found < TOLERANCE
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> torch.Tensor:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
     """Attend over a row of sequences of the lengths `PROBE`, in fp32 with all scores; `[T, heads, d]`."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))

@@ -12,9 +12,9 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.host_memory import free_host_bytes
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
-from cotrain_workers.engine.memory import is_out_of_memory
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.model_source import (

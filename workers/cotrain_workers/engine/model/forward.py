@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cotrain_workers.engine.transfer import to_device
+from cotrain_workers.engine.device import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from cotrain_workers.engine.memory import is_out_of_memory
+from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.progress import ToldProgress
 
 if TYPE_CHECKING:

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.optim.adamw import adamw
 
-from cotrain_workers.engine.transfer import to_device
+from cotrain_workers.engine.adapters.adapter import discard_gradients
+from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.ops import Failure, StepOutput, unknown_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cotrain_workers.engine.adapters.adapter import Adapter
-    from cotrain_workers.engine.ops import OptimStep
+    from cotrain_workers.engine.adapters.bank import AdapterBank
+    from cotrain_workers.engine.ops import OptimStep, Output
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -123,9 +126,34 @@ def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
     )
 
 
-def discard_gradients(adapters: Sequence[Adapter]) -> None:
-    """Zero the gradients."""
-    if adapters:
-        torch._foreach_zero_([adapter.gradient.flat for adapter in adapters])
-    for adapter in adapters:
-        adapter.grads_pending = False
+def take_steps(
+    bank: AdapterBank, ops: Sequence[OptimStep], outputs: dict[tuple[str, int], Output]
+) -> None:
+    """Take optimizer steps, at most one of each run, and write an answer to each.
+
+    A gradient that is not finite is discarded, and its step fails alone.
+    """
+    asked = []
+    for op in ops:
+        reason = refuse_step(op)
+        if op.run not in bank:
+            outputs[op.run, op.seq] = unknown_run()
+        elif reason:
+            outputs[op.run, op.seq] = Failure(reason, "user")
+        else:
+            asked.append(op)
+    norms = gradient_norms([bank[op.run] for op in asked])
+    due = [Due(bank[op.run], op, norm) for op, norm in zip(asked, norms, strict=True)]
+    finite = [step for step in due if math.isfinite(step.norm)]
+    adamw_steps(finite)
+    discard_gradients([step.adapter for step in due if not math.isfinite(step.norm)])
+    for step in due:
+        op = step.op
+        outputs[op.run, op.seq] = (
+            StepOutput(step.norm) if math.isfinite(step.norm) else not_finite(op)
+        )
+
+
+def not_finite(op: OptimStep) -> Failure:
+    """Return the answer to a step whose gradient is not finite."""
+    return Failure(f"Gradient is not finite (seq {op.seq}); it was discarded.", "user")

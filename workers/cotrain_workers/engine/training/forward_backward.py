@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.engine.device import unordered_writes
-from cotrain_workers.engine.memory import is_out_of_memory, release_memory
+from cotrain_workers.engine.device import (
+    is_out_of_memory,
+    release_memory,
+    to_device,
+    unordered_writes,
+)
 from cotrain_workers.engine.model.base_model import UNEMBED
 from cotrain_workers.engine.model.forward import hidden_states, pack_row
 from cotrain_workers.engine.ops import ReverseKl
-from cotrain_workers.engine.routing import Route, Segment, SequenceTable
+from cotrain_workers.engine.routing import Route, Segment
+from cotrain_workers.engine.sequence_table import SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.losses import LOSSES
 from cotrain_workers.engine.training.micro_batches import MicroBatch, Piece, cut, fill
@@ -37,7 +42,6 @@ from cotrain_workers.engine.training.reverse_kl import (
     weighted_rows,
 )
 from cotrain_workers.engine.training.validation import TARGETS
-from cotrain_workers.engine.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

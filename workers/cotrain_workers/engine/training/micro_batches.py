@@ -9,13 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from cotrain_workers.engine.sequence_table import bucket, up_to
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-# A row of a GEMM is the same, bit for bit, in every matrix of 32 rows or more (measured on CPU fp32);
-# below, other kernels are used. Steps of 32 waste at most 6 % from 512 tokens on; larger steps for larger
-# rows keep the number of shapes low, for which a GPU library may choose different kernels.
-FINE_STEP, FINE_LIMIT, COARSE_STEP = 32, 2048, 128
 
 
 @dataclass(frozen=True)
@@ -86,16 +83,6 @@ class MicroBatch:
     def ordered(self, key: Callable[[Piece], Any]) -> MicroBatch:
         """Return the same with its pieces sorted; those of equal keys keep their order."""
         return replace(self, pieces=tuple(sorted(self.pieces, key=key)))
-
-
-def bucket(tokens: int) -> int:
-    """Return the padded length for `tokens` rows."""
-    return up_to(tokens, FINE_STEP if tokens <= FINE_LIMIT else COARSE_STEP)
-
-
-def up_to(tokens: int, step: int) -> int:
-    """Round up to a multiple of `step`."""
-    return -(-tokens // step) * step
 
 
 def cut(

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import UNEMBED
 from cotrain_workers.engine.model.forward import hidden_states, pack_row
 from cotrain_workers.engine.model.unembedding import Projection
-from cotrain_workers.engine.routing import Part, Route, Segment, SequenceTable
+from cotrain_workers.engine.routing import Part, Route, Segment
+from cotrain_workers.engine.sequence_table import SequenceTable
 from cotrain_workers.engine.spec import Layout, plan_layout
 from cotrain_workers.engine.training.micro_batches import cut, fill
-from cotrain_workers.engine.transfer import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain_workers.engine.decoding.requests import HostWeights
     from cotrain_workers.engine.lora.backend import LoraBackend
     from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.ops import KlDatum
+    from cotrain_workers.engine.ops import HostWeights, KlDatum
     from cotrain_workers.engine.spec import Pair
     from cotrain_workers.engine.training.micro_batches import MicroBatch
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from cotrain_workers.engine.decoding.requests import Progress, SampleOutput, WeightsGone
+from cotrain_workers.engine.decoding.requests import Progress, SampleOutput
+from cotrain_workers.engine.ops import WeightsGone
 from cotrain_workers.sampling.vllm.client import VllmServer
 from cotrain_workers.sampling.vllm.protocol import refusal
 from cotrain_workers.sampling.vllm.requests import BROKEN, WEIGHTS_DELETED, VllmSampler

@@ -14,7 +14,7 @@ import torch
 
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.adapters.bank import initial_weights
-from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, plan_layout
 from cotrain_workers.sampling.vllm.client import (
     AdapterRefused,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine.adapters.interpolation import mix, mixed_spec
-from cotrain_workers.engine.decoding.requests import HostWeights
+from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from tests.support.training import PeftOracle
 

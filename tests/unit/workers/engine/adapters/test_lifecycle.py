@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding.requests import HostWeights
 from cotrain_workers.engine.ops import (
     Create,
     Failure,
+    HostWeights,
     Import,
     Load,
     LoadOutput,
     OptimStep,
     Pass,
     PassOutput,
+    PeftAdapter,
     Save,
     SaveOutput,
 )
@@ -242,7 +243,7 @@ def test_a_run_whose_creation_failed_tells_so_to_every_later_op(
     refused: list[Op] = [
         Load("a", 0, "tinker://r/weights/x", HostWeights(wide, flat), None, creates=True),
         Create("b", 0, wide),
-        Import("c", 0, b"no adapter"),
+        Import("c", 0, PeftAdapter(TENANT.spec, (), b"no adapter")),
     ]
     for first in refused:
         later: list[Op] = [

@@ -18,10 +18,19 @@ from cotrain_store.bodies.import_body import encode_import
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, write_folder
 from cotrain_workers.engine.adapters.bank import initial_weights
 from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import
-from cotrain_workers.engine.decoding.requests import HostWeights
 from cotrain_workers.engine.model import base_model
-from cotrain_workers.engine.ops import CreateOutput, Datum, Failure, Import, Pass, PassOutput
+from cotrain_workers.engine.ops import (
+    CreateOutput,
+    Datum,
+    Failure,
+    HostWeights,
+    Import,
+    Pass,
+    PassOutput,
+    PeftAdapter,
+)
 from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.op_codec import peft_adapter
 from tests.support.training import MODULES
 from tests.support.uploads import config, q_proj, safetensors
 
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_store.bodies.import_body import PeftAdapter
+    from cotrain_store.bodies.import_body import PeftAdapter as Upload
     from cotrain_workers.engine.engine import Engine
 
     NewEngine = Callable[..., Engine]
@@ -83,7 +92,12 @@ def foreign(model_folder: ModelFolder, tmp_path: Path) -> Callable[..., Path]:
     return saved
 
 
-def read(folder: Path) -> PeftAdapter:
+def imported(upload: Upload) -> PeftAdapter:
+    """Pass an upload through the body of its op."""
+    return peft_adapter(encode_import(upload))
+
+
+def read(folder: Path) -> Upload:
     return read_adapter((folder / CONFIG).read_bytes(), (folder / TENSORS).read_bytes(), seed=3)
 
 
@@ -121,7 +135,7 @@ def test_an_adapter_of_peft_computes_here_what_it_computes_there(
         plain = PeftModel.from_pretrained(network, folder)
     expected = every_logprob(plain)
 
-    output = engine.run([Import("r", 0, encode_import(read(folder)))]).outputs["r", 0]
+    output = engine.run([Import("r", 0, imported(read(folder)))]).outputs["r", 0]
 
     assert isinstance(output, CreateOutput)
     assert np.abs(expected - alone).max() > 0.01
@@ -136,7 +150,7 @@ def test_half_precision_is_widened_without_loss(
     stored = load_file(folder / TENSORS)
     assert {tensor.dtype for tensor in stored.values()} == {dtype}
     layout_of = new_engine().layout_of
-    weights = read_import(encode_import(read(folder)), layout_of, MAX_RANK)
+    weights = read_import(imported(read(folder)), layout_of, MAX_RANK)
     for module, pair in layout_of(weights.spec).views(weights.flat).items():
         for letter, matrix in zip("AB", pair, strict=True):
             ours = stored[f"base_model.model.{module}.lora_{letter}.weight"].float()
@@ -162,7 +176,7 @@ def test_our_own_export_comes_back_to_the_bit(
         for matrix in pair:
             matrix.copy_(torch.randn(matrix.shape))
     folder = write_folder(tmp_path, HostWeights(spec, flat), layout_of(spec), "base")
-    weights = read_import(encode_import(read(folder.path)), layout_of, MAX_RANK)
+    weights = read_import(imported(read(folder.path)), layout_of, MAX_RANK)
     assert weights.spec == spec
     assert weights.flat.numpy().tobytes() == flat.numpy().tobytes()
 
@@ -172,7 +186,7 @@ def test_what_an_adapter_leaves_out_begins_as_in_a_fresh_one(
 ) -> None:
     layout_of = new_engine().layout_of
     adapter = read(foreign(FOREIGN["ranks and alphas by module"], tied=False))
-    weights = read_import(encode_import(adapter), layout_of, MAX_RANK)
+    weights = read_import(imported(adapter), layout_of, MAX_RANK)
     layout = layout_of(weights.spec)
     fresh = layout.views(initial_weights(weights.spec, layout))
     views = layout.views(weights.flat)
@@ -185,40 +199,40 @@ def test_what_an_adapter_leaves_out_begins_as_in_a_fresh_one(
     assert not views[given].b[:, 2:].any()
 
 
-def adapter_of_q_proj(shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> PeftAdapter:
+def adapter_of_q_proj(shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> Upload:
     module = "base_model.model.model.layers.0.self_attn.q_proj"
     tensors = safetensors({f"{module}.lora_A.weight": shape_a, f"{module}.lora_B.weight": shape_b})
     return read_adapter(config(), tensors, 0)
 
 
-def with_content(adapter: PeftAdapter, a: torch.Tensor) -> PeftAdapter:
+def with_content(adapter: Upload, a: torch.Tensor) -> Upload:
     module = adapter.modules[0]
     return replace(adapter, tensors=save({module.a: a, module.b: torch.ones(128, 4)}))
 
 
 GOOD = read_adapter(config(), q_proj(inputs=64, outputs=128), 0)
 FAR = replace(GOOD.modules[0], name="model.layers.9.self_attn.q_proj")
-REFUSED: dict[str, tuple[bytes, str]] = {
-    "other width": (encode_import(adapter_of_q_proj((4, 63), (128, 4))), r"needs \[4, 64\]"),
-    "other height": (encode_import(adapter_of_q_proj((4, 64), (127, 4))), r"needs \[128, 4\]"),
-    "no such layer": (encode_import(replace(GOOD, modules=(FAR,))), "model.layers.9"),
+REFUSED: dict[str, tuple[PeftAdapter, str]] = {
+    "other width": (imported(adapter_of_q_proj((4, 63), (128, 4))), r"needs \[4, 64\]"),
+    "other height": (imported(adapter_of_q_proj((4, 64), (127, 4))), r"needs \[128, 4\]"),
+    "no such layer": (imported(replace(GOOD, modules=(FAR,))), "model.layers.9"),
     "rank over the limit": (
-        encode_import(replace(GOOD, lora=replace(GOOD.lora, rank=17))),
+        imported(replace(GOOD, lora=replace(GOOD.lora, rank=17))),
         "rank 17; between 1 and 16",
     ),
     "rank over the run's": (
-        encode_import(replace(GOOD, lora=replace(GOOD.lora, rank=2))),
+        imported(replace(GOOD, lora=replace(GOOD.lora, rank=2))),
         "no rank of 1 to 2",
     ),
-    "left-over tensors": (encode_import(replace(GOOD, modules=())), "lora_A.weight: not a LoRA"),
+    "left-over tensors": (imported(replace(GOOD, modules=())), "lora_A.weight: not a LoRA"),
     "missing tensor": (
-        encode_import(replace(GOOD, modules=(replace(GOOD.modules[0], a="x"),))),
+        imported(replace(GOOD, modules=(replace(GOOD.modules[0], a="x"),))),
         "x is missing",
     ),
-    "not a number": (encode_import(with_content(GOOD, torch.full((4, 64), torch.nan))), "finite"),
-    "endless": (encode_import(with_content(GOOD, torch.full((4, 64), -torch.inf))), "finite"),
+    "not a number": (imported(with_content(GOOD, torch.full((4, 64), torch.nan))), "finite"),
+    "endless": (imported(with_content(GOOD, torch.full((4, 64), -torch.inf))), "finite"),
     "too large once scaled": (
-        encode_import(
+        imported(
             replace(
                 with_content(GOOD, torch.ones(4, 64)),
                 modules=(replace(GOOD.modules[0], scale=1e40),),
@@ -227,27 +241,25 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         "lora_B.weight holds numbers",
     ),
     "integers": (
-        encode_import(with_content(GOOD, torch.ones(4, 64, dtype=torch.int32))),
+        imported(with_content(GOOD, torch.ones(4, 64, dtype=torch.int32))),
         "F32, F16 and BF16",
     ),
-    "no safetensors": (encode_import(replace(GOOD, tensors=b"PK")), "cannot be read"),
-    "no import": (b"CTI1\xff\xff\xff\xff{", "cannot be read"),
-    "nothing": (b"", "cannot be read"),
+    "no safetensors": (imported(replace(GOOD, tensors=b"PK")), "cannot be read"),
 }
 
 
-@pytest.mark.parametrize(("content", "reason"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("adapter", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_does_not_fit_the_base_model_is_refused_with_the_key(
-    new_engine: NewEngine, content: bytes, reason: str
+    new_engine: NewEngine, adapter: PeftAdapter, reason: str
 ) -> None:
     with pytest.raises(ImportRefused, match=reason):
-        read_import(content, new_engine().layout_of, MAX_RANK)
+        read_import(adapter, new_engine().layout_of, MAX_RANK)
 
 
 def test_a_refusal_fails_the_import_alone(new_engine: NewEngine) -> None:
     engine = new_engine()
     bad = Import("bad", 0, REFUSED["other width"][0])
-    outputs = engine.run([bad, Import("good", 0, encode_import(GOOD))]).outputs
+    outputs = engine.run([bad, Import("good", 0, imported(GOOD))]).outputs
     refusal = outputs["bad", 0]
     assert isinstance(refusal, Failure)
     assert refusal.category == "user"

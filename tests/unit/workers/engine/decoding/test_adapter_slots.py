@@ -13,8 +13,8 @@ from cotrain_workers.engine.decoding.adapter_slots import (
     WeightsUnfit,
     slot_layout,
 )
-from cotrain_workers.engine.decoding.requests import HostWeights, WeightsGone
 from cotrain_workers.engine.decoding.row_lora import LONG_RUN, RowLora
+from cotrain_workers.engine.ops import HostWeights, WeightsGone
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 from cotrain_workers.engine.decoding.cuda_kernels import grouped_lora
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.decoding.row_lora import RowLora
+from cotrain_workers.engine.decoding.step import slot_order
 from tests.support.decoding import finish, request, trained_weights
 from tests.support.training import MIX
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.decoding.requests import HostWeights, SampleRequest
+    from cotrain_workers.engine.decoding.requests import SampleRequest
     from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Failure
+    from cotrain_workers.engine.ops import Failure, HostWeights
 
     NewEngine = Callable[..., Engine]
     Outputs = Mapping[str, SampleOutput | Failure]
@@ -219,7 +220,7 @@ def test_grouped_lora_is_row_lora(new_engine: NewEngine) -> None:
     slots = WeightSlots(
         engine._base.targets, device, torch.float32, weights.__getitem__, limit_bytes=None
     )
-    held = sorted((slots.pin(run) for run in RUNS), key=packed_step.slot_order)
+    held = sorted((slots.pin(run) for run in RUNS), key=slot_order)
     rows = [None, None, *(slot for slot in held for _ in range(3))]
     for target in engine._base.targets[-8:]:
         x = torch.randn(32, target.inputs)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB, WeightsGone
+from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB
+from cotrain_workers.engine.ops import WeightsGone
 from tests.support.decoding import output, request, trained_weights, trainer_logprobs
 from tests.support.training import MIX
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.decoding.requests import HostWeights
     from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import HostWeights
 
     NewEngine = Callable[..., Engine]
 

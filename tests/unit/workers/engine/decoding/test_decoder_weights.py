@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.engine.decoding.requests import SampleOutput, WeightsGone
-from cotrain_workers.engine.ops import Failure
+from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.ops import Failure, WeightsGone
 from tests.support.decoding import (
     RUNS,
     assert_same,
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_workers.engine.decoding.requests import HostWeights
     from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import HostWeights
 
     NewEngine = Callable[..., Engine]
     ModelFolder = Callable[..., Path]

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import forward
 from cotrain_workers.engine.ops import Create, Datum, Pass, PassOutput
-from cotrain_workers.engine.routing import SequenceTable
+from cotrain_workers.engine.routing import AttentionRule
+from cotrain_workers.engine.sequence_table import SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import forward_backward as wave
 from tests.support.tiny_models import FAMILIES
@@ -194,7 +195,7 @@ def test_every_signature_of_the_ragged_kernel_means_the_same(
     table = SequenceTable(LENGTHS, torch.device("cpu"))
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(LENGTHS), heads, 8, generator=g) for heads in (4, 2, 2))
-    rule = attn.Rule(scaling=0.2, window=window, softcap=None)
+    rule = AttentionRule(scaling=0.2, window=window, softcap=None)
     if kernel is kernel_of_torch_2_10 and window:
         with pytest.raises(NotImplementedError, match="Sliding windows"):
             attn.varlen_attention(q, k, v, table, rule)
@@ -211,7 +212,7 @@ def test_every_signature_of_the_ragged_kernel_means_the_same(
 def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_right(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rule = attn.Rule(0.2, 16, None)
+    rule = AttentionRule(0.2, 16, None)
 
     def check(kernel: Callable[..., torch.Tensor] | None) -> bool:
         known = frozenset(inspect.signature(kernel).parameters) if kernel else frozenset()

@@ -11,7 +11,8 @@ import torch
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import attention_check as attn_check
 from cotrain_workers.engine.model import flex_attention as flex
-from cotrain_workers.engine.routing import SequenceTable
+from cotrain_workers.engine.routing import AttentionRule
+from cotrain_workers.engine.sequence_table import SequenceTable, blocks_needed
 
 LENGTHS = [(17, 5, 40, 40, 1, 33), (300, 129, 1, 1, 250, 127, 128, 128), (1000,), (5,), (128, 128)]
 WINDOWS = [None, 1, 16, 200, 1000]
@@ -35,7 +36,7 @@ def test_blocks_are_visited_if_and_only_if_anything_in_them_is_seen(
 ) -> None:
     seen = visible(lengths, window)
 
-    first, full_from, full_to = flex.blocks_needed(lengths, window)
+    first, full_from, full_to = blocks_needed(lengths, window)
 
     for query in range(len(first)):
         for key in range(len(first)):
@@ -52,7 +53,7 @@ def test_flex_attention_equals_the_dense_path(
     lengths: tuple[int, ...], window: int | None, softcap: float | None
 ) -> None:
     table = SequenceTable(lengths, torch.device("cpu"))
-    rule = attn.Rule(scaling=0.2, window=window, softcap=softcap)
+    rule = AttentionRule(scaling=0.2, window=window, softcap=softcap)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), heads, 16, generator=generator) for heads in (4, 2, 2))
 
@@ -62,7 +63,7 @@ def test_flex_attention_equals_the_dense_path(
     rows = zip(table.stretches, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
     theirs = torch.cat([attn.attend(stretch, a, b, c, table, rule) for stretch, a, b, c in rows])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)  # fp32, sums of up to 1,000
-    unlike = flex.attention(q, k, v, table, attn.Rule(0.2, window, 4.0))
+    unlike = flex.attention(q, k, v, table, AttentionRule(0.2, window, 4.0))
     assert (unlike - theirs).abs().max() > 1e-3
 
 
@@ -70,7 +71,7 @@ def test_its_own_check_knows_right_from_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     flex.is_right.cache_clear()
-    rule, shape = attn.Rule(0.2, 64, 5.0), (4, 2, 16)
+    rule, shape = AttentionRule(0.2, 64, 5.0), (4, 2, 16)
 
     def check(attend: object) -> bool:
         flex.is_right.cache_clear()
@@ -79,7 +80,7 @@ def test_its_own_check_knows_right_from_wrong(
 
     assert check(lambda q, k, v, mask, rule: attn_check.dense(q, k, v, rule))
     assert not caplog.records
-    wider = attn.Rule(0.2, 65, 5.0)
+    wider = AttentionRule(0.2, 65, 5.0)
     assert not check(lambda q, k, v, mask, rule: attn_check.dense(q, k, v, wider))
     assert "is not used for" in caplog.text
     flex.is_right.cache_clear()
@@ -88,7 +89,7 @@ def test_its_own_check_knows_right_from_wrong(
 def test_a_cpu_and_plain_attention_have_no_use_for_it() -> None:
     q = torch.zeros(8, 4, 16, dtype=torch.bfloat16)
 
-    assert not flex.takes(q, q, attn.Rule(0.2, 16, 5.0))
+    assert not flex.takes(q, q, AttentionRule(0.2, 16, 5.0))
 
 
 def test_a_mask_is_made_once_for_all_layers() -> None:

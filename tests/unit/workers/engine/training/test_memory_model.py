@@ -9,8 +9,7 @@ import torch
 from bench.model import SHAPES
 from bench.roofline import adapter_bytes, adapter_parameters
 from cotrain_workers.engine.adapters.residency import adapter_budget
-from cotrain_workers.engine.decoding.kv_cache import CUDA_SHARE
-from cotrain_workers.engine.decoding.sizes import sampler_bytes
+from cotrain_workers.engine.decoding.kv_cache import CUDA_SHARE, sampler_bytes
 from cotrain_workers.engine.training.memory_model import (
     ENOUGH_TOKENS,
     MOST_TOKENS,

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from cotrain_workers.engine.decoding.requests import HostWeights
     from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import CycleOutput, Op
+    from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op
 
     NewEngine = Callable[..., Engine]
     ModelFolder = Callable[..., Path]

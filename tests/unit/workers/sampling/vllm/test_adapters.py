@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cotrain_workers.engine.decoding.requests import WeightsGone
+from cotrain_workers.engine.ops import WeightsGone
 from cotrain_workers.sampling.vllm import requests as vllm_sampler
 from tests.support.vllm_requests import Trained, finish, request, run, steps, tokens
 
