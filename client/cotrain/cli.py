@@ -1,4 +1,4 @@
-"""The `cotrain` command: what a client can do, and what the services beside it offer.
+"""The `cotrain` command: what a client can do, and what the installed services add to it.
 
 A distribution offers commands as entry points of the group `cotrain.commands`: a function for one
 command, a `typer.Typer` for several. The client imports none of those by name.

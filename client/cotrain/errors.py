@@ -1,7 +1,7 @@
 """Errors a user of the client meets.
 
 CotrainError
-├── SettingsMissing                 (the client was not told its server or its key, or wrongly)
+├── SettingsMissing                 (no server address or key was given, or a wrong one)
 ├── ClientClosed
 ├── UnsupportedInput                (a datum this server cannot train on; also a ValueError)
 ├── TokenizerMissing                (no transformers here, or no such tokenizer)
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 Category = Literal["user", "server", "unknown"]
-"""Whose fault a failure is: the request's, the server's, or nobody can say."""
+"""Whose fault a failure is: the request's, the server's, or not known."""
 
 
 class CotrainError(Exception):
@@ -64,7 +64,7 @@ class CotrainError(Exception):
 
 
 class SettingsMissing(CotrainError):
-    """The client was not told all it needs, or something that cannot be."""
+    """A setting that the client needs is missing or cannot be."""
 
 
 class ClientClosed(CotrainError):

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from cotrain.errors import SettingsMissing
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
-"""Where `cotrain serve` listens when it is told nothing."""
+"""Where `cotrain serve` listens by default."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from cotrain.errors import MalformedMessage
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json
 from cotrain.transport.http import read
-from cotrain.transport.upload_archive import pack
+from cotrain.transport.upload_archive import archive_of
 from cotrain.wire.checkpoints import ExternalWeightsUrlsResponse, UploadQuery, UploadResponse
 from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.mint import InterpolateResponse
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from cotrain.wire.mint import InterpolateRequest
     from cotrain.wire.rest import Checkpoint
 
-    # How many bytes went over the wire, and how many there are; 0 where nobody knows.
+    # How many bytes went over the wire, and how many there are; 0 where it is not known.
     Progress = Callable[[int, int], None]
 
 PAGE = 100
-#: What a server may have written here: the folder may be where somebody works.
+#: Names a server may have files written under: the folder may hold the caller's own work.
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(?:json|safetensors|age)")
 
 
@@ -61,7 +61,7 @@ class Checkpoints:
 
         Raises OSError, APIError, or RequestFailed where the adapter does not fit its base model.
         """
-        packed = pack(adapter.source)
+        archive = archive_of(adapter.source)
         session_id, seq_id = await self._runs.reserve()
         metadata = adapter.user_metadata
         query = UploadQuery(
@@ -73,7 +73,7 @@ class Checkpoints:
             user_metadata=json.dumps(dict(metadata)) if metadata else None,
         )
         sent = await self._transport.post_stream(
-            "training_runs/upload", query, packed.size, lambda: packed.pieces(progress)
+            "training_runs/upload", query, archive.size, lambda: archive.chunks(progress)
         )
         answer = read(sent, UploadResponse)
         for request_id in (answer.import_request_id, answer.request_id):
@@ -108,8 +108,8 @@ class Checkpoints:
                 raise MalformedMessage(f"{name!r} is no name of a checkpoint's file")
         sizes = [await self._transport.size_of(urls[name]) for name in names] if progress else []
         for i, name in enumerate(names):
-            heard = progress and _of_all(progress, sizes, i)
-            await self._transport.fetch(urls[name], folder / name, heard)
+            of_file = progress and _of_all(progress, sizes, i)
+            await self._transport.fetch(urls[name], folder / name, of_file)
         return names
 
     async def download_archive(
@@ -140,6 +140,6 @@ def interpolate(
 
 
 def _of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
-    """Tell of the bytes of file `i` as of those of all files; 0 in all where a size is not known."""
+    """Report the bytes of file `i` as part of those of all files; 0 in all where a size is not known."""
     total = sum(sizes) if all(sizes) else 0
     return lambda done, _: progress(sum(sizes[:i]) + done, total)

@@ -165,7 +165,7 @@ class RestClient:
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Let every tenant of the server read a checkpoint."""
-        return self._start(self._calls.tell(f"{checkpoint_url(tinker_path)}/publish"))
+        return self._start(self._calls.post_empty(f"{checkpoint_url(tinker_path)}/publish"))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Keep a checkpoint to yourself again."""

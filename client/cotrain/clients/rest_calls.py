@@ -61,8 +61,8 @@ class RestCalls:
         """POST a question and read its answer."""
         return read(await self._transport.post(path, message, headers), model)
 
-    async def tell(self, path: str) -> None:
-        """POST what has no more to say than its URL."""
+    async def post_empty(self, path: str) -> None:
+        """POST to a URL that says it all."""
         await self._transport.post(path, Nothing())
 
     async def put(self, path: str, message: BaseModel) -> None:

@@ -37,7 +37,7 @@ class Start:
 
 
 class Runs:
-    """Numbers the runs of a session, whoever asks for one."""
+    """Makes the runs of a session, and numbers them in the order they are asked for."""
 
     def __init__(self, connection: Connection, session: Session, samplers: Samplers) -> None:
         self._connection = connection

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Samplers:
-    """Numbers the samplers of a session, whoever asks for one."""
+    """Makes the samplers of a session, and numbers them in the order they are asked for."""
 
     def __init__(self, connection: Connection, session: Session) -> None:
         self._connection = connection

@@ -9,7 +9,7 @@ from cotrain.wire.model import WireModel
 
 
 class SamplerHandle(WireModel):
-    """A sampler of a server; whoever has it still needs a key of the sampler's tenant."""
+    """A sampler of a server. It opens nothing: to use it takes a key of the sampler's tenant."""
 
     base_url: str
     sampler_id: str
@@ -26,5 +26,5 @@ class SamplerHandle(WireModel):
         try:
             return cls.model_validate_json(urlsafe_b64decode(text))
         except ValueError as error:
-            said = "this is no handle of a sampler: get_sampler_handle() gives one"
-            raise ValueError(said) from error
+            message = "this is no handle of a sampler: get_sampler_handle() gives one"
+            raise ValueError(message) from error

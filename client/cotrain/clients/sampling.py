@@ -41,9 +41,9 @@ T = TypeVar("T")
 
 log = logging.getLogger("cotrain")
 
-GONE = 410
+EXPIRED = 410  # Gone
 ATTEMPTS = 5
-"""A sample whose result the server has lost is asked for anew, so often in all."""
+"""A sample whose result the server no longer keeps is sent again, up to so many times in all."""
 
 
 class SamplingClient:
@@ -63,7 +63,7 @@ class SamplingClient:
         clone: int = 0,
     ) -> None:
         self._connection = connection
-        self._traffic = connection.samples
+        self._requests = connection.samples
         self._sampler_id = sampler_id
         self._base_model = base_model
         self._polls_in_batches = polls_in_batches
@@ -144,11 +144,11 @@ class SamplingClient:
     compute_logprobs_async = submitted(compute_logprobs)
 
     def get_base_model(self) -> str:
-        """Name the base model; asks nobody."""
+        """Name the base model, without a call of the server."""
         return self._base_model
 
     async def get_base_model_async(self) -> str:
-        """Name the base model; asks nobody."""
+        """Name the base model, without a call of the server."""
         return self._base_model
 
     def get_tokenizer(self) -> Any:
@@ -188,7 +188,7 @@ class SamplingClient:
         self, request: SampleRequest, read_result: Callable[[SampleResponse], T]
     ) -> Future[T]:
         loop = self._connection.loop
-        accepted = loop.start(self._traffic.accept(request))
+        accepted = loop.start(self._requests.accept(request))
         return Future(
             accepted,
             loop.start(self._result(request, accepted, read_result)),
@@ -207,26 +207,26 @@ class SamplingClient:
         except asyncio.CancelledError:
             if not accepted.cancelled() and accepted.exception() is None:
                 # Accepted at the very moment it was given up.
-                await self._traffic.cancel(accepted.result().request_id)
+                await self._requests.cancel(accepted.result().request_id)
             raise
         for _ in range(ATTEMPTS - 1):
             try:
                 return read_result(await self._retrieve(future))
             except APIStatusError as error:
-                if error.status_code != GONE:
+                if error.status_code != EXPIRED:
                     raise
-                log.warning("the result of a sample was lost, it is asked for anew: %s", error)
+                log.warning("sample result expired; retrying: %s", error)
             request = request.model_copy(update={"seq_id": next(self._seq_ids)})
-            future = await self._traffic.accept(request)
+            future = await self._requests.accept(request)
         return read_result(await self._retrieve(future))
 
     async def _retrieve(self, future: UntypedAPIFuture) -> SampleResponse:
         try:
             if self._polls_in_batches:
                 await self._completions.ended(future.request_id)
-            response = await self._traffic.retrieve(future.request_id)
+            response = await self._requests.retrieve(future.request_id)
         except asyncio.CancelledError:
-            await self._traffic.cancel(future.request_id)
+            await self._requests.cancel(future.request_id)
             raise
         if self._polls_in_batches:
             self._completions.retrieved(future.request_id)
@@ -266,8 +266,8 @@ def _with_sequence_ids(response: SampleResponse, ids: list[str] | None) -> Sampl
 def _copied(prompt: Any) -> ModelInput:
     """Copy a prompt, so that what the caller changes afterwards changes nothing."""
     if not isinstance(prompt, ModelInput):
-        said = "prompt must be a ModelInput, such as ModelInput.from_ints(tokens)"
-        raise UnsupportedInput(f"{said}, not a {type(prompt).__name__}")
+        message = "prompt must be a ModelInput, such as ModelInput.from_ints(tokens)"
+        raise UnsupportedInput(f"{message}, not a {type(prompt).__name__}")
     return prompt.model_copy(deep=True)
 
 

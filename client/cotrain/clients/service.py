@@ -45,7 +45,7 @@ class ServiceClient:
 
     Without `base_url` and `api_key` it takes `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. `user_metadata`,
     `project_id` and `display_name` are what its session is found by. `policy` says for how long a
-    server that is away is tried again. `network` replaces the network, for tests.
+    server that does not answer is tried again. `network` replaces the network, for tests.
     """
 
     @hosted("default_headers_overrides")
@@ -155,7 +155,7 @@ class ServiceClient:
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 
     def create_rest_client(self) -> RestClient:
-        """Make a client for lists, checkpoints and usage; it opens no session, and asks nobody now."""
+        """Make a client for lists, checkpoints and usage; it opens no session and calls no server yet."""
         return RestClient(self._connection)
 
     async def _get_server_capabilities(self) -> GetServerCapabilitiesResponse:
@@ -180,8 +180,8 @@ class ServiceClient:
         `source` is what PEFT saved: a folder with `adapter_config.json` and
         `adapter_model.safetensors`, or a tar or zip of it. Waits until it is stored. Raises
         BadRequestError where its files cannot be taken, RequestFailed where they do not fit the base
-        model; both say what to change. `progress` hears, on the client's thread, of bytes sent, and of
-        how many there are.
+        model; both say what to change. `progress` is called, on the client's thread, with the bytes sent and
+        with how many there are.
         """
         adapter = Adapter(Path(source), base_model, name, ttl_seconds, user_metadata)
         return await self._checkpoints.upload(adapter, progress)
@@ -206,8 +206,8 @@ class ServiceClient:
         """Write a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
 
         Returns the names of its files. One that broke off is gone on with by the next call. `progress`
-        hears, on the client's thread, of the bytes that are here, and of how many there are in all
-        files; 0 where the server does not say.
+        is called, on the client's thread, with the bytes that are here and with how many there are in
+        all files; 0 where the server does not say.
         """
         return await self._checkpoints.download(path, Path(folder), progress)
 

@@ -29,7 +29,7 @@ HEARTBEAT_EVERY_S = 10.0
 # A server gives a silent session two minutes; say so before it does more.
 WARN_AFTER_MISSED = 12
 
-# Nobody who closes a client wants to wait for a server that hangs.
+# To close a client does not wait for a server that hangs.
 FAREWELL_S = 5.0
 
 Outcome = Literal["success", "errored", "interrupted"]
@@ -55,8 +55,8 @@ class Session:
         )
         self._opening = asyncio.Lock()
         self._id: str | None = None
-        self.heart: asyncio.Task[None] | None = None
-        """Beats while the session is open."""
+        self.heartbeat: asyncio.Task[None] | None = None
+        """Sends heartbeats while the session is open."""
 
     @override
     def __repr__(self) -> str:
@@ -67,13 +67,13 @@ class Session:
         async with self._opening:
             if self._id is None:
                 self._id = await self._open()
-                self.heart = asyncio.create_task(self._beat_forever(self._id))
+                self.heartbeat = asyncio.create_task(self._send_heartbeats(self._id))
         return self._id
 
     async def finish(self, outcome: Outcome, detail: str | None = None) -> None:
-        """Tell the server that no more is to come; where it cannot be told, it finds out."""
-        if self.heart is not None:
-            self.heart.cancel()
+        """Report the end of the session; a server that this does not reach ends it when heartbeats stop."""
+        if self.heartbeat is not None:
+            self.heartbeat.cancel()
         if self._id is None:
             return
         farewell = FinishSessionRequest(reason=FinishReason(type=outcome), detail=detail)
@@ -85,7 +85,7 @@ class Session:
         response = await self._transport.post("create_session", self._described)
         return read(response, CreateSessionResponse).session_id
 
-    async def _beat_forever(self, session_id: str) -> None:
+    async def _send_heartbeats(self, session_id: str) -> None:
         missed = 0
         while True:
             await self._transport.sleep(HEARTBEAT_EVERY_S)

@@ -40,21 +40,25 @@ def load_tokenizer(connection: Connection, base_model: str) -> Any:
     if files:
         return _of_files(auto_tokenizer, files)
     name = tokenizer_name(base_model)
-    away = None if Path(name).is_dir() else _why_away()
+    unreachable = None if Path(name).is_dir() else _why_unreachable()
     try:
         # The server said this name: code that lies there is not to be asked about, nor run.
         return auto_tokenizer.from_pretrained(
-            name, local_files_only=away is not None, trust_remote_code=False
+            name, local_files_only=unreachable is not None, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
-        hub = "on the hub" if away is None else f"in the hub's cache (the hub is away: {away})"
+        hub = (
+            "on the hub"
+            if unreachable is None
+            else f"in the hub's cache (the hub cannot be reached: {unreachable})"
+        )
         raise TokenizerMissing(
             f"no tokenizer {name!r}, neither at the server, as a folder here nor {hub}; "
             "load the base model's tokenizer yourself: only token ids travel"
         ) from error
 
 
-def _why_away() -> str | None:
+def _why_unreachable() -> str | None:
     """Say why the hub cannot be asked, for which transformers would try for a minute."""
     try:
         httpx.head(import_module("huggingface_hub.constants").ENDPOINT, timeout=HUB_PATIENCE_S)

@@ -66,7 +66,7 @@ class TrainingClient:
         self._samplers = samplers
         self._model_id = model_id
         self._base_model = base_model
-        self._traffic = RunRequests(connection, model_id)
+        self._requests = RunRequests(connection, model_id)
 
     @property
     def model_id(self) -> str:
@@ -76,7 +76,7 @@ class TrainingClient:
     @override
     def __repr__(self) -> str:
         at = f"{self._base_model} at {self._connection!r}"
-        return f"<TrainingClient of {self._traffic!r}, {at}>"
+        return f"<TrainingClient of {self._requests!r}, {at}>"
 
     def result(self, timeout: float | None = None) -> Self:
         """Give this client, which is there: programs for the hosted SDK await it, or ask for it."""
@@ -93,7 +93,7 @@ class TrainingClient:
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Future[ForwardBackwardOutput]:
         """Compute log-probs and the loss; leaves gradients as they are."""
-        return self._traffic.pass_over(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._requests.pass_over(data, loss_fn, loss_fn_config, forward_only=True)
 
     forward_async = submitted(forward)
 
@@ -109,7 +109,7 @@ class TrainingClient:
         a batch over calls changes no sum. Raises UnsupportedInput for a datum that is not text, or
         more than the server reads at once.
         """
-        return self._traffic.pass_over(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._requests.pass_over(data, loss_fn, loss_fn_config, forward_only=False)
 
     forward_backward_async = submitted(forward_backward)
 
@@ -125,7 +125,7 @@ class TrainingClient:
                 "adam_params and optim_params are one argument: give one of them"
             )
         params = adam_params or optim_params or AdamParams()
-        return self._traffic.ask(
+        return self._requests.ask(
             "optim_step", OptimStepRequest, OptimStepResponse, adam_params=params
         )
 
@@ -143,7 +143,7 @@ class TrainingClient:
         Done when they are on the server's disk. A name in use fails, or with `overwrite` moves here;
         without one, the place in the order names it.
         """
-        return self._traffic.ask(
+        return self._requests.ask(
             "save_weights",
             SaveWeightsRequest,
             SaveWeightsResponse,
@@ -183,7 +183,7 @@ class TrainingClient:
         age_encryption_recipients: list[str] | None = None,
     ) -> Future[SaveWeightsExternalResponse]:
         """Keep the adapter as files to download, encrypted to `age1…` recipients where there are any."""
-        return self._traffic.ask(
+        return self._requests.ask(
             "save_weights_external",
             SaveWeightsExternalRequest,
             SaveWeightsExternalResponse,
@@ -215,7 +215,7 @@ class TrainingClient:
         """Keep the weights as they are at this place in the order, and sample from them.
 
         With a name they can be found again; without one they last as long as they are used.
-        Blocks until they are kept; what was sent before goes on meanwhile.
+        Blocks until they are kept; requests sent before go on running.
         """
         return self._loop.run(self._sampler_of(self._save_for(name)))
 
@@ -263,11 +263,11 @@ class TrainingClient:
         `loss_fn(data, logprobs)` gets the datums and one float32 torch tensor of log-probs for each,
         shaped as its `target_tokens`; it returns the loss and numbers for the metrics. It runs on
         a thread of this client once a forward is back; the backward behind it has its place already.
-        What was sent behind it waits meanwhile, for no longer than the server's `COTRAIN_GAP_LIMIT_S`.
+        Requests sent behind it wait for it, for no longer than the server's `COTRAIN_GAP_LIMIT_S`.
         Raises TorchMissing, or UnsupportedInput for a datum without targets.
         """
         loss = CustomLoss(data, loss_fn)
-        return self._traffic.pass_twice(loss.forward_data(), loss)
+        return self._requests.pass_twice(loss.forward_data(), loss)
 
     forward_backward_custom_async = submitted(forward_backward_custom)
 
@@ -300,7 +300,7 @@ class TrainingClient:
 
         The reference is a checkpoint or the base model; it stays as it is. See docs/mint.md.
         """
-        return self._traffic.ask(
+        return self._requests.ask(
             "mint/forward_backward_reverse_kl",
             PlacedReverseKlRequest,
             ReverseKlResponse,
@@ -317,7 +317,7 @@ class TrainingClient:
         return self._save_for_sampler(sampling_session_seq_id=self._samplers.reserve())
 
     def _save_for_sampler(self, **what: Any) -> Future[SaveWeightsForSamplerResponse]:
-        return self._traffic.ask(
+        return self._requests.ask(
             "save_weights_for_sampler",
             SaveWeightsForSamplerRequest,
             SaveWeightsForSamplerResponse,
@@ -327,7 +327,7 @@ class TrainingClient:
     def _load(
         self, path: str, token: str | None, *, optimizer: bool
     ) -> Future[LoadWeightsResponse]:
-        return self._traffic.ask(
+        return self._requests.ask(
             "load_weights",
             LoadWeightsRequest,
             LoadWeightsResponse,

@@ -105,8 +105,8 @@ def ttl(
     seconds = _seconds(after)
     with opened() as service:
         service.create_rest_client().set_checkpoint_ttl_from_tinker_path(path, seconds).result()
-    said = f"{path} is kept" if seconds is None else f"{path} expires in {after}"
-    _done({"tinker_path": path, "ttl_seconds": seconds}, said, as_json)
+    message = f"{path} is kept" if seconds is None else f"{path} expires in {after}"
+    _done({"tinker_path": path, "ttl_seconds": seconds}, message, as_json)
 
 
 @app.command(epilog=examples(f"cotrain checkpoints delete {PATH}"))
@@ -134,11 +134,11 @@ def _find(rest: RestClient, path: str) -> Checkpoint:
     raise CotrainError(f"there is no checkpoint {path}")
 
 
-def _done(fields: dict[str, object], said: str, as_json: bool) -> None:
+def _done(fields: dict[str, object], message: str, as_json: bool) -> None:
     if as_json:
         print_json(fields)
     else:
-        typer.echo(said)
+        typer.echo(message)
 
 
 def _table(checkpoints: list[Checkpoint]) -> Table:

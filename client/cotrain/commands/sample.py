@@ -81,8 +81,8 @@ def _sample(
     if as_json:
         print_json(_as_json(sample(http, about, asked)))
     elif asked.n == 1:
-        for piece in stream(http, about, asked):
-            _show(piece)
+        for text in stream(http, about, asked):
+            _show(text)
         typer.echo()
     else:
         for number, choice in enumerate(sample(http, about, asked)["choices"], 1):
@@ -103,11 +103,11 @@ def _as_json(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat(http: httpx.Client, before: list[Message], asked: Asked) -> None:
-    turns = list(before)
-    while (said := _next_line()) is not None:
-        if said.strip():
-            turns.append(_user(said))
-            turns.append({"role": "assistant", "content": _answer(http, turns, asked)})
+    messages = list(before)
+    while (line := _next_line()) is not None:
+        if line.strip():
+            messages.append(_user(line))
+            messages.append({"role": "assistant", "content": _answer(http, messages, asked)})
 
 
 def _next_line() -> str | None:
@@ -119,15 +119,15 @@ def _next_line() -> str | None:
         return None
 
 
-def _answer(http: httpx.Client, turns: Sequence[Message], asked: Asked) -> str:
+def _answer(http: httpx.Client, messages: Sequence[Message], asked: Asked) -> str:
     """Print an answer as it comes, and return it. Ctrl-C ends it and keeps what came."""
-    said: list[str] = []
-    with suppress(KeyboardInterrupt), closing(stream(http, turns, asked)) as pieces:
-        for piece in pieces:
-            said.append(piece)
-            _show(piece)
+    shown: list[str] = []
+    with suppress(KeyboardInterrupt), closing(stream(http, messages, asked)) as texts:
+        for text in texts:
+            shown.append(text)
+            _show(text)
     typer.echo()
-    return "".join(said)
+    return "".join(shown)
 
 
 def _show(text: str) -> None:

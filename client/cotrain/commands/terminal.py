@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/cli.md names its fields.")]
 PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kind>/<name>")]
 
-#: Somebody waits for the answer: soon say that no server is there. One that is may take its time.
+#: A person waits for the answer: say soon that there is no server. One that answers may take its time.
 PATIENCE = RetryPolicy(give_up_on_a_stranger_after_s=5.0, longest_delay_s=2.0)
 #: Ids and paths are there to be copied, so no cell is ever cut or wrapped; a terminal wraps lines.
 WIDTH = 10_000

@@ -42,7 +42,7 @@ def sample(http: httpx.Client, about: str | Sequence[Message], asked: Asked) -> 
 
 
 def stream(http: httpx.Client, about: str | Sequence[Message], asked: Asked) -> Generator[str]:
-    """Give the text piece by piece, as it is certain. Leaving it early cancels the sample.
+    """Give the text in parts, as each becomes certain. Leaving it early cancels the sample.
 
     Raises APIStatusError, also in the middle.
     """
@@ -51,7 +51,7 @@ def stream(http: httpx.Client, about: str | Sequence[Message], asked: Asked) -> 
         for line in checked(response).iter_lines():
             kind, _, content = line.partition(":")
             if kind == "data" and content.strip() != "[DONE]":
-                yield _piece(content)
+                yield _text_in(content)
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -67,7 +67,7 @@ def _question(about: str | Sequence[Message], asked: Asked) -> tuple[str, dict[s
     return CHATS, {**how, "messages": list(about)}
 
 
-def _piece(content: str) -> str:
+def _text_in(content: str) -> str:
     try:
         event = json.loads(content)
     except ValueError as error:

@@ -37,7 +37,7 @@ EXAMPLES = examples(
 
 TIMEOUT_S = 10.0
 ADMIN_KEY_FILE = "admin-key"
-#: Where `cotrain serve` keeps everything when it is told nothing.
+#: Where `cotrain serve` keeps everything by default.
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"
 #: A key of this host is shown to no other.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -1,4 +1,4 @@
-"""What the hosted SDK's clients have and ours have not, and what is said to who uses it.
+"""What the hosted SDK's clients have and ours have not, and the sentence that a program which uses it gets.
 
 So a program that comes from there meets a sentence instead of a bare TypeError. Arguments are taken
 where their value asks for nothing; type checkers and `help()` do not show them.
@@ -59,9 +59,9 @@ def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 def absent(owner: object, name: str) -> AttributeError:
     """Make the error for an attribute that `owner` has not."""
-    said = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    message = f"{type(owner).__name__!r} object has no attribute {name!r}"
     reason = METHODS.get(name)
-    return AttributeError(f"{said}: {reason}" if reason else said, name=name, obj=owner)
+    return AttributeError(f"{message}: {reason}" if reason else message, name=name, obj=owner)
 
 
 def _check(name: str, value: Any) -> None:

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cotrain")
 
-# The server holds a poll for long. Should one answer nothing at once, this keeps us from spinning.
+# The server holds a poll for long. Should one answer at once with nothing, this keeps the loop from spinning.
 GAP_S = 0.05
 
 
 class Completions:
     """Knows which requests of one sampler have ended. Lives on the client's own loop.
 
-    It says when to ask for a result, never what the result is: where batch polling fails, everybody
-    is sent to ask for themselves, and the server's answer to that counts.
+    It says when to ask for a result, never what the result is: where batch polling fails, each
+    request is polled on its own, and the server's answer to that counts.
     """
 
     def __init__(self, transport: Transport, target: SamplingSessionTarget) -> None:
@@ -33,16 +33,16 @@ class Completions:
         self._target = target
         self._waiting: dict[str, asyncio.Event] = {}
         self._ended: set[str] = set()
-        """Ended before anybody waited for them."""
+        """Ended before a caller waited for them."""
         self._retrieved: set[str] = set()
         """Results that have arrived, which the server does not know yet."""
         self._cursor = 0
         self._failed = False
         self.task: asyncio.Task[None] | None = None
-        """Polls while there is something to hear or to say."""
+        """Polls while a result is awaited, or has arrived and is not acknowledged."""
 
     async def ended(self, request_id: str) -> None:
-        """Wait until a request has ended, or has to be asked for by itself."""
+        """Wait until a request has ended, or has to be polled on its own."""
         if self._failed or request_id in self._ended:
             self._ended.discard(request_id)
             return
@@ -103,7 +103,7 @@ class Completions:
             waiting.set()
 
     def _fail(self, error: CotrainError) -> None:
-        log.warning("polling for each sample by itself from now on: %s", error)
+        log.warning("batch polling failed; polling each sample on its own from now on: %s", error)
         self._failed = True
         for waiting in self._waiting.values():
             waiting.set()

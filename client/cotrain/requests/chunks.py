@@ -1,7 +1,7 @@
 """Decides in how many requests a pass goes, and makes one result of theirs.
 
 To a server of ours a pass goes whole, so that it adds its whole gradient or nothing. Other servers of
-the protocol say how large a request may be, and have each one succeed or fail by itself.
+the protocol say how large a request may be, and have each one succeed or fail on its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MIB = 1024**2
 HEAD_BYTES = 4096
 FRAME_BYTES = 6
-"""Bytes of a request beside its datums, and around each of them: no more than this."""
+"""Bytes of a request around its datums, and around each of them: no more than this."""
 
 
 def chunks_of(

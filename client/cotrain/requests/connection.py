@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from cotrain.errors import NotFoundError, VersionMismatch
 from cotrain.requests.event_loop_thread import BackgroundLoop
-from cotrain.requests.flow_control import Dispatch, Lane, Room
-from cotrain.requests.sample_requests import SampleTraffic
+from cotrain.requests.flow_control import Dispatch, InFlightLimit, SendQueue
+from cotrain.requests.sample_requests import SampleRequests
 from cotrain.transport.http import Transport, can_compress, read
 from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
@@ -40,8 +40,8 @@ class Connection:
             settings.base_url, settings.api_key, network=network, policy=policy
         )
         self.loop = BackgroundLoop("cotrain-client")
-        self.room = Room(self.loop.is_here)
-        self.samples = SampleTraffic(self.transport)
+        self.in_flight = InFlightLimit(self.loop.is_here)
+        self.samples = SampleRequests(self.transport)
         self._dispatch = Dispatch()
         self._asking = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
@@ -52,12 +52,12 @@ class Connection:
 
     @property
     def known_config(self) -> ClientConfigResponse:
-        """What the server has said of how to talk to it; the protocol's defaults until it was asked."""
+        """What the server has message of how to talk to it; the protocol's defaults until it was asked."""
         return self._config or ClientConfigResponse()
 
-    def lane(self) -> Lane:
-        """Make the lane of one run."""
-        return Lane(self._dispatch, self.transport.pause)
+    def send_queue(self) -> SendQueue:
+        """Make the send queue of one run."""
+        return SendQueue(self._dispatch, self.transport.pause)
 
     async def config(self) -> ClientConfigResponse:
         """Ask, once, how the server wants to be talked to.
@@ -77,8 +77,8 @@ class Connection:
         try:
             answer = await self.transport.post("client/config", asked)
         except NotFoundError as error:  # every server of the protocol has it
-            said = f"{self.settings.base_url} is no cotrain server: is the base URL right?"
-            raise NotFoundError(f"{said} ({error.message})", 404, error.body) from error
+            message = f"{self.settings.base_url} is no cotrain server: is the base URL right?"
+            raise NotFoundError(f"{message} ({error.message})", 404, error.body) from error
         config = read(answer, ClientConfigResponse)
         if config.cotrain_protocol not in (None, PROTOCOL):
             raise VersionMismatch(
@@ -96,7 +96,7 @@ _sharing = threading.Lock()
 def shared_connection(settings: ClientSettings) -> Connection:
     """Give the one connection that all clients of these settings without a service share here.
 
-    It is closed when the process ends: nobody could say when the last of them is done.
+    It is closed when the process ends: its clients have no `close`, so its last use is not known.
     """
     here = (os.getpid(), settings)  # a forked process inherits the connection, not its thread
     with _sharing:

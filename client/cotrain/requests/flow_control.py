@@ -1,12 +1,12 @@
 """How much of a client's training is under way to the server at once, and in what order.
 
-Three measures. *Room*: requests that the server has not taken yet fill so much memory and no more;
-who asks for more is held in the call. *Dispatch*: of those, so many bytes and requests are sent at
-once. *Lanes*: a run's requests are let go in the order of their places, and where the server says
-that it is full, none overtakes the one it said it to: a full queue that misses the request its first
-one waits for would never empty.
+Three limits. *InFlightLimit*: requests that the server has not accepted yet fill so much memory and no
+more; a call beyond that blocks. *Dispatch*: of those, so many bytes and requests are sent at once.
+*SendQueue*: a run's requests are sent in the order of their `seq_id`, and none overtakes one that the
+server refused for being full: a full server that lacks the request its first one waits for would
+never empty.
 
-Knows sizes and places; what is sent, and what an answer means, is for `transport.py`.
+Knows sizes and order; what is sent, and what an answer means, is for `transport/`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ROOM_BYTES = 256_000_000
-ROOM_REQUESTS = 10_000
-"""What may wait in memory to be taken by the server. One call always may, whatever its size."""
+IN_FLIGHT_BYTES = 256_000_000
+IN_FLIGHT_REQUESTS = 10_000
+"""What may wait in memory for the server to accept it. One call always may, whatever its size."""
 DISPATCH_BYTES = 50_000_000
 DISPATCH_REQUESTS = 32
 """What is sent at once, where the server does not say otherwise; each request holds a connection."""
@@ -34,20 +34,20 @@ SLOWEST_REFUSAL = 3
 """A full server is asked again as after so many failures: one request of each run, every 2 s."""
 
 
-class Room:
-    """Memory for requests that the server has not taken. Used from any thread."""
+class InFlightLimit:
+    """Limits the memory of requests that the server has not accepted. Used from any thread."""
 
     def __init__(self, must_not_wait: Callable[[], bool] = lambda: False) -> None:
         self._must_not_wait = must_not_wait
-        """True on the client's own thread, on which room is given back."""
+        """True on the client's own thread, which is the one that releases."""
         self._changed = threading.Condition()
         self._bytes = 0
         self._requests = 0
 
-    def take(self, size_bytes: int, requests: int = 1) -> None:
-        """Block this thread until there is room, and take it.
+    def acquire(self, size_bytes: int, requests: int = 1) -> None:
+        """Block this thread until so much is under the limit, and count it.
 
-        To be called before a place in a run's order is taken: else the first could wait for the last.
+        To be called before a `seq_id` is taken: else the first of a run could wait for its last.
         """
         with self._changed:
             if not self._must_not_wait():
@@ -55,8 +55,8 @@ class Room:
             self._bytes += size_bytes
             self._requests += requests
 
-    def give_back(self, size_bytes: int, requests: int = 1) -> None:
-        """Let others have it."""
+    def release(self, size_bytes: int, requests: int = 1) -> None:
+        """Count it no more, and wake the calls that wait."""
         with self._changed:
             self._bytes -= size_bytes
             self._requests -= requests
@@ -64,7 +64,8 @@ class Room:
 
     def _fits(self, size_bytes: int, requests: int) -> bool:
         return not self._requests or (
-            self._bytes + size_bytes <= ROOM_BYTES and self._requests + requests <= ROOM_REQUESTS
+            self._bytes + size_bytes <= IN_FLIGHT_BYTES
+            and self._requests + requests <= IN_FLIGHT_REQUESTS
         )
 
 
@@ -75,8 +76,8 @@ class Dispatch:
         self.limit_bytes = DISPATCH_BYTES
         self._bytes = 0
         self._requests = 0
-        self._lanes: set[Lane] = set()
-        """Those in which somebody waits."""
+        self._queues: set[SendQueue] = set()
+        """Those in which requests wait."""
 
     def fits(self, size_bytes: int) -> bool:
         """Say whether so much more may be sent."""
@@ -92,22 +93,22 @@ class Dispatch:
         self._bytes -= size_bytes
         self._requests -= 1
 
-    def let_go(self, lane: Lane) -> None:
-        """Let go whatever may go now, of this lane first."""
-        self._lanes.add(lane)
-        for each in (lane, *self._lanes - {lane}):
-            each.let_go()
+    def start_from(self, queue: SendQueue) -> None:
+        """Start every request that may be sent now, those of this queue first."""
+        self._queues.add(queue)
+        for each in (queue, *self._queues - {queue}):
+            each.start()
             if not each.is_waiting:
-                self._lanes.discard(each)
+                self._queues.discard(each)
 
 
 class _Waiting(NamedTuple):
     seq_id: int
     size_bytes: int
-    goes: asyncio.Event
+    started: asyncio.Event
 
 
-class Lane:
+class SendQueue:
     """One run's requests on their way to the server. Lives on the client's own loop."""
 
     def __init__(
@@ -121,11 +122,11 @@ class Lane:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some request has not had its turn."""
+        """Whether some request is not being sent yet."""
         return bool(self._waiting)
 
     async def send(self, seq_id: int, size_bytes: int, post: Callable[[], Awaitable[T]]) -> T:
-        """Send a request in its turn, and again for as long as the server is full.
+        """Send a request in the order of `seq_id`, and again for as long as the server is full.
 
         `post` raises RateLimitError where it is. Raises whatever else `post` raises.
         """
@@ -140,18 +141,18 @@ class Lane:
                     await self._pause(min(refusals, SLOWEST_REFUSAL), full, waited_s)
         finally:
             self._refused.discard(seq_id)
-            self._dispatch.let_go(self)
+            self._dispatch.start_from(self)
 
-    def let_go(self) -> None:
-        """Let go whoever may go now."""
-        while self._waiting and self._may_go(self._waiting[0]):
+    def start(self) -> None:
+        """Start the requests that may be sent now."""
+        while self._waiting and self._may_start(self._waiting[0]):
             first = heapq.heappop(self._waiting)
             self._sending.add(first.seq_id)
             self._dispatch.begin(first.size_bytes)
-            first.goes.set()
+            first.started.set()
 
     async def _send_once(self, seq_id: int, size_bytes: int, post: Callable[[], Awaitable[T]]) -> T:
-        await self._turn(_Waiting(seq_id, size_bytes, asyncio.Event()))
+        await self._wait_to_start(_Waiting(seq_id, size_bytes, asyncio.Event()))
         try:
             return await post()
         except RateLimitError:
@@ -160,26 +161,26 @@ class Lane:
         finally:
             self._sending.discard(seq_id)
             self._dispatch.end(size_bytes)
-            self._dispatch.let_go(self)
+            self._dispatch.start_from(self)
 
-    async def _turn(self, me: _Waiting) -> None:
-        heapq.heappush(self._waiting, me)
-        self._dispatch.let_go(self)
+    async def _wait_to_start(self, request: _Waiting) -> None:
+        heapq.heappush(self._waiting, request)
+        self._dispatch.start_from(self)
         try:
-            await me.goes.wait()
+            await request.started.wait()
         except asyncio.CancelledError:
-            if me.goes.is_set():
-                self._sending.discard(me.seq_id)
-                self._dispatch.end(me.size_bytes)
+            if request.started.is_set():
+                self._sending.discard(request.seq_id)
+                self._dispatch.end(request.size_bytes)
             else:
-                self._waiting.remove(me)
+                self._waiting.remove(request)
                 heapq.heapify(self._waiting)
             raise
 
-    def _may_go(self, first: _Waiting) -> bool:
-        """Whether the first of those that wait may go.
+    def _may_start(self, first: _Waiting) -> bool:
+        """Whether the first of those that wait may be sent.
 
-        The first of all that the server has not taken always may: everything behind it needs it.
+        The first of all that the server has not accepted always may: everything behind it needs it.
         """
         if any(refused < first.seq_id for refused in self._refused):
             return False

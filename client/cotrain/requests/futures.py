@@ -29,9 +29,9 @@ log = logging.getLogger("cotrain")
 
 
 class Future(Generic[T]):
-    """The promise of one result. Nobody's waiting, or ceasing to wait, changes it for others.
+    """The promise of one result. A caller that waits, or ceases to, changes nothing for the others.
 
-    A failure that nobody has met by the time the future is collected is logged, once.
+    A failure that was never raised to a caller is logged once, when the future is collected.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class Future(Generic[T]):
         self._ends_with_its_waits = ends_with_its_waits
         self._waits: set[object] = set()
         self._given_up = False
-        self._was_met = False
+        self._was_raised = False
 
     def done(self) -> bool:
         """Say whether the result, or the failure, is there."""
         return self._outcome.done()
 
     def cancel(self) -> bool:
-        """Give up this result, for everybody who waits; False where it is there already.
+        """Give up this result, for all who wait; False where it is there already.
 
-        A sample is cancelled on the server too. A training request has its place in the run's order
+        A sample is cancelled on the server too. A training request has its `seq_id` in the run's order
         and is done all the same.
         """
         self._given_up = self._outcome.cancel() or self._given_up
@@ -120,16 +120,16 @@ class Future(Generic[T]):
                 raise
             raise ClientClosed("the client was closed before this result came") from None
         except BaseException as error:
-            # Where it is a timeout, the failure is still to be met.
-            self._was_met = self._was_met or settled.done()
+            # Where it is a timeout, the failure is still to be raised.
+            self._was_raised = self._was_raised or settled.done()
             if isinstance(error, TimeoutError) and not settled.done():
                 raise self._still_running(timeout) from None
             raise
 
     def _still_running(self, timeout: float | None) -> TimeoutError:
         after = "" if timeout is None else f" after {timeout:g} s"
-        said = f"{self._what} is {self._state()}{after}: wait again for the same future"
-        return TimeoutError(said)
+        message = f"{self._what} is {self._state()}{after}: wait again for the same future"
+        return TimeoutError(message)
 
     def _state(self) -> str:
         if not self._outcome.done():
@@ -155,7 +155,7 @@ class Future(Generic[T]):
             self._waits.discard(wait)
 
     def __del__(self) -> None:
-        if not self._was_met:
+        if not self._was_raised:
             self._outcome.add_done_callback(partial(_log_failure, self._what))
 
     if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
@@ -222,7 +222,7 @@ class Submitted(Coroutine[Any, Any, Future[T]]):
 
     def _step(self, go_on: Callable[[Coroutine[Any, Any, Future[T]]], Any]) -> Any:
         # One for each task, so that any number may wait; made late, since a coroutine that never
-        # ran would warn that nobody awaited it.
+        # ran would warn that it was never awaited.
         task = _task_here()
         if task not in self._steps:
             self._steps[task] = self._accept()
@@ -259,7 +259,7 @@ async def _settled(
     is_settled = asyncio.Event()
 
     def wake(_: object) -> None:
-        with suppress(RuntimeError):  # the waiter's loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the waiter's loop is closed: it waits no more
             loop.call_soon_threadsafe(is_settled.set)
 
     future.add_done_callback(wake)
@@ -275,4 +275,4 @@ def _task_here() -> object:
 
 def _log_failure(what: str, outcome: concurrent.futures.Future[Any]) -> None:
     if not outcome.cancelled() and (error := outcome.exception()) is not None:
-        log.warning("%s failed, and nobody asked for its result: %s", what, error)
+        log.warning("%s failed, and its result was never asked for: %s", what, error)

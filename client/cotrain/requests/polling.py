@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     import httpx
 
 PENDING = 408
-"""The server's word, held back as long as it could, that a result is not there yet."""
-# What the server says where a request was to load what is not there; a test holds it to that.
+"""The server's answer, as late as it may give it, that a result is not there yet."""
+# What the server says where a request was to load what is not there: it sends no code for it, and a
+# test compares the two texts.
 NOT_FOUND = "Checkpoint not found."
-# The server holds a poll for long. Should one answer at once, this keeps the loop from spinning.
+# A poll is a long poll. Should one be answered at once, this keeps the loop from spinning.
 GAP_S = 0.05
 
 

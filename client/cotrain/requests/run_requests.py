@@ -1,4 +1,4 @@
-"""The ordered requests of one run: each takes its place when it is made, whatever becomes of it."""
+"""The ordered requests of one run: each gets its `seq_id` when it is made, whatever becomes of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cotrain.wire.runs import ForwardBackwardOutput
 
 POLLS_AT_ONCE = 16
-"""Of a run's thousand futures so many hold a connection each; the others have nothing to hear yet."""
+"""Of a run's thousand futures so many hold a connection each; the others have no result yet."""
 
 SMALL_BYTES = 1_000
 
@@ -41,8 +41,8 @@ T = TypeVar("T")
 Result = TypeVar("Result", bound="BaseModel")
 
 
-class Between(Protocol):
-    """What happens on this machine between the two passes of a custom loss."""
+class CustomPass(Protocol):
+    """A loss of the caller's: what is computed on this machine between its two passes."""
 
     def datums(self, forward: ForwardBackwardOutput) -> Sequence[Datum]:
         """Give the backward's datums, one for each of the forward; called on a thread of its own."""
@@ -58,8 +58,8 @@ class RunRequests:
         self._connection = connection
         self._loop = connection.loop
         self._transport = connection.transport
-        self._room = connection.room
-        self._lane = connection.lane()
+        self._in_flight = connection.in_flight
+        self._queue = connection.send_queue()
         self._model_id = model_id
         self._ordering = threading.Lock()
         self._next_seq_id = 1
@@ -75,16 +75,16 @@ class RunRequests:
     def ask(
         self, path: str, request: type[SequencedRequest], answer: type[Result], /, **what: Any
     ) -> Future[Result]:
-        """POST a request of these fields in its turn; its result is JSON.
+        """POST a request of these fields as the run's next; its result is JSON.
 
         Raises ValidationError for what cannot be sent.
         """
 
         async def wait(request_ids: list[str]) -> Result:
             (request_id,) = request_ids
-            return answer.model_validate(await self._heard(wait_for_json, request_id))
+            return answer.model_validate(await self._polled(wait_for_json, request_id))
 
-        # Read before a place in the order is taken, so that what cannot be sent leaves no gap.
+        # Read before a `seq_id` is taken, so that what cannot be sent leaves no gap.
         return self._send(path, [request(model_id=self._model_id, seq_id=1, **what)], wait)
 
     def pass_over(
@@ -95,12 +95,12 @@ class RunRequests:
         *,
         forward_only: bool,
     ) -> Future[ForwardBackwardOutput]:
-        """POST a forward or forward_backward in its turn, in as many requests as its server asks for.
+        """POST a forward or forward_backward as the run's next, in as many requests as its server asks for.
 
         Raises UnsupportedInput for a datum that is not text, or too much for one call.
         """
         # Encoded here, so that what the caller changes afterwards changes nothing, and before a
-        # place in the order is taken, so that a datum that cannot be encoded leaves no gap.
+        # `seq_id` is taken, so that a datum that cannot be encoded leaves no gap.
         requests = [
             wrap_datums(
                 self._model_id, 1, chunk, loss_fn, loss_fn_config, forward_only=forward_only
@@ -114,22 +114,24 @@ class RunRequests:
 
         return self._send("forward_backward", requests, wait)
 
-    def pass_twice(self, data: Sequence[Datum], between: Between) -> Future[ForwardBackwardOutput]:
-        """POST a forward, and once `between` has seen its result a backward of as many datums.
+    def pass_twice(
+        self, data: Sequence[Datum], custom: CustomPass
+    ) -> Future[ForwardBackwardOutput]:
+        """POST a forward, and once `custom` has its result a backward of as many datums.
 
-        Both have their places before this returns, so whatever is sent meanwhile comes after them.
+        Both have their `seq_id`s before this returns, so requests made after it come after them.
         Raises UnsupportedInput for a datum that is not text, or too much for one call.
         """
         chunks = self._cut(data)
-        accepted, places = self._start(
+        accepted, seq_ids = self._start(
             "forward_backward", [self._cross_entropy(1, c, forward_only=True) for c in chunks], 2
         )
         work = self._loop.start(
-            self._second_pass(accepted, between, places[len(chunks) :], [len(c) for c in chunks])
+            self._second_pass(accepted, custom, seq_ids[len(chunks) :], [len(c) for c in chunks])
         )
-        # Shielded: who gives up the result must leave no gap where the backward has its place.
+        # Shielded: giving up the result must leave no gap at the backward's `seq_id`.
         outcome = self._loop.start(_shielded(work))
-        what = f"custom pass {places.start} of run {self._model_id}"
+        what = f"custom pass {seq_ids.start} of run {self._model_id}"
         return Future(accepted, outcome, what=what)
 
     def _send(
@@ -138,46 +140,46 @@ class RunRequests:
         requests: Sequence[SequencedRequest | Message],
         wait: Callable[[list[str]], Coroutine[Any, Any, T]],
     ) -> Future[T]:
-        accepted, places = self._start(path, requests)
+        accepted, seq_ids = self._start(path, requests)
         outcome = self._loop.start(self._outcome(accepted, wait))
         self._undone.add(outcome)
         outcome.add_done_callback(self._undone.discard)
-        return Future(accepted, outcome, what=f"{path} {places.start} of run {self._model_id}")
+        return Future(accepted, outcome, what=f"{path} {seq_ids.start} of run {self._model_id}")
 
     def _start(
-        self, path: str, requests: Sequence[SequencedRequest | Message], places_each: int = 1
+        self, path: str, requests: Sequence[SequencedRequest | Message], seq_ids_each: int = 1
     ) -> tuple[concurrent.futures.Future[list[str]], range]:
-        """Take the next places in the run's order and start to send, in that order.
+        """Take the run's next `seq_id`s and start to send, in that order.
 
-        Of more places than requests the first are used. Blocks where more waits to be sent already
-        than memory is meant for (`flow.py`).
+        Of more `seq_id`s than requests the first are used. Blocks at the in-flight limit
+        (`flow_control.py`).
         """
         size_bytes = sum(map(_size, requests))
-        self._room.take(size_bytes, len(requests))
+        self._in_flight.acquire(size_bytes, len(requests))
         with self._ordering:
             first = self._next_seq_id
-            self._next_seq_id += len(requests) * places_each
-            placed = [_at(first + i, request) for i, request in enumerate(requests)]
-            accepted = self._loop.start(self._submit(path, placed, size_bytes))
-        return accepted, range(first, first + len(requests) * places_each)
+            self._next_seq_id += len(requests) * seq_ids_each
+            numbered = [_at(first + i, request) for i, request in enumerate(requests)]
+            accepted = self._loop.start(self._submit(path, numbered, size_bytes))
+        return accepted, range(first, first + len(requests) * seq_ids_each)
 
     async def _submit(
         self, path: str, requests: Sequence[BaseModel | Message], size_bytes: int
     ) -> list[str]:
-        """POST every request in its turn (the server orders them); returns their request ids."""
+        """POST every request (the server orders them); returns their request ids."""
         try:
             answers = await asyncio.gather(
                 *(self._submit_one(path, request) for request in requests), return_exceptions=True
             )
         finally:
-            self._room.give_back(size_bytes, len(requests))
+            self._in_flight.release(size_bytes, len(requests))
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         return [answer for answer in answers if isinstance(answer, str)]
 
     async def _submit_one(self, path: str, request: Any) -> str:
-        return await self._lane.send(
+        return await self._queue.send(
             request.seq_id, _size(request), lambda: self._post(path, request)
         )
 
@@ -196,7 +198,7 @@ class RunRequests:
         return read(response, UntypedAPIFuture).request_id
 
     async def _fill_lost(self) -> None:
-        """Fill the places of requests that were given up: the server may have them, or not."""
+        """Fill the `seq_id`s of requests that were given up: the server may have them, or not."""
         for seq_id in sorted(self._lost):
             try:
                 await self._transport.post("forward_backward", self._nothing_at(seq_id))
@@ -207,9 +209,9 @@ class RunRequests:
             self._lost.discard(seq_id)
 
     async def _fill_gap(self, seq_id: int) -> None:
-        """Give the place of a refused request to one that does nothing.
+        """Send a request that does nothing under the `seq_id` of a refused one.
 
-        Otherwise the server would wait for this place in the order and every later request with it.
+        Otherwise the server would wait for this `seq_id`, and every later request with it.
         """
         with suppress(APIError):
             await self._transport.post("forward_backward", self._nothing_at(seq_id))
@@ -222,37 +224,37 @@ class RunRequests:
         accepted: concurrent.futures.Future[list[str]],
         wait: Callable[[list[str]], Coroutine[Any, Any, T]],
     ) -> T:
-        # Acceptance is shielded, so that whoever gives up the result leaves no gap in the order.
+        # Acceptance is shielded, so that a caller that gives up the result leaves no gap in the order.
         return await wait(await asyncio.shield(asyncio.wrap_future(accepted)))
 
     async def _second_pass(
         self,
         accepted: concurrent.futures.Future[list[str]],
-        between: Between,
-        places: range,
+        custom: CustomPass,
+        seq_ids: range,
         chunk_lengths: Sequence[int],
     ) -> ForwardBackwardOutput:
         try:
             request_ids = await asyncio.wrap_future(accepted)
-            # Not in turn with the run's other polls: these may all be of requests that wait for the
-            # backward, which waits for this one.
+            # Outside the limit of the run's other polls: these may all be of requests that wait for
+            # the backward, which waits for this one.
             outputs = await asyncio.gather(
                 *(wait_for_pass(self._transport, request_id) for request_id in request_ids)
             )
-            datums = encode_datums(await asyncio.to_thread(between.datums, combine(outputs)))
+            datums = encode_datums(await asyncio.to_thread(custom.datums, combine(outputs)))
         except Exception:  # also whatever the caller's loss raises
-            await asyncio.gather(*map(self._fill_gap, places))
+            await asyncio.gather(*map(self._fill_gap, seq_ids))
             raise
-        # Cut where the forward was, whatever the sizes are now: so many places were taken.
+        # Cut where the forward was, whatever the sizes are now: so many `seq_id`s were taken.
         ends = list(accumulate(chunk_lengths))
         requests = [
             self._cross_entropy(seq_id, datums[end - length : end], forward_only=False)
-            for seq_id, end, length in zip(places, ends, chunk_lengths, strict=True)
+            for seq_id, end, length in zip(seq_ids, ends, chunk_lengths, strict=True)
         ]
         size_bytes = sum(map(_size, requests))
-        self._room.take(size_bytes, len(requests))
+        self._in_flight.acquire(size_bytes, len(requests))
         backward_ids = await self._submit("forward_backward", requests, size_bytes)
-        return between.finish(await self._pass_result(backward_ids))
+        return custom.finish(await self._pass_result(backward_ids))
 
     def _cut(self, data: Sequence[Datum]) -> list[Sequence[wire.Datum]]:
         return chunks_of(encode_datums(data), self._connection.known_config)
@@ -266,16 +268,15 @@ class RunRequests:
 
     async def _pass_result(self, request_ids: list[str]) -> ForwardBackwardOutput:
         outputs = await asyncio.gather(
-            *(self._heard(wait_for_pass, request_id) for request_id in request_ids)
+            *(self._polled(wait_for_pass, request_id) for request_id in request_ids)
         )
         return combine(outputs)
 
-    async def _heard(
+    async def _polled(
         self, poll: Callable[[Transport, str], Coroutine[Any, Any, T]], request_id: str
     ) -> T:
-        async with (
-            self._polls
-        ):  # which lets in who was accepted first; results come in about that order
+        # First come, first served: results come in about the order of acceptance.
+        async with self._polls:
             return await poll(self._transport, request_id)
 
 
@@ -300,7 +301,7 @@ def _size(request: BaseModel | Message) -> int:
 
 
 def _at(seq_id: int, request: SequencedRequest | Message) -> SequencedRequest | Message:
-    """Put a request in its place in the order."""
+    """Number a request."""
     if isinstance(request, SequencedRequest):
         return request.model_copy(update={"seq_id": seq_id})
     request.seq_id = seq_id  # type: ignore[attr-defined]  # of the message of a pass

@@ -1,4 +1,4 @@
-"""The HTTP calls of sampling, in a measure that neither side minds."""
+"""The HTTP calls of sampling, no more at once than either side bears."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLLS_AT_ONCE = 500
 CANCEL_WITHIN_S = 5.0
 
 
-class SampleTraffic:
+class SampleRequests:
     """Shared by all samplers of one connection."""
 
     def __init__(self, transport: Transport) -> None:
@@ -45,7 +45,7 @@ class SampleTraffic:
                 try:
                     answer = await self._transport.post("asample", request)
                 except RateLimitError:
-                    continue  # of which the transport has told
+                    continue  # which the transport has reported
                 return read(answer, UntypedAPIFuture)
 
     async def retrieve(self, request_id: str) -> SampleResponse:
@@ -54,7 +54,7 @@ class SampleTraffic:
             return await wait_for_sample(self._transport, request_id)
 
     async def cancel(self, request_id: str) -> None:
-        """Tell the server that nobody waits for this sample; where it cannot be told, it is done."""
+        """Cancel a sample whose result is no longer wanted; one that this does not reach is done all the same."""
         with suppress(APIError, TimeoutError):
             async with asyncio.timeout(CANCEL_WITHIN_S):
                 await self._transport.post_once(

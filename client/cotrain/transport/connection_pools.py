@@ -26,8 +26,8 @@ class _Pool:
     in_flight: int = 0
 
 
-class Lines:
-    """Sends each request through the first pool that has room. Lives on the client's own loop."""
+class ConnectionPools:
+    """Sends each request through the first pool that is not full. Lives on the client's own loop."""
 
     def __init__(self, make_pool: Callable[[], httpx.AsyncClient]) -> None:
         self._make_pool = make_pool

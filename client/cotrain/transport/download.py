@@ -1,6 +1,6 @@
 """One file on its way here, in as many attempts as it takes.
 
-What has arrived lies beside its place until it is whole, in a file that bears the server's name for
+What has arrived lies in the target's folder until it is whole, in a file that bears the server's name for
 exactly these bytes (`ETag`): so it is gone on with, by a later process too, and never with others.
 """
 
@@ -63,9 +63,8 @@ class Download:
         try:
             async with aclosing(await self._http.send(self._request(part), stream=True)) as answer:
                 if answer.status_code == NOTHING_LEFT and part is not None:
-                    await asyncio.to_thread(
-                        part.unlink
-                    )  # not the file it was: all of it, next time
+                    # Not the file it was: all of it, next time.
+                    await asyncio.to_thread(part.unlink)
                     raise APIConnectionError(f"{self._target.name} is another file by now")
                 if answer.is_error:
                     await answer.aread()
@@ -95,15 +94,15 @@ class Download:
         had = part.stat().st_size
         total = had + int(answer.headers.get("Content-Length", 0))
         with await asyncio.to_thread(part.open, "ab") as file:
-            async for piece in answer.aiter_bytes():
-                await asyncio.to_thread(file.write, piece)
-                had += len(piece)
+            async for chunk in answer.aiter_bytes():
+                await asyncio.to_thread(file.write, chunk)
+                had += len(chunk)
                 self._arrived = had
                 if self._progress:
                     self._progress(had, total)
         size = part.stat().st_size
         if "Content-Length" in answer.headers and size != total:
-            await asyncio.to_thread(part.unlink)  # somebody else has written here too
+            await asyncio.to_thread(part.unlink)  # another process has written here too
             raise APIConnectionError(f"{self._target.name} has {size} bytes instead of {total}")
         return part
 

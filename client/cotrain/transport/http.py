@@ -1,8 +1,8 @@
 """One HTTP call: the key, the time limits, the encoding of what is sent.
 
-Everything a client POSTs may be sent twice: the server knows a repeated request by its place in
-its run's order, and a session opened twice is one that nobody keeps alive. What is tried again, and
-how long, is for `patience.py`.
+Everything a client POSTs may be sent twice: the server knows a repeated request by its `seq_id` in
+its run, and a session opened twice gets no heartbeats and ends. What is tried again, and for how
+long, is for `retries.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import httpx
 from pydantic import BaseModel
 
 from cotrain.errors import APIError, APIStatusError, RateLimitError
-from cotrain.transport.connection_pools import Lines
+from cotrain.transport.connection_pools import ConnectionPools
 from cotrain.transport.download import Download, size_of
 from cotrain.transport.responses import read, refusal, unreached
 from cotrain.transport.retries import Contact, Patience, RetryPolicy, is_transient
@@ -38,7 +38,7 @@ BINARY = "application/octet-stream"
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 # Before it answers, a server unpacks what it was sent, maybe after what others have sent.
 STREAM_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None, read=600.0)
-# How many there are is for `lines.py`. A server lets an idle one live for longer.
+# How many there are is for `connection_pools.py`. A server lets an idle one live for longer.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
 ZSTD = "zstd"
 COMPRESSED_BYTES = 1_000
@@ -71,7 +71,7 @@ class Transport:
         """Whether passes are compressed, which the server says and this machine must be able to."""
         self._contact = Contact(base_url)
         trusted = httpx.create_ssl_context()  # once: it reads every certificate there is
-        self._lines = Lines(
+        self._pools = ConnectionPools(
             lambda: httpx.AsyncClient(
                 base_url=f"{base_url.rstrip('/')}/api/v1/",
                 headers={"X-API-Key": api_key, "User-Agent": f"cotrain/{__version__}"},
@@ -81,7 +81,7 @@ class Transport:
                 verify=trusted,
             )
         )
-        self._http = self._lines.first
+        self._http = self._pools.first
 
     async def post(
         self,
@@ -194,7 +194,7 @@ class Transport:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._lines.close()
+        await self._pools.close()
 
     async def _until_answered(
         self, call: Callable[[], Awaitable[httpx.Response]], *, raises_busy: bool = False
@@ -226,10 +226,10 @@ class Transport:
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         try:
-            response = await self._lines.send(request)
+            response = await self._pools.send(request)
         except httpx.TransportError as error:
             raise unreached(error, request.url, is_known=self._contact.is_known) from error
-        self._contact.heard()
+        self._contact.answered()
         if response.is_error:
             raise refusal(response)
         return response

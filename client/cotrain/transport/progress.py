@@ -1,7 +1,7 @@
 """One line for those who wait: what for, for how long, and what the server says to that.
 
 It appears on stderr once a wait has lasted for ten seconds, where stderr is a terminal or a notebook,
-and is gone when the wait is over. Elsewhere the logger `cotrain` is told, as INFO, once a minute.
+and is gone when the wait is over. Elsewhere the logger `cotrain` gets it, as INFO, once a minute.
 COTRAIN_PROGRESS=0 turns it off.
 """
 
@@ -37,9 +37,9 @@ class Wait(NamedTuple):
 
 
 class Word(NamedTuple):
-    """What the server said last, and until when it is worth telling."""
+    """What the server said last, and until when it is worth showing."""
 
-    said: str
+    text: str
     until: float
 
 
@@ -48,12 +48,12 @@ def line(waits: list[Wait], word: Word | None, now: float) -> str | None:
     late = [wait for wait in waits if now - wait.since >= SHOWN_AFTER_S]
     if not late:
         return None
-    said = f"waiting {_duration(now - late[0].since)} for {late[0].what()}"
+    text = f"waiting {_duration(now - late[0].since)} for {late[0].what()}"
     if len(waits) > 1:
-        said += f" and {len(waits) - 1} more"
+        text += f" and {len(waits) - 1} more"
     if word is not None and now < word.until:
-        said += f" · {word.said}"
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in said)
+        text += f" · {word.text}"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 class Progress:
@@ -98,9 +98,9 @@ class Progress:
         finally:
             self._hidden -= 1
 
-    def hear(self, said: str, for_s: float) -> None:
+    def show_word(self, text: str, for_s: float) -> None:
         """Show what the server says, for so long."""
-        self._word = Word(said, time.monotonic() + for_s)
+        self._word = Word(text, time.monotonic() + for_s)
 
     def clear(self) -> None:
         """Take the line away, for one who prints."""
@@ -130,12 +130,12 @@ class Progress:
         """Draw the line as it is now, or log it."""
         with self._drawing:
             now = time.monotonic()
-            said = line(list(self._waits.values()), self._word, now)
+            text = line(list(self._waits.values()), self._word, now)
             if _columns() and not self._hidden:
-                self._draw(f"cotrain: {said}" if said else "")
-            elif said and now - self._logged_at >= LOGGED_EVERY_S:
+                self._draw(f"cotrain: {text}" if text else "")
+            elif text and now - self._logged_at >= LOGGED_EVERY_S:
                 self._logged_at = now
-                log.info("%s", said)
+                log.info("%s", text)
 
     def _draw(self, text: str) -> None:
         text = text[: max(_columns() - 1, 0)]

@@ -1,4 +1,4 @@
-"""What an HTTP answer says: a message of the wire, a refusal, or that nobody of ours gave it."""
+"""What an HTTP answer says: a message of the wire, a refusal, or that it came from another server."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def read(response: httpx.Response, model: type[Model]) -> Model:
     try:
         return model.model_validate_json(response.content)
     except ValidationError as error:
-        said = f"{response.url} did not answer a {model.__name__}"
-        raise MalformedMessage(said + _hint(response)) from error
+        message = f"{response.url} did not answer a {model.__name__}"
+        raise MalformedMessage(message + _hint(response)) from error
 
 
 def refusal(response: httpx.Response) -> APIStatusError:
@@ -39,7 +39,7 @@ def refusal(response: httpx.Response) -> APIStatusError:
     detail = body = _json_or_text(response)
     for name in ("detail", "error", "message"):  # the endpoints for text answer in others' dialects
         detail = detail.get(name, detail) if isinstance(detail, dict) else detail
-    if _is_page(response):  # of a proxy, or of somebody else's server: nobody wants to read it
+    if _is_page(response):  # of a proxy or another kind of server, and of no use to a caller
         detail = ""
     message = str(detail or response.reason_phrase)[:LONGEST_DETAIL]
     hint = "" if response.is_server_error else _hint(response)
@@ -59,16 +59,16 @@ def unreached(
     One that has not, and sounds as if it spoke plain HTTP where TLS was tried, is no matter of waiting:
     SettingsMissing.
     """
-    said = f"cannot reach {url}: {error}"
+    message = f"cannot reach {url}: {error}"
     if isinstance(error, httpx.TimeoutException):
         return APITimeoutError(f"{url} did not answer in time")
     if is_known:
-        return APIConnectionError(said)
+        return APIConnectionError(message)
     if url.scheme == "https" and any(sign in str(error) for sign in NO_TLS):
-        return SettingsMissing(f"{_place(url)} does not speak https: try http://{_host(url)}")
+        return SettingsMissing(f"{_origin(url)} does not speak https: try http://{_host(url)}")
     if url.scheme == "http" and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
-        return APIConnectionError(f"{said} If it speaks https, try https://{_host(url)}")
-    return APIConnectionError(said)
+        return APIConnectionError(f"{message} If it speaks https, try https://{_host(url)}")
+    return APIConnectionError(message)
 
 
 def _hint(response: httpx.Response) -> str:
@@ -79,14 +79,14 @@ def _hint(response: httpx.Response) -> str:
     if is_400 and response.url.scheme == "http" and "HTTPS" in response.text[:LONGEST_DETAIL]:
         return f"; try https://{_host(response.url)}"
     if _is_page(response):
-        place = _place(response.url)
-        return f"; a web page came back, so {place} is no cotrain server: is the base URL right?"
+        origin = _origin(response.url)
+        return f"; a web page came back, so {origin} is no cotrain server: is the base URL right?"
     if response.status_code == UNAUTHORIZED:
         return "; is the key right? (`api_key=`, or COTRAIN_API_KEY)"
     return ""
 
 
-def _place(url: httpx.URL) -> str:
+def _origin(url: httpx.URL) -> str:
     return f"{url.scheme}://{_host(url)}"
 
 

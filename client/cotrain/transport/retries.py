@@ -1,8 +1,8 @@
-"""What is tried again, how long, and what is said meanwhile.
+"""What is tried again, for how long, and what is logged of it.
 
 A lost answer, a busy server (429), a restarting one (5xx) and a slow one (408) are tried again; every
-other refusal is the caller's to read. A server that was heard before is given minutes to come back;
-one that was never heard is more likely somewhere else, and is given seconds.
+other refusal is the caller's to read. A server that has answered before is given minutes to come
+back; one that never has is more likely somewhere else, and is given seconds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("cotrain")
 
 WARN_AFTER_S = 10.0
-TELL_AGAIN_S = 600.0
-"""What was said of a wait is not said again sooner."""
+WARN_AGAIN_S = 600.0
+"""The same reason of a wait is not logged again sooner."""
 WORD_LASTS_S = 60.0
-"""For as long as a poll may take to hear another word."""
+"""As long as a poll may take to bring another word."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Contact:
     """Whether it has ever answered."""
     _silent_since: float | None = None
     _has_warned: bool = False
-    _told: dict[object, float] = field(default_factory=dict)
+    _warned_at: dict[object, float] = field(default_factory=dict)
 
-    def heard(self) -> None:
+    def answered(self) -> None:
         """Note an answer, whatever it says."""
         if self._silent_since is not None and self._has_warned:
             silence_s = time.monotonic() - self._silent_since
@@ -81,9 +81,9 @@ class Contact:
         self.is_known, self._silent_since, self._has_warned = True, None, False
 
     def lost(self, error: APIConnectionError, patience_s: float) -> None:
-        """Note that there was no answer; warn once each time the server goes away."""
+        """Note that there was no answer; warn once each time the server stops answering."""
         self._silent_since = self._silent_since or time.monotonic()
-        PROGRESS.hear(str(error), WORD_LASTS_S)
+        PROGRESS.show_word(str(error), WORD_LASTS_S)
         if not self._has_warned and time.monotonic() - self._silent_since >= WARN_AFTER_S:
             self._has_warned = True
             PROGRESS.clear()
@@ -92,11 +92,14 @@ class Contact:
     def busy(self, error: APIStatusError, waited_s: float) -> None:
         """Note why the server lets a call wait; warn of it once where the wait is long."""
         why = queue_state_reason(error)
-        PROGRESS.hear(why or str(error), WORD_LASTS_S)
+        PROGRESS.show_word(why or str(error), WORD_LASTS_S)
         about = why or error.status_code  # a refusal may hold numbers that change
         now = time.monotonic()
-        if waited_s >= WARN_AFTER_S and now - self._told.get(about, -TELL_AGAIN_S) >= TELL_AGAIN_S:
-            self._told[about] = now
+        if (
+            waited_s >= WARN_AFTER_S
+            and now - self._warned_at.get(about, -WARN_AGAIN_S) >= WARN_AGAIN_S
+        ):
+            self._warned_at[about] = now
             PROGRESS.clear()
             log.warning("still waiting, and trying again: %s", why or error)
 
@@ -113,7 +116,7 @@ class Patience:
     _began: float = field(default_factory=time.monotonic)
 
     def renew(self) -> None:
-        """Begin anew: the server has said something to the purpose."""
+        """Begin anew: the server has answered usefully."""
         self._failures, self._since = 0, time.monotonic()
 
     def pending(self, error: APIStatusError) -> None:
@@ -149,6 +152,6 @@ class Patience:
             f". Nothing has ever answered at {self.contact.base_url}: is a server running there,"
             " and is the base URL right?"
         )  # fmt: skip
-        told = type(error)(f"{error} (tried {times}){hint}")
-        told.__cause__ = error
-        return told
+        final = type(error)(f"{error} (tried {times}){hint}")
+        final.__cause__ = error
+        return final

@@ -12,36 +12,36 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-PIECE_BYTES = 1024**2
+CHUNK_BYTES = 1024**2
 
 
 @dataclass(frozen=True)
-class Packed:
+class UploadArchive:
     """What is sent, in order: bytes, and the content of files."""
 
     parts: tuple[bytes | Path, ...]
     size: int
 
-    async def pieces(
+    async def chunks(
         self, progress: Callable[[int, int], None] | None = None
     ) -> AsyncIterator[bytes]:
-        """Give the bytes, from the first one on each time; `progress` hears what has been sent."""
+        """Give the bytes, from the first one on each time; `progress` is called with what has been sent."""
         sent = 0
         for part in self.parts:
-            async for piece in _content(part):
-                yield piece
-                sent += len(piece)
+            async for chunk in _content(part):
+                yield chunk
+                sent += len(chunk)
                 if progress:
                     progress(sent, self.size)
 
 
-def pack(source: Path) -> Packed:
+def archive_of(source: Path) -> UploadArchive:
     """Take an archive as it is, and of a folder the two files that make a PEFT adapter, as a tar.
 
     Raises OSError.
     """
     if not source.is_dir():
-        return Packed((source,), source.stat().st_size)
+        return UploadArchive((source,), source.stat().st_size)
     parts: list[bytes | Path] = []
     for name in ADAPTER_FILES:
         info = tarfile.TarInfo(name)
@@ -52,7 +52,7 @@ def pack(source: Path) -> Packed:
             bytes(-info.size % tarfile.BLOCKSIZE),
         ]
     parts.append(bytes(2 * tarfile.BLOCKSIZE))
-    return Packed(tuple(parts), sum(map(_size, parts)))
+    return UploadArchive(tuple(parts), sum(map(_size, parts)))
 
 
 def _size(part: bytes | Path) -> int:
@@ -64,5 +64,5 @@ async def _content(part: bytes | Path) -> AsyncIterator[bytes]:
         yield part
         return
     with await asyncio.to_thread(part.open, "rb") as file:
-        while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-            yield piece
+        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
+            yield chunk

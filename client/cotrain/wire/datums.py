@@ -118,7 +118,7 @@ class Datum(BaseModel):
     `target_tokens` the same sequence without its first. A loss input may be given as a list, a
     NumPy array, a torch tensor or TensorData.
 
-    Of a model input of n tokens: `target_tokens` int64 `[n]`, and beside it, float32 `[n]`, `weights`
+    Of a model input of n tokens: `target_tokens` int64 `[n]`, and with it, float32 `[n]`, `weights`
     for cross_entropy, `logprobs` (of the tokens when they were sampled, in nats) and `advantages` for
     the policy losses, `sequence_ratio_mask` for gspo. cross_entropy takes `[n, K]` as well.
     """
@@ -186,8 +186,8 @@ def token_ids(given: Any) -> list[int]:
     ids = getattr(ids, "ids", ids)  # of the library `tokenizers`
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
-        said = "tokens must be token ids, such as tokenizer.encode(text)"
-        raise UnsupportedInput(f"{said}, not a {type(given).__name__}")
+        message = "tokens must be token ids, such as tokenizer.encode(text)"
+        raise UnsupportedInput(f"{message}, not a {type(given).__name__}")
     ids = list(ids)
     if any(isinstance(each, list | tuple) for each in ids[:1]):
         if len(ids) > 1:

@@ -28,7 +28,7 @@ class WireModel(BaseModel):
 class Argument(WireModel):
     """What a caller makes by hand: a name it does not have is refused, and not passed over.
 
-    `AdamParams(lr=1e-3)` would otherwise train with the default. Whoever reads the wire does pass
+    `AdamParams(lr=1e-3)` would otherwise train with the default. A reader of the wire does pass
     over what it does not know, a newer client's fields: to read, pydantic calls `__new__` bare.
     """
 
@@ -39,10 +39,10 @@ class Argument(WireModel):
         """Raises UnsupportedInput for a name that is no field."""
         unknown = fields.keys() - cls.model_fields.keys()
         if unknown:
-            said = f"{cls.__name__} has no {min(unknown)}; it has {', '.join(cls.model_fields)}"
+            message = f"{cls.__name__} has no {min(unknown)}; it has {', '.join(cls.model_fields)}"
             if not cls._warns_only:
-                raise UnsupportedInput(said)
-            warnings.warn(f"{said}. It is passed over", stacklevel=2)
+                raise UnsupportedInput(message)
+            warnings.warn(f"{message}. It is passed over", stacklevel=2)
         return super().__new__(cls)
 
 
@@ -57,5 +57,5 @@ def in_a_sentence(refused: ValidationError) -> str:
     """Say what is wrong with the first thing that pydantic refused."""
     first = refused.errors(include_url=False)[0]
     where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
-    said = first["msg"].removeprefix("Value error, ").replace("Input", "it", 1)
-    return f"{where.lstrip('.')} is {reprlib.repr(first['input'])}: {said}" if where else said
+    message = first["msg"].removeprefix("Value error, ").replace("Input", "it", 1)
+    return f"{where.lstrip('.')} is {reprlib.repr(first['input'])}: {message}" if where else message

@@ -143,7 +143,7 @@ SearchOwner = Annotated[
 
 
 class ActiveStatusQuery(WireModel):
-    """Not finished, and heard of within the last minutes."""
+    """Not finished, and a heartbeat came within the last minutes."""
 
     type: Literal["active"] = "active"
 
@@ -196,7 +196,7 @@ class SessionSearchRequest(WireModel):
 
 
 class SessionActive(WireModel):
-    """Not finished, and heard of within the last minutes."""
+    """Not finished, and a heartbeat came within the last minutes."""
 
     type: Literal["active"] = "active"
 
@@ -245,7 +245,7 @@ class SessionSummary(WireModel):
     project_id: str
     """Empty for a session in no project."""
     status: SessionStatus | None = None
-    """None: it has not finished, but was not heard of for minutes."""
+    """None: it has not finished, but sent no heartbeat for minutes."""
     checkpoints_count: int
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None

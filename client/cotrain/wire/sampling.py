@@ -205,6 +205,6 @@ class RetrieveFuturesResponse(WireModel):
 
 
 class CancelFutureRequest(WireModel):
-    """POST cancel_future: nobody waits for this sample any more."""
+    """POST cancel_future: this sample's result is no longer wanted."""
 
     request_id: Name

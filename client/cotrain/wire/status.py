@@ -78,7 +78,7 @@ class PoolStatus(WireModel):
 
     base_model: str
     workers: int | list[WorkerStatus]
-    """A tenant is told how many there are."""
+    """A tenant sees how many there are."""
     last_cycle: int
     open_cycles: int = 0
     queue: QueueStatus

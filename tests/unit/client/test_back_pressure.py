@@ -1,4 +1,4 @@
-"""A loop that is faster than its server: held in the call, and let go again."""
+"""A loop that is faster than its server blocks in the call, until the server has accepted something."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cotrain import TrainingClient
 
-ROOM = 10
+LIMIT = 10
 STEPS = 40
 PATIENCE_S = 120
 
@@ -47,7 +47,7 @@ class Loop:
 
     def __init__(self, run: TrainingClient) -> None:
         self.sent = 0
-        self.fills_the_room = threading.Event()
+        self.is_at_the_limit = threading.Event()
         self._run = run
 
     def __call__(self) -> list[float]:
@@ -55,8 +55,8 @@ class Loop:
         for _ in range(STEPS):
             futures.append(self._run.optim_step())
             self.sent += 1
-            if self.sent == ROOM:
-                self.fills_the_room.set()
+            if self.sent == LIMIT:
+                self.is_at_the_limit.set()
         return [(future.result(PATIENCE_S).metrics or {})["grad_norm"] for future in futures]
 
 
@@ -67,33 +67,33 @@ def api() -> SlowApi:
 
 @pytest.fixture
 def service(api: SlowApi, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceClient]:
-    monkeypatch.setattr(flow, "ROOM_REQUESTS", ROOM)
+    monkeypatch.setattr(flow, "IN_FLIGHT_REQUESTS", LIMIT)
     with ServiceClient("http://server", "tml-key", network=api.network) as service:
         yield service
 
 
-def test_a_loop_that_runs_ahead_is_held_until_the_server_has_taken_something(
+def test_a_loop_faster_than_its_server_blocks_until_the_server_has_accepted_something(
     api: SlowApi, service: ServiceClient
 ) -> None:
     loop = Loop(service.create_lora_training_client("m"))
     with ThreadPoolExecutor(1) as pool:
         losses = pool.submit(loop)
-        loop.fills_the_room.wait(PATIENCE_S)
-        assert api.paths().count("optim_step") <= ROOM
+        loop.is_at_the_limit.wait(PATIENCE_S)
+        assert api.paths().count("optim_step") <= LIMIT
         service.get_server_capabilities()  # which others are not held up by
-        assert loop.sent == ROOM
+        assert loop.sent == LIMIT
         api.may_take.set()
         assert losses.result(PATIENCE_S) == [1.0] * STEPS
     assert [body["seq_id"] for body in api.bodies("optim_step")] == list(range(1, STEPS + 1))
 
 
-def test_who_is_held_when_the_client_is_closed_is_told(
+def test_closing_the_client_raises_in_a_call_that_blocks(
     api: SlowApi, service: ServiceClient
 ) -> None:
     loop = Loop(service.create_lora_training_client("m"))
     with ThreadPoolExecutor(1) as pool:
         losses = pool.submit(loop)
-        loop.fills_the_room.wait(PATIENCE_S)
+        loop.is_at_the_limit.wait(PATIENCE_S)
         service.close()
         with pytest.raises(ClientClosed):
             losses.result(PATIENCE_S)

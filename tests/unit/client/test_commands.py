@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PATH = "tinker://s1:train:0/weights/mine"
 URL = "training_runs/s1:train:0/checkpoints/weights/mine"
-NOBODY = "http://127.0.0.1:9"
+NO_SERVER = "http://127.0.0.1:9"
 
 
 @pytest.fixture
@@ -140,21 +140,21 @@ def test_a_command_that_is_used_wrongly_ends_with_2(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "printed"),
     [
         (("checkpoints", "delete", "x"), "'x' is not tinker://<run>/<kind>/<name>"),
         (("checkpoints", "delete", PATH), "404: no such thing"),
     ],
 )
-def test_what_goes_wrong_is_said_in_one_line(
-    api: FakeCheckpoints, arguments: tuple[str, ...], said: str
+def test_what_goes_wrong_is_printed_in_one_line(
+    api: FakeCheckpoints, arguments: tuple[str, ...], printed: str
 ) -> None:
     api.answers[URL] = [refusal(404, "no such thing")]
     done = run(*arguments)
-    assert (done.exit_code, done.stderr) == (1, f"{said}\n")
+    assert (done.exit_code, done.stderr) == (1, f"{printed}\n")
 
 
-def test_without_a_key_the_user_is_told_which_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key_the_user_sees_which_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COTRAIN_API_KEY", raising=False)
     for command in (["models"], ["sample", "x", "--base-model", "m"]):
         done = run(*command)
@@ -164,9 +164,9 @@ def test_without_a_key_the_user_is_told_which_one(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("command", [["top"], ["sample", "x", "--base-model", "m"]])
 def test_a_server_that_is_not_there_is_named(command: list[str]) -> None:
-    done = run(*command, env={"COTRAIN_BASE_URL": NOBODY, "COTRAIN_API_KEY": "tml-key"})
+    done = run(*command, env={"COTRAIN_BASE_URL": NO_SERVER, "COTRAIN_API_KEY": "tml-key"})
     assert done.exit_code == 1
-    assert done.stderr.startswith(f"cannot reach {NOBODY}: ")
+    assert done.stderr.startswith(f"cannot reach {NO_SERVER}: ")
     assert done.stderr.count("\n") == 1
 
 

@@ -60,7 +60,7 @@ def test_an_argument_that_asks_for_nothing_is_taken(service: ServiceClient) -> N
 
 
 @pytest.mark.parametrize(
-    ("call", "argument", "said"),
+    ("call", "argument", "message"),
     [
         ("create_lora_training_client", {"optimizer": "dimuon"}, "AdamW is the only optimizer"),
         ("create_sampling_client", {"retry_config": object()}, r"ServiceClient\(policy="),
@@ -68,15 +68,13 @@ def test_an_argument_that_asks_for_nothing_is_taken(service: ServiceClient) -> N
     ],
 )
 def test_an_argument_that_asks_for_something_says_why_it_cannot_be(
-    service: ServiceClient, call: str, argument: dict[str, Any], said: str
+    service: ServiceClient, call: str, argument: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UnsupportedInput, match=said):
+    with pytest.raises(UnsupportedInput, match=message):
         asyncio.run(_awaited(getattr(service, call)("m", **argument)))
 
 
-def test_a_refused_sampler_takes_no_place_in_the_order(
-    api: FakeSampling, service: ServiceClient
-) -> None:
+def test_a_refused_sampler_takes_no_number(api: FakeSampling, service: ServiceClient) -> None:
     run: Any = service.create_lora_training_client("m")
     with pytest.raises(UnsupportedInput, match="a sampler is a snapshot"):
         run.save_weights_and_get_sampling_client(kind="inflight")
@@ -98,7 +96,7 @@ def test_what_a_client_has_not_says_why(service: ServiceClient) -> None:
             client.traing()
 
 
-def test_closing_gives_a_future_and_the_operator_what_was_said(
+def test_closing_gives_a_future_and_the_operator_the_detail(
     api: FakeSampling, service: ServiceClient
 ) -> None:
     service.create_lora_training_client("m")
@@ -128,7 +126,7 @@ def test_a_handle_names_a_sampler_and_holds_no_key(
 
 
 @pytest.mark.parametrize("text", ["", "nothing", "bm9uZQ==", "{}"])
-def test_what_is_no_handle_is_told_so(text: str) -> None:
+def test_what_is_no_handle_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no handle of a sampler"):
         SamplingClient.from_sampler_handle(text, api_key="tml-key")
 

@@ -46,13 +46,13 @@ def datum(tokens: list[int]) -> Datum:
     return Datum(model_input=ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": tokens})
 
 
-def place(output: ForwardBackwardOutput) -> float:
+def order_of(output: ForwardBackwardOutput) -> float:
     return output.metrics["clock_cycle:unique"]
 
 
 def test_of_a_thousand_futures_a_few_hold_a_connection(api: FakeApi, run: TrainingClient) -> None:
-    held = threading.Event()
-    api.hold = {f"pass:{n + 1}": held for n in range(MANY)}
+    gate = threading.Event()
+    api.hold = {f"pass:{n + 1}": gate for n in range(MANY)}
     futures = [run.forward_backward([datum([5])], "cross_entropy") for _ in range(MANY)]
 
     def asked() -> set[str]:
@@ -60,15 +60,15 @@ def test_of_a_thousand_futures_a_few_hold_a_connection(api: FakeApi, run: Traini
 
     asyncio.run(until(lambda: len(api.passes) == MANY and len(asked()) >= POLLS_AT_ONCE))
     assert len(asked()) == POLLS_AT_ONCE
-    held.set()
-    assert [place(future.result(WITHIN_S)) for future in futures] == list(range(1, MANY + 1))
+    gate.set()
+    assert [order_of(future.result(WITHIN_S)) for future in futures] == list(range(1, MANY + 1))
 
 
 def test_a_request_that_is_accepted_keeps_nothing_of_what_was_sent(
     api: FakeApi, run: TrainingClient
 ) -> None:
-    held, data = threading.Event(), [datum(list(range(2_000)))]
-    api.hold = {f"pass:{n + 1}": held for n in range(MANY)}
+    gate, data = threading.Event(), [datum(list(range(2_000)))]
+    api.hold = {f"pass:{n + 1}": gate for n in range(MANY)}
     of_others = messages()
     tracemalloc.start()
     try:
@@ -84,8 +84,8 @@ def test_a_request_that_is_accepted_keeps_nothing_of_what_was_sent(
 
 
 def messages() -> list[object]:
-    """List the requests that somebody still holds; their bytes are not Python's to count."""
-    gc.collect()  # an earlier test's garbage is held by nobody, and listed until a full collection
+    """List the requests that are still referenced; their bytes are not Python's to count."""
+    gc.collect()  # an earlier test's garbage is unreferenced, and listed until a full collection
     return [each for each in gc.get_objects() if type(each) is wire.ForwardBackwardRequest]
 
 
@@ -94,14 +94,16 @@ def test_threads_and_a_loop_that_share_a_run_keep_each_its_order(run: TrainingCl
 
     def in_a_thread(_: int) -> list[float]:
         futures = [run.forward_backward(data, "cross_entropy") for _ in range(OF_EACH)]
-        return [place(future.result(WITHIN_S)) for future in futures]
+        return [order_of(future.result(WITHIN_S)) for future in futures]
 
     async def in_a_loop() -> list[float]:
         sent = [run.forward_async(data, "cross_entropy") for _ in range(OF_EACH)]
-        return [place(output) for output in await asyncio.gather(*(s.result_async() for s in sent))]
+        return [
+            order_of(output) for output in await asyncio.gather(*(s.result_async() for s in sent))
+        ]
 
     with ThreadPoolExecutor(THREADS + 1) as pool:
         of_loop = pool.submit(asyncio.run, in_a_loop())
-        places = [*pool.map(in_a_thread, range(THREADS)), of_loop.result(WITHIN_S)]
-    assert all(one == sorted(one) for one in places)
-    assert sorted(chain(*places)) == list(range(1, (THREADS + 1) * OF_EACH + 1))
+        orders = [*pool.map(in_a_thread, range(THREADS)), of_loop.result(WITHIN_S)]
+    assert all(one == sorted(one) for one in orders)
+    assert sorted(chain(*orders)) == list(range(1, (THREADS + 1) * OF_EACH + 1))

@@ -30,7 +30,7 @@ CLIENTS = {
 METHODS_LEFT_OUT = {
     "it takes an inner part of that SDK": {"create"},
     "there is nothing to log: the server says why it waits": {"on_queue_state_change"},
-    "said in a sentence": set(METHODS),
+    "taken in a sentence": set(METHODS),
 }
 NAMES_LEFT_OUT = {
     "a client is the client itself here": {
@@ -131,8 +131,8 @@ def test_every_method_says_its_own_name_and_what_it_gives(ours: type) -> None:
 
 def test_every_gap_has_a_method_that_says_so() -> None:
     methods = chain(*(inspect.getmembers(ours, inspect.isfunction) for ours in CLIENTS))
-    said = {name for _, method in methods for name in getattr(method, "hosted_arguments", ())}
-    assert said == set(ARGUMENTS)
+    taken = {name for _, method in methods for name in getattr(method, "hosted_arguments", ())}
+    assert taken == set(ARGUMENTS)
 
 
 def arguments_of(method: Any) -> list[str]:
@@ -153,7 +153,7 @@ def positional_arguments(method: Function) -> list[str]:
 
 
 def defaults_of(method: Function) -> dict[str, Any]:
-    """Read which value an argument has where nothing is said, of those that need not be given."""
+    """Read which value an argument has where nothing is taken, of those that need not be given."""
     positional = reversed(positional_arguments(method))
     given = zip(positional, reversed(method.args.defaults), strict=False)
     named = zip((each.arg for each in method.args.kwonlyargs), method.args.kw_defaults, strict=True)

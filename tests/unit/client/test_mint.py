@@ -43,7 +43,7 @@ def queued(api: FakeApi, path: str, result: dict[str, Any], times: int = 1) -> N
     api.answers["retrieve_future"] = [httpx.Response(200, json=result) for _ in range(times)]
 
 
-def test_a_reverse_kl_has_its_place_among_the_runs_requests(
+def test_a_reverse_kl_is_numbered_among_the_runs_requests(
     api: FakeApi, service: ServiceClient
 ) -> None:
     run = service.create_lora_training_client("m")

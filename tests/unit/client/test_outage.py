@@ -41,7 +41,7 @@ def passes(api: FakeApi) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("trouble", [httpx.ConnectError("gone"), refusal(503)])
-def test_a_place_that_may_not_have_arrived_is_filled_before_the_next_is_sent(
+def test_a_number_that_may_not_have_arrived_is_filled_before_the_next_is_sent(
     api: FakeApi, run: TrainingClient, trouble: httpx.Response | Exception
 ) -> None:
     api.answers["optim_step"] = [trouble]
@@ -52,7 +52,7 @@ def test_a_place_that_may_not_have_arrived_is_filled_before_the_next_is_sent(
     assert passes(api) == [(1, 0), (2, 1), (3, 1)]
 
 
-def test_a_place_that_did_arrive_stays_what_it_is(api: FakeApi, run: TrainingClient) -> None:
+def test_a_number_that_did_arrive_stays_what_it_is(api: FakeApi, run: TrainingClient) -> None:
     api.answers["optim_step"] = [httpx.ReadError("the answer is lost")]
     with pytest.raises(APIError):
         run.optim_step().result()
@@ -61,7 +61,9 @@ def test_a_place_that_did_arrive_stays_what_it_is(api: FakeApi, run: TrainingCli
     assert passes(api) == [(1, 0), (2, 1)]
 
 
-def test_while_the_server_is_away_no_place_is_forgotten(api: FakeApi, run: TrainingClient) -> None:
+def test_while_the_server_is_unreachable_no_number_is_forgotten(
+    api: FakeApi, run: TrainingClient
+) -> None:
     api.answers["optim_step"] = [httpx.ConnectError("gone")]
     api.answers["forward_backward"] = [httpx.ConnectError("gone")] * 2
     for _ in range(2):

@@ -128,7 +128,7 @@ def test_a_name_that_sampling_params_pass_over_there_is_warned_of_here() -> None
 class Encoded:
     """As the library `tokenizers` gives it."""
 
-    ids = [1, 2, 3]  # noqa: RUF012  # of nobody else
+    ids = [1, 2, 3]  # noqa: RUF012  # of this test alone
 
 
 @pytest.mark.parametrize(

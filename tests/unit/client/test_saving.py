@@ -31,7 +31,9 @@ def run(api: FakeSampling) -> Iterator[TrainingClient]:
         yield service.create_lora_training_client("m")
 
 
-def test_saving_takes_its_place_in_the_order(api: FakeSampling, run: TrainingClient) -> None:
+def test_saving_is_numbered_in_the_order_of_the_calls(
+    api: FakeSampling, run: TrainingClient
+) -> None:
     run.optim_step()
     saved = run.save_weights_for_sampler("a", ttl_seconds=3600, user_metadata={"step": "1"})
     run.optim_step().result()
@@ -73,7 +75,7 @@ def test_a_sampler_is_of_the_weights_at_the_call_whenever_it_is_awaited(
     assert api.bodies("save_weights_for_sampler")[0]["seq_id"] == 1
 
 
-def test_what_cannot_be_saved_takes_no_place(api: FakeSampling, run: TrainingClient) -> None:
+def test_what_cannot_be_saved_takes_no_number(api: FakeSampling, run: TrainingClient) -> None:
     with pytest.raises(ValidationError):
         run.save_weights_for_sampler("")
     run.optim_step().result()

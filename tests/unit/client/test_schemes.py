@@ -1,4 +1,4 @@
-"""An address of the wrong scheme: which one to try is said, at once where it is certain."""
+"""An address of the wrong scheme: which one to try is message, at once where it is certain."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def answering(answer: bytes) -> Iterator[str]:
 
 def test_https_to_a_server_of_http_says_so_and_is_not_tried_again() -> None:
     with answering(PLAIN) as host, ServiceClient(f"https://{host}", "tml-a") as service:
-        said = rf"^https://{host} does not speak https: try http://{host}$"
-        with pytest.raises(SettingsMissing, match=said):
+        message = rf"^https://{host} does not speak https: try http://{host}$"
+        with pytest.raises(SettingsMissing, match=message):
             service.get_server_capabilities()
 
 

@@ -36,21 +36,21 @@ def send(run: TrainingClient, datums: int = 1) -> Submitted[ForwardBackwardOutpu
     return run.forward_backward_async([DATUM] * datums, "cross_entropy")
 
 
-def place(output: ForwardBackwardOutput) -> float:
+def order_of(output: ForwardBackwardOutput) -> float:
     return output.metrics["clock_cycle:unique"]
 
 
 def test_two_awaits_give_the_future_and_then_the_result(run: TrainingClient) -> None:
     async def train() -> float:
-        return place(await (await send(run)))
+        return order_of(await (await send(run)))
 
     assert asyncio.run(train()) == 1
 
 
 def test_it_gives_its_result_to_threads_and_loops_directly(run: TrainingClient) -> None:
     submitted = send(run)
-    assert place(submitted.result(timeout=60)) == 1
-    assert place(asyncio.run(submitted.result_async(timeout=60))) == 1
+    assert order_of(submitted.result(timeout=60)) == 1
+    assert order_of(asyncio.run(submitted.result_async(timeout=60))) == 1
     assert submitted.done()
 
 
@@ -58,9 +58,9 @@ def test_it_is_sent_in_the_order_of_the_calls_whatever_is_awaited(run: TrainingC
     async def train() -> list[float]:
         first, second, third = send(run), send(run), send(run)
         return [
-            place(await third.result_async()),
-            place(await (await first)),
-            place(second.result()),
+            order_of(await third.result_async()),
+            order_of(await (await first)),
+            order_of(second.result()),
         ]
 
     assert asyncio.run(train()) == [3, 1, 2]
@@ -72,7 +72,7 @@ def test_it_is_sent_when_nobody_ever_awaits_it(
     send(run)
     run.optim_step_async()
     gc.collect()
-    assert place(run.forward([DATUM], "cross_entropy").result()) == 3
+    assert order_of(run.forward([DATUM], "cross_entropy").result()) == 3
     assert [message.seq_id for message in api.passes.values()] == [1, 3]
     assert not recwarn.list
 
@@ -85,7 +85,7 @@ def test_gather_takes_either(run: TrainingClient, over: str) -> None:
             return list(await asyncio.gather(*(each.result_async() for each in sent)))
         return list(await asyncio.gather(*await asyncio.gather(*sent)))
 
-    assert [place(output) for output in asyncio.run(train())] == [1, 2, 3, 4, 5]
+    assert [order_of(output) for output in asyncio.run(train())] == [1, 2, 3, 4, 5]
 
 
 def test_who_wants_a_coroutine_may_take_it_for_one(run: TrainingClient) -> None:
@@ -94,10 +94,10 @@ def test_who_wants_a_coroutine_may_take_it_for_one(run: TrainingClient) -> None:
         async with asyncio.TaskGroup() as group:
             grouped = group.create_task(send(run))
         limited = await asyncio.wait_for(send(run), timeout=60)
-        return [place(await future) for future in (await task, grouped.result(), limited)]
+        return [order_of(await future) for future in (await task, grouped.result(), limited)]
 
     assert asyncio.run(train()) == [1, 2, 3]
-    assert place(asyncio.run(send(run)).result()) == 4
+    assert order_of(asyncio.run(send(run)).result()) == 4
 
 
 def test_any_number_of_tasks_may_await_one(api: FakeApi, run: TrainingClient) -> None:
@@ -130,7 +130,7 @@ def test_a_cancelled_wait_cancels_no_training(api: FakeApi, run: TrainingClient)
 
     asyncio.run(give_up())
     api.hold["pass:1"].set()
-    assert place(submitted.result()) == 1
+    assert order_of(submitted.result()) == 1
 
 
 def test_the_first_error_of_many_surfaces(api: FakeApi, run: TrainingClient) -> None:
@@ -146,13 +146,17 @@ def test_the_first_error_of_many_surfaces(api: FakeApi, run: TrainingClient) -> 
 def test_a_loop_may_block_on_a_result_without_a_deadlock(run: TrainingClient) -> None:
     async def notebook() -> list[float]:
         blocking = run.forward_backward([DATUM], "cross_entropy").result(timeout=60)
-        return [place(blocking), place(send(run).result(timeout=60)), run.get_info() is not None]
+        return [
+            order_of(blocking),
+            order_of(send(run).result(timeout=60)),
+            run.get_info() is not None,
+        ]
 
     assert asyncio.run(notebook()) == [1, 2, True]
 
 
 def test_two_loops_and_a_thread_await_the_same_one(api: FakeApi, run: TrainingClient) -> None:
-    held = api.hold["pass:1"] = threading.Event()
+    gate = api.hold["pass:1"] = threading.Event()
     submitted = send(run)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         waits = [
@@ -160,8 +164,8 @@ def test_two_loops_and_a_thread_await_the_same_one(api: FakeApi, run: TrainingCl
             pool.submit(lambda: asyncio.run(submitted).result()),
             pool.submit(submitted.result),
         ]
-        held.set()
-        assert [place(wait.result(timeout=60)) for wait in waits] == [1, 1, 1]
+        gate.set()
+        assert [order_of(wait.result(timeout=60)) for wait in waits] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("what", ["Submitted", "Future"])
@@ -181,7 +185,7 @@ def test_a_failure_that_nobody_met_is_logged_once(
     asyncio.run(until(lambda: bool(caplog.records)))
     run.optim_step().result()
     assert [record.message for record in caplog.records] == [
-        "forward_backward 1 of run s1:train:0 failed, and nobody asked for its result: 400: too odd"
+        "forward_backward 1 of run s1:train:0 failed, and its result was never asked for: 400: too odd"
     ]
 
 
@@ -199,7 +203,7 @@ def test_a_failure_that_somebody_met_is_not_logged(caplog: pytest.LogCaptureFixt
     assert not caplog.records
     del unmet  # it was waited for, and left, before it failed
     assert [record.message for record in caplog.records] == [
-        "b failed, and nobody asked for its result: no"
+        "b failed, and its result was never asked for: no"
     ]
 
 

@@ -26,12 +26,12 @@ def serving(*events: bytes, status: int = 200) -> httpx.Client:
     return httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server")
 
 
-def test_pieces_of_either_shape_are_given_and_what_keeps_a_line_open_is_not() -> None:
+def test_parts_of_either_shape_are_given_and_what_keeps_a_line_open_is_not() -> None:
     chat = b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
-    piece = 'data: {"choices": [{"delta": {"content": "zwölf"}}]}\n\n'.encode()
+    part = 'data: {"choices": [{"delta": {"content": "zwölf"}}]}\n\n'.encode()
     usage = b'data: {"choices": []}\n\n'
     done = b"data: [DONE]\n\n"
-    with serving(ONE, b": still working\n\n", chat, piece, usage, done) as http:
+    with serving(ONE, b": still working\n\n", chat, part, usage, done) as http:
         assert "".join(stream(http, "x", ASKED)) == "onezwölf"
 
 
@@ -61,11 +61,11 @@ def test_what_is_no_json_is_named() -> None:
 def test_an_answer_that_the_user_ends_is_kept_as_far_as_it_came(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def pieces(*_: object) -> Iterator[str]:
+    def parts(*_: object) -> Iterator[str]:
         yield "as far"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sample, "stream", pieces)
+    monkeypatch.setattr(sample, "stream", parts)
     with serving() as http:
         assert sample._answer(http, [], ASKED) == "as far"
     assert capsys.readouterr().out == "as far\n"

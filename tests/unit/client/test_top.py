@@ -1,4 +1,4 @@
-"""How `cotrain top` looks, and what it does while nobody answers."""
+"""How `cotrain top` looks, and what it does while no server answers."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
         assert expected in text
 
 
-def test_watching_goes_on_while_the_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three looks; at the second nobody answers; the fourth is Ctrl-C."""
+def test_watching_goes_on_while_the_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three looks; at the second no server answers; the fourth is Ctrl-C."""
     looks: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -132,12 +132,12 @@ def test_the_operator_looks_with_its_own_key_or_with_none(
 
     def record(settings: ClientSettings) -> None:
         asked.append(settings)
-        raise APIConnectionError("nobody is there")
+        raise APIConnectionError("no server is there")
 
     monkeypatch.setattr(top, "plain_http", record)
     environment = {"COTRAIN_API_KEY": "tml-tenant", "COTRAIN_BASE_URL": "http://server/"}
     done = CliRunner().invoke(command_line([]), ["top", *arguments], env=environment)
-    assert (done.exit_code, done.stderr) == (1, "nobody is there\n")
+    assert (done.exit_code, done.stderr) == (1, "no server is there\n")
     assert asked == [ClientSettings("http://server", key)]
 
 
@@ -158,7 +158,7 @@ def test_on_the_servers_host_the_operators_key_is_found_in_the_data_folder(
 
     def record(settings: ClientSettings) -> None:
         asked.append(settings)
-        raise APIConnectionError("nobody is there")
+        raise APIConnectionError("no server is there")
 
     monkeypatch.setattr(top, "plain_http", record)
     environment = {"COTRAIN_API_KEY": "", "COTRAIN_DATA_DIR": str(tmp_path)}

@@ -89,7 +89,7 @@ def test_every_type_of_the_hosted_sdk_has_its_name_here_or_a_reason() -> None:
     assert missing == left_out
 
 
-def test_every_name_of_the_types_is_there_and_said_once() -> None:
+def test_every_name_of_the_types_is_there_and_listed_once() -> None:
     assert len(types.__all__) == len(set(types.__all__))
     assert all(hasattr(types, name) for name in types.__all__)
 
@@ -138,7 +138,7 @@ def test_a_name_that_is_misspelt_is_refused(made: Callable[[], object], words: s
         made()
 
 
-def test_what_a_newer_client_sends_beside_is_passed_over() -> None:
+def test_what_a_newer_client_sends_besides_is_passed_over() -> None:
     sent = {"model_id": "a", "seq_id": 1, "adam_params": {"learning_rate": 0.5, "newer": 1}}
     read = OptimStepRequest.model_validate(sent).adam_params
     assert read == OptimStepRequest.model_validate_json(json.dumps(sent)).adam_params
@@ -164,7 +164,7 @@ def test_what_lora_cannot_be_is_refused_by_name(field: str, value: float, words:
     assert refused.value.errors()[0]["loc"] == (field,)
 
 
-def test_lora_is_as_the_hosted_services_have_it_where_nothing_is_said() -> None:
+def test_lora_is_as_the_hosted_services_have_it_by_default() -> None:
     assert (LoraConfig().rank, LoraConfig().alpha, LoraConfig().dropout) == (32, 32.0, 0.0)
     assert LoraConfig(alpha=16, dropout=0).alpha == 16.0
 

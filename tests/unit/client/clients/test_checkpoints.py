@@ -47,14 +47,14 @@ def folder(tmp_path: Path) -> Path:
 def test_of_a_folder_the_two_files_of_the_adapter_are_sent(
     api: FakeCheckpoints, service: ServiceClient, folder: Path
 ) -> None:
-    heard: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     path = service.upload_checkpoint(
         folder,
         "m",
         "mine",
         ttl_seconds=3600,
         user_metadata={"a": "b"},
-        progress=lambda *sent: heard.append(sent),
+        progress=lambda *sent: reported.append(sent),
     )
     assert path == "tinker://s1:train:0/weights/mine"
     ((query, body),) = api.uploads
@@ -72,8 +72,8 @@ def test_of_a_folder_the_two_files_of_the_adapter_are_sent(
         assert sent is not None
         assert sent.read() == b"x" * 3_000_000
     assert names == ["adapter_config.json", "adapter_model.safetensors"]
-    assert heard[-1] == (len(body), len(body))
-    assert [done for done, _ in heard] == sorted({done for done, _ in heard})
+    assert reported[-1] == (len(body), len(body))
+    assert [done for done, _ in reported] == sorted({done for done, _ in reported})
 
 
 def test_an_archive_is_sent_as_it_is(
@@ -106,7 +106,7 @@ def test_each_upload_and_each_run_takes_a_number_of_its_own(
     assert api.bodies("load_weights")[0]["model_seq_id"] == 2
 
 
-def test_why_an_adapter_does_not_fit_is_said(
+def test_why_an_adapter_does_not_fit_is_in_the_message(
     api: FakeCheckpoints, service: ServiceClient, folder: Path
 ) -> None:
     api.failures = {"s1:train:0:0": "too wide", "s1:train:0:1": "nothing to save"}
@@ -150,13 +150,13 @@ def test_a_download_is_whole_and_needs_no_key(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
 ) -> None:
     api.files = {"adapter_model.safetensors": b"t" * 2_000_000, "adapter_config.json": b"{}"}
-    heard: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     folder = tmp_path / "a" / "b"
-    service.download_checkpoint(PATH, folder, lambda *sent: heard.append(sent))
+    service.download_checkpoint(PATH, folder, lambda *sent: reported.append(sent))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == api.files
-    assert heard[0] == (2, 2_000_002)
-    assert heard[-1] == (2_000_002, 2_000_002)
-    assert [done for done, _ in heard] == sorted(done for done, _ in heard)
+    assert reported[0] == (2, 2_000_002)
+    assert reported[-1] == (2_000_002, 2_000_002)
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
     asked, *fetched = api.calls
     assert asked.url.raw_path.decode() == f"/api/v1/{URL}/external_weights_urls"
     assert "x-api-key" in asked.headers
@@ -185,9 +185,9 @@ def test_a_size_that_nobody_knows_is_0_and_stops_nothing(
 ) -> None:
     api.files = {"adapter_config.json": b"{}"}
     api.answers["/adapter_config.json"] = [answer]
-    heard: list[tuple[int, int]] = []
-    service.download_checkpoint(PATH, tmp_path, lambda *sent: heard.append(sent))
-    assert heard == [(2, total)]
+    reported: list[tuple[int, int]] = []
+    service.download_checkpoint(PATH, tmp_path, lambda *sent: reported.append(sent))
+    assert reported == [(2, total)]
 
 
 def test_a_download_that_breaks_leaves_nothing(
@@ -245,7 +245,7 @@ def test_a_run_goes_on_from_a_checkpoint(api: FakeCheckpoints, service: ServiceC
     assert second["optimizer"] is True
 
 
-def test_saving_and_loading_take_their_places_in_the_order(
+def test_saving_and_loading_are_numbered_in_the_order_of_the_calls(
     api: FakeCheckpoints, service: ServiceClient
 ) -> None:
     run = service.create_lora_training_client("m")

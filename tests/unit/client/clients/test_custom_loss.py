@@ -132,7 +132,7 @@ def test_a_loss_that_raises_fails_its_future_and_the_run_goes_on(
         (lambda *_: (1.0, {}), ValueError, "depends on the log-probs"),
     ],
 )
-def test_a_loss_that_gives_something_else_is_told_what_it_should(
+def test_a_loss_that_gives_something_else_raises_with_what_it_should_give(
     run: TrainingClient, loss: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -147,10 +147,10 @@ def test_a_refused_forward_leaves_no_gap(api: FakeApi, run: TrainingClient) -> N
 
 
 def test_who_gives_up_the_result_leaves_no_gap(api: FakeApi, run: TrainingClient) -> None:
-    held = api.hold["pass:1"] = threading.Event()
+    gate = api.hold["pass:1"] = threading.Event()
     future = run.forward_backward_custom(DATA, linear)
     assert future.cancel()
-    held.set()
+    gate.set()
     deadline = time.monotonic() + 120
     while "pass:2" not in api.passes:
         assert time.monotonic() < deadline
@@ -158,14 +158,16 @@ def test_who_gives_up_the_result_leaves_no_gap(api: FakeApi, run: TrainingClient
     assert weights_of(api.passes["pass:2"]) == [[2.0], [3.0]]
 
 
-def test_the_first_await_means_that_it_has_its_place(api: FakeApi, run: TrainingClient) -> None:
-    held = api.hold["pass:1"] = threading.Event()
+def test_the_first_await_means_that_both_passes_are_numbered(
+    api: FakeApi, run: TrainingClient
+) -> None:
+    gate = api.hold["pass:1"] = threading.Event()
 
     async def train() -> float:
         future = await run.forward_backward_custom_async(DATA, linear)
         assert "pass:1" in api.passes
         assert not future.done()
-        held.set()
+        gate.set()
         return (await future).loss
 
     assert (
@@ -182,7 +184,7 @@ def test_the_first_await_means_that_it_has_its_place(api: FakeApi, run: Training
         (DATA[0], "one Datum; give a list"),
     ],
 )
-def test_what_no_loss_can_be_taken_of_takes_no_place(
+def test_what_no_loss_can_be_taken_of_takes_no_number(
     api: FakeApi, run: TrainingClient, data: Any, words: str
 ) -> None:
     with pytest.raises(UnsupportedInput, match=words):

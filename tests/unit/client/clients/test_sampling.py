@@ -153,14 +153,14 @@ def test_a_failed_sample_says_why(api: FakeSampling, sampler: SamplingClient) ->
 
 
 def test_giving_up_a_future_cancels_the_sample(api: FakeSampling, sampler: SamplingClient) -> None:
-    held = api.hold["s1:sample:0:0"] = threading.Event()
+    gate = api.hold["s1:sample:0:0"] = threading.Event()
     future = sampler.sample(PROMPT, 1, THREE)
     asyncio.run(future.accepted_async())
     assert future.cancel()
     with pytest.raises(CancelledError):
         future.result()
     asyncio.run(until(lambda: api.cancelled == ["s1:sample:0:0"]))
-    held.set()
+    gate.set()
     assert sampler.sample(PROMPT, 1, THREE).result().sequences
 
 
@@ -190,11 +190,11 @@ def test_cancelling_the_last_task_that_awaits_a_sample_cancels_it(
 def test_a_sample_that_nobody_waits_for_in_time_goes_on(
     api: FakeSampling, sampler: SamplingClient
 ) -> None:
-    held = api.hold["s1:sample:0:0"] = threading.Event()
+    gate = api.hold["s1:sample:0:0"] = threading.Event()
     future = sampler.sample_async(PROMPT, 1, THREE)
     with pytest.raises(TimeoutError):
         asyncio.run(future.result_async(timeout=0.01))
-    held.set()
+    gate.set()
     assert future.result().sequences
     assert not api.cancelled
 

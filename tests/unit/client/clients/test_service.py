@@ -128,7 +128,9 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(key: Any) -> None:
     assert "tml" not in str(refused.value)
 
 
-def test_a_client_without_a_key_is_told_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_a_key_raises_with_how_to_give_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("COTRAIN_API_KEY", raising=False)
     with pytest.raises(SettingsMissing, match="COTRAIN_API_KEY"):
         client_settings()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.support.fake_api import Answer
 
 
-def beat(api: FakeApi, times: int) -> list[float]:
+def send_heartbeats(api: FakeApi, times: int) -> list[float]:
     """Let a session live for this many heartbeats; returns the waits between them."""
     waits: list[float] = []
 
@@ -31,8 +31,8 @@ def beat(api: FakeApi, times: int) -> list[float]:
         session = Session(transport, None)
         await session.id()
         waiting = asyncio.create_task(enough.wait())
-        assert session.heart is not None
-        await asyncio.wait([waiting, session.heart], return_when=asyncio.FIRST_COMPLETED)
+        assert session.heartbeat is not None
+        await asyncio.wait([waiting, session.heartbeat], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         await session.finish("success")
         await transport.close()
@@ -41,23 +41,23 @@ def beat(api: FakeApi, times: int) -> list[float]:
     return waits
 
 
-def test_a_session_beats_every_ten_seconds() -> None:
+def test_a_session_sends_a_heartbeat_every_ten_seconds() -> None:
     api = FakeApi()
-    assert beat(api, times=3) == [10.0] * 4
+    assert send_heartbeats(api, times=3) == [10.0] * 4
     assert (
         api.bodies("session_heartbeat") == [{"session_id": "s1", "type": "session_heartbeat"}] * 3
     )
 
 
 @pytest.mark.parametrize("trouble", [refusal(503), httpx.ConnectError("gone")])
-def test_a_missed_beat_is_not_repeated_and_does_not_end_the_session(trouble: Answer) -> None:
+def test_a_missed_heartbeat_is_not_repeated_and_does_not_end_the_session(trouble: Answer) -> None:
     api = FakeApi(answers={"session_heartbeat": [trouble]})
-    assert beat(api, times=2) == [10.0] * 3
+    assert send_heartbeats(api, times=2) == [10.0] * 3
 
 
 def test_two_minutes_of_silence_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     api = FakeApi(answers={"session_heartbeat": [refusal(503)] * (WARN_AFTER_MISSED + 3)})
-    beat(api, times=WARN_AFTER_MISSED + 3)
+    send_heartbeats(api, times=WARN_AFTER_MISSED + 3)
     assert [record.levelname for record in caplog.records if record.name == "cotrain"] == [
         "WARNING"
     ]
@@ -66,10 +66,10 @@ def test_two_minutes_of_silence_are_warned_of_once(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("status", [401, 404, 410])
 def test_a_session_that_the_server_ended_stops_beating(status: int) -> None:
     api = FakeApi(answers={"session_heartbeat": [refusal(status)]})
-    assert beat(api, times=5) == [10.0]
+    assert send_heartbeats(api, times=5) == [10.0]
 
 
-def test_a_server_that_is_gone_does_not_keep_a_client_from_closing() -> None:
+def test_a_server_that_is_unreachable_does_not_keep_a_client_from_closing() -> None:
     api = FakeApi(answers={"sessions/s1/finish": [httpx.ConnectError("gone")]})
-    beat(api, times=0)
+    send_heartbeats(api, times=0)
     assert api.paths()[-1] == "sessions/s1/finish"

@@ -92,7 +92,7 @@ def test_a_tokenizer_that_is_nowhere_is_named(api: FakeApi, tmp_path: Path) -> N
             run.get_tokenizer()
 
 
-def test_a_hub_that_is_away_is_not_waited_for(
+def test_a_hub_that_cannot_be_reached_is_not_waited_for(
     api: FakeApi, run: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api.answers["tokenizers"] = [refusal(404)]
@@ -105,7 +105,7 @@ def test_a_hub_that_is_away_is_not_waited_for(
         raise OSError("not here")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", nothing)
-    with pytest.raises(TokenizerMissing, match=r"the hub is away: .*; load .* yourself"):
+    with pytest.raises(TokenizerMissing, match=r"the hub cannot be reached: .*; load .* yourself"):
         run.get_tokenizer()
     assert asked == [True]
 

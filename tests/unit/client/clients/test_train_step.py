@@ -44,13 +44,13 @@ def test_a_step_is_a_pass_and_an_optimizer_step_behind_it(
 
 
 def test_both_are_sent_before_either_is_waited_for(api: FakeApi, run: TrainingClient) -> None:
-    held = api.hold["pass:1"] = threading.Event()
+    gate = api.hold["pass:1"] = threading.Event()
 
     async def train() -> TrainOutput:
         future = await run.train_async([DATUM])
         assert len(api.bodies("optim_step")) == 1
         assert not future.done()
-        held.set()
+        gate.set()
         return await future
 
     assert asyncio.run(train()).loss == 4.0
@@ -76,7 +76,7 @@ def test_the_future_fails_with_whichever_fails(
     assert run.train([DATUM]).result().loss == 4.0
 
 
-def test_a_learning_rate_that_cannot_be_takes_no_place(api: FakeApi, run: TrainingClient) -> None:
+def test_a_learning_rate_that_cannot_be_takes_no_number(api: FakeApi, run: TrainingClient) -> None:
     with pytest.raises(ValueError, match="learning_rate"):
         run.train([DATUM], learning_rate=-1.0)
     run.optim_step().result()

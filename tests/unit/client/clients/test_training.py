@@ -42,9 +42,7 @@ def run(service: ServiceClient) -> TrainingClient:
     return service.create_lora_training_client("m")
 
 
-def test_requests_take_their_places_in_the_order_of_the_calls(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_requests_are_numbered_in_the_order_of_the_calls(api: FakeApi, run: TrainingClient) -> None:
     futures = [
         run.forward_backward([DATUM], "cross_entropy"),
         run.forward([DATUM], "cross_entropy"),
@@ -88,11 +86,11 @@ def test_the_first_await_means_accepted_and_the_second_done(
 def test_the_next_request_does_not_wait_for_the_result_of_the_last(
     api: FakeApi, run: TrainingClient
 ) -> None:
-    held = api.hold["pass:1"] = threading.Event()
+    gate = api.hold["pass:1"] = threading.Event()
     first = run.forward_backward([DATUM], "cross_entropy")
     assert run.optim_step().result().metrics == {"grad_norm": 1.0}
     assert not first.done()
-    held.set()
+    gate.set()
     assert first.result().metrics["loss:sum"] == 1
 
 
@@ -120,7 +118,7 @@ def test_the_first_await_raises_what_a_request_is_refused_with(
     asyncio.run(train())
 
 
-def test_a_datum_that_cannot_be_sent_takes_no_place(api: FakeApi, run: TrainingClient) -> None:
+def test_a_datum_that_cannot_be_sent_takes_no_number(api: FakeApi, run: TrainingClient) -> None:
     image = Datum(model_input=ModelInput(chunks=[types.ImageChunk()]))
     with pytest.raises(UnsupportedInput):
         run.forward_backward([image], "cross_entropy")
@@ -137,7 +135,7 @@ def test_what_the_caller_changes_afterwards_changes_nothing(
     assert len(future.result().loss_fn_outputs) == 1
 
 
-def test_threads_that_share_a_run_never_share_a_place(api: FakeApi, run: TrainingClient) -> None:
+def test_threads_that_share_a_run_never_share_a_number(api: FakeApi, run: TrainingClient) -> None:
     def work() -> None:
         for _ in range(10):
             run.forward([DATUM], "cross_entropy").result()

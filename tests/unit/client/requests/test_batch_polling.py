@@ -68,25 +68,25 @@ def test_what_ended_before_anybody_waited_is_remembered() -> None:
     assert len(poll(wait_late, ended(2, "early", "late"))) == 1
 
 
-def test_what_has_arrived_is_told_until_the_server_has_heard_it() -> None:
-    async def wait_and_tell(completions: Completions) -> None:
+def test_what_has_arrived_is_acknowledged_until_the_server_answers() -> None:
+    async def wait_and_acknowledge(completions: Completions) -> None:
         await completions.ended("a")
         completions.retrieved("a")
 
-    asked = poll(wait_and_tell, ended(1, "a"), refusal(503), ended(1))
+    asked = poll(wait_and_acknowledge, ended(1, "a"), refusal(503), ended(1))
     assert [body["retrieved_request_ids"] for body in asked] == [[], ["a"], ["a"]]
-    # Nobody waits, so the server need not either.
+    # No caller waits, so the server need not either.
     assert [body.get("timeout") for body in asked] == [None, 0.0, 0.0]
 
 
-def test_what_arrives_during_a_poll_is_told_with_the_next() -> None:
-    told: list[list[str]] = []
+def test_what_arrives_during_a_poll_is_acknowledged_with_the_next() -> None:
+    acknowledged: list[list[str]] = []
 
     async def run() -> None:
         is_asked, may_answer = asyncio.Event(), asyncio.Event()
 
         async def answer(request: httpx.Request) -> httpx.Response:
-            told.append(json.loads(request.content)["retrieved_request_ids"])
+            acknowledged.append(json.loads(request.content)["retrieved_request_ids"])
             is_asked.set()
             await may_answer.wait()
             return ended(0)
@@ -102,7 +102,7 @@ def test_what_arrives_during_a_poll_is_told_with_the_next() -> None:
         await transport.close()
 
     asyncio.run(run())
-    assert told == [["a"], ["b"]]
+    assert acknowledged == [["a"], ["b"]]
 
 
 def test_nobody_polls_when_there_is_nothing_to_hear_or_say() -> None:

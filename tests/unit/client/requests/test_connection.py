@@ -81,7 +81,9 @@ def test_the_server_says_how_large_a_request_may_be(
     assert [message.seq_id for message in messages] == list(range(1, len(chunks) + 1))
 
 
-def test_what_is_more_than_one_request_takes_no_place(api: FakeApi, service: ServiceClient) -> None:
+def test_what_is_more_than_one_request_takes_no_number(
+    api: FakeApi, service: ServiceClient
+) -> None:
     configure(api, cotrain_max_pass_bytes=30_000)
     run = service.create_lora_training_client("m")
     datum = Datum(model_input=ModelInput.from_ints([1] * 3_000), loss_fn_inputs={})
@@ -143,7 +145,7 @@ def test_a_server_that_does_not_name_its_protocol_is_given_a_try(
         (httpx.Response(200, html="<html>"), MalformedMessage),
     ],
 )
-def test_somebody_elses_server_is_told_from_ours(
+def test_a_server_of_another_kind_is_recognised(
     api: FakeApi, service: ServiceClient, answer: httpx.Response, error: type[Exception]
 ) -> None:
     api.answers["client/config"] = [answer]

@@ -56,7 +56,7 @@ def test_cancelling_a_wait_reaches_the_work(loop: BackgroundLoop) -> None:
     assert ended.wait(120)
 
 
-def test_closing_tells_who_waits_that_it_was_closed(loop: BackgroundLoop) -> None:
+def test_closing_raises_in_calls_that_wait(loop: BackgroundLoop) -> None:
     started = threading.Event()
 
     async def work() -> None:

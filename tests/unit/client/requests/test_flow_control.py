@@ -10,11 +10,11 @@ import pytest
 from cotrain.errors import APIError, RateLimitError
 from cotrain.requests.flow_control import (
     DISPATCH_REQUESTS,
-    ROOM_BYTES,
-    ROOM_REQUESTS,
+    IN_FLIGHT_BYTES,
+    IN_FLIGHT_REQUESTS,
     Dispatch,
-    Lane,
-    Room,
+    InFlightLimit,
+    SendQueue,
 )
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ async def settled() -> None:
 
 
 def start(
-    lane: Lane, server: Server, *seq_ids: int, size_bytes: int = 1
+    queue: SendQueue, server: Server, *seq_ids: int, size_bytes: int = 1
 ) -> list[asyncio.Task[int]]:
     return [
-        asyncio.create_task(lane.send(seq_id, size_bytes, server.post(seq_id)))
+        asyncio.create_task(queue.send(seq_id, size_bytes, server.post(seq_id)))
         for seq_id in seq_ids
     ]
 
@@ -103,15 +103,15 @@ def server() -> Server:
 
 
 @pytest.fixture
-def lane(dispatch: Dispatch, pauses: Pauses) -> Lane:
-    return Lane(dispatch, pauses)
+def queue(dispatch: Dispatch, pauses: Pauses) -> SendQueue:
+    return SendQueue(dispatch, pauses)
 
 
-async def test_requests_go_in_the_order_of_their_places_so_many_at_once(
-    lane: Lane, server: Server
+async def test_requests_go_in_the_order_of_their_numbers_so_many_at_once(
+    queue: SendQueue, server: Server
 ) -> None:
     count = DISPATCH_REQUESTS + 10
-    sends = start(lane, server, *range(1, count + 1))
+    sends = start(queue, server, *range(1, count + 1))
     await settled()
     assert server.came == list(range(1, DISPATCH_REQUESTS + 1))
     await server.take(3)
@@ -122,10 +122,10 @@ async def test_requests_go_in_the_order_of_their_places_so_many_at_once(
 
 
 async def test_so_many_bytes_go_at_once_and_a_large_one_goes_alone(
-    dispatch: Dispatch, lane: Lane, server: Server
+    dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:
     dispatch.limit_bytes = 10
-    sends = start(lane, server, 1, 2, 3, size_bytes=5) + start(lane, server, 4, size_bytes=99)
+    sends = start(queue, server, 1, 2, 3, size_bytes=5) + start(queue, server, 4, size_bytes=99)
     await settled()
     assert server.came == [1, 2]
     await server.take(1, 2)
@@ -137,11 +137,11 @@ async def test_so_many_bytes_go_at_once_and_a_large_one_goes_alone(
 
 
 async def test_the_first_request_of_a_run_goes_whatever_other_runs_send(
-    dispatch: Dispatch, lane: Lane, pauses: Pauses, server: Server
+    dispatch: Dispatch, queue: SendQueue, pauses: Pauses, server: Server
 ) -> None:
     dispatch.limit_bytes = 10
-    greedy = start(lane, server, 1, 2, 3, size_bytes=5)
-    modest = start(Lane(dispatch, pauses), server, 101, 102, size_bytes=5)
+    greedy = start(queue, server, 1, 2, 3, size_bytes=5)
+    modest = start(SendQueue(dispatch, pauses), server, 101, 102, size_bytes=5)
     await settled()
     assert server.came == [1, 2, 101]
     await server.take(101)
@@ -151,13 +151,13 @@ async def test_the_first_request_of_a_run_goes_whatever_other_runs_send(
     await asyncio.gather(*greedy, *modest)
 
 
-async def test_a_place_taken_early_and_sent_late_goes_before_what_waits(
-    dispatch: Dispatch, lane: Lane, server: Server
+async def test_a_number_taken_early_and_sent_late_goes_before_what_waits(
+    dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:
     dispatch.limit_bytes = 10
-    later = start(lane, server, 3, 4, 5, size_bytes=5)
+    later = start(queue, server, 3, 4, 5, size_bytes=5)
     await settled()
-    early = start(lane, server, 2, size_bytes=5)
+    early = start(queue, server, 2, size_bytes=5)
     await settled()
     assert server.came == [3, 4, 2]
     await server.take(2, 3, 4)
@@ -165,13 +165,13 @@ async def test_a_place_taken_early_and_sent_late_goes_before_what_waits(
     await asyncio.gather(*early, *later)
 
 
-async def test_nobody_overtakes_a_request_that_a_full_server_refused(
-    lane: Lane, pauses: Pauses, server: Server
+async def test_no_request_overtakes_one_that_a_full_server_refused(
+    queue: SendQueue, pauses: Pauses, server: Server
 ) -> None:
-    sends = start(lane, server, 1, 2, 3)
+    sends = start(queue, server, 1, 2, 3)
     await settled()
     await server.refuse(2, 3)
-    sends += start(lane, server, 4)
+    sends += start(queue, server, 4)
     await server.take(1)
     assert server.came == [1, 2, 3]
     await pauses.end()
@@ -185,9 +185,9 @@ async def test_nobody_overtakes_a_request_that_a_full_server_refused(
 
 
 async def test_a_later_pause_that_ends_first_does_not_let_its_request_overtake(
-    lane: Lane, pauses: Pauses, server: Server
+    queue: SendQueue, pauses: Pauses, server: Server
 ) -> None:
-    sends = start(lane, server, 1, 2)
+    sends = start(queue, server, 1, 2)
     await settled()
     await server.refuse(2)
     await server.refuse(1)
@@ -201,9 +201,9 @@ async def test_a_later_pause_that_ends_first_does_not_let_its_request_overtake(
 
 
 async def test_a_full_server_is_asked_for_as_long_as_it_takes_and_not_ever_more_seldom(
-    lane: Lane, pauses: Pauses, server: Server
+    queue: SendQueue, pauses: Pauses, server: Server
 ) -> None:
-    (send,) = start(lane, server, 1)
+    (send,) = start(queue, server, 1)
     await settled()
     for _ in range(60):
         await server.refuse(1)
@@ -213,8 +213,8 @@ async def test_a_full_server_is_asked_for_as_long_as_it_takes_and_not_ever_more_
     assert Counter(pauses.failures) == {1: 1, 2: 1, 3: 58}
 
 
-async def test_a_request_that_fails_holds_nobody_up(lane: Lane, server: Server) -> None:
-    first, second = start(lane, server, 1, 2)
+async def test_a_request_that_fails_delays_no_other(queue: SendQueue, server: Server) -> None:
+    first, second = start(queue, server, 1, 2)
     await settled()
     await server.refuse(1, error=APIError)
     await server.take(2)
@@ -224,10 +224,10 @@ async def test_a_request_that_fails_holds_nobody_up(lane: Lane, server: Server) 
 
 
 async def test_who_is_cancelled_while_waiting_is_forgotten(
-    dispatch: Dispatch, lane: Lane, server: Server
+    dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:
     dispatch.limit_bytes = 1
-    first, second, third = start(lane, server, 1, 2, 3)
+    first, second, third = start(queue, server, 1, 2, 3)
     await settled()
     second.cancel()
     await settled()
@@ -238,10 +238,10 @@ async def test_who_is_cancelled_while_waiting_is_forgotten(
 
 
 async def test_those_who_wait_keep_their_order_when_the_first_of_them_is_cancelled(
-    dispatch: Dispatch, lane: Lane, server: Server
+    dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:
     dispatch.limit_bytes = 1
-    first, second, *others = start(lane, server, 1, 2, 5, 3, 6)
+    first, second, *others = start(queue, server, 1, 2, 5, 3, 6)
     await settled()
     second.cancel()
     await settled()
@@ -252,10 +252,10 @@ async def test_those_who_wait_keep_their_order_when_the_first_of_them_is_cancell
 
 
 async def test_who_is_cancelled_while_sending_leaves_its_share(
-    dispatch: Dispatch, lane: Lane, server: Server
+    dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:
     dispatch.limit_bytes = 1
-    first, second = start(lane, server, 1, 2)
+    first, second = start(queue, server, 1, 2)
     await settled()
     first.cancel()
     await settled()
@@ -265,33 +265,35 @@ async def test_who_is_cancelled_while_sending_leaves_its_share(
     assert dispatch.fits(1)
 
 
-@pytest.mark.parametrize(("size_bytes", "requests"), [(ROOM_BYTES, 1), (1, ROOM_REQUESTS)])
-def test_who_asks_for_more_than_there_is_room_for_is_held_until_there_is(
+@pytest.mark.parametrize(
+    ("size_bytes", "requests"), [(IN_FLIGHT_BYTES, 1), (1, IN_FLIGHT_REQUESTS)]
+)
+def test_a_call_beyond_the_limit_blocks_until_enough_is_released(
     size_bytes: int, requests: int
 ) -> None:
-    room, is_in = Room(), threading.Event()
-    room.take(size_bytes, requests)
+    limit, is_in = InFlightLimit(), threading.Event()
+    limit.acquire(size_bytes, requests)
 
     def enter() -> None:
-        room.take(2)
+        limit.acquire(2)
         is_in.set()
 
     thread = threading.Thread(target=enter, daemon=True)
     thread.start()
     assert not is_in.wait(0.05)
-    room.give_back(size_bytes, requests)
+    limit.release(size_bytes, requests)
     assert is_in.wait(PATIENCE_S)
     thread.join()
 
 
-def test_one_call_always_has_room() -> None:
-    room = Room()
-    room.take(10 * ROOM_BYTES, 10 * ROOM_REQUESTS)
-    room.give_back(10 * ROOM_BYTES, 10 * ROOM_REQUESTS)
-    room.take(ROOM_BYTES, ROOM_REQUESTS)
+def test_one_call_is_always_under_the_limit() -> None:
+    limit = InFlightLimit()
+    limit.acquire(10 * IN_FLIGHT_BYTES, 10 * IN_FLIGHT_REQUESTS)
+    limit.release(10 * IN_FLIGHT_BYTES, 10 * IN_FLIGHT_REQUESTS)
+    limit.acquire(IN_FLIGHT_BYTES, IN_FLIGHT_REQUESTS)
 
 
-def test_the_loop_that_gives_room_back_never_waits_for_it() -> None:
-    room = Room(must_not_wait=lambda: True)
+def test_the_loop_that_releases_never_waits() -> None:
+    limit = InFlightLimit(must_not_wait=lambda: True)
     for _ in range(3):
-        room.take(ROOM_BYTES)
+        limit.acquire(IN_FLIGHT_BYTES)

@@ -93,18 +93,20 @@ def test_a_timeout_says_what_still_runs_and_what_to_do() -> None:
     accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
     outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
     future = Future(accepted, outcome, what="optim_step 4 of run s:train:0")
-    said = "^optim_step 4 of run s:train:0 is still on its way to the server after 0 s: wait again "
-    with pytest.raises(TimeoutError, match=said):
+    message = (
+        "^optim_step 4 of run s:train:0 is still on its way to the server after 0 s: wait again "
+    )
+    with pytest.raises(TimeoutError, match=message):
         future.result(timeout=0)
     accepted.set_result(None)
-    said = "is still running after 0.01 s: wait again for the same future$"
-    with pytest.raises(TimeoutError, match=said):
+    message = "is still running after 0.01 s: wait again for the same future$"
+    with pytest.raises(TimeoutError, match=message):
         future.result(timeout=0.01)
-    with pytest.raises(TimeoutError, match=said):
+    with pytest.raises(TimeoutError, match=message):
         asyncio.run(future.result_async(timeout=0.01))
 
 
-def test_a_timeout_of_the_request_itself_is_told_as_it_is(
+def test_a_timeout_of_the_request_itself_is_raised_as_it_is(
     future: Future[int], outcome: concurrent.futures.Future[int]
 ) -> None:
     outcome.set_exception(TimeoutError("the caller's loss took too long"))

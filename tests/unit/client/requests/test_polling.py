@@ -101,7 +101,7 @@ def test_an_unknown_request_is_not_polled_for_ever() -> None:
         poll(wait_for_json, refusal(404))
 
 
-def test_a_server_that_stays_away_is_an_error_in_the_end() -> None:
+def test_a_server_that_stays_unreachable_is_an_error_in_the_end() -> None:
     with pytest.raises(APIConnectionError):
         poll(wait_for_json, httpx.ConnectError("gone"), policy=RetryPolicy(give_up_after_s=-1.0))
 
@@ -115,10 +115,12 @@ def test_what_is_no_result_is_an_error(content: bytes) -> None:
 def test_why_a_result_is_not_there_yet_reaches_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From the wire to the logger; when it is said is for `test_patience.py`."""
+    """From the wire to the logger; when it is message is for `test_patience.py`."""
     monkeypatch.setattr(patience, "WARN_AFTER_S", 0.0)
     reason = {"queue_state_reason": "the server's store is restarting"}
-    held = httpx.Response(408, json={"request_id": "r", "queue_state": "paused_capacity", **reason})
-    poll(wait_for_json, pending("r"), held, held, DONE)
-    (said,) = caplog.messages
-    assert said == "still waiting, and trying again: the server's store is restarting"
+    pending_answer = httpx.Response(
+        408, json={"request_id": "r", "queue_state": "paused_capacity", **reason}
+    )
+    poll(wait_for_json, pending("r"), pending_answer, pending_answer, DONE)
+    (message,) = caplog.messages
+    assert message == "still waiting, and trying again: the server's store is restarting"

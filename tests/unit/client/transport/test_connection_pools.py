@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from cotrain.transport import connection_pools as module
-from cotrain.transport.connection_pools import AT_ONCE, Lines
+from cotrain.transport.connection_pools import AT_ONCE, ConnectionPools
 from tests.support.waiting import until
 
 
@@ -33,12 +33,12 @@ class Server:
         )
 
 
-async def send(lines: Lines, server: Server, count: int) -> None:
+async def send(pools: ConnectionPools, server: Server, count: int) -> None:
     """Send so many requests at once, and have them answered when all have come."""
     server.may_answer.clear()
     came = server.through.total() + count
-    request = lines.first.build_request("GET", "/")
-    sent = [asyncio.create_task(lines.send(request)) for _ in range(count)]
+    request = pools.first.build_request("GET", "/")
+    sent = [asyncio.create_task(pools.send(request)) for _ in range(count)]
     await until(lambda: server.through.total() >= came)
     server.may_answer.set()
     await asyncio.gather(*sent)
@@ -46,22 +46,22 @@ async def send(lines: Lines, server: Server, count: int) -> None:
 
 async def test_no_pool_holds_more_than_is_cheap() -> None:
     server = Server()
-    lines = Lines(server.pool)
-    await send(lines, server, 2 * AT_ONCE + 1)
+    pools = ConnectionPools(server.pool)
+    await send(pools, server, 2 * AT_ONCE + 1)
     assert server.through == {0: AT_ONCE, 1: AT_ONCE, 2: 1}
-    await lines.close()
+    await pools.close()
 
 
 async def test_few_requests_need_one_pool_however_many_came_before() -> None:
     server = Server()
-    lines = Lines(server.pool)
-    await send(lines, server, 3 * AT_ONCE)
+    pools = ConnectionPools(server.pool)
+    await send(pools, server, 3 * AT_ONCE)
     server.through.clear()
     for _ in range(3):
-        await send(lines, server, AT_ONCE)
+        await send(pools, server, AT_ONCE)
     assert server.through == {0: 3 * AT_ONCE}
     assert server.made == 3
-    await lines.close()
+    await pools.close()
 
 
 async def test_more_than_all_pools_are_meant_for_is_shared_evenly(
@@ -69,13 +69,13 @@ async def test_more_than_all_pools_are_meant_for_is_shared_evenly(
 ) -> None:
     monkeypatch.setattr(module, "POOLS", 2)
     server = Server()
-    lines = Lines(server.pool)
-    await send(lines, server, 4 * AT_ONCE)
+    pools = ConnectionPools(server.pool)
+    await send(pools, server, 4 * AT_ONCE)
     assert server.through == {0: 2 * AT_ONCE, 1: 2 * AT_ONCE}
-    await lines.close()
+    await pools.close()
 
 
-async def test_a_broken_request_leaves_its_place() -> None:
+async def test_a_broken_request_frees_its_connection() -> None:
     def broken() -> httpx.AsyncClient:
         def fail(request: httpx.Request) -> httpx.Response:
             raise httpx.ConnectError("refused", request=request)
@@ -88,9 +88,9 @@ async def test_a_broken_request_leaves_its_place() -> None:
         made.append(broken())
         return made[-1]
 
-    lines = Lines(counted)
+    pools = ConnectionPools(counted)
     for _ in range(2 * AT_ONCE):
         with pytest.raises(httpx.ConnectError):
-            await lines.send(lines.first.build_request("GET", "/"))
+            await pools.send(pools.first.build_request("GET", "/"))
     assert len(made) == 1
-    await lines.close()
+    await pools.close()

@@ -24,7 +24,7 @@ URL = "https://files.example/secret/weights"
 
 @dataclass
 class Files:
-    """Serves one file with ranges, and breaks off where it is told to."""
+    """Serves one file with ranges, and breaks off where a test says."""
 
     content: bytes = CONTENT
     etag: str = '"v1"'
@@ -61,7 +61,7 @@ class Files:
 
 
 def fetch(files: Files, target: Path, policy: RetryPolicy | None = None) -> list[tuple[int, int]]:
-    heard: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
 
     async def at_once(_: float) -> None:
         return None
@@ -75,12 +75,12 @@ def fetch(files: Files, target: Path, policy: RetryPolicy | None = None) -> list
             sleep=at_once,
         )
         try:
-            await transport.fetch(URL, target, lambda *now: heard.append(now))
+            await transport.fetch(URL, target, lambda *now: reported.append(now))
         finally:
             await transport.close()
 
     asyncio.run(run())
-    return heard
+    return reported
 
 
 def ranges(files: Files) -> list[str | None]:
@@ -92,10 +92,10 @@ NEVER_AGAIN = RetryPolicy(give_up_after_s=-1.0)
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(tmp_path: Path) -> None:
     files = Files(breaks=[1_000, 2_000])
-    heard = fetch(files, tmp_path / "weights")
+    reported = fetch(files, tmp_path / "weights")
     assert (tmp_path / "weights").read_bytes() == CONTENT
     assert ranges(files) == [None, "bytes=1000-", "bytes=3000-"]
-    assert heard[-1] == (len(CONTENT), len(CONTENT))
+    assert reported[-1] == (len(CONTENT), len(CONTENT))
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
     assert not any("x-api-key" in request.headers for request in files.asked)
 
@@ -105,13 +105,13 @@ def test_a_later_process_goes_on_with_what_an_earlier_one_left(tmp_path: Path) -
     with pytest.raises(APIConnectionError, match="weights broke off"):
         fetch(files, tmp_path / "weights", NEVER_AGAIN)
     assert not (tmp_path / "weights").exists()
-    heard = fetch(files, tmp_path / "weights")
+    reported = fetch(files, tmp_path / "weights")
     assert ranges(files) == [None, "bytes=1000-"]
     assert (tmp_path / "weights").read_bytes() == CONTENT
-    assert heard[0][0] > 1_000
+    assert reported[0][0] > 1_000
 
 
-def test_a_part_of_another_file_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_part_of_another_file_is_not_continued(tmp_path: Path) -> None:
     with pytest.raises(APIConnectionError):
         fetch(Files(content=b"old" * 9_000, breaks=[1_000]), tmp_path / "weights", NEVER_AGAIN)
     fetch(Files(etag='"v2"'), tmp_path / "weights")
@@ -162,6 +162,6 @@ def test_a_link_that_holds_no_more_leaves_what_has_arrived(
     assert ranges(files)[-1] == "bytes=1000-"
 
 
-def test_a_server_away_for_a_while_is_waited_for(tmp_path: Path) -> None:
+def test_a_server_unreachable_for_a_while_is_waited_for(tmp_path: Path) -> None:
     fetch(Files(answers=[httpx.ConnectError("refused"), refusal(503)]), tmp_path / "weights")
     assert (tmp_path / "weights").read_bytes() == CONTENT

@@ -219,11 +219,11 @@ def test_a_pass_is_written_once_however_often_it_is_sent() -> None:
     api = FakeApi(answers={"forward_backward": [refusal(503), refusal(503)]})
     message = encode_pass_request("m", 1, [], "x", None, forward_only=True)
 
-    async def meanwhile(_: float) -> None:
+    async def change_message(_: float) -> None:
         message.seq_id += 1
 
     async def once() -> None:
-        transport = Transport("http://server", "k", network=api.network, sleep=meanwhile)
+        transport = Transport("http://server", "k", network=api.network, sleep=change_message)
         await transport.post("forward_backward", message)
         await transport.close()
 

@@ -71,22 +71,22 @@ def test_a_short_wait_is_not_worth_a_line() -> None:
 
 def test_a_long_wait_says_what_for_how_long_and_why() -> None:
     assert line(waits(77.0), None, 100.0) == f"waiting 23 s for {STEP}"
-    said = line(waits(10.0, 20.0, 99.5), Word("429: full", 101.0), 100.0)
-    assert said == f"waiting 1 min 30 s for {STEP} and 2 more · 429: full"
+    text = line(waits(10.0, 20.0, 99.5), Word("429: full", 101.0), 100.0)
+    assert text == f"waiting 1 min 30 s for {STEP} and 2 more · 429: full"
     assert line(waits(77.0), Word("long ago", 99.0), 100.0) == f"waiting 23 s for {STEP}"
 
 
 def test_a_word_of_the_server_draws_nothing_else() -> None:
-    said = line(waits(0.0), Word("a\x1b[2Jb\n", 101.0), 100.0)
-    assert said is not None
-    assert said.isprintable()
+    text = line(waits(0.0), Word("a\x1b[2Jb\n", 101.0), 100.0)
+    assert text is not None
+    assert text.isprintable()
 
 
-async def test_it_is_drawn_on_a_terminal_and_taken_away(terminal: Stream) -> None:
+async def test_it_is_drawn_on_a_terminal_and_cleared(terminal: Stream) -> None:
     progress = Progress()
     with progress.waiting(lambda: STEP):
         await until(lambda: STEP in terminal.shown())
-        progress.hear("503: starting", 60.0)
+        progress.show_word("503: starting", 60.0)
         await until(lambda: "503: starting" in terminal.shown())
         assert terminal.shown().startswith("cotrain: waiting 0 s for optim_step 4 of run r")
         with progress.hidden():
@@ -127,7 +127,7 @@ async def test_a_log_gets_no_line_but_a_word_a_minute_for_who_asks(
     write_to(piped, monkeypatch)
     progress = Progress()
     with progress.waiting(lambda: STEP):
-        assert progress._thread is None  # so far nobody wants to hear of it
+        assert progress._thread is None  # so far no output wants it
     caplog.set_level(logging.INFO, "cotrain")
     with progress.waiting(lambda: STEP):
         await until(lambda: bool(caplog.messages))

@@ -13,14 +13,14 @@ from cotrain.errors import (
     status_error,
 )
 from cotrain.transport import retries as module
-from cotrain.transport.retries import TELL_AGAIN_S, WARN_AFTER_S, Contact, Patience, RetryPolicy
+from cotrain.transport.retries import WARN_AFTER_S, WARN_AGAIN_S, Contact, Patience, RetryPolicy
 
 URL = "http://server:8000"
 REFUSED = APIConnectionError("cannot reach http://server:8000: refused")
 
 
 class Time:
-    """A clock that moves only while somebody sleeps."""
+    """A clock that moves only in sleeps."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -62,7 +62,7 @@ async def test_a_server_that_never_answered_is_given_up_soon_and_named(time: Tim
 
 async def test_a_server_that_did_answer_is_given_minutes(time: Time) -> None:
     contact = Contact(URL)
-    contact.heard()
+    contact.answered()
     began = time.now
     enough = await until_enough(patience_with(time, contact), APITimeoutError("slow"))
     assert 300 < time.now - began < 315
@@ -93,12 +93,12 @@ async def test_an_outage_is_warned_of_once_and_its_end_is_noted(
     caplog.set_level(logging.INFO)
     contact = Contact(URL)
     for _ in range(2):
-        contact.heard()
+        contact.answered()
         waiting = [patience_with(time, contact) for _ in range(calls)]
         while time.now < waiting[0]._since + 2 * WARN_AFTER_S:
             for patience in waiting:
                 await patience.wait_out(REFUSED)
-    contact.heard()
+    contact.answered()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
     assert "still trying, for 300 s in all" in caplog.messages[0]
     assert caplog.messages[1].startswith(f"{URL} answers again, after ")
@@ -108,7 +108,7 @@ async def test_a_short_silence_is_no_news(time: Time, caplog: pytest.LogCaptureF
     caplog.set_level(logging.INFO)
     contact = Contact(URL)
     await patience_with(time, contact).wait_out(REFUSED)
-    contact.heard()
+    contact.answered()
     assert not caplog.records
 
 
@@ -125,7 +125,7 @@ FULL = "512 requests wait: ops of COTRAIN_QUOTAS is 512."
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_the_reason_of_a_long_wait_is_said_once_by_all_calls_together(
+async def test_the_reason_of_a_long_wait_is_logged_once_by_all_calls_together(
     time: Time, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     contact = Contact(URL)
@@ -144,13 +144,13 @@ async def test_a_short_refusal_is_no_news(time: Time, caplog: pytest.LogCaptureF
     assert not caplog.records
 
 
-async def test_a_wait_that_lasts_is_said_again_after_a_while(
+async def test_a_wait_that_lasts_is_logged_again_after_a_while(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     contact = Contact(URL)
     for _ in range(2):
         contact.busy(RateLimitError(FULL, 429, None), WARN_AFTER_S)
-        time.now += TELL_AGAIN_S
+        time.now += WARN_AGAIN_S
     assert len(caplog.records) == 2
 
 
@@ -158,12 +158,12 @@ def pending(reason: str | None) -> APIStatusError:
     return status_error(408, "not yet", {"queue_state_reason": reason})
 
 
-async def test_why_a_result_is_not_there_yet_is_said_once(
+async def test_why_a_result_is_not_there_yet_is_logged_once(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     patience = patience_with(time, Contact(URL))
     for reason in [None, None, "waiting for seq_id 3, which never came"] * 3:
         time.now += 45.0  # as long as a poll is held
         patience.pending(pending(reason))
-    (said,) = caplog.messages
-    assert said.endswith(": waiting for seq_id 3, which never came")
+    (message,) = caplog.messages
+    assert message.endswith(": waiting for seq_id 3, which never came")
