@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SHARING = (Path("tests/conformance"), Path("tests/faults"))
 
 
+#: What Redis and the spool sync waits for no disk here; that a power cut loses nothing is proven by shims
+#: (tests/faults/power_*), not by a disk.
+MEMORY_DISK = Path("/dev/shm")
+ENOUGH_BYTES = 8 << 30
+if "TMPDIR" not in os.environ and (
+    MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free >= ENOUGH_BYTES
+):
+    os.environ["TMPDIR"] = str(MEMORY_DISK)
+
 # No timed assertions. Every run draws the same examples, so that a change is judged by what it changed;
 # `--hypothesis-profile=explore` draws new ones, and prints the blob that repeats a failure.
-settings.register_profile("steady", deadline=None, derandomize=True)
+settings.register_profile("steady", deadline=None, derandomize=True, max_examples=35)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("steady")
 

@@ -32,6 +32,7 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
 from cotrain_store.weights.checkpoints import Checkpoints
+from tests.support.draws import examples
 from tests.support.log import record_of
 from tests.support.samples import open_samples
 
@@ -265,5 +266,6 @@ class CheckpointMachine(RuleBasedStateMachine):
 def test_checkpoints_behave_like_their_model(redis_server: EmbeddedRedis) -> None:
     CheckpointMachine.server = redis_server
     run_state_machine_as_test(
-        CheckpointMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+        CheckpointMachine,
+        settings=settings(max_examples=examples(60), stateful_step_count=40, deadline=None),
     )

@@ -10,6 +10,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
+from tests.support.draws import examples
 from tests.support.http_api import ALICE, POOL
 from tests.support.talking import talking_api
 from tests.support.waiting import PATIENCE_S
@@ -33,7 +34,7 @@ def test_no_request_in_another_apis_words_is_our_error(
         assert len(operations) == 5
         for operation in operations:
 
-            @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy())
             def ask(case: Any) -> None:
                 if isinstance(case.body, dict):  # past the 404, where there is more to break

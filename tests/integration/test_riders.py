@@ -20,6 +20,7 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.oplog.intake import MAX_SEQ_GAP
 from cotrain_store.oplog.rollback import DIGESTS_KEPT
 from cotrain_store.results.futures import Pending
+from tests.support.draws import examples
 from tests.support.log import open_log
 from tests.support.stack import POOL
 
@@ -193,7 +194,7 @@ _EVENTS = st.lists(
 
 
 @given(arrivals=_ARRIVALS, events=_EVENTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_interleaving_gives_one_order_with_every_op_once(
     redis_server: EmbeddedRedis, arrivals: list[int], events: list[tuple[str, str | int]]
 ) -> None:

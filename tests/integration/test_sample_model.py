@@ -33,6 +33,7 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.sample_ids import CLONE_SIZE
 from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.intake import SampleLimits
+from tests.support.draws import examples
 from tests.support.log import WORKER
 from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples, sampler_record
 from tests.support.stack import POOL
@@ -318,5 +319,6 @@ class SampleMachine(RuleBasedStateMachine):
 def test_sampling_behaves_like_its_model(redis_server: EmbeddedRedis) -> None:
     SampleMachine.server = redis_server
     run_state_machine_as_test(
-        SampleMachine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
+        SampleMachine,
+        settings=settings(max_examples=examples(40), stateful_step_count=40, deadline=None),
     )

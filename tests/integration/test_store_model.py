@@ -42,6 +42,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import MAX_SEQ_GAP, Intake, TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.delivery import Unread
+from tests.support.draws import examples
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
@@ -446,5 +447,6 @@ class LogMachine(RuleBasedStateMachine):
 def test_the_log_behaves_like_its_model(redis_server: EmbeddedRedis) -> None:
     LogMachine.server = redis_server
     run_state_machine_as_test(
-        LogMachine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
+        LogMachine,
+        settings=settings(max_examples=examples(40), stateful_step_count=40, deadline=None),
     )

@@ -17,6 +17,7 @@ from cotrain_scheduler.planner import (
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
+from tests.support.draws import examples
 
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 TAIL = {OpKind.SAVE, OpKind.LOAD}
@@ -92,7 +93,7 @@ def test_the_budget_holds_unless_one_op_alone_exceeds_it(
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_repeated_cycles_serve_every_op_exactly_once(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
@@ -119,7 +120,7 @@ def without(rows: list[RunQueue], taken: tuple[QueuedOp, ...]) -> list[RunQueue]
     st.integers(50, 1500),
     st.integers(3, 15),
 )
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_backlogged_tenants_get_the_same_tokens_within_one_quantum_and_one_op(
     sizes: list[list[int]], quantum: int, budget_tokens: int, cycles: int
 ) -> None:

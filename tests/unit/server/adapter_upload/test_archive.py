@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from cotrain_server.adapter_upload.archive import _Gunzip, unpack
 from cotrain_server.errors import BodyTooLarge, Invalid, RequestError, Unreadable
+from tests.support.draws import examples
 from tests.support.hostile_archives import BOMBS, GOOD, HOSTILE, PACKERS
 from tests.support.uploads import CONFIG, TENSORS, tar, zipped
 
@@ -204,7 +205,7 @@ def test_what_is_no_archive_is_refused() -> None:
             unpacked(content)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.sampled_from(list(PACKERS)),
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),

@@ -12,6 +12,7 @@ from safetensors.numpy import load, save
 
 from cotrain_server.adapter_upload.safetensors_header import MAX_HEADER_BYTES, named, read_header
 from cotrain_server.errors import Invalid
+from tests.support.draws import examples
 from tests.support.uploads import raw_safetensors
 
 
@@ -96,7 +97,7 @@ def _whole() -> bytes:
     return whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, len(_whole()) - 1), st.integers(0, 255)), min_size=1, max_size=6
@@ -126,7 +127,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.dictionaries(
         st.text(max_size=8),

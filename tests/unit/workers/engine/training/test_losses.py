@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cotrain_workers.engine.training.losses import LOSSES, value, value_and_slope
+from tests.support.draws import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,7 +71,7 @@ def dro(lp: float, q: float, a: float) -> tuple[float, float]:
     ],
 )
 @given(rows=tokens)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_loss_and_slope_equal_the_formula(
     name: str,
     by_hand: Callable[[float, float, float], tuple[float, float]],
@@ -92,7 +93,7 @@ def test_loss_and_slope_equal_the_formula(
 
 
 @given(rows=tokens)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_gspo_uses_one_ratio_per_datum_and_a_slope_per_token(
     rows: list[tuple[float, float, float, bool]],
 ) -> None:
@@ -189,7 +190,7 @@ def test_a_ratio_that_counts_and_is_infinite_is_never_made_smaller(
 
 
 @given(rows=tokens)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_slope_of_ppo_in_float32_is_that_of_a_finite_difference(
     rows: list[tuple[float, float, float, bool]],
 ) -> None:
