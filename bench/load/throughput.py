@@ -20,7 +20,8 @@ from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.oplog.intake import Intake, TenantLimits
+from cotrain_store.oplog.intake import Intake
+from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection
 from cotrain_store.results.futures import Futures, Pending
 

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from cotrain_store.oplog.intake import TenantLimits
+from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.sampling.intake import SampleLimits
 from cotrain_store.settings.store import StoreSettings
 from cotrain_store.tenants.key_format import MIN_CHARACTERS, read_chosen_keys

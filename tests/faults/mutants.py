@@ -171,15 +171,15 @@ MUTANTS = {
         [
             Edit(
                 f"{STORE}/oplog/intake.py",
-                "            answer: list[Any] = await self._submit(_keys_of_submit(run), args)\n",
-                "            if args[2] != '' and args[2] > 0 and args[4]:\n"
-                "                import asyncio\n\n"
-                "                async def later() -> None:\n"
-                "                    await asyncio.sleep(0.1)\n"
-                "                    await self._submit(_keys_of_submit(run), args)\n\n"
-                "                asyncio.get_running_loop().create_task(later())\n"
-                "                return [b'NEW', args[2]]\n"
-                "            answer: list[Any] = await self._submit(_keys_of_submit(run), args)\n",
+                "        try:\n            answer: list[Any] = await self._submit(",
+                "        if asked.seq and asked.op.envelope:\n"
+                "            import asyncio\n\n"
+                "            async def later() -> None:\n"
+                "                await asyncio.sleep(0.1)\n"
+                "                await self._submit(submission_keys(run), asked, inline, inline_save)\n\n"
+                "            asyncio.get_running_loop().create_task(later())\n"
+                "            return [b'NEW', asked.seq]\n"
+                "        try:\n            answer: list[Any] = await self._submit(",
             )
         ],
         "killed before a request is logged",

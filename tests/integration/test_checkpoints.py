@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -169,7 +169,7 @@ async def test_changes_that_meet_are_all_made(
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
     write, others = checkpoints._replace, Checkpoints(samples.log.connection)
 
-    async def write_second(*args: object) -> object:
+    async def write_second(*args: Any) -> Any:
         monkeypatch.undo()
         await others.publish(A, run.id, "weights", "x", public=True)
         return await write(*args)

@@ -25,7 +25,7 @@ from cotrain_store.keys import run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.oplog.intake import MAX_SEQ_GAP, TenantLimits
+from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
 from tests.support.log import open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL

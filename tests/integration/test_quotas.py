@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -21,7 +21,8 @@ from cotrain_store.keys import result_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.oplog.intake import SAMPLER_REST_MS, Intake, TenantLimits
+from cotrain_store.oplog.intake import Intake
+from cotrain_store.oplog.submission import SAMPLER_REST_MS, TenantLimits
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.results.delivery import Unread
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
@@ -132,10 +133,10 @@ async def test_what_redis_does_not_take_is_told_again(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cotrain_store.results.delivery.TELL_EVERY_S", 0.0)
-    taken: asyncio.Queue[list[str]] = asyncio.Queue()
+    taken: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     lost = iter([True, False])
 
-    async def script(_: list[str], args: list[str]) -> None:
+    async def script(_: Any, args: Any, *stored: bytes | str) -> None:
         if next(lost):
             raise CONNECTION_LOST[0]
         taken.put_nowait(args)
@@ -144,7 +145,7 @@ async def test_what_redis_does_not_take_is_told_again(
     unread._script = script
     unread.note_sent(A, RequestId("r:1"))
     telling = asyncio.create_task(unread.keep_telling())
-    assert await taken.get() == ["a", "r:1"]
+    assert await taken.get() == {"sent": [{"tenant": "a", "request": "r:1"}]}
     await stop_tasks([telling])
 
 

@@ -17,8 +17,8 @@ from cotrain_store.keys import run_keys
 from cotrain_store.messages.gaps import still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.oplog.intake import MAX_SEQ_GAP
 from cotrain_store.oplog.rollback import DIGESTS_KEPT
+from cotrain_store.oplog.submission import MAX_SEQ_GAP
 from cotrain_store.results.futures import Pending
 from tests.support.draws import examples
 from tests.support.log import open_log

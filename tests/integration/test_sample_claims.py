@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -79,15 +79,15 @@ async def test_a_claim_whose_answer_was_lost_is_not_lost(
     requests = await samples.submit(await samples.sampler(), *range(6))
     claim = samples.sampling._claim
 
-    def unheard(*script: object) -> object:
+    def repeated(*script: Any) -> Any:
         claim(*script)
         return claim(*script)
 
-    def broken(*script: object) -> object:
+    def broken(*script: Any) -> Any:
         claim(*script)
         raise RedisConnectionError
 
-    monkeypatch.setattr(samples.sampling, "_claim", unheard)
+    monkeypatch.setattr(samples.sampling, "_claim", repeated)
     assert samples.claim(2) == requests[:2]
     monkeypatch.setattr(samples.sampling, "_claim", broken)
     with pytest.raises(RedisConnectionError):
@@ -103,7 +103,7 @@ async def test_what_was_given_back_after_a_lost_answer_is_claimed_anew(
     requests = await samples.submit(await samples.sampler(), 0, 1)
     claim = samples.sampling._claim
 
-    def broken(*script: object) -> object:
+    def broken(*script: Any) -> Any:
         claim(*script)
         raise RedisConnectionError
 

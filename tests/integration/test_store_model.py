@@ -39,7 +39,8 @@ from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.messages.weights import CheckpointRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.oplog.intake import MAX_SEQ_GAP, Intake, TenantLimits
+from cotrain_store.oplog.intake import Intake
+from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.delivery import Unread
 from tests.support.draws import examples

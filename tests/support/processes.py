@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from cotrain_store.oplog.dispatch import Dispatch
-from cotrain_store.oplog.intake import Intake, TenantLimits
+from cotrain_store.oplog.intake import Intake
+from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import Records
 from tests.support.stack import MODEL, Stack

@@ -16,7 +16,8 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
-from cotrain_store.oplog.intake import Intake, TenantLimits
+from cotrain_store.oplog.intake import Intake
+from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits

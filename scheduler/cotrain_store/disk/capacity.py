@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     #: Spools a body that is too large for Redis, and gives its reference, or `inline`.
     #: Raises DiskReserveReached where it cannot be written.
-    Place: TypeAlias = Callable[[bytes], Awaitable[str]]
+    StoreBody: TypeAlias = Callable[[bytes], Awaitable[str]]
 
 log = structlog.get_logger()
 
@@ -39,7 +39,7 @@ _ASK_MEMORY_EVERY_S = 1.0
 
 
 class Capacity:
-    """One API process's view of what is left, and its way to put a body where it belongs."""
+    """One API process's view of what is left, and its way to store a body where it belongs."""
 
     def __init__(self, connection: Connection, spool: Spool, disk_reserve_bytes: int) -> None:
         self._redis = connection
@@ -78,20 +78,20 @@ class Capacity:
         self._memory_used, self._memory_bytes = memory["used_memory"], memory["maxmemory"]
 
     @contextmanager
-    def placing(self) -> Iterator[Place]:
-        """Give a way to place bodies. Their files stay for as long as the block takes, which is to accept
+    def storing(self) -> Iterator[StoreBody]:
+        """Give a way to store bodies. Their files stay for as long as the block takes, which is to accept
         what refers to them.
         """
         refs: list[str] = []
 
-        async def place(body: bytes) -> str:
+        async def store(body: bytes) -> str:
             if len(body) <= INLINE_LIMIT_BYTES:
                 return "inline"
             refs.append(await self._spooled(body))
             return refs[-1]
 
         try:
-            yield place
+            yield store
         finally:
             self._spool.settle(refs)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.keys import sample_keys, weights_keys
+from cotrain_store.keys import fleet_keys, sample_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
@@ -16,29 +16,72 @@ from cotrain_store.messages.weights import external_folder
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from cotrain_store.messages.ids import OpId
+    from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_store.messages.saves import SaveRecords
     from cotrain_store.messages.weights import CheckpointRecord
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """One op of a step that is done."""
+
+    run: RunId
+    seq: int
+    tenant: TenantId
+    tokens: int
+    size: int
+    """Bytes of its body."""
+    ttl_ms: int
+    """Of its result."""
+    result_bytes: int
+    """Of the whole result, wherever it lies."""
+    released: str | None
+    """Where the body is that is needed no more: `inline` or a spool segment."""
+    envelope: str | None
+    """What the log holds of the op from now on, where that changes."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The argument of `commit.lua`; the cycle's record and the results of `ops`, in order, follow it."""
+
+    epoch: str
+    prefix: str
+    cycle: str
+    numerics: str
+    ops: Sequence[OpRow]
+    saves: Mapping[RequestId, Mapping[str, Any]]
+    counted: Mapping[str, float]
+    used: Mapping[str, Mapping[str, float]]
+    """What runs used, by the keys and fields of their tenants' hours."""
+    cycles_kept: int = fleet_keys.CYCLES_KEPT
+    usage_ttl_s: int = tenant_keys.USAGE_TTL_S
 
 
 def op_rows(
     step: Step,
     results: Mapping[OpId, Result],
     crashed: Collection[OpId],
-    all_packed: Sequence[tuple[bytes, int]],
-) -> list[str | int | bytes]:
-    """Write the ops of a step as `commit.lua` reads them; `all_packed` are their results, in order."""
-    rows: list[str | int | bytes] = []
-    for op, (packed, ttl_ms) in zip(step.ops, all_packed, strict=True):
-        tenant = step.tenant_by_run[op.run]
+    ttls_ms: Sequence[int],
+) -> list[OpRow]:
+    """Write the ops of a step as `commit.lua` reads them; `ttls_ms` are those of their results, in order."""
+    rows: list[OpRow] = []
+    for op, ttl_ms in zip(step.ops, ttls_ms, strict=True):
         has_crashed = (op.run, op.seq) in crashed
-        released = _body_of(op) if has_crashed or op.kind is OpKind.FORWARD else ""
-        kept = _place_of(op) if has_crashed else ""
-        size = len(results[op.run, op.seq].payload)
-        rows += [
-            op.run, op.seq, tenant, op.tokens, op.size, ttl_ms, packed, released, kept, size,
-        ]  # fmt: skip
+        rows.append(
+            OpRow(
+                run=op.run,
+                seq=op.seq,
+                tenant=step.tenant_by_run[op.run],
+                tokens=op.tokens,
+                size=op.size,
+                ttl_ms=ttl_ms,
+                result_bytes=len(results[op.run, op.seq].payload),
+                released=_body_of(op) if has_crashed or op.kind is OpKind.FORWARD else None,
+                envelope=_rejected_envelope(op) if has_crashed else None,
+            )
+        )
     return rows
 
 
@@ -47,8 +90,8 @@ def _body_of(op: QueuedOp) -> str:
     return "inline" if op.ref == "inline" else SpoolRef.parse(op.ref).segment
 
 
-def _place_of(op: QueuedOp) -> str:
-    """Write the envelope of an op of which only the place in the order is left."""
+def _rejected_envelope(op: QueuedOp) -> str:
+    """Write the envelope of an op of which only its seq in the log is left."""
     return replace(op, kind=OpKind.REJECTED, tokens=0, size=0, ref="inline").envelope()
 
 

@@ -15,11 +15,12 @@ from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.gaps import client_seq, given_up
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
-from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
+from cotrain_store.messages.ops import QueuedOp, RunQueue, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.redis_client.connection import async_script
+from cotrain_store.oplog.rejection import rejection
+from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.store_clock import clock_ms
-from cotrain_store.sampling.endings import CANCELLED, LIVES
+from cotrain_store.sampling.endings import CANCEL, LIVES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -47,13 +48,11 @@ class Dispatch:
         self._name = name
         self._epoch = ""
         self._ready = async_script(connection, "ready")
-        self._plan = async_script(connection, "ages", "plan")
+        self._plan = async_script(connection, "plan")
         self._lease = async_script(connection, "lease")
-        self._reassign = async_script(
-            connection, "ages", "sample_finish", "sample_put_back", "reassign"
-        )
-        self._expire_gap = async_script(connection, "ages", "reject", "given_up", "expire_gap")
-        self._tick = async_script(connection, "ages", "tick")
+        self._reassign = async_script(connection, "reassign")
+        self._expire_gap = async_script(connection, "expire_gap")
+        self._tick = async_script(connection, "tick")
         self._counted_at: float | None = None
 
     @property
@@ -64,7 +63,8 @@ class Dispatch:
     async def lead(self) -> bool:
         """Take or renew the lease; False while another scheduler holds it."""
         script_keys = [fleet_keys.scheduler_lease(), fleet_keys.scheduler_epoch()]
-        answer = await self._lease(script_keys, [self._name, fleet_keys.LEASE_TTL_MS, self._epoch])
+        args = {"name": self._name, "ttl_ms": fleet_keys.LEASE_TTL_MS, "epoch": self._epoch}
+        answer = await self._lease(script_keys, args)
         if not answer:
             self._counted_at = None
             return False
@@ -83,7 +83,8 @@ class Dispatch:
         passed_s = min(now - (now if self._counted_at is None else self._counted_at), MAX_STEP_S)
         script_keys = [fleet_keys.scheduler_epoch(), age_keys.clock(), age_keys.ends()]
         for passed_ms in (int(passed_s * 1000), *([0] * (_CALLS_AT_ONCE - 1))):
-            ended = await self._tick(script_keys, [self._epoch, passed_ms, ENDS_AT_ONCE])
+            args = {"epoch": self._epoch, "passed_ms": passed_ms, "most": ENDS_AT_ONCE}
+            ended = await self._tick(script_keys, args)
             if ended == b"FENCED":
                 raise Fenced
             self._counted_at = now
@@ -129,11 +130,11 @@ class Dispatch:
             fleet_keys.worker(pool, successor), result_keys.spool_segment_refs(),
             result_keys.notify_results(), fleet_keys.counters(pool),
         ]  # fmt: skip
-        args = [
-            self._epoch, fleet_keys.prefix(pool), dead.worker, dead.epoch, successor,
-            sample_keys.ANY_WORKER, CANCELLED.encode(), result_keys.SMALL_RESULT_TTL_MS,
-            len(CANCELLED.payload), *LIVES,
-        ]  # fmt: skip
+        args = {
+            "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "dead": dead.worker,
+            "seen_epoch": str(dead.epoch), "successor": successor,
+            "any_worker": sample_keys.ANY_WORKER, "cancel": CANCEL, "lives": LIVES,
+        }  # fmt: skip
         answer = await self._reassign(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
@@ -145,9 +146,12 @@ class Dispatch:
 
     async def ready(self, pool: PoolId) -> list[RunQueue]:
         """Read the runs that can go on, those that waited longest first."""
-        rows = await self._ready(
-            [run_keys.ready(pool)], [fleet_keys.prefix(pool), MAX_RUNS, MAX_OPS_PER_RUN]
-        )
+        args = {
+            "prefix": fleet_keys.prefix(pool),
+            "max_runs": MAX_RUNS,
+            "max_ops_per_run": MAX_OPS_PER_RUN,
+        }
+        rows = await self._ready([run_keys.ready(pool)], args)
         return [_run_queue([field.decode() for field in row]) for row in rows]
 
     async def last_cycle(self, pool: PoolId) -> int:
@@ -166,13 +170,11 @@ class Dispatch:
             fleet_keys.open_steps(pool, step.worker), run_keys.ready(pool), run_keys.gaps(pool),
             fleet_keys.notify_worker(pool, step.worker),
         ]  # fmt: skip
-        args: list[str | int] = [
-            self._epoch, fleet_keys.prefix(pool), step.worker, step.cycle, encode(step),
-            MAX_OPEN_STEPS,
-        ]  # fmt: skip
-        for run, first, count in _runs_of(step.ops):
-            args += [run, first, count]
-        answer = await self._plan(script_keys, args)
+        args = {
+            "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "worker": step.worker,
+            "cycle": step.cycle, "max_open": MAX_OPEN_STEPS, "runs": _runs_of(step.ops),
+        }  # fmt: skip
+        answer = await self._plan(script_keys, args, encode(step))
         if answer == b"FENCED":
             raise Fenced
         if answer == b"OUTDATED":
@@ -201,17 +203,15 @@ class Dispatch:
         """
         missing = int(await self._redis.hget(run_keys.log(pool, run), "next") or 0)
         message = given_up(await client_seq(self._redis, pool, run, missing))
-        failure = Result.failed(message, "server")
-        rejected = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
         script_keys = [
             fleet_keys.scheduler_epoch(), run_keys.gaps(pool), run_keys.log(pool, run),
             run_keys.ops(pool, run), run_keys.bodies(pool, run), result_keys.spool_segment_refs(),
             run_keys.queue(pool, tenant), result_keys.notify_results(),
         ]  # fmt: skip
-        args = [
-            self._epoch, run, missing, result_keys.SMALL_RESULT_TTL_MS, failure.encode(),
-            failure.payload, rejected.envelope(),
-        ]  # fmt: skip
+        args = {
+            "epoch": self._epoch, "run": run, "missing": missing,
+            "failure": rejection(run, Result.failed(message, "server")),
+        }  # fmt: skip
         if await self._expire_gap(script_keys, args) == b"FENCED":
             raise Fenced
 
@@ -236,11 +236,11 @@ def _run_queue(fields: list[str]) -> RunQueue:
     return RunQueue(RunId(run), TenantId(tenant), WorkerId(worker) if worker else None, ops)
 
 
-def _runs_of(ops: Sequence[QueuedOp]) -> list[tuple[RunId, int, int]]:
-    """Sum a step up as (run, first seq, number of ops) per run."""
+def _runs_of(ops: Sequence[QueuedOp]) -> list[dict[str, str | int]]:
+    """Sum a step up: of each of its runs the first seq, and how many ops."""
     first: dict[RunId, int] = {}
     count: dict[RunId, int] = {}
     for op in ops:
         first.setdefault(op.run, op.seq)
         count[op.run] = count.get(op.run, 0) + 1
-    return [(run, first[run], count[run]) for run in first]
+    return [{"run": run, "first": first[run], "count": count[run]} for run in first]

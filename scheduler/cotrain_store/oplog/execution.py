@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED, encoded_results
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.keys.usage_fields import training_amounts
 from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import OpId, PoolId, RunId, WorkerId, request_id
 from cotrain_store.messages.ops import QueuedOp, RunUsage, Step
 from cotrain_store.messages.runs import RunState
-from cotrain_store.oplog.commit_rows import op_rows, save_row
+from cotrain_store.oplog.commit_rows import Commit, op_rows, save_row
 from cotrain_store.oplog.crash_counts import CrashCounts
 from cotrain_store.oplog.reader import RunLogs
 from cotrain_store.oplog.rollback import DIGESTS_KEPT, Rollback
-from cotrain_store.redis_client.connection import sync_script
+from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.names import TenantNames
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class Execution:
         self.logs = RunLogs(connection, results, pool)
         self.crash_counts = CrashCounts(connection, pool)
         self.tenant_names = TenantNames(connection)
-        self._commit = sync_script(connection, "ages", "unread", "usage_add", "samplers", "commit")
-        self._snapshot = sync_script(connection, "log_cut", "snapshot")
+        self._commit = sync_script(connection, "commit")
+        self._snapshot = sync_script(connection, "snapshot")
         self._roll_back = Rollback(connection, pool, worker)
         self._forget = sync_script(connection, "forget")
-        self._close = sync_script(connection, "ages", "given_up", "run_close", "close")
+        self._close = sync_script(connection, "close")
         self.epoch = 0
         self._numerics_id = ""
         self._base_model = ""
@@ -172,15 +172,17 @@ class Execution:
             fleet_keys.notify_scheduler(), fleet_keys.counters(self.pool),
             fleet_keys.starts(self.pool), fleet_keys.crash_counts(self.pool),
         ]  # fmt: skip
-        args: list[str | int | bytes] = [
-            self.epoch, fleet_keys.prefix(self.pool), step.cycle, json.dumps(record),
-            fleet_keys.CYCLES_KEPT, json.dumps(counted), self._numerics_id if is_exact else "mixed",
-            json.dumps(saved), json.dumps(used), tenant_keys.USAGE_TTL_S,
-        ]  # fmt: skip
-        told = [results[op.run, op.seq] for op in step.ops]
-        with encoded_results(told, self._results) as packed:
-            args += op_rows(step, results, crashed, packed)
-            answer = self._commit(script_keys, args)
+        in_order = [results[op.run, op.seq] for op in step.ops]
+        with encoded_results(in_order, self._results) as encoded:
+            asked = Commit(
+                epoch=str(self.epoch), prefix=fleet_keys.prefix(self.pool), cycle=str(step.cycle),
+                numerics=self._numerics_id if is_exact else "mixed",
+                ops=op_rows(step, results, crashed, [ttl_ms for _, ttl_ms in encoded]),
+                saves=saved, counted=dict(counted), used=used,
+            )  # fmt: skip
+            answer = self._commit(
+                script_keys, asked, json.dumps(record), *(value for value, _ in encoded)
+            )
         if answer == b"FENCED":
             raise Fenced
         if answer == b"ORDER":
@@ -201,7 +203,11 @@ class Execution:
             run_keys.ops(self.pool, run), run_keys.bodies(self.pool, run),
             run_keys.digests(self.pool, run), result_keys.spool_segment_refs(),
         ]  # fmt: skip
-        answer = self._snapshot(script_keys, [self.epoch, seq, file, sha256, DIGESTS_KEPT, run])
+        args = {
+            "epoch": str(self.epoch), "run": run, "seq": seq, "file": file, "sha256": sha256,
+            "digests_kept": DIGESTS_KEPT,
+        }  # fmt: skip
+        answer = self._snapshot(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
@@ -238,7 +244,7 @@ class Execution:
             result_keys.spool_segment_refs(), fleet_keys.drops(pool, self.worker),
             run_keys.unnumbered_ops(pool, run),
         ]  # fmt: skip
-        answer = self._forget(script_keys, [self.epoch, run])
+        answer = self._forget(script_keys, {"epoch": str(self.epoch), "run": run})
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
@@ -264,10 +270,11 @@ class Execution:
     def _end_run(self, run: RunId, tenant: TenantId, state: RunState, failure: Result) -> None:
         epoch_key = fleet_keys.worker_epoch(self.pool, self.worker)
         script_keys = [run_keys.run(run), result_keys.notify_results(), epoch_key]
-        args = [
-            run, fleet_keys.prefix(self.pool), result_keys.SMALL_RESULT_TTL_MS, "", "",
-            failure.encode(), state, tenant, self.epoch,
-        ]  # fmt: skip
+        args = {
+            "epoch": str(self.epoch), "run": run, "tenant": tenant, "state": state,
+            "prefix": fleet_keys.prefix(self.pool), "failure": failure.encode().decode(),
+            "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
+        }  # fmt: skip
         if self._close(script_keys, args) == b"FENCED":
             raise Fenced
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.disk.capacity import Capacity
@@ -29,47 +29,30 @@ from cotrain_store.errors import (
     WeightsGone,
 )
 from cotrain_store.failpoints import failpoint
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, tenant_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import RequestId, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring import metrics
-from cotrain_store.redis_client.connection import CONNECTION_LOST, async_script
+from cotrain_store.oplog.submission import (
+    MAX_SEQ_GAP,
+    Submission,
+    SubmittedOp,
+    TenantLimits,
+    submission_keys,
+)
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.redis_client.scripts import async_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cotrain_store.disk.capacity import Place
+    from cotrain_store.disk.capacity import StoreBody
     from cotrain_store.disk.spool import Spool
     from cotrain_store.messages.ids import SamplerId, WeightsRef
     from cotrain_store.redis_client.connection import Connection
-
-#: A seq further ahead of the last committed one than this is a client's mistake.
-MAX_SEQ_GAP = 1_024
-#: A sampler that was asked within this time makes no room for another.
-SAMPLER_REST_MS = 30 * 60 * 1000
-#: Where in the arguments of `submit.lua` stands what becomes of the body: envelope, body, segment.
-_PLACED = slice(4, 7)
-
-
-@dataclass(frozen=True)
-class TenantLimits:
-    """What one tenant may have waiting in one pool, and how many live runs it may have."""
-
-    ops: int = 512
-    tokens: int = 8_000_000
-    bytes: int = 1_000_000_000
-    runs: int = 1_000
-    unread_bytes: int = 2_000_000_000
-    """Of results that were never fetched, in all pools."""
-    samplers: int = 10_000
-    """In all pools, those of saves that wait with them."""
-    sampler_bytes: int = 100_000_000_000
-    """Of weights that saves without a name left. Over it, samplers at rest make room for new ones."""
-    record_bytes: int = 200_000_000
-    """Of records of sessions and runs, which are kept for ever."""
 
 
 class Intake:
@@ -84,14 +67,12 @@ class Intake:
     ) -> None:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
-        self._submit = async_script(
-            connection, "ages", "unread", "samplers", "records", "given_up", "submit"
-        )
-        self._close = async_script(connection, "ages", "given_up", "run_close", "close")
+        self._submit = async_script(connection, "submit")
+        self._close = async_script(connection, "close")
         self._redis = connection
 
-    async def check_room(self) -> None:
-        """Return when there is room to keep something new: a session, a sampler, a copy.
+    async def check_capacity(self) -> None:
+        """Return when something new can be kept: a session, a sampler, a copy.
 
         Raises:
             StoreFull, DiskReserveReached, StoreUnavailable: later.
@@ -125,7 +106,7 @@ class Intake:
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
         return await self._accept(
-            run, 0, kind, body, 0, digest, record=encode(run), uses=uses, idempotency_key="",
+            run, 0, kind, body, 0, digest, record=encode(run), uses=uses,
             save=save,
         )  # fmt: skip
 
@@ -139,12 +120,12 @@ class Intake:
         digest: str,
         *,
         uses: Sequence[WeightsRef] = (),
-        idempotency_key: str = "",
+        idempotency_key: str | None = None,
         sampler: SamplerId | None = None,
     ) -> RequestId:
         """Accept one op; durable when this returns. `digest` identifies what the client sent.
 
-        An op without a `seq` is a rider: it runs behind all that is accepted by now, and before what
+        An op without a `seq` is unnumbered: it runs behind all that is accepted by now, and before what
         the client sends later. Two with the same `idempotency_key` are one. The weights in `uses` stay
         while the log needs the op; a repeat does not ask whether they are still there. A save makes
         `sampler` once it runs, which counts from now on.
@@ -158,7 +139,7 @@ class Intake:
             StoreUnavailable: nothing is wrong; later.
         """
         return await self._accept(
-            run, seq, kind, body, tokens, digest, record="", uses=uses,
+            run, seq, kind, body, tokens, digest, uses=uses,
             idempotency_key=idempotency_key, sampler=sampler,
         )  # fmt: skip
 
@@ -187,10 +168,12 @@ class Intake:
         request = RequestId(f"{run.id}:unload")
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
         script_keys = [run_keys.run(run.id), result_keys.notify_results()]
-        args = [
-            run.id, fleet_keys.prefix(run.pool), result_keys.SMALL_RESULT_TTL_MS, request,
-            result.encode(), UNLOADED.encode(), RunState.CLOSED, run.tenant,
-        ]  # fmt: skip
+        args = {
+            "run": run.id, "tenant": run.tenant, "prefix": fleet_keys.prefix(run.pool),
+            "state": RunState.CLOSED, "failure": UNLOADED.encode().decode(),
+            "request": request, "result": result.encode().decode(),
+            "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
+        }  # fmt: skip
         try:
             answer = await self._close(script_keys, args)
         except CONNECTION_LOST as lost:
@@ -208,35 +191,33 @@ class Intake:
         tokens: int,
         digest: str,
         *,
-        record: str,
         uses: Sequence[WeightsRef],
-        idempotency_key: str,
+        record: str | None = None,
+        idempotency_key: str | None = None,
         save: bytes | None = None,
         sampler: SamplerId | None = None,
     ) -> RequestId:
         await self._capacity.check()
-        now, limits = time.time(), self._limits
-        following: list[str | int | bytes] = ["", "", "", "", 0]
-        with self._capacity.placing() as place:
-            if save is not None:
-                placed = await _placed(place, run, 1, OpKind.SAVE, save, 0, now)
-                following = [hashlib.sha256(save).hexdigest(), *placed, len(save)]
-            args = [
-                run.id, run.tenant, "" if seq is None else seq, digest, "", b"", "",
-                tokens, len(body), int(now * 1000), limits.ops, limits.tokens, limits.bytes,
-                MAX_SEQ_GAP, limits.runs, record, idempotency_key,
-                fleet_keys.hash_tag(run.pool), repr(run.created_at),
-                self._capacity.unread_bytes(limits.unread_bytes),
-                *following, sampler or "", sample_keys.EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_REST_MS,
-                limits.samplers, limits.sampler_bytes, limits.record_bytes, *uses,
-            ]  # fmt: skip
+        now = time.time()
+        with self._capacity.storing() as store:
+            along = (
+                None if save is None else await _stored(store, run, 1, OpKind.SAVE, save, 0, now)
+            )
+            unread_bytes = self._capacity.unread_bytes(self._limits.unread_bytes)
+            asked = Submission(
+                run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
+                idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=along,
+                tokens=tokens, uses=tuple(uses), sampler=sampler, now_ms=int(now * 1000),
+                pool_tag=fleet_keys.hash_tag(run.pool),
+                limits=replace(self._limits, unread_bytes=unread_bytes),
+            )  # fmt: skip
             answer, at = b"ROOM", list[int]()
             if len(body) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
-                answer, *at = await self._run_submit(run, args)
+                answer, *at = await self._run_submit(run, asked, b"", save or b"")
             if answer == b"ROOM":
-                args[_PLACED] = await _placed(place, run, seq or 0, kind, body, tokens, now)
+                op = await _stored(store, run, seq or 0, kind, body, tokens, now, digest)
                 failpoint("api.before_submit", run.id)
-                answer, *at = await self._run_submit(run, args)
+                answer, *at = await self._run_submit(run, replace(asked, op=op), body, save or b"")
                 failpoint("api.after_submit", run.id)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
@@ -247,34 +228,37 @@ class Intake:
             metrics.REQUESTS_ACCEPTED.labels(kind).inc()
         return request_id(run.id, at[0])
 
-    async def _run_submit(self, run: RunRecord, args: list[Any]) -> list[Any]:
+    async def _run_submit(
+        self, run: RunRecord, asked: Submission, body: bytes, save: bytes
+    ) -> list[Any]:
+        inline = body if asked.op.segment is None else b""
+        inline_save = save if asked.save and asked.save.segment is None else b""
         try:
-            answer: list[Any] = await self._submit(_keys_of_submit(run), args)
+            answer: list[Any] = await self._submit(submission_keys(run), asked, inline, inline_save)
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
         return answer
 
 
-async def _placed(
-    place: Place, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float
-) -> tuple[str, bytes, str]:
-    """Put a body where it belongs; return its op's envelope, what Redis keeps, and its segment."""
-    ref = await place(body)
-    segment = "" if ref == "inline" else SpoolRef.parse(ref).segment
+async def _stored(
+    store: StoreBody,
+    run: RunRecord,
+    seq: int,
+    kind: OpKind,
+    body: bytes,
+    tokens: int,
+    now: float,
+    digest: str = "",
+) -> SubmittedOp:
+    """Store a body where it belongs, and say what the log shall hold of its op."""
+    ref = await store(body)
     op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now)
-    return op.envelope(), b"" if segment else body, segment
-
-
-def _keys_of_submit(run: RunRecord) -> list[str]:
-    pool, tenant = run.pool, run.tenant
-    return [
-        run_keys.run(run.id), run_keys.log(pool, run.id), run_keys.ops(pool, run.id),
-        run_keys.bodies(pool, run.id), run_keys.digests(pool, run.id), run_keys.ready(pool),
-        run_keys.gaps(pool), run_keys.queue(pool, tenant), run_keys.queue_tenants(pool),
-        result_keys.spool_segment_refs(), tenant_keys.session_runs(run.session),
-        tenant_keys.tenant_runs(tenant), fleet_keys.notify_scheduler(),
-        run_keys.unnumbered_ops(pool, run.id), tenant_keys.training_runs(tenant),
-    ]  # fmt: skip
+    return SubmittedOp(
+        digest=digest or hashlib.sha256(body).hexdigest(),
+        size=len(body),
+        envelope=op.envelope(),
+        segment=None if ref == "inline" else SpoolRef.parse(ref).segment,
+    )
 
 
 _REFUSALS: dict[str, Callable[[str], Exception]] = {

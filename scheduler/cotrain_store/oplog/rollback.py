@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,8 @@ from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.redis_client.connection import sync_script
+from cotrain_store.oplog.rejection import rejection
+from cotrain_store.redis_client.scripts import sync_script
 
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import PoolId, RunId, WorkerId
@@ -32,7 +32,7 @@ class Rollback:
         self._pool = pool
         self._open = fleet_keys.open_steps(pool, worker)
         self._epoch_key = fleet_keys.worker_epoch(pool, worker)
-        self._script = sync_script(connection, "ages", "log_cut", "reject", "roll_back")
+        self._script = sync_script(connection, "roll_back")
 
     def __call__(
         self,
@@ -45,7 +45,7 @@ class Rollback:
         """Make `file` the run's only base, as of `position.done`; return the new weights_epoch.
 
         Raises:
-            Fenced: another worker took this one's place.
+            Fenced: another process took this worker id.
         """
         pool, run, weights_epoch = self._pool, checkpoint.run, position.weights_epoch + 1
         failure = _failure(checkpoint, weights_epoch)
@@ -55,12 +55,12 @@ class Rollback:
             result_keys.spool_segment_refs(), run_keys.queue(pool, position.tenant),
             result_keys.notify_results(), fleet_keys.counters(pool),
         ]  # fmt: skip
-        place = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
-        args: list[str | int | bytes] = [
-            epoch, run, position.done, file, sha256, weights_epoch, checkpoint.path, DIGESTS_KEPT,
-            result_keys.SMALL_RESULT_TTL_MS, failure.encode(), failure.payload, place.envelope(),
-            *self._steps_without(run, len(failure.payload)),
-        ]  # fmt: skip
+        args = {
+            "epoch": str(epoch), "run": run, "done": position.done, "file": file, "sha256": sha256,
+            "weights_epoch": weights_epoch, "path": checkpoint.path, "digests_kept": DIGESTS_KEPT,
+            "failure": rejection(run, failure),
+            "steps": self._steps_without(run, len(failure.payload)),
+        }  # fmt: skip
         answer = self._script(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
@@ -68,14 +68,15 @@ class Rollback:
             raise AssertionError(f"the log of run {run} moved under the worker that owns it")
         return weights_epoch
 
-    def _steps_without(self, run: RunId, size: int) -> list[bytes | str]:
-        """Write (cycle, step, that step with the ops of a run rejected) for each open step of them."""
-        changes: list[bytes | str] = []
+    def _steps_without(self, run: RunId, size: int) -> list[dict[str, str]]:
+        """Write each open step with ops of a run as it is, and with those rejected."""
+        changes: list[dict[str, str]] = []
         for cycle, text in self._redis.hgetall(self._open).items():
             step = Step.parse(text)
             ops = tuple(_rejected(op, size) if op.run == run else op for op in step.ops)
             if ops != step.ops:
-                changes += [cycle, text, encode(replace(step, ops=ops))]
+                after = encode(replace(step, ops=ops))
+                changes.append({"cycle": cycle.decode(), "before": text.decode(), "after": after})
         return changes
 
 

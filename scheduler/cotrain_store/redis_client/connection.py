@@ -7,7 +7,6 @@ execution, futures, records, tenants, status, and those of sampling) all get the
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import redis
@@ -15,7 +14,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
@@ -24,7 +23,7 @@ from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.batching import BatchingRedis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 #: What passes, and is waited for: Redis is away, or full for now (results expire, and make room).
@@ -44,9 +43,7 @@ SOCKET_TIMEOUT_S = 10.0
 #: redis-py types every reply as `bytes | str | …`; ours are always bytes. Its types stop here.
 Connection: TypeAlias = Any
 SyncConnection: TypeAlias = Any
-Script: TypeAlias = Any
 
-_SCRIPTS = Path(__file__).parent.parent / "scripts"
 _RETRIES = 3
 _RECANCEL_S = 0.05
 
@@ -88,41 +85,6 @@ def open_sync_connection(url: str) -> SyncConnection:
         retry_on_error=list(_UNANSWERED),
     )
     return redis.Redis.from_pool(pool)
-
-
-def async_script(connection: Connection, *parts: str) -> Script:
-    """Load one of our scripts, after the parts it calls, for an asynchronous connection."""
-    script = connection.register_script(_source(parts))
-
-    async def run(keys: Sequence[str], args: Sequence[Any]) -> Any:
-        try:
-            return await script(keys, args)
-        except ResponseError as refused:
-            raise _named(refused) from None
-
-    return run
-
-
-def sync_script(connection: SyncConnection, *parts: str) -> Script:
-    """Load one of our scripts, after the parts it calls, for a synchronous connection."""
-    script = connection.register_script(_source(parts))
-
-    def run(keys: Sequence[str], args: Sequence[Any]) -> Any:
-        try:
-            return script(keys, args)
-        except ResponseError as refused:
-            raise _named(refused) from None
-
-    return run
-
-
-def _named(refused: ResponseError) -> ResponseError:
-    """Give the error of a script its name: for Redis 6.2 all of them are one, and only the text differs."""
-    return OutOfMemoryError(str(refused)) if " -OOM " in str(refused) else refused
-
-
-def _source(parts: Iterable[str]) -> str:
-    return "\n".join((_SCRIPTS / f"{part}.lua").read_text() for part in parts)
 
 
 async def stop_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.keys import result_keys, run_keys, sample_keys, tenant_keys
 from cotrain_store.messages.ids import sample_id
-from cotrain_store.redis_client.connection import ANY_TROUBLE, async_script
+from cotrain_store.redis_client.connection import ANY_TROUBLE
+from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.subscription import note_trouble
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Deliveries:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
-        self._read = async_script(connection, "ages", "results_read")
+        self._read = async_script(connection, "results_read")
         self._sent: dict[RequestId, _Sent] = {}
 
     def note(self, pool: PoolId, run: RunId, request: RequestId, now: float) -> None:
@@ -68,7 +69,7 @@ class Deliveries:
                 read.append(request)
                 del self._sent[request]
         if read:
-            await self._read([], [result_keys.READ_RESULT_TTL_MS, *read])
+            await self._read([], {"requests": read, "ttl_ms": result_keys.READ_RESULT_TTL_MS})
 
     async def _newest_seqs(self) -> dict[RunId, int | None]:
         runs = {sent.run: sent.pool for sent in self._sent.values()}
@@ -84,7 +85,7 @@ class SampleDeliveries:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
-        self._read = async_script(connection, "ages", "sample_read")
+        self._read = async_script(connection, "sample_read")
         self._sent_at: dict[SampleName, float] = {}
 
     def note(self, name: SampleName, now: float) -> None:
@@ -100,9 +101,12 @@ class SampleDeliveries:
         read = [name for name in old if name.session in alive]
         if read:
             requests = [sample_id(*name) for name in read]
-            await self._read(
-                [], [result_keys.READ_RESULT_TTL_MS, sample_keys.SAMPLE_RECORD_EXTRA_MS, *requests]
-            )
+            args = {
+                "requests": requests,
+                "ttl_ms": result_keys.READ_RESULT_TTL_MS,
+                "record_ms": sample_keys.SAMPLE_RECORD_EXTRA_MS,
+            }
+            await self._read([], args)
         async with self._redis.pipeline(transaction=False) as pipeline:
             for name in read:  # nor need anybody be told that it ended
                 pipeline.zrem(sample_keys.completions(name.sampler, name.clone), name.seq)
@@ -124,7 +128,7 @@ class Unread:
 
     def __init__(self, connection: Connection) -> None:
         self._sent: list[tuple[TenantId, RequestId]] = []
-        self._script = async_script(connection, "ages", "unread", "results_sent")
+        self._script = async_script(connection, "results_sent")
 
     def note_sent(self, tenant: TenantId, request: RequestId) -> None:
         """Remember that a result was sent."""
@@ -135,7 +139,10 @@ class Unread:
         while self._sent:
             some = self._sent[:_AT_ONCE]
             try:
-                await self._script([], [part for pair in some for part in pair])
+                await self._script(
+                    [],
+                    {"sent": [{"tenant": tenant, "request": request} for tenant, request in some]},
+                )
             except ANY_TROUBLE as trouble:
                 note_trouble("tell what was sent", trouble)
                 return
@@ -150,5 +157,5 @@ class Unread:
 
 async def unread_bytes(connection: Connection, tenants: Sequence[TenantId]) -> dict[TenantId, int]:
     """Measure the results of tenants that were never sent, as their quotas count them."""
-    sizes = await async_script(connection, "ages", "unread", "unread_bytes")([], list(tenants))
+    sizes = await async_script(connection, "unread_bytes")([], {"tenants": list(tenants)})
     return dict(zip(tenants, sizes, strict=True))

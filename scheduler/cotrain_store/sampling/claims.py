@@ -19,8 +19,8 @@ from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.keys.usage_fields import sampling_amounts, usage_hour
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.redis_client.connection import sync_script
-from cotrain_store.sampling.endings import CANCELLED, LIVES
+from cotrain_store.redis_client.scripts import sync_script
+from cotrain_store.sampling.endings import CANCEL, LIVES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,20 +74,16 @@ class SampleClaims:
         self._epoch_key = fleet_keys.worker_epoch(pool, worker)
         self._claim_token = secrets.token_hex(8)
         self._claim = sync_script(connection, "sample_claim")
-        self._requeue = sync_script(
-            connection, "ages", "sample_finish", "sample_put_back", "sample_requeue"
-        )
-        self._resolve = sync_script(
-            connection, "ages", "unread", "usage_add", "sample_finish", "sample_resolve"
-        )
+        self._requeue = sync_script(connection, "sample_requeue")
+        self._resolve = sync_script(connection, "sample_resolve")
 
     def requeue(self) -> int:
-        """At enter: put what a dead predecessor ran back at the front, in order; count it."""
-        return self._put_back(deaths=1)
+        """At enter: put what a crashed predecessor ran back at the front, in order; count it."""
+        return self._put_back(crashes=1)
 
     def give_back(self) -> int:
-        """At leave: put what this process runs back at the front; no death is counted."""
-        return self._put_back(deaths=0)
+        """At leave: put what this process runs back at the front; no crash is counted."""
+        return self._put_back(crashes=0)
 
     def claim(self, most: int) -> list[ClaimedSample]:
         """Take waiting requests, one per tenant in turn; of a tenant's, those first that only this
@@ -98,14 +94,10 @@ class SampleClaims:
             self._epoch_key, sample_keys.sample_ring(pool), sample_keys.claimed_samples(pool, me),
             fleet_keys.workers(pool), sample_keys.last_claim(pool, me),
         ]  # fmt: skip
-        args = [
-            self._epoch,
-            fleet_keys.prefix(pool),
-            me,
-            sample_keys.ANY_WORKER,
-            most,
-            self._claim_token,
-        ]
+        args = {
+            "epoch": str(self._epoch), "prefix": fleet_keys.prefix(pool), "worker": me,
+            "any_worker": sample_keys.ANY_WORKER, "most": most, "token": self._claim_token,
+        }  # fmt: skip
         rows = self._claim(script_keys, args)
         if rows == b"FENCED":
             raise Fenced
@@ -132,18 +124,20 @@ class SampleClaims:
             self._epoch_key, result_keys.spool_segment_refs(), result_keys.notify_results(),
             fleet_keys.counters(self._pool),
         ]  # fmt: skip
-        now = time.time()
-        args: list[str | int | bytes] = [
-            self._epoch, json.dumps(counted), *LIVES, usage_hour(now), tenant_keys.USAGE_TTL_S,
-        ]  # fmt: skip
-        with encoded_results(list(results.values()), self._results) as all_packed:
-            for (request, result), (packed, ttl_ms) in zip(
-                results.items(), all_packed, strict=True
-            ):
-                failed = int(result.kind is ResultKind.FAILURE)
-                used = sampling_amounts(request, (usage or {}).get(request), self._base_model)
-                args += [request, packed, ttl_ms, failed, len(result.payload), json.dumps(used)]
-            answer = self._resolve(script_keys, args)
+        with encoded_results(list(results.values()), self._results) as encoded:
+            ended = [
+                {
+                    "request": request, "ttl_ms": ttl_ms, "result_bytes": len(result.payload),
+                    "failed": int(result.kind is ResultKind.FAILURE),
+                    "used": sampling_amounts(request, (usage or {}).get(request), self._base_model),
+                }
+                for (request, result), (_, ttl_ms) in zip(results.items(), encoded, strict=True)
+            ]  # fmt: skip
+            args = {
+                "epoch": str(self._epoch), "requests": ended, "counted": dict(counted), "lives": LIVES,
+                "hour": usage_hour(time.time()), "usage_ttl_s": tenant_keys.USAGE_TTL_S,
+            }  # fmt: skip
+            answer = self._resolve(script_keys, args, *(value for value, _ in encoded))
         if answer == b"FENCED":
             raise Fenced
 
@@ -164,16 +158,16 @@ class SampleClaims:
             pipeline.hget(sample_keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")
         return sum(int(waiting or 0) for waiting in pipeline.execute())
 
-    def _put_back(self, *, deaths: int) -> int:
+    def _put_back(self, *, crashes: int) -> int:
         script_keys = [
             self._epoch_key,
             result_keys.spool_segment_refs(),
             result_keys.notify_results(),
         ]
-        args = [
-            self._epoch, fleet_keys.prefix(self._pool), self._worker, deaths, CANCELLED.encode(),
-            result_keys.SMALL_RESULT_TTL_MS, len(CANCELLED.payload), *LIVES,
-        ]  # fmt: skip
+        args = {
+            "epoch": str(self._epoch), "prefix": fleet_keys.prefix(self._pool), "worker": self._worker,
+            "crashes": crashes, "cancel": CANCEL, "lives": LIVES,
+        }  # fmt: skip
         count = self._requeue(script_keys, args)
         if count == b"FENCED":
             raise Fenced

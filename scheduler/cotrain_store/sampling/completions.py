@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Self
 from cotrain_store.keys import result_keys, sample_keys
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.sample_ids import parse_sample
-from cotrain_store.redis_client.connection import CONNECTION_LOST, async_script, stop_tasks
+from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.subscription import listen
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Completions:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
-        self._read = async_script(connection, "ages", "sample_read")
+        self._read = async_script(connection, "sample_read")
         self._waiters: defaultdict[tuple[SamplerId, int], set[asyncio.Event]] = defaultdict(set)
         self._tasks: list[asyncio.Task[None]] = []
         self._released = False
@@ -110,9 +111,12 @@ class Completions:
         held = [request for request, name in named.items() if name and name.sampler == sampler.id]
         for start in range(0, len(held), MOST):
             some = held[start : start + MOST]
-            await self._read(
-                [], [result_keys.READ_RESULT_TTL_MS, sample_keys.SAMPLE_RECORD_EXTRA_MS, *some]
-            )
+            args = {
+                "requests": some,
+                "ttl_ms": result_keys.READ_RESULT_TTL_MS,
+                "record_ms": sample_keys.SAMPLE_RECORD_EXTRA_MS,
+            }
+            await self._read([], args)
 
     async def _ended(
         self, sampler: SamplerId, clone: int, after: int

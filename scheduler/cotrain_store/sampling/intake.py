@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cotrain_store.bodies.sample_body import encode_sample
@@ -34,15 +34,16 @@ from cotrain_store.keys import (
 from cotrain_store.messages.ids import RequestId, WeightsRef, sample_id
 from cotrain_store.messages.sample_ids import CLONE_SIZE, OWN_SEQS, parse_sample
 from cotrain_store.monitoring import metrics
-from cotrain_store.redis_client.connection import CONNECTION_LOST, async_script
-from cotrain_store.sampling.endings import CANCELLED, LIVES
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.redis_client.scripts import async_script
+from cotrain_store.sampling.endings import CANCEL, LIVES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_store.bodies.sample_body import SampleBody
     from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.ids import SamplerId, TenantId
     from cotrain_store.messages.samples import SamplerRecord
     from cotrain_store.redis_client.connection import Connection
 
@@ -57,6 +58,31 @@ class SampleLimits:
     """Of results that were never fetched, in all pools."""
 
 
+@dataclass(frozen=True)
+class SampleSubmission:
+    """The argument of `sample_submit.lua`."""
+
+    request: RequestId
+    tenant: TenantId
+    sampler: SamplerId
+    weights: WeightsRef
+    """Empty for the base model alone."""
+    clone: str
+    digest: str
+    size: int
+    """Bytes of the body."""
+    ref: str | None
+    """None where its body is not stored yet: then the script only says whether it would take it."""
+    segment: str | None
+    """Of the spool, where the body is there; else it follows."""
+    accepted_at: str
+    """In s; text, since it is stored as it is."""
+    prefix: str
+    idle_ms: int
+    limits: SampleLimits
+    any_worker: str = sample_keys.ANY_WORKER
+
+
 class SampleIntake:
     """Accept sample requests, and cancel them."""
 
@@ -69,15 +95,15 @@ class SampleIntake:
     ) -> None:
         self._limits = limits
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
-        self._submit = async_script(connection, "ages", "unread", "samplers", "sample_submit")
-        self._cancel = async_script(connection, "ages", "sample_finish", "sample_cancel")
+        self._submit = async_script(connection, "sample_submit")
+        self._cancel = async_script(connection, "sample_cancel")
 
     async def submit(self, sampler: SamplerRecord, seq: int, body: SampleBody) -> RequestId:
         """Accept one sample request; durable when this returns. Twice with the same body is one.
 
         Raises:
             SeqConflict: this seq was used with other content.
-            SamplerNotFound: it expired meanwhile.
+            SamplerNotFound: it has expired.
             SessionFinished: its session has ended.
             SamplingBusy, UnreadQuotaReached, StoreFull, DiskReserveReached, StoreUnavailable:
             nothing is wrong; later.
@@ -86,12 +112,12 @@ class SampleIntake:
         request, content = sample_id(sampler.id, seq), encode_sample(body)
         answer = b"ROOM"
         if len(content) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
-            answer = await self._accept(sampler, request, _clone(seq), content, "")
+            answer = await self._accept(sampler, request, seq, content, None)
         if answer == b"ROOM":
-            with self._capacity.placing() as place:
-                ref = await place(content)
+            with self._capacity.storing() as store:
+                ref = await store(content)
                 failpoint("api.before_submit", request)
-                answer = await self._accept(sampler, request, _clone(seq), content, ref)
+                answer = await self._accept(sampler, request, seq, content, ref)
                 failpoint("api.after_submit", request)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
@@ -105,7 +131,7 @@ class SampleIntake:
     async def cancel(self, tenant: TenantId, request: RequestId) -> None:
         """Stop a sample request; one that is unknown, foreign or finished is left as it is.
 
-        A waiting one fails at once, a running one as soon as its worker hears of it. Twice is
+        A waiting one fails at once, a running one as soon as its worker knows. Twice is
         harmless.
 
         Raises:
@@ -118,21 +144,17 @@ class SampleIntake:
             result_keys.spool_segment_refs(),
             result_keys.notify_results(),
         ]
-        args = [
-            request, tenant, CANCELLED.encode(), result_keys.SMALL_RESULT_TTL_MS,
-            len(CANCELLED.payload), *LIVES,
-        ]  # fmt: skip
+        args = {"request": request, "tenant": tenant, "cancel": CANCEL, "lives": LIVES}
         try:
             await self._cancel(script_keys, args)
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
 
     async def _accept(
-        self, sampler: SamplerRecord, request: RequestId, clone: str, content: bytes, ref: str
+        self, sampler: SamplerRecord, request: RequestId, seq: int, content: bytes, ref: str | None
     ) -> bytes:
         pool, tenant, limits = sampler.pool, sampler.tenant, self._limits
         weights = sampler.weights or WeightsRef("")
-        segment = SpoolRef.parse(ref).segment if ref.startswith("spool:") else ""
         script_keys = [
             sample_keys.sample(request), sample_keys.sampler(sampler.id),
             tenant_keys.session(sampler.session), weights_keys.weights(weights),
@@ -140,22 +162,26 @@ class SampleIntake:
             sample_keys.sample_ring(pool), result_keys.spool_segment_refs(),
             fleet_keys.workers(pool),
         ]  # fmt: skip
-        args = [
-            request, tenant, sampler.id, hashlib.sha256(content).hexdigest(),
-            fleet_keys.prefix(pool), weights, ref, segment, len(content),
-            content if ref == "inline" else b"", repr(time.time()), clone,
-            sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral), limits.requests, limits.bytes,
-            sample_keys.ANY_WORKER, self._capacity.unread_bytes(limits.unread_bytes),
-        ]  # fmt: skip
+        unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
+        asked = SampleSubmission(
+            request=request, tenant=tenant, sampler=sampler.id, weights=weights, clone=_clone(seq),
+            digest=hashlib.sha256(content).hexdigest(), size=len(content), ref=ref,
+            segment=SpoolRef.parse(ref).segment if ref and ref != "inline" else None,
+            accepted_at=repr(time.time()), prefix=fleet_keys.prefix(pool),
+            idle_ms=sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
+            limits=replace(limits, unread_bytes=unread_bytes),
+        )  # fmt: skip
         try:
-            answer: bytes = await self._submit(script_keys, args)
+            answer: bytes = await self._submit(
+                script_keys, asked, content if ref == "inline" else b""
+            )
         except CONNECTION_LOST as lost:
             raise StoreUnavailable from lost
         return answer
 
 
 def _clone(seq: int) -> str:
-    """Name which copy of a client is to be told of the end; nobody for the server's own."""
+    """Name which copy of a client polls for the end; none for the server's own."""
     return "" if seq >= OWN_SEQS else str(seq // CLONE_SIZE)
 
 

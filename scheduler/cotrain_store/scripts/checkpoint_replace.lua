@@ -1,9 +1,10 @@
 -- checkpoint_replace: write a checkpoint anew, if it still is what the writer read.
-local checkpoint = KEYS[1]
-local before, after = ARGV[1], ARGV[2]
+-- needs: checkpoint_index
+local checkpoint = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
 
-if redis.call('GET', checkpoint) ~= before then
+if redis.call('GET', checkpoint) ~= args.before then
   return 'OUTDATED'
 end
-write_checkpoint(after, cjson.decode(after))
+write_checkpoint(args.after, cjson.decode(args.after))
 return 'OK'

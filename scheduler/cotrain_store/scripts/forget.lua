@@ -1,8 +1,8 @@
 -- forget: a worker has dropped a closed run; delete its log. Waits while one of its ops is planned,
 -- and while it is all that can make the weights again that one of its saves made.
-local epoch_key, log, ops, bodies, digests = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local refs, drops, riders = KEYS[6], KEYS[7], KEYS[8]
-local epoch, run = ARGV[1], ARGV[2]
+local epoch_key, log, ops, bodies, digests, refs, drops, unnumbered = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
+local epoch, run = args.epoch, args.run
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
@@ -24,7 +24,7 @@ for _, envelope in ipairs(redis.call('HVALS', ops)) do
     end
   end
 end
-redis.call('DEL', ops, bodies, digests, riders)
-redis.call('HDEL', log, 'snapfile', 'snapsha', 'oldfile', 'oldsha') -- its files may go, whoever removes them
+redis.call('DEL', ops, bodies, digests, unnumbered)
+redis.call('HDEL', log, 'snapfile', 'snapsha', 'oldfile', 'oldsha') -- its files may be removed now
 redis.call('SREM', drops, run)
 return 'OK'

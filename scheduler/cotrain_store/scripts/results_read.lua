@@ -1,8 +1,8 @@
--- results_read: clients hold these results: they need not be kept as long.
-local ttl_ms = tonumber(ARGV[1])
-local FIRST = 2 -- then the requests
+-- results_read: clients have these results: they need not be kept as long.
+-- needs: ages
+local args = cjson.decode(ARGV[1])
 
-for i = FIRST, #ARGV do
-  end_sooner('cotrain:result:' .. ARGV[i], ttl_ms)
+for _, request in ipairs(args.requests) do
+  end_sooner('cotrain:result:' .. request, args.ttl_ms)
 end
 return 'OK'

@@ -1,7 +1,8 @@
 -- results_sent: results were sent to their clients: they count as unread no more. Twice is harmless.
-local FIRST = 1 -- for each result: tenant, request
+-- needs: unread
+local args = cjson.decode(ARGV[1])
 
-for i = FIRST, #ARGV, 2 do
-  note_read(ARGV[i], ARGV[i + 1])
+for _, sent in ipairs(args.sent) do
+  note_read(sent.tenant, sent.request)
 end
 return 'OK'

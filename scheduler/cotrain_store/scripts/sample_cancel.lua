@@ -1,18 +1,20 @@
 -- sample_cancel: a client wants a sample request no more. A waiting one ends here, a running one
 -- where it runs; one that is unknown, another tenant's or done is left as it is.
-local sample, refs, notify = KEYS[1], KEYS[2], KEYS[3]
-local request, tenant, result, ttl_ms, size = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
-local lives = { record = tonumber(ARGV[6]), told = tonumber(ARGV[7]) }
+-- needs: sample_finish
+local sample, refs, notify = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
+local request, cancel = args.request, args.cancel
 
 local row = redis.call('HMGET', sample, 'tenant', 'state', 'prefix', 'holder')
-if row[1] ~= tenant then
+if row[1] ~= args.tenant then
   return 'UNKNOWN'
 end
 if row[2] == 'waiting' then
-  finish(refs, lives, request, result, ttl_ms, 1, size)
+  finish(refs, args.lives, request, cancel.result, cancel.ttl_ms, 1, cancel.size)
   redis.call('PUBLISH', notify, request)
 elseif row[2] == 'claimed' then
-  redis.call('SADD', row[3] .. 'cancelled:' .. row[4], request)
-  redis.call('PUBLISH', row[3] .. 'notify:' .. row[4], request)
+  local prefix, worker = row[3], row[4]
+  redis.call('SADD', prefix .. 'cancelled:' .. worker, request)
+  redis.call('PUBLISH', prefix .. 'notify:' .. worker, request)
 end
 return 'OK'

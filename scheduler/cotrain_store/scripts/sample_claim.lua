@@ -1,10 +1,10 @@
 -- sample_claim: give a worker waiting sample requests, one of each tenant in turn.
 -- Fenced by the worker's epoch. What only this worker can run comes first, then what any can, then
--- what waits for a worker that is gone and yet needs nothing of it: its weights are stored.
+-- what waits for a worker that is dead and yet needs nothing of it: its weights are stored.
 -- The same token once more is a claim whose answer was lost: it gets that answer.
-local epoch_key, ring, claimed, workers, last_claim = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local epoch, prefix, me, any_lane, most = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local token = ARGV[6]
+local epoch_key, ring, claimed, workers, last_claim = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
+local epoch, prefix, me, any_worker, token = args.epoch, args.prefix, args.worker, args.any_worker, args.token
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
@@ -25,22 +25,22 @@ if table.remove(before, 1) == token then
   return rows_of(before)
 end
 
-local gone = {}
+local dead = {}
 for _, worker in ipairs(redis.call('SMEMBERS', workers)) do
   if worker ~= me and redis.call('EXISTS', prefix .. 'worker:' .. worker) == 0 then
-    gone[#gone + 1] = worker
+    dead[#dead + 1] = worker
   end
 end
 
 local function next_of(tenant)
-  for _, lane in ipairs({ me, any_lane }) do
-    local request = redis.call('LPOP', prefix .. 'waiting:' .. lane .. ':' .. tenant)
+  for _, queue in ipairs({ me, any_worker }) do
+    local request = redis.call('LPOP', prefix .. 'waiting:' .. queue .. ':' .. tenant)
     if request then
       return request
     end
   end
-  for _, lane in ipairs(gone) do
-    local waiting = prefix .. 'waiting:' .. lane .. ':' .. tenant
+  for _, queue in ipairs(dead) do
+    local waiting = prefix .. 'waiting:' .. queue .. ':' .. tenant
     local request = redis.call('LINDEX', waiting, 0)
     local weights = request and redis.call('HGET', 'cotrain:sample:' .. request, 'weights')
     if request and redis.call('HGET', 'cotrain:weights:' .. weights, 'digest') ~= '' then
@@ -56,7 +56,7 @@ local function claim_next()
       local load = prefix .. 'samples:' .. tenant
       redis.call('LREM', ring, 1, tenant)
       if redis.call('HINCRBY', load, 'waiting', -1) > 0 then
-        redis.call('RPUSH', ring, tenant) -- who was served stands last; who was passed over keeps its turn
+        redis.call('RPUSH', ring, tenant) -- a tenant that was served stands last; one that was passed over stays
       end
       redis.call('HINCRBY', load, 'running', 1)
       redis.call('RPUSH', claimed, request)
@@ -67,7 +67,7 @@ local function claim_next()
 end
 
 local requests = {}
-while #requests < most do
+while #requests < args.most do
   local request = claim_next()
   if not request then
     break

@@ -1,12 +1,12 @@
--- sample_read: clients hold these results: they need not be kept as long. Changes nothing else.
-local ttl_ms, extra_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
-local FIRST = 3 -- then the requests
+-- sample_read: clients have these results: they need not be kept as long. Changes nothing else.
+-- needs: ages
+local args = cjson.decode(ARGV[1])
 
-for i = FIRST, #ARGV do
-  local sample, result = 'cotrain:sample:' .. ARGV[i], 'cotrain:result:' .. ARGV[i]
+for _, request in ipairs(args.requests) do
+  local sample, result = 'cotrain:sample:' .. request, 'cotrain:result:' .. request
   if redis.call('EXISTS', result) == 1 then -- so its request is done
-    end_sooner(result, ttl_ms)
-    end_sooner(sample, ttl_ms + extra_ms)
+    end_sooner(result, args.ttl_ms)
+    end_sooner(sample, args.ttl_ms + args.record_ms)
   end
 end
 return 'OK'

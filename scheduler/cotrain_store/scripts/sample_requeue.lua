@@ -1,13 +1,13 @@
--- sample_requeue: put back what a worker runs, or ran when it died. Fenced by the worker's epoch.
-local epoch_key, refs, notify = KEYS[1], KEYS[2], KEYS[3]
-local epoch, prefix, worker, deaths = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local cancel = { result = ARGV[5], ttl = tonumber(ARGV[6]), size = ARGV[7] }
-local lives = { record = tonumber(ARGV[8]), told = tonumber(ARGV[9]) }
+-- sample_requeue: put back what a worker runs, or ran when it crashed. Fenced by the worker's epoch.
+-- needs: sample_put_back
+local epoch_key, refs, notify = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
+local epoch = args.epoch
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
 end
 local resolved = {}
-local count = put_back(prefix, worker, deaths, refs, lives, cancel, resolved)
+local count = put_back(args.prefix, args.worker, args.crashes, refs, args.lives, args.cancel, resolved)
 redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
 return count

@@ -1,31 +1,30 @@
 -- sample_resolve: a worker ends sample requests; the first result of each wins. Twice is harmless.
 -- Fenced by the worker's epoch.
-local epoch_key, refs, notify, counters = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local epoch, counted = ARGV[1], ARGV[2]
-local lives = { record = tonumber(ARGV[3]), told = tonumber(ARGV[4]) }
-local hour, usage_ttl_s = ARGV[5], ARGV[6]
-local FIRST = 7 -- then, for each request: its id, result, ttl ms, whether it failed, bytes, and what
-                -- it used (JSON: amount by field)
+-- needs: unread, usage_add, sample_finish
+-- The results follow `args`, in the order of `args.requests`.
+local epoch_key, refs, notify, counters = unpack(KEYS)
+-- Decoded before anything is written: a script that fails undoes nothing.
+local args, RESULTS = cjson.decode(ARGV[1]), 1
+local epoch = args.epoch
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
 end
-local totals = cjson.decode(counted) -- before anything is written: a script that fails undoes nothing
 local resolved = {}
-for i = FIRST, #ARGV, 6 do
-  local amounts = cjson.decode(ARGV[i + 5])
+for i, ended in ipairs(args.requests) do
+  local request, ttl_ms = ended.request, ended.ttl_ms
   local tenant =
-    finish(refs, lives, ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), ARGV[i + 3], ARGV[i + 4])
+    finish(refs, args.lives, request, ARGV[RESULTS + i], ttl_ms, ended.failed, ended.result_bytes)
   if tenant then
-    resolved[#resolved + 1] = ARGV[i]
-    note_unread(tenant, ARGV[i], ARGV[i + 4], tonumber(ARGV[i + 2]))
-    for field, amount in pairs(amounts) do
-      add_usage('cotrain:usage:' .. tenant .. ':' .. hour, field, amount, usage_ttl_s)
+    resolved[#resolved + 1] = request
+    note_unread(tenant, request, ended.result_bytes, ttl_ms)
+    for field, amount in pairs(ended.used) do
+      add_usage('cotrain:usage:' .. tenant .. ':' .. args.hour, field, amount, args.usage_ttl_s)
     end
   end
 end
 if #resolved > 0 then -- a repeat counts nothing
-  for name, value in pairs(totals) do
+  for name, value in pairs(args.counted) do
     redis.call('HINCRBYFLOAT', counters, name, value)
   end
   redis.call('PUBLISH', notify, table.concat(resolved, '\n'))

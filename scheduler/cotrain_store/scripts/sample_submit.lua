@@ -1,17 +1,14 @@
--- sample_submit: accept one sample request. Twice is harmless. Without a place for its body (`ref`) it
--- only says ROOM for what it would take.
--- It goes to the lane of the one worker that has its weights while they are not stored, else to any.
-local sample, sampler, session, weights_key, load = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local tenants, ring, refs, workers = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local request, tenant, sampler_id, digest, prefix = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local weights, ref, segment, size, body = ARGV[6], ARGV[7], ARGV[8], tonumber(ARGV[9]), ARGV[10]
-local accepted_at, clone, idle_ms = ARGV[11], ARGV[12], ARGV[13]
-local max_requests, max_bytes, any_lane = tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[16]
-local max_unread = tonumber(ARGV[17])
+-- sample_submit: accept one sample request. Twice is harmless. Without a `ref` (where its body is) it only
+-- says ROOM for what it would take.
+-- needs: unread, samplers
+-- It goes to the queue of the one worker that has its weights while they are not stored, else to that of all.
+local sample, sampler, session, weights_key, load, tenants, ring, refs, workers = unpack(KEYS)
+local args, body = cjson.decode(ARGV[1]), ARGV[2]
+local request, tenant, prefix, size, max = args.request, args.tenant, args.prefix, args.size, args.limits
 
 local known = redis.call('HGET', sample, 'digest')
 if known then
-  return known == digest and 'DUP' or 'CONFLICT'
+  return known == args.digest and 'DUP' or 'CONFLICT'
 end
 if redis.call('EXISTS', sampler) == 0 then
   return 'GONE'
@@ -19,47 +16,47 @@ end
 if redis.call('HEXISTS', session, 'finished_at') == 1 then
   return 'FINISHED'
 end
-local lane = any_lane
-if weights ~= '' then
+local queue = args.any_worker
+if args.weights ~= '' then
   local row = redis.call('HMGET', weights_key, 'worker', 'digest')
   if not row[1] then
     return 'GONE'
   end
-  lane = row[2] == '' and row[1] or any_lane
+  queue = row[2] == '' and row[1] or args.any_worker
 end
-local held = redis.call('HMGET', load, 'waiting', 'running', 'bytes')
-if tonumber(held[1] or 0) + tonumber(held[2] or 0) >= max_requests
-  or tonumber(held[3] or 0) + size > max_bytes then
+local used = redis.call('HMGET', load, 'waiting', 'running', 'bytes')
+if tonumber(used[1] or 0) + tonumber(used[2] or 0) >= max.requests
+  or tonumber(used[3] or 0) + size > max.bytes then
   return 'BUSY'
 end
-if unread_bytes(tenant) >= max_unread then
+if unread_bytes(tenant) >= max.unread_bytes then
   return 'UNREAD'
 end
-if ref == '' then
+if not args.ref then
   return 'ROOM'
 end
 
-redis.call('HSET', sample, 'state', 'waiting', 'tenant', tenant, 'sampler', sampler_id,
-  'clone', clone, 'digest', digest, 'prefix', prefix, 'lane', lane, 'weights', weights,
-  'ref', ref, 'size', size, 'at', accepted_at)
-if segment == '' then
-  redis.call('HSET', sample, 'body', body)
+redis.call('HSET', sample, 'state', 'waiting', 'tenant', tenant, 'sampler', args.sampler,
+  'clone', args.clone, 'digest', args.digest, 'prefix', prefix, 'lane', queue, 'weights', args.weights,
+  'ref', args.ref, 'size', size, 'at', args.accepted_at)
+if args.segment then
+  redis.call('HINCRBY', refs, args.segment, 1)
 else
-  redis.call('HINCRBY', refs, segment, 1)
+  redis.call('HSET', sample, 'body', body)
 end
-redis.call('RPUSH', prefix .. 'waiting:' .. lane .. ':' .. tenant, request)
+redis.call('RPUSH', prefix .. 'waiting:' .. queue .. ':' .. tenant, request)
 if redis.call('HINCRBY', load, 'waiting', 1) == 1 then
   redis.call('RPUSH', ring, tenant)
 end
 redis.call('HINCRBY', load, 'bytes', size)
 redis.call('SADD', tenants, tenant)
-end_after(sampler, idle_ms)
-list_sampler(tenant, sampler_id, idle_ms)
-if lane == any_lane then
+end_after(sampler, args.idle_ms)
+list_sampler(tenant, args.sampler, args.idle_ms)
+if queue == args.any_worker then
   for _, worker in ipairs(redis.call('SMEMBERS', workers)) do
     redis.call('PUBLISH', prefix .. 'notify:' .. worker, 'sample')
   end
 else
-  redis.call('PUBLISH', prefix .. 'notify:' .. lane, 'sample')
+  redis.call('PUBLISH', prefix .. 'notify:' .. queue, 'sample')
 end
 return 'NEW'

@@ -2,10 +2,11 @@
 -- the log is cut up to that one's seq: should the newest file be lost, replay takes longer.
 -- Fenced by the worker's epoch; never past what is committed, never backwards, and never past a save
 -- whose weights are not stored: the log is what makes them again.
-local epoch_key, log = KEYS[1], KEYS[2]
-local of_run = { ops = KEYS[3], bodies = KEYS[4], digests = KEYS[5], refs = KEYS[6] }
-local epoch, seq, file, sha, digests_kept = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], tonumber(ARGV[5])
-local run = ARGV[6]
+-- needs: log_cut
+local epoch_key, log, ops, bodies, digests, refs = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
+local epoch, run, seq, file = args.epoch, args.run, args.seq, args.file
+local of_run = { ops = ops, bodies = bodies, digests = digests, refs = refs }
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
@@ -19,7 +20,7 @@ if seq == snap then -- the same state again: a file that was lost is replaced
   if file == row[3] then
     return 'OUTDATED'
   end
-  redis.call('HSET', log, 'snapfile', file, 'snapsha', sha)
+  redis.call('HSET', log, 'snapfile', file, 'snapsha', args.sha256)
   return 'OK'
 end
 for covered = snap + 1, seq do
@@ -27,8 +28,8 @@ for covered = snap + 1, seq do
     return 'UNSTORED'
   end
 end
-cut_log(of_run, tonumber(row[5] or snap) + 1, snap, digests_kept)
-redis.call('HSET', log, 'snap', seq, 'snapfile', file, 'snapsha', sha, 'cut', snap,
+cut_log(of_run, tonumber(row[5] or snap) + 1, snap, args.digests_kept)
+redis.call('HSET', log, 'snap', seq, 'snapfile', file, 'snapsha', args.sha256, 'cut', snap,
   'oldsnap', snap, 'oldfile', row[3] or '', 'oldsha', row[4] or '', 'oldnumerics', row[6] or '')
 if seq == done then
   redis.call('HDEL', log, 'numerics') -- nothing is left to replay: the next commit says whose it is

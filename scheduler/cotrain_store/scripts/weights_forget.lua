@@ -1,7 +1,9 @@
--- weights_forget: forget weights, unless something refers to them again by now, or a save owes them.
--- Fenced by the worker's epoch. LAST: nothing else has their content.
-local epoch_key, weights, users, of_pool, external = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local epoch, prefix, ref, folder = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+-- weights_forget: forget weights, unless something refers to them again by now, or they are not stored yet and have a
+-- name. Fenced by the worker's epoch. LAST: nothing else has their content.
+-- needs: weights_in_use
+local epoch_key, weights, users, of_pool, external = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
+local epoch, prefix, ref = args.epoch, args.prefix, args.ref
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
@@ -12,7 +14,7 @@ if not row[1] or row[4] or in_use(ref) then
 end
 redis.call('DEL', weights, users)
 redis.call('SREM', of_pool, ref)
-redis.call('SREM', external, folder)
+redis.call('SREM', external, args.folder)
 if row[1] == '' then
   redis.call('SREM', prefix .. 'unstored:' .. row[2], ref)
   return 'KEPT'

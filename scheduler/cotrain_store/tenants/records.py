@@ -38,7 +38,7 @@ from cotrain_store.messages.rows import (
 from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.sessions import SessionRecord
 from cotrain_store.messages.weights import CheckpointRecord
-from cotrain_store.redis_client.connection import async_script
+from cotrain_store.redis_client.scripts import async_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,8 +80,8 @@ class Records:
         self._redis = connection
         self._base_models = frozenset(base_models)
         self._limits = limits or RecordLimits()
-        self._session = async_script(connection, "records", "session")
-        self._sampler = async_script(connection, "ages", "unread", "samplers", "sampler")
+        self._session = async_script(connection, "session")
+        self._sampler = async_script(connection, "sampler")
 
     async def create_session(
         self,
@@ -116,11 +116,12 @@ class Records:
             tenant_keys.session(session.id), tenant_keys.tenant_sessions(tenant),
             tenant_keys.living_sessions(tenant),
         ]  # fmt: skip
-        args = [
-            session.id, encode(session), repr(session.created_at), int(session.created_at * 1000),
-            tenant_keys.SESSION_HEARTBEAT_TTL_MS, self._limits.sessions, tenant,
-            self._limits.record_bytes,
-        ]  # fmt: skip
+        args = {
+            "session": session.id, "tenant": tenant, "record": encode(session),
+            "created_at": session.created_at, "now_ms": int(session.created_at * 1000),
+            "heartbeat_ttl_ms": tenant_keys.SESSION_HEARTBEAT_TTL_MS,
+            "max_sessions": self._limits.sessions, "max_record_bytes": self._limits.record_bytes,
+        }  # fmt: skip
         answer = await self._session(script_keys, args)
         if answer == b"SESSIONS":
             raise SessionQuotaReached
@@ -129,7 +130,7 @@ class Records:
         await self._mark_alive(session)
         return session
 
-    async def check_record_room(self, tenant: TenantId) -> None:
+    async def check_record_quota(self, tenant: TenantId) -> None:
         """Return when another session or run of a tenant may be kept; raises RecordQuotaReached."""
         kept = await self._redis.get(tenant_keys.record_bytes(tenant))
         if int(kept or 0) >= self._limits.record_bytes:
@@ -223,7 +224,7 @@ class Records:
         Raises:
             SeqConflict: this id was used with other settings.
             SessionFinished: its session has ended.
-            CheckpointNotFound: its weights are forgotten meanwhile.
+            CheckpointNotFound: its weights were forgotten.
             SamplerQuotaReached: later.
         """
         weights = record.weights or WeightsRef("")
@@ -232,10 +233,12 @@ class Records:
             weights_keys.weights(weights), weights_keys.weights_users(weights),
             tenant_keys.session_samplers(record.session),
         ]  # fmt: skip
-        args = [
-            record.id, encode(record), sample_keys.sampler_idle_ms(ephemeral=record.ephemeral),
-            weights, record.tenant, self._limits.samplers,
-        ]  # fmt: skip
+        args = {
+            "sampler": record.id, "tenant": record.tenant, "record": encode(record),
+            "has_weights": record.weights is not None,
+            "idle_ms": sample_keys.sampler_idle_ms(ephemeral=record.ephemeral),
+            "max_samplers": self._limits.samplers,
+        }  # fmt: skip
         answer = await self._sampler(script_keys, args)
         if answer == b"SAMPLERS":
             raise SamplerQuotaReached

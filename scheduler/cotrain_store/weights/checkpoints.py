@@ -14,7 +14,7 @@ from cotrain_store.errors import CheckpointNotFound, SeqConflict
 from cotrain_store.keys import run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.weights import CheckpointRecord
-from cotrain_store.redis_client.connection import async_script
+from cotrain_store.redis_client.scripts import async_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """Change checkpoints, for their owners only: anybody else's are not found."""
+    """Change checkpoints, for their owners only: those of others are not found."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
-        self._delete = async_script(connection, "checkpoint_index", "checkpoint_delete")
-        self._replace = async_script(connection, "checkpoint_index", "checkpoint_replace")
-        self._copy = async_script(connection, "checkpoint_index", "records", "checkpoint_copy")
-        self._totals = async_script(connection, "checkpoint_index", "checkpoint_totals")
+        self._delete = async_script(connection, "checkpoint_delete")
+        self._replace = async_script(connection, "checkpoint_replace")
+        self._copy = async_script(connection, "checkpoint_copy")
+        self._totals = async_script(connection, "checkpoint_totals")
 
     async def delete(self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str) -> None:
         """Take a name away; its weights go when nothing else uses them.
@@ -41,7 +41,7 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        args = [tenant, weights_keys.checkpoint_member(run, kind, name)]
+        args = {"tenant": tenant, "member": weights_keys.checkpoint_member(run, kind, name)}
         if await self._delete([weights_keys.checkpoint(run, kind, name)], args) == b"GONE":
             raise CheckpointNotFound
 
@@ -88,7 +88,7 @@ class Checkpoints:
         or public. Twice is harmless.
 
         Raises:
-            CheckpointNotFound: `source` is gone meanwhile.
+            CheckpointNotFound: `source` was deleted.
             SeqConflict: the run exists and is not this copy.
         """
         copy = replace(
@@ -101,9 +101,10 @@ class Checkpoints:
             tenant_keys.training_runs(destination.tenant),
             weights_keys.checkpoint(copy.run, copy.kind, copy.name),
         ]  # fmt: skip
-        reader = reader or destination.tenant
-        created_at = repr(destination.created_at)
-        args = [encode(destination), destination.id, encode(copy), reader, created_at]
+        args = {
+            "run": destination.id, "record": encode(destination), "checkpoint": encode(copy),
+            "reader": reader or destination.tenant, "created_at": destination.created_at,
+        }  # fmt: skip
         answer = await self._copy(script_keys, args)
         if answer == b"GONE":
             raise CheckpointNotFound
@@ -118,7 +119,7 @@ class Checkpoints:
             weights_keys.checkpoint_sizes(tenant),
             weights_keys.unstored_checkpoints(tenant),
         ]
-        count, size = await self._totals(script_keys, [tenant])
+        count, size = await self._totals(script_keys, {"tenant": tenant})
         return count, size
 
     async def strike_expired(self, tenant: TenantId) -> None:
@@ -134,7 +135,8 @@ class Checkpoints:
             if record is None or record.tenant != tenant:
                 raise CheckpointNotFound
             changed = change(record)
-            if await self._replace([key], [before, encode(changed)]) == b"OK":
+            args = {"before": before.decode(), "after": encode(changed)}
+            if await self._replace([key], args) == b"OK":
                 return changed
 
 

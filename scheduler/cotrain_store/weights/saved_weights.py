@@ -20,7 +20,7 @@ from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, run_of
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.rows import WEIGHTS_FIELDS, weights_record
 from cotrain_store.messages.weights import CheckpointRecord, external_folder
-from cotrain_store.redis_client.connection import sync_script
+from cotrain_store.redis_client.scripts import sync_script
 
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import PoolId, WorkerId
@@ -45,13 +45,10 @@ class SavedWeights:
         self._worker = worker
         self._epoch = epoch
         self._epoch_key = fleet_keys.worker_epoch(pool, worker)
-        ends = ("ages", "checkpoint_index", "given_up", "run_close", "save_end")
-        self._stored = sync_script(
-            connection, *ends, "unread", "samplers", "usage_add", "weights_stored"
-        )
-        self._lost = sync_script(connection, *ends, "weights_lost")
-        self._list_unused = sync_script(connection, "weights_in_use", "weights_unused")
-        self._forget = sync_script(connection, "weights_in_use", "weights_forget")
+        self._stored = sync_script(connection, "weights_stored")
+        self._lost = sync_script(connection, "weights_lost")
+        self._list_unused = sync_script(connection, "weights_unused")
+        self._forget = sync_script(connection, "weights_forget")
 
     def weights(self, ref: WeightsRef) -> WeightsRecord | None:
         """Read what is known of sampler weights; None once they are forgotten."""
@@ -59,8 +56,8 @@ class SavedWeights:
         return weights_record(row) if row[0] else None
 
     def unstored(self) -> list[WeightsRecord]:
-        """List the weights that nobody but this worker has; after a crash, nobody: a replay of the
-        log makes them again.
+        """List the weights that this worker alone has; after a crash no worker has them: a replay of
+        the log makes them again.
         """
         members = self._redis.smembers(weights_keys.unstored_weights(self._pool, self._worker))
         found = [self.weights(WeightsRef(member.decode())) for member in members]
@@ -69,40 +66,43 @@ class SavedWeights:
     def stored(self, ref: WeightsRef, digest: str, size: int, optimizer_digest: str = "") -> bool:
         """Note that all files of weights are durable, `size` bytes together.
 
-        What a named save owed appears with it: its checkpoint, its result, the end of its run if it
+        What a named save held back appears with it: its checkpoint, its result, the end of its run if it
         was the last one. False when there are no such weights: forgotten, lost, or their save was
         refused because its name was in use. The first digest stays.
         """
         pool, now = self._pool, time.time()
-        checkpoint, result = self._owed(ref, size)
+        checkpoint, result = self._held_back(ref, size)
         tenant = checkpoint.tenant if checkpoint else TenantId("")
         script_keys = [
-            self._epoch_key, weights_keys.weights(ref), weights_keys.content(pool, digest),
+            self._epoch_key, weights_keys.weights(ref), weights_keys.weights_users(ref),
+            weights_keys.content(pool, digest),
             weights_keys.unstored_weights(pool, self._worker),
             weights_keys.optimizer_content(pool, optimizer_digest), result_keys.notify_results(),
             tenant_keys.usage(tenant, usage_hour(now)),
         ]  # fmt: skip
-        args = [
-            self._epoch, ref, digest, size, optimizer_digest, fleet_keys.prefix(pool),
-            encode(checkpoint) if checkpoint else "", result, UNLOADED.encode(),
-            usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
-            tenant_keys.USAGE_TTL_S,
-        ]  # fmt: skip
-        answer = self._stored(script_keys, args)
+        args = {
+            "epoch": str(self._epoch), "ref": ref, "digest": digest, "size": size,
+            "optimizer": optimizer_digest, "prefix": fleet_keys.prefix(pool),
+            "checkpoint": encode(checkpoint) if checkpoint else "",
+            "closing": UNLOADED.encode().decode(),
+            "used": usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
+            "usage_ttl_s": tenant_keys.USAGE_TTL_S,
+        }  # fmt: skip
+        answer = self._stored(script_keys, args, result)
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
 
-    def _owed(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
-        """Read what a named save owes: its checkpoint and result, now that its size is known.
+    def _held_back(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
+        """Read what a named save holds back: its checkpoint and result, now that its size is known.
 
-        Nobody but this worker changes them; a script that finds them gone asks for neither.
+        This worker alone changes them; a script that finds them deleted reads neither.
         """
-        text, packed = self._redis.hmget(weights_keys.weights(ref), ["checkpoint", "result"])
+        text, value = self._redis.hmget(weights_keys.weights(ref), ["checkpoint", "result"])
         if text is None:
             return None, b""
         checkpoint = replace(decode(CheckpointRecord, json.loads(text)), size=size)
-        result = Result.decode(packed)
+        result = Result.decode(value)
         if checkpoint.kind == "external_weights" and result.kind is ResultKind.JSON:
             result = Result.of_json({**result.json(), "size_bytes": size})
         return checkpoint, result.encode()
@@ -118,19 +118,22 @@ class SavedWeights:
             weights_keys.unstored_weights(pool, self._worker), weights_keys.pool_weights(pool),
             weights_keys.external_folders(pool), weights_keys.weights_users(ref),
         ]  # fmt: skip
-        args = [
-            self._epoch, ref, fleet_keys.prefix(pool), Result.failed(message, "server").encode(),
-            result_keys.SMALL_RESULT_TTL_MS, UNLOADED.encode(), external_folder(ref),
-        ]  # fmt: skip
+        args = {
+            "epoch": str(self._epoch), "ref": ref, "prefix": fleet_keys.prefix(pool),
+            "result": Result.failed(message, "server").encode().decode(),
+            "ttl_ms": result_keys.SMALL_RESULT_TTL_MS, "closing": UNLOADED.encode().decode(),
+            "folder": external_folder(ref),
+        }  # fmt: skip
         if self._lost(script_keys, args) == b"FENCED":
             raise Fenced
 
     def unused_weights(self) -> list[WeightsRecord]:
         """List the stored weights of this pool that no checkpoint, living sampler or load refers to."""
-        refs = sorted(self._redis.smembers(weights_keys.pool_weights(self._pool)))
+        members = self._redis.smembers(weights_keys.pool_weights(self._pool))
+        refs = sorted(member.decode() for member in members)
         unused: list[list[bytes]] = []
         for start in range(0, len(refs), WEIGHTS_AT_ONCE):
-            unused += self._list_unused([], refs[start : start + WEIGHTS_AT_ONCE])
+            unused += self._list_unused([], {"refs": refs[start : start + WEIGHTS_AT_ONCE]})
         return [weights_record(row) for row in unused]
 
     def forget_weights(self, ref: WeightsRef) -> bool:
@@ -144,7 +147,10 @@ class SavedWeights:
             self._epoch_key, weights_keys.weights(ref), weights_keys.weights_users(ref),
             weights_keys.pool_weights(pool), weights_keys.external_folders(pool),
         ]  # fmt: skip
-        args = [self._epoch, fleet_keys.prefix(pool), ref, external_folder(ref)]
+        args = {
+            "epoch": str(self._epoch), "prefix": fleet_keys.prefix(pool), "ref": ref,
+            "folder": external_folder(ref),
+        }  # fmt: skip
         answer = self._forget(script_keys, args)
         if answer == b"FENCED":
             raise Fenced

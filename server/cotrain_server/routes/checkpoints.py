@@ -140,8 +140,8 @@ async def copy_weights(
         return CopyWeightsResponse(tinker_path=_moved(wanted.source_path, name))
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
-    await services.records.check_record_room(tenant.id)
-    await services.intake.check_room()
+    await services.records.check_record_quota(tenant.id)
+    await services.intake.check_capacity()
     token = x_tinker_weights_access_token or wanted.weights_access_token
     reader = await reader_of(request, services, tenant.id, token)
     source = await find_source(services, reader, wanted.source_path)

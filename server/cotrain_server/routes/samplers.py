@@ -44,7 +44,7 @@ async def create_sampling_session(
     base_model, weights = await _source(request, services, tenant.id)
     pool = await services.records.pool_of(base_model)
     check_sampleable(pool)
-    await services.intake.check_room()
+    await services.intake.check_capacity()
     sampler = SamplerRecord(
         id=sampler_id(session.id, request.sampling_session_seq_id),
         tenant=tenant.id,

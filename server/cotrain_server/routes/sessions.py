@@ -75,7 +75,7 @@ async def create_session(
 ) -> CreateSessionResponse:
     """Open a session."""
     check_notes(request.user_metadata, request.tags)
-    await services.intake.check_room()
+    await services.intake.check_capacity()
     session = await services.records.create_session(
         tenant.id,
         sdk_version=request.sdk_version,

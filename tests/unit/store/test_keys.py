@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
-from pathlib import Path
+from typing import Any
 
 from cotrain_store.keys import (
     age_keys,
@@ -15,18 +16,19 @@ from cotrain_store.keys import (
 )
 from cotrain_store.messages.ids import (
     PoolId,
-    RequestId,
-    RunId,
-    SamplerId,
-    SessionId,
-    TenantId,
-    WeightsRef,
-    WorkerId,
 )
-from cotrain_store.redis_client import connection
+from cotrain_store.oplog.commit_rows import Commit
+from cotrain_store.oplog.submission import Submission
+from cotrain_store.redis_client.scripts import SCRIPTS
+from cotrain_store.sampling.intake import SampleSubmission
 
 KEY_FILES = (age_keys, fleet_keys, result_keys, run_keys, sample_keys, tenant_keys, weights_keys)
-SCRIPTS = Path(connection.__file__).parent / "scripts"
+ALL_SCRIPTS = sorted(SCRIPTS.rglob("*.lua"))
+ARGUMENTS: dict[str, type[Any]] = {
+    "submit": Submission,
+    "sample_submit": SampleSubmission,
+    "commit": Commit,
+}
 
 
 def test_all_keys_of_a_pool_share_its_hash_tag() -> None:
@@ -44,97 +46,73 @@ def test_all_keys_of_a_pool_share_its_hash_tag() -> None:
         )
 
 
-def made(*, start: str, names: list[str]) -> set[str]:
-    return {name.removeprefix(start) for name in names}
+def pattern(key: str) -> str:
+    """Write a key with `*` for each part that is filled in; a part may hold several, as `<run>:<seq>`."""
+    return re.sub(r"\*([:/]\*)+", "*", key)
+
+
+def made_here() -> set[str]:
+    makers = [
+        maker
+        for file in KEY_FILES
+        for _, maker in inspect.getmembers(file, inspect.isfunction)
+        if maker.__module__ == file.__name__
+    ]
+    keys = set()
+    for maker in makers:
+        parts = inspect.signature(maker, eval_str=False).parameters.values()
+        if all(part.kind is part.POSITIONAL_OR_KEYWORD for part in parts):
+            keys.add(pattern(maker(*("*" for _ in parts))))
+    return keys
+
+
+#: A string of Lua that is put together from quoted and other parts, beginning with a key or its prefix.
+_BUILT = re.compile(
+    r"(?P<start>prefix \.\. '|'\^?cotrain:)(?P<literal>[^']*)'(?P<rest>(?:\s*\.\.\s*(?:'[^']*'|[\w.]+(?:\[\w+\])?))*)"
+)
+_PART = re.compile(r"\.\.\s*(?:'([^']*)'|[\w.]+(?:\[\w+\])?)")
+
+
+def built_in(text: str) -> set[str]:
+    found = set()
+    for match in _BUILT.finditer(text):
+        start = fleet_keys.prefix(PoolId("*")) if match["start"][0] == "p" else "cotrain:"
+        rest = "".join("*" if part is None else part for part in _parts(match["rest"]))
+        filled_in = "*" if match["start"] == "'^cotrain:" else ""  # a pattern: anything may follow
+        found.add(pattern(start + match["literal"] + rest + filled_in))
+    return found
+
+
+def _parts(text: str) -> list[str | None]:
+    return [match[1] for match in _PART.finditer(text)]
+
+
+def test_keys_are_found_in_a_script() -> None:
+    text = """
+    local a = 'cotrain:tenant:' .. tenant .. ':owed'
+    redis.call('GET', prefix .. 'log:' .. run, string.match(key, '^cotrain:result:'))
+    redis.call('GET', 'cotrain:clock', 'cotrain:weights:' .. args.run .. ':' .. row[1])
+    """
+    assert built_in(text) == {
+        "cotrain:tenant:*:owed", "cotrain:{*}:log:*", "cotrain:result:*", "cotrain:clock",
+        "cotrain:weights:*",
+    }  # fmt: skip
 
 
 def test_the_scripts_build_only_keys_that_are_made_here() -> None:
-    pool, none = PoolId("p"), ""
-    of_pool = made(
-        start=fleet_keys.prefix(pool),
-        names=[
-            run_keys.log(pool, RunId(none)),
-            run_keys.ops(pool, RunId(none)),
-            run_keys.bodies(pool, RunId(none)),
-            run_keys.digests(pool, RunId(none)),
-            run_keys.unnumbered_ops(pool, RunId(none)),
-            run_keys.queue(pool, TenantId(none)),
-            fleet_keys.notify_worker(pool, WorkerId(none)),
-            fleet_keys.worker(pool, WorkerId(none)),
-            sample_keys.sample_load(pool, TenantId(none)),
-            sample_keys.sample_ring(pool),
-            sample_keys.waiting_samples(pool, none, TenantId(none)).removesuffix(":"),
-            sample_keys.claimed_samples(pool, WorkerId(none)),
-            sample_keys.cancelled_samples(pool, WorkerId(none)),
-            weights_keys.pool_weights(pool),
-            weights_keys.unstored_weights(pool, WorkerId(none)),
-            weights_keys.content(pool, none),
-            weights_keys.optimizer_content(pool, none),
-            weights_keys.external_folders(pool),
-            run_keys.ready(pool),
-            run_keys.gaps(pool),
-            fleet_keys.drops(pool, WorkerId(none)),
-            fleet_keys.open_steps(pool, WorkerId(none)),
-            sample_keys.last_claim(pool, WorkerId(none)),
-            fleet_keys.workers(pool),
-            run_keys.queue_tenants(pool),
-        ],
-    )
-    of_all = {
-        result_keys.result(RequestId(none)),
-        sample_keys.sample(RequestId(none)),
-        sample_keys.sampler(SamplerId(none)),
-        weights_keys.weights(WeightsRef(none)),
-        sample_keys.completions(SamplerId(none), 0).removesuffix(":0"),
-        weights_keys.checkpoint(RunId(none), none, none).removesuffix("//"),
-        tenant_keys.session(SessionId(none)),
-        run_keys.run(RunId(none)),
-        tenant_keys.tenant_runs(TenantId(none)).removesuffix(":runs"),
-        tenant_keys.usage(TenantId(none), 0).removesuffix(":0"),
-        result_keys.spool_segment_refs(),
-        result_keys.spool_results(),
-        age_keys.clock(),
-        age_keys.ends(),
-        weights_keys.published(),
-        "cotrain:",  # before a hash tag
-    }
-    for script in SCRIPTS.glob("*.lua"):
-        text = script.read_text()
-        built = set(re.findall(r"(?:prefix|row\[3\]) \.\. '([a-z:_]+)'", text))
-        assert built <= of_pool, script.name
-        assert set(re.findall(r"'(cotrain:[a-z:]*)'", text)) <= of_all, script.name
-    assert result_keys.result(RequestId("r:1")) == "cotrain:result:r:1"
-    assert (
-        weights_keys.weights_users(WeightsRef("w"))
-        == weights_keys.weights(WeightsRef("w")) + ":users"
-    )
-    checkpoint = RunId("r"), "weights", "n"
-    assert (
-        weights_keys.pending_checkpoint(*checkpoint)
-        == weights_keys.checkpoint(*checkpoint) + ":pending"
-    )
-    assert weights_keys.checkpoint(*checkpoint).endswith(
-        ":" + weights_keys.checkpoint_member(*checkpoint)
-    )
-    assert weights_keys.run_checkpoints(RunId("r")) == run_keys.run(RunId("r")) + ":checkpoints"
-    of_tenant = tenant_keys.tenant_runs(TenantId("t")).removesuffix("runs")
-    for made_key, suffix in (
-        (weights_keys.tenant_checkpoints, "checkpoints"),
-        (weights_keys.expiring_checkpoints, "expiring"),
-        (weights_keys.checkpoint_sizes, "checkpoint_sizes"),
-        (weights_keys.unstored_checkpoints, "owed"),
-        (result_keys.unread, "unread"),
-        (result_keys.unread_until, "unread_until"),
-        (tenant_keys.tenant_samplers, "samplers"),
-        (tenant_keys.sampler_bytes, "sampler_bytes"),
-    ):
-        assert made_key(TenantId("t")) == of_tenant + suffix
-    assert (
-        tenant_keys.session_samplers(SessionId("s"))
-        == tenant_keys.session(SessionId("s")) + ":samplers"
-    )
+    known = made_here() | {"cotrain:*"}  # before a hash tag
+    built = {script.name: built_in(script.read_text()) for script in ALL_SCRIPTS}
+    assert len(set().union(*built.values())) > 40
+    assert {name: keys - known for name, keys in built.items() if keys - known} == {}
+
+
+def test_what_a_script_reads_by_name_is_what_it_is_given() -> None:
+    for name, record in ARGUMENTS.items():
+        text = (SCRIPTS / f"{name}.lua").read_text()
+        read = set(re.findall(r"\bargs\.(\w+)", text))
+        assert read == {field.name for field in dataclasses.fields(record)}, name
 
 
 def test_no_script_negates_a_number_the_way_redis_does_not_read() -> None:
-    for script in SCRIPTS.glob("*.lua"):
+    for script in ALL_SCRIPTS:
         assert not re.search(r", -tonumber", script.read_text()), script.name

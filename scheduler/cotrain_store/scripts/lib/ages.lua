@@ -1,9 +1,9 @@
--- ages: a part of other scripts: what ends by itself, and when. That is told by a clock of the store's own
--- (`tick`), since Redis' goes with the host's time of day. It began at one, and counts in ms.
+-- ages: which keys end, and when. Time is that of a clock of the store's own (`tick`), since Redis' goes
+-- with the host's time of day. It began at one, and counts in ms.
 local function clock_ms()
-  local told = redis.call('GET', 'cotrain:clock')
-  if told then
-    return tonumber(told)
+  local now_ms = redis.call('GET', 'cotrain:clock')
+  if now_ms then
+    return tonumber(now_ms)
   end
   local now = redis.call('TIME')
   return now[1] * 1000 + math.floor(now[2] / 1000)
@@ -13,13 +13,13 @@ local function clock_in(ms)
   return string.format('%.0f', clock_ms() + ms)
 end
 
--- Let a key go after so long, whatever it was told before.
+-- Let a key end after so long, whatever was set before.
 local function end_after(key, ttl_ms)
   redis.call('PERSIST', key) -- an older version gave it a life of Redis'
   redis.call('ZADD', 'cotrain:ends', clock_in(ttl_ms), key)
 end
 
--- Let a key go earlier that is to go. A full Redis stops no script that has removed something.
+-- Let a key end earlier that is to end. A full Redis stops no script that has removed something.
 local function end_sooner(key, ttl_ms)
   redis.call('ZREM', 'cotrain:ends', '')
   redis.call('ZADD', 'cotrain:ends', 'XX', 'LT', clock_in(ttl_ms), key)

@@ -1,10 +1,11 @@
--- sample_put_back: a part of other scripts: put back at the front, in order, what a worker runs, or ran
--- when it died: with one death more of each, or none. What was cancelled meanwhile ends here: `cancel`
--- holds its result, ttl (ms) and size. Requests that ended are added to `resolved`; the others counted.
-local function put_back(prefix, worker, deaths, refs, lives, cancel, resolved)
+-- sample_put_back: put back at the front, in order, what a worker runs, or ran when it crashed: with one
+-- crash more of each, or none. What its client cancelled ends here: `cancel` holds its result, ttl_ms and
+-- size. Requests that ended are added to `resolved`; the others counted.
+-- needs: sample_finish
+local function put_back(prefix, worker, crashes, refs, lives, cancel, resolved)
   local claimed, cancelled = prefix .. 'claimed:' .. worker, prefix .. 'cancelled:' .. worker
   for _, request in ipairs(redis.call('SMEMBERS', cancelled)) do
-    if finish(refs, lives, request, cancel.result, cancel.ttl, 1, cancel.size) then
+    if finish(refs, lives, request, cancel.result, cancel.ttl_ms, 1, cancel.size) then
       resolved[#resolved + 1] = request
     end
   end
@@ -17,9 +18,9 @@ local function put_back(prefix, worker, deaths, refs, lives, cancel, resolved)
     local load = prefix .. 'samples:' .. row[1]
     redis.call('LPUSH', prefix .. 'waiting:' .. row[2] .. ':' .. row[1], request)
     redis.call('HSET', sample, 'state', 'waiting')
-    redis.call('HINCRBY', sample, 'starts', deaths)
-    if deaths == 0 then
-      redis.call('HDEL', sample, 'deaths') -- it was counted in advance, and nobody died
+    redis.call('HINCRBY', sample, 'starts', crashes)
+    if crashes == 0 then
+      redis.call('HDEL', sample, 'deaths') -- it was counted in advance, and no process crashed
     end
     redis.call('HINCRBY', load, 'running', -1)
     if redis.call('HINCRBY', load, 'waiting', 1) == 1 then

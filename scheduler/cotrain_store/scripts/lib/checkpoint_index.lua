@@ -1,14 +1,13 @@
--- checkpoint_index: a part of other scripts: a checkpoint is in all lists of its tenant or in none.
--- What expired left no trace but these: it goes when somebody looks.
-local SOON_S = 60 -- who sets a time and who looks may have clocks this far apart
+-- checkpoint_index: a checkpoint is in all lists of its tenant or in none. One that expired is struck off
+-- them when they are next read.
+local SOON_S = 60 -- the clocks of the hosts that set a time and that read it may be this far apart
 
 local function strike_checkpoint(tenant, member)
   local run, name = string.match(member, '^([^/]*)/(.*)$')
-  local of_tenant = 'cotrain:tenant:' .. tenant
   redis.call('ZREM', 'cotrain:run:' .. run .. ':checkpoints', name)
-  redis.call('ZREM', of_tenant .. ':checkpoints', member)
-  redis.call('ZREM', of_tenant .. ':expiring', member)
-  redis.call('HDEL', of_tenant .. ':checkpoint_sizes', member)
+  redis.call('ZREM', 'cotrain:tenant:' .. tenant .. ':checkpoints', member)
+  redis.call('ZREM', 'cotrain:tenant:' .. tenant .. ':expiring', member)
+  redis.call('HDEL', 'cotrain:tenant:' .. tenant .. ':checkpoint_sizes', member)
   redis.call('SREM', 'cotrain:published', member)
 end
 
@@ -24,19 +23,19 @@ end
 
 -- Write a record (its JSON, and that decoded) and list it; the name may have been another's.
 local function write_checkpoint(text, record)
-  local name = record.kind .. '/' .. record.name
+  local name, tenant = record.kind .. '/' .. record.name, record.tenant
   local member = record.run .. '/' .. name
-  local of_tenant = 'cotrain:tenant:' .. record.tenant
+  local expiring = 'cotrain:tenant:' .. tenant .. ':expiring'
   redis.call('SET', 'cotrain:checkpoint:' .. member, text)
   redis.call('ZADD', 'cotrain:run:' .. record.run .. ':checkpoints', record.created_at, name)
-  redis.call('ZADD', of_tenant .. ':checkpoints', record.created_at, member)
-  redis.call('HSET', of_tenant .. ':checkpoint_sizes', member, record.size)
+  redis.call('ZADD', 'cotrain:tenant:' .. tenant .. ':checkpoints', record.created_at, member)
+  redis.call('HSET', 'cotrain:tenant:' .. tenant .. ':checkpoint_sizes', member, record.size)
   redis.call(record.public and 'SADD' or 'SREM', 'cotrain:published', member)
   redis.call('SADD', 'cotrain:weights:' .. record.weights .. ':users', 'c:' .. member)
   if record.expires_at == cjson.null then
-    redis.call('ZREM', of_tenant .. ':expiring', member)
+    redis.call('ZREM', expiring, member)
   else
-    redis.call('ZADD', of_tenant .. ':expiring', record.expires_at, member)
+    redis.call('ZADD', expiring, record.expires_at, member)
     local at_ms = string.format('%.0f', record.expires_at * 1000)
     redis.call('PEXPIREAT', 'cotrain:checkpoint:' .. member, at_ms)
   end

@@ -1,19 +1,21 @@
--- sample_finish: a part of other scripts, after `ages`: what every end of a sample request does, once.
--- Returns its tenant, or false where it had ended. Its result appears, its client is told, and all it held is free: queue, claim, quota, body.
+-- sample_finish: what every end of a sample request does, once.
+-- needs: ages
+-- Returns its tenant, or false where it had ended. Its result appears, its end is published to its client,
+-- and all it held is free: queue, claim, quota, body.
 -- What is left of the request (who asked what) outlives its result, for repeats and late polls.
--- `lives` holds, in ms: what the record outlives the result by, how long its end is told.
+-- `lives` holds, in ms: what the record outlives the result by, how long its end is published.
 local function finish(refs, lives, request, result, ttl_ms, failed, size)
   local sample = 'cotrain:sample:' .. request
   local row = redis.call('HMGET', sample, 'state', 'tenant', 'sampler', 'clone', 'digest',
     'prefix', 'lane', 'holder', 'ref', 'size')
   local state, tenant, sampler, clone, digest = row[1], row[2], row[3], row[4], row[5]
-  local prefix, lane, holder, ref, held = row[6], row[7], row[8], row[9], row[10]
+  local prefix, queue, holder, ref, body_bytes = row[6], row[7], row[8], row[9], row[10]
   if not state or state == 'done' then
     return false
   end
   local load = prefix .. 'samples:' .. tenant
   if state == 'waiting' then
-    redis.call('LREM', prefix .. 'waiting:' .. lane .. ':' .. tenant, 1, request)
+    redis.call('LREM', prefix .. 'waiting:' .. queue .. ':' .. tenant, 1, request)
     if redis.call('HINCRBY', load, 'waiting', -1) == 0 then
       redis.call('LREM', prefix .. 'sample_ring', 1, tenant)
     end
@@ -22,7 +24,7 @@ local function finish(refs, lives, request, result, ttl_ms, failed, size)
     redis.call('SREM', prefix .. 'cancelled:' .. holder, request)
     redis.call('HINCRBY', load, 'running', -1)
   end
-  redis.call('HINCRBY', load, 'bytes', 0 - tonumber(held))
+  redis.call('HINCRBY', load, 'bytes', 0 - tonumber(body_bytes))
   local segment = string.match(ref, '^spool:([^:]+):')
   if segment and redis.call('HINCRBY', refs, segment, -1) <= 0 then
     redis.call('HDEL', refs, segment)
@@ -42,8 +44,8 @@ local function finish(refs, lives, request, result, ttl_ms, failed, size)
     local last = redis.call('ZREVRANGE', ended, 0, 0, 'WITHSCORES')[2]
     local number = math.max(now, last and tonumber(last) + 1 or 0)
     redis.call('ZADD', ended, number, string.match(request, ':(%d+)$'))
-    redis.call('ZREMRANGEBYSCORE', ended, '-inf', now - lives.told)
-    end_after(ended, lives.told)
+    redis.call('ZREMRANGEBYSCORE', ended, '-inf', now - lives.published)
+    end_after(ended, lives.published)
   end
   return tenant
 end

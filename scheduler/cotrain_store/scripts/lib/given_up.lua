@@ -1,4 +1,4 @@
--- given_up: a part of other scripts: ops behind a gap that expired keep their places, and wait for nothing.
+-- given_up: ops behind a gap that expired stay in the log, and wait for nothing.
 -- They leave their tenant's queue, and come back to it when the gap closes or the run ends.
 local GIVEN_UP = { 'given_up_ops', 'given_up_bytes', 'given_up_since' }
 

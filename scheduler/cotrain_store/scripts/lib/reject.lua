@@ -1,5 +1,6 @@
--- reject: a part of other scripts, after `ages`: fail an op that is accepted and not committed. It keeps its place.
--- `log` names the keys: ops, bodies, refs, queue. `failure` holds: result, ttl (ms), and the body and
+-- reject: fail an op that is accepted and not committed. It keeps its seq.
+-- needs: ages
+-- `log` names the keys: ops, bodies, refs, queue. `failure` holds: result, ttl_ms, and the body and
 -- envelope that the op has from now on. The request is added to `resolved`.
 local function reject(log, run, seq, failure, resolved)
   local envelope = redis.call('HGET', log.ops, seq)
@@ -15,6 +16,6 @@ local function reject(log, run, seq, failure, resolved)
   redis.call('HINCRBY', log.queue, 'bytes', #failure.body - tonumber(size))
   redis.call('HSET', log.ops, seq, failure.envelope)
   redis.call('HSET', log.bodies, seq, failure.body)
-  put_result(run .. ':' .. seq, failure.result, failure.ttl)
+  put_result(run .. ':' .. seq, failure.result, failure.ttl_ms)
   resolved[#resolved + 1] = run .. ':' .. seq
 end

@@ -1,6 +1,7 @@
--- save_end: a part of other scripts: what every end of a named save does, once: its client gets its
--- result, nobody waits for it any more, and a run that it was the last of ends.
--- `notify` is where results are told; `closing` what other requests of that run resolve to.
+-- save_end: what every end of a named save does, once: its client gets its result, it is unstored no more,
+-- and a run that it was the last of ends.
+-- needs: run_close
+-- `notify` is where results are published; `closing` what other requests of that run resolve to.
 local function end_save(weights, ref, record, prefix, result, ttl_ms, notify, closing)
   local resolved = { ref }
   put_result(ref, result, ttl_ms)

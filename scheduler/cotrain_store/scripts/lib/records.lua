@@ -1,5 +1,5 @@
--- records: a part of other scripts: the bytes of a tenant's records of sessions and runs, which are kept
--- for ever. A client may make any number of both, and write notes to each.
+-- records: the bytes of a tenant's records of sessions and runs, which are kept permanently. A client may
+-- make any number of both, and write notes to each.
 local RECORD_OVERHEAD = 1000 -- of Redis, for the keys and lists that name one
 
 local function record_bytes(tenant)

@@ -1,5 +1,6 @@
--- unread: a part of other scripts, after `ages`: the results of a tenant that lie here and were never sent, and their
--- bytes. Each is listed from its commit on until it is sent or expires, so that no count can drift.
+-- unread: the results of a tenant that lie here and were never sent, and their bytes. Each is listed from
+-- its commit on until it is sent or expires, so that no count can drift.
+-- needs: ages
 local function note_unread(tenant, request, size, ttl_ms)
   local sizes = 'cotrain:tenant:' .. tenant .. ':unread'
   if redis.call('HSETNX', sizes, request, size) == 1 then

@@ -1,5 +1,6 @@
--- run_close: a part of other scripts, after `ages`: end a run, by its tenant (closed) or because it cannot go on
--- (failed). Ops not yet planned fail at once; planned ones still commit. Twice is harmless.
+-- run_close: end a run, by its tenant (closed) or because it cannot go on (failed). Ops not yet planned
+-- fail at once; planned ones still commit. Twice is harmless.
+-- needs: ages, given_up
 -- Returns the requests that were resolved; nothing for a run without a log.
 local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   local log, ops = prefix .. 'log:' .. run, prefix .. 'ops:' .. run
@@ -35,7 +36,7 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
     end
     local worker = row[4]
     if worker and redis.call('SISMEMBER', prefix .. 'workers', worker) == 0 then
-      worker = redis.call('SMEMBERS', prefix .. 'workers')[1] -- its own is gone for good
+      worker = redis.call('SMEMBERS', prefix .. 'workers')[1] -- its own was struck off
     end
     if worker and state == 'closed' then
       redis.call('SADD', prefix .. 'drops:' .. worker, run)

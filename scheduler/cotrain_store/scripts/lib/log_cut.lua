@@ -1,4 +1,4 @@
--- log_cut: a part of other scripts: delete ops that a registered file covers, and free what they hold.
+-- log_cut: delete ops that a registered file covers, and free what they hold.
 -- `log` names the keys: ops, bodies, digests, refs. Digests outlive their ops by `kept`.
 local function cut_log(log, first, last, kept)
   for seq = first, last do

@@ -1,12 +1,12 @@
--- weights_in_use: a part of other scripts: whether a checkpoint ('c'), a living sampler ('s') or a
--- load in some run's log ('l') refers to weights. Users that are gone (expired, a name that moved on,
--- a log that was cut) are struck off.
+-- weights_in_use: whether a checkpoint ('c'), a living sampler ('s') or a load in some run's log ('l')
+-- refers to weights. Users that ended (expired, a name that moved on, a log that was cut) are struck off.
 local function is_user(ref, kind, name)
   if kind == 's' then
     return redis.call('EXISTS', 'cotrain:sampler:' .. name) == 1
   elseif kind == 'l' then
     local pool, run, seq = string.match(name, '^({[^}]*}:)(.*):(%d+)$')
-    return redis.call('HEXISTS', 'cotrain:' .. pool .. 'ops:' .. run, seq) == 1
+    local prefix = 'cotrain:' .. pool
+    return redis.call('HEXISTS', prefix .. 'ops:' .. run, seq) == 1
   end
   local record = redis.call('GET', 'cotrain:checkpoint:' .. name)
   return record and cjson.decode(record)['weights'] == ref

@@ -1,9 +1,9 @@
--- samplers: a part of other scripts, after `unread`: a tenant's samplers, each listed from the save that
--- asks for it on until it ends, and what the weights of saves without a name weigh, which nothing but
--- their samplers keeps. Sizes are listed one by one, so that no count can drift.
+-- samplers: a tenant's samplers, each listed from the save that asks for it on until it ends, and what the
+-- weights of saves without a name weigh, which nothing but their samplers keeps. Sizes are listed one by
+-- one, so that no count can drift.
+-- needs: ages
 local function sampler_keys(tenant)
-  local of_tenant = 'cotrain:tenant:' .. tenant
-  return of_tenant .. ':samplers', of_tenant .. ':sampler_bytes'
+  return 'cotrain:tenant:' .. tenant .. ':samplers', 'cotrain:tenant:' .. tenant .. ':sampler_bytes'
 end
 
 local function list_sampler(tenant, id, idle_ms)
