@@ -9,7 +9,8 @@ from fastapi import FastAPI
 
 from cotrain.version import __version__
 from cotrain_server import errors
-from cotrain_server.http.middleware import Edge
+from cotrain_server.http.long_poll import LongPolls
+from cotrain_server.http.middleware import RequestMiddleware
 from cotrain_server.routes import (
     anthropic,
     audit,
@@ -93,7 +94,9 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
         redirect_slashes=False,
     )
     metrics.BUILD_INFO.labels(__version__).set(1)
-    app.add_middleware(Edge)
+    # The last one added is the first to see a request.
+    app.add_middleware(LongPolls, polls=futures.POLLS)
+    app.add_middleware(RequestMiddleware)
     errors.install(app)
     for part in PARTS:
         app.include_router(part.router)

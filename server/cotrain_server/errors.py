@@ -245,6 +245,12 @@ def refusal(error: Exception, request_id: str) -> JSONResponse:
     return answer
 
 
+def schema_refusal(errors: Sequence[Mapping[str, Any]], request_id: str) -> JSONResponse:
+    """Answer what pydantic found wrong with a request, and count it."""
+    metrics.REQUESTS_REJECTED.labels("invalid").inc()
+    return error_response(422, sentence(errors), "invalid", request_id)
+
+
 async def _answer_known(request: Request, error: Exception) -> JSONResponse:
     return refusal(error, request.state.request_id)
 
@@ -255,8 +261,7 @@ async def _answer_lost(request: Request, error: Exception) -> JSONResponse:
 
 async def _answer_schema(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    metrics.REQUESTS_REJECTED.labels("invalid").inc()
-    return error_response(422, sentence(error.errors()), "invalid", request.state.request_id)
+    return schema_refusal(error.errors(), request.state.request_id)
 
 
 async def _answer_http(request: Request, error: Exception) -> JSONResponse:

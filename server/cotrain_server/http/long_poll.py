@@ -1,61 +1,125 @@
-"""Answers that are not there yet: a route says what to wait for, and the edge waits.
+"""Polls as an ASGI app of their own, in front of the framework: authenticate, read, wait, send.
 
-Thousands of polls are held at once. Under the layers of a route (body, dependencies, routing) each
-weighed 36 KB; a route that has returned keeps nothing.
+Thousands are held at once. Under the layers of a route (body, dependencies, routing) each weighed 36 KB,
+and twice that while Redis looked up its key: after a restart all of them come at once.
+
+A poll never answers 5xx, which SDKs repeat at once and without end: a store that is unavailable is
+"not yet".
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.requests import Request
 from starlette.responses import Response
-from typing_extensions import override
 
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST, RequestError, refusal
+from cotrain.types import TryAgainResponse
+from cotrain_server.errors import (
+    CLIENT_CLOSED_REQUEST,
+    RequestError,
+    refusal,
+    schema_refusal,
+)
+from cotrain_server.http.auth import authenticate
 from cotrain_server.http.disconnect import while_connected
-from cotrain_server.http.tenant_routes import HOLD_S, not_served
+from cotrain_server.http.request_body import away_from_the_loop, is_json, read_body
 from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
     from typing import Any
 
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from cotrain.wire.model import WireModel
+    from cotrain_server.services import Services
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.sessions import Tenant
 
     Wait = Callable[[], Coroutine[Any, Any, Response]]
+    Endpoint = Callable[[Any, Request, Services, Tenant], Coroutine[Any, Any, Response | Wait]]
 
-_KEY = "held"
+Ready = TypeVar("Ready")
+
+#: A batch poll may acknowledge this much: 100,000 ids. Refused, it would end sampling on its client.
+POLL_BODY_BYTES = 8 * 1024**2
+#: A poll that cannot be served is held this long: its client asks again the moment it is answered.
+HOLD_S = 1.0
 
 
-class Held(Response):
-    """Stands for the answer of a poll until `answer_held` has it. `wait` is called once, or never."""
+@dataclass(frozen=True)
+class Poll:
+    """One polled endpoint: POST `path` with the JSON of `asks`."""
 
-    def __init__(self, wait: Wait) -> None:
-        super().__init__()
-        self._wait = wait
+    path: str
+    asks: type[WireModel]
+    endpoint: Endpoint
+    """Gives the answer, or what to wait for: that alone is kept, and ends when the client hangs up."""
 
-    @override
+
+class LongPolls:
+    """ASGI middleware that answers polls, and passes on everything else."""
+
+    def __init__(self, app: ASGIApp, polls: Sequence[Poll]) -> None:
+        self.app = app
+        self._poll_by_path = {poll.path: poll for poll in polls}
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Leave it to the edge."""
-        scope["state"][_KEY] = self._wait
+        """Serve one request."""
+        poll = self._poll_by_path.get(scope["path"]) if scope["type"] == "http" else None
+        if poll is None or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        scope["route"] = poll
+        request_id = scope["state"]["request_id"]
+        # What was read is gone while its answer is waited for.
+        ready = await answered(_prepare(poll, Request(scope, receive)), request_id)
+        if not isinstance(ready, Response):
+            answer = await while_connected(receive, answered(ready(), request_id))
+            ready = answer or Response(status_code=CLIENT_CLOSED_REQUEST)
+        await ready(scope, receive, send)
 
 
-async def answer_held(scope: Scope, receive: Receive, send: Send) -> None:
-    """Wait for what a route left to wait for, if it did, and send it; nothing to whoever hung up."""
-    wait: Wait | None = scope["state"].pop(_KEY, None)
-    if wait is None:
-        return
-    answer = await while_connected(receive, _answer(wait, scope["state"]["request_id"]))
-    await (answer or Response(status_code=CLIENT_CLOSED_REQUEST))(scope, receive, send)
-
-
-async def _answer(wait: Wait, request_id: str) -> Response:
+async def answered(work: Coroutine[Any, Any, Ready], request_id: str) -> Ready | Response:
+    """Await what a poll came to, or make the answer of what kept it from that."""
     try:
-        return await wait()
+        return await work
     except (StoreUnavailable, *CONNECTION_LOST):
         await asyncio.sleep(HOLD_S)
-        return not_served()
+        return try_again("", "paused_capacity", "the server's store is restarting")
     except (RequestError, StoreError) as error:
         return refusal(error, request_id)
+
+
+def try_again(request_id: str, queue_state: str, reason: str | None) -> JSONResponse:
+    """Answer a poll whose result is not there yet: 408, which SDKs repeat silently."""
+    body = TryAgainResponse.model_validate(
+        {"request_id": request_id, "queue_state": queue_state, "queue_state_reason": reason}
+    )
+    return JSONResponse(body.model_dump(), status_code=408)
+
+
+async def _prepare(poll: Poll, request: Request) -> Response | Wait:
+    # The key first: an unknown caller must not make us read anything.
+    services: Services = request.app.state.services
+    request.state.tenant = tenant = await authenticate(request, services)
+    try:
+        asked = await _read(poll, request, services, tenant.id)
+    except ValidationError as error:
+        return schema_refusal(error.errors(), request.state.request_id)
+    return await poll.endpoint(asked, request, services, tenant)
+
+
+async def _read(poll: Poll, request: Request, services: Services, tenant: TenantId) -> WireModel:
+    limit_bytes = min(POLL_BODY_BYTES, services.settings.max_body_bytes)
+    with services.body_memory.of(tenant) as take:
+        body = await read_body(request, limit_bytes, take)
+        # What does not say that it is JSON is none: validated as the text that it is, it is refused.
+        read = poll.asks.model_validate_json if is_json(request) else poll.asks.model_validate
+        return await away_from_the_loop(len(body), read, body)

@@ -15,8 +15,6 @@ import structlog
 from starlette.requests import ClientDisconnect
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST, ambiguous_length, internal_error
-from cotrain_server.http.long_poll import answer_held
-from cotrain_server.http.tenant_routes import meet
 from cotrain_store.monitoring import metrics
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ _NOT_LOGGED = {
 }
 
 
-class Edge:
+class RequestMiddleware:
     """ASGI middleware around the whole application."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -61,8 +59,8 @@ class Edge:
             await send(message)
 
         try:
-            await self._routed(scope, receive, send_noted)
-            await answer_held(scope, receive, send_noted)
+            app = ambiguous_length(request_id) if _has_two_lengths(scope) else self.app
+            await app(scope, receive, send_noted)
         except ClientDisconnect:
             statuses.append(CLIENT_CLOSED_REQUEST)
         except Exception as error:  # noqa: BLE001  # the HTTP edge answers whatever happened
@@ -70,19 +68,6 @@ class Edge:
             if not statuses:
                 await internal_error(request_id)(scope, receive, send_noted)
         _measure(scope, statuses[0] if statuses else 0, time.perf_counter() - started_at)
-
-    async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _has_two_lengths(scope):
-            scope["route"] = None
-            await ambiguous_length(scope["state"]["request_id"])(scope, receive, send)
-            return
-        await meet(scope)
-        # A scope of their own: what the layers below leave in it would be held with a poll.
-        below = {**scope}
-        try:
-            await self.app(below, receive, send)
-        finally:
-            scope["route"] = below.get("route")
 
 
 def _has_two_lengths(scope: Scope) -> bool:
@@ -99,7 +84,7 @@ def _is_leaving(scope: Scope) -> bool:
 
 def _measure(scope: Scope, status: int, duration_s: float) -> None:
     # The template, not the path: ids must not become labels.
-    route = getattr(scope["route"], "path", "unmatched")
+    route = getattr(scope.get("route"), "path", "unmatched")
     metrics.HTTP_REQUESTS.labels(route, status).inc()
     metrics.HTTP_DURATION.labels(route).observe(duration_s)
     if status < 400 or (route, status) in _NOT_LOGGED:

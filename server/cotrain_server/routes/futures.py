@@ -1,4 +1,7 @@
-"""retrieve_future and retrieve_futures: hold a poll until a result is there, or long enough."""
+"""retrieve_future, retrieve_futures, cancel_future: what clients poll with, and end their waiting with.
+
+Declared as routes for the OpenAPI page; `LongPolls` answers their POSTs in front of the router.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,8 @@ from cotrain.types import (
 from cotrain.wire.pass_codec import PROTOBUF, pass_output_to_json
 from cotrain.wire.sample_codec import sample_response_to_json
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.long_poll import Held
+from cotrain_server.http.long_poll import Poll, try_again
 from cotrain_server.http.request_body import away_from_the_loop
-from cotrain_server.http.tenant_routes import PollRoute, try_again
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import ResultKind
@@ -30,6 +32,7 @@ from cotrain_store.results.futures import Pending
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from cotrain_server.http.long_poll import Wait
     from cotrain_server.services import Services
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.results import Result
@@ -38,9 +41,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-router = APIRouter(
-    prefix="/api/v1", tags=["futures"], route_class=PollRoute, dependencies=[api_key]
-)
+router = APIRouter(prefix="/api/v1", tags=["futures"], dependencies=[api_key])
 
 _JSON_OF: Mapping[ResultKind, Callable[[bytes], bytes]] = {
     ResultKind.PASS: pass_output_to_json,
@@ -59,11 +60,11 @@ _JSON_OF: Mapping[ResultKind, Callable[[bytes], bytes]] = {
 )
 async def retrieve_future(
     poll: FutureRetrieveRequest, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Response:
+) -> Wait:
     """Answer with the result, or after a while with 408. A result can be fetched more than once."""
     name, hold_s = RequestId(poll.request_id), services.long_poll_s
     accept = request.headers.get("accept", "")
-    return Held(partial(_result, services, tenant.id, name, hold_s, accept))
+    return partial(_result, services, tenant.id, name, hold_s, accept)
 
 
 @router.post(
@@ -72,23 +73,31 @@ async def retrieve_future(
     responses={408: {"model": TryAgainResponse, "description": "Not now: ask again."}},
 )
 async def retrieve_futures(
-    poll: RetrieveFuturesRequest, services: ServicesDep, tenant: TenantDep
-) -> Response:
+    poll: RetrieveFuturesRequest, _: Request, services: ServicesDep, tenant: TenantDep
+) -> Wait:
     """Say which requests of a sampler have ended since `prev_cursor`: one poll waits for all."""
     target, longest_s = poll.target, services.long_poll_s
     hold_s = longest_s if poll.timeout is None else min(poll.timeout, longest_s)
     sampler = await services.records.sampler(tenant.id, target.sampling_session_id)
     await services.completions.acknowledge(sampler, poll.retrieved_request_ids)
     clone, cursor = target.cloned_sampler_id, poll.prev_cursor
-    return Held(partial(_ended, services, sampler, clone, cursor, hold_s))
+    return partial(_ended, services, sampler, clone, cursor, hold_s)
 
 
 @router.post("/cancel_future", status_code=204)
 async def cancel_future(
-    cancellation: CancelFutureRequest, services: ServicesDep, tenant: TenantDep
-) -> None:
-    """End a sample request that nobody waits for any more; an unknown one is left alone."""
+    cancellation: CancelFutureRequest, _: Request, services: ServicesDep, tenant: TenantDep
+) -> Response:
+    """End a sample request whose client has given it up; an unknown one is left alone."""
     await services.sample_intake.cancel(tenant.id, RequestId(cancellation.request_id))
+    return Response(status_code=204)
+
+
+POLLS = (
+    Poll(f"{router.prefix}/retrieve_future", FutureRetrieveRequest, retrieve_future),
+    Poll(f"{router.prefix}/retrieve_futures", RetrieveFuturesRequest, retrieve_futures),
+    Poll(f"{router.prefix}/cancel_future", CancelFutureRequest, cancel_future),
+)
 
 
 async def _result(
