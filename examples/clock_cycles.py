@@ -34,8 +34,11 @@ def main() -> None:
     options = options_of(
         __doc__, STEPS, mode="metronome", period_s=PERIOD_S, prepare_s=PREPARE_S, picture=""
     )
-    beat_s = options.period_s if options.mode == "metronome" else None
-    clock = [f"--clock-mode={options.mode}", *([f"--clock-period-s={beat_s}"] if beat_s else [])]
+    period_s = options.period_s if options.mode == "metronome" else None
+    clock = [
+        f"--clock-mode={options.mode}",
+        *([f"--clock-period-s={period_s}"] if period_s else []),
+    ]
     rows, requests = [], {}
     with opened(options, *clock) as (service, base_model):
         run = service.create_lora_training_client(base_model, rank=8, seed=1)
@@ -58,13 +61,13 @@ def main() -> None:
     except ModuleNotFoundError as error:
         log.print(f"No picture is drawn: pip install {error.name}")
         return
-    draw(requests, done, title, path, beat_s)
+    draw(requests, done, title, path, period_s)
     log.print(f"Drawn in {path}")
 
 
 def of_tokens(row: int) -> Datum:
     """Make a datum of any tokens: how long they take does not depend on what they say."""
-    tokens = [100 + (7 * row + place) % 400 for place in range(TOKENS + 1)]
+    tokens = [100 + (7 * row + at) % 400 for at in range(TOKENS + 1)]
     return datum(tokens, weights=[1.0] * TOKENS)
 
 

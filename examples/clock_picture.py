@@ -26,12 +26,12 @@ def draw(
     cycles: Sequence[Cycle],
     title: str,
     path: Path,
-    beat_s: float | None,
+    period_s: float | None,
 ) -> None:
     """Write a PNG: a grey band with its number for each cycle, a bar with that of its step for each request.
 
     A bar ends where the loop reads the result, which may have been there before.
-    `beat_s` is the metronome's period, whose beats are dotted; None where there is none.
+    `period_s` is the metronome's period, whose ticks are dotted; None where there is none.
     """
     figure, rows = pyplot.subplots(
         len(requests), figsize=(8, 1.7 * len(requests)), sharex=True, layout="constrained"
@@ -40,8 +40,8 @@ def draw(
     for axes, (name, sent) in zip(rows, requests.items(), strict=True):
         _draw_cycles(axes, cycles, sent, NARROWEST * longest_s)
         _draw_requests(axes, sent)
-        if beat_s:
-            _draw_beats(axes, beat_s, sent[0].sent_at, longest_s)
+        if period_s:
+            _draw_ticks(axes, period_s, sent[0].sent_at, longest_s)
         axes.set(title=name, yticks=(), xlim=(-0.02 * longest_s, 1.02 * longest_s), ylim=(-0.6, 4))
         axes.spines[["left", "right", "top"]].set_visible(False)
     rows[-1].set_xlabel("seconds")
@@ -57,8 +57,8 @@ def draw(
 
 def _draw_requests(axes: Any, sent: Sequence[Request]) -> None:
     """Draw a step's requests one above the other, and every other step lower, as steps may overlap."""
-    for place, request in enumerate(sent):
-        step, is_second = divmod(place, 2)
+    for index, request in enumerate(sent):
+        step, is_second = divmod(index, 2)
         height = 2 * (1 - step % 2) + (0 if is_second else 0.8)
         took_s, start_s = request.answered_at - request.sent_at, request.sent_at - sent[0].sent_at
         axes.barh(height, took_s, left=start_s, height=0.7, color=COLORS[request.op])
@@ -79,8 +79,10 @@ def _draw_cycles(
             axes.text((start + end) / 2, 3.5, str(cycle.number), ha="center", fontsize=7)
 
 
-def _draw_beats(axes: Any, beat_s: float, first_s: float, longest_s: float) -> None:
-    """Dot every beat, used or not: they are multiples of the period."""
-    offset_s = beat_s - first_s % beat_s
-    for beat in range(int((longest_s - offset_s) / beat_s) + 1):
-        axes.axvline(offset_s + beat * beat_s, color="0.4", linestyle=":", linewidth=1, zorder=0.5)
+def _draw_ticks(axes: Any, period_s: float, first_s: float, longest_s: float) -> None:
+    """Dot every tick, used or not: they are multiples of the period."""
+    offset_s = period_s - first_s % period_s
+    for tick in range(int((longest_s - offset_s) / period_s) + 1):
+        axes.axvline(
+            offset_s + tick * period_s, color="0.4", linestyle=":", linewidth=1, zorder=0.5
+        )

@@ -1,4 +1,4 @@
-"""A loss the server has never heard of: the focal loss, which cares for what is still hard.
+"""A loss the server does not have: the focal loss, which cares for what is still hard.
 
 A token's cross-entropy is weighed by (1 - p)^gamma, so tokens that are right already hardly count. It
 is written in torch and runs here; with gamma = 0 it is the cross-entropy that the server computes itself.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opening import counted, needed, opened, options_of, show
-from unicode_names import batch, datums, held_out
+from unicode_names import batch, datums, holdout
 
 from cotrain import AdamParams
 
@@ -41,7 +41,7 @@ def main() -> None:
         for name, loss in zip(names, losses, strict=True):
             run = service.create_lora_training_client(base_model, RANK, seed=1)
             tokenizer = run.get_tokenizer()
-            unseen = datums(tokenizer, held_out())
+            unseen = datums(tokenizer, holdout())
             if not rows:
                 rows.append(("before", *losses_of(run, unseen)))
             for step in counted(f"Training on {name}", range(options.steps), options.steps):

@@ -24,7 +24,7 @@ from demo_rl import Learning, plot, reinforce
 from demo_server import GIVE_WAY, serving
 from demo_tenants import STEPS, TENANTS, Corpus, Progress, train
 from demo_view import learning_table, loops_table, matrix_table, training_table
-from how_far import told
+from how_far import reported
 from rich.console import Console
 from rich.live import Live
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from demo_clock import Cost
-    from how_far import Tell
+    from how_far import Report
     from rich.table import Table
 
 FOLDER = Path(__file__).parents[1] / ".demo" / "model"
@@ -72,13 +72,13 @@ def main() -> None:
 def make_model() -> tuple[Path, Corpus]:
     """Make the base model, or take the one made before, and let it write a line or two."""
     console.print("Making a base model", style="bold")
-    with told("Loading torch and reading text", console):
+    with reported("Loading torch and reading text", console):
         # Here, and not above: it takes seconds, and what is being done is said first.
         os.environ.setdefault(*GIVE_WAY)
         from demo_model import cached_model, tokenizer_of, write_on
-    with told("Training it", console) as tell:
+    with reported("Training it", console) as report:
         model = cached_model(
-            FOLDER, lambda step, steps, loss: tell(step, steps, f"{loss:.2f} nats/token")
+            FOLDER, lambda step, steps, loss: report(step, steps, f"{loss:.2f} nats/token")
         )
     for prompt in PROMPTS:
         say(repr(write_on(model, prompt, 40)))
@@ -139,9 +139,9 @@ def measure_clock(model: Path, corpus: Corpus) -> dict[str, Cost]:
     options = ("--clock-mode=metronome", f"--clock-period-s={PERIOD_S}")
     with (
         serving(model, KEYS[:1], *options, say=say) as address,
-        told("Running a training loop, written in three ways", console) as tell,
+        reported("Running a training loop, written in three ways", console) as report,
     ):
-        costs = measure_loops(address, str(model), corpus, tell)
+        costs = measure_loops(address, str(model), corpus, report)
     console.print(loops_table(costs, PERIOD_S))
     return costs
 
@@ -152,11 +152,11 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def showing(doing: str, table: Callable[[], Table]) -> Iterator[Tell]:
+def showing(doing: str, table: Callable[[], Table]) -> Iterator[Report]:
     """Say at once what is being done; give what shows how far: a live table, or lines of a log."""
     if not console.is_terminal:
-        with told(doing, console) as tell:
-            yield tell
+        with reported(doing, console) as report:
+            yield report
         console.print(table())
         return
     with Live(table(), console=console, auto_refresh=False) as live:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from demo_tenants import Corpus
-    from how_far import Tell
+    from how_far import Report
 
     from cotrain import Datum, Future, TrainingClient
     from cotrain.types import ForwardBackwardOutput, OptimStepResponse
@@ -37,8 +37,8 @@ class Cost:
     seconds: float
 
 
-def measure_loops(address: str, base_model: str, corpus: Corpus, tell: Tell) -> dict[str, Cost]:
-    """Train `STEPS` steps with each of `LOOPS`; `tell` hears how many are done."""
+def measure_loops(address: str, base_model: str, corpus: Corpus, report: Report) -> dict[str, Cost]:
+    """Train `STEPS` steps with each of `LOOPS`; `report` hears how many are done."""
     costs = {}
     tenant = TENANTS[0]
     with ServiceClient(address, tenant.key) as service:
@@ -47,7 +47,7 @@ def measure_loops(address: str, base_model: str, corpus: Corpus, tell: Tell) -> 
         data = [datum(row, weights=[1.0] * (len(row) - 1)) for row in rows]
         for done, (name, loop) in enumerate(LOOPS.items(), 1):
             costs[name] = _cost(loop, run, data)
-            tell(done, len(LOOPS), name)
+            report(done, len(LOOPS), name)
     return costs
 
 

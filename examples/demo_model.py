@@ -92,9 +92,7 @@ def write_on(folder: Path, prompt: str, num_tokens: int) -> str:
 
 def _recipe() -> dict[str, str | int]:
     """Whatever changes the model: its shape, its training, its text."""
-    text = hashlib.sha256(
-        "".join(piece for kind in BASE_KINDS for piece in base_text(kind)).encode()
-    )
+    text = hashlib.sha256("".join(text for kind in BASE_KINDS for text in base_text(kind)).encode())
     recipe = f"{VOCAB} {SHAPE} {STEPS} {ROWS} {LENGTH} {LEARNING_RATE} {MUON_LEARNING_RATE} {CHAT_TEMPLATE}"
     return {"recipe": recipe, "text": text.hexdigest()}
 
@@ -154,16 +152,16 @@ def _share_of_rate(step: int) -> float:
 def _batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[torch.Tensor]:
     """Yield `STEPS` batches [rows, tokens], each of all kinds of text in equal parts."""
     streams = [torch.tensor(_tokens(tokenizer, base_text(kind))) for kind in BASE_KINDS]
-    places = random.Random(0)
+    starts = random.Random(0)
     for _ in range(STEPS):
         rows = []
         for row in range(ROWS):
             stream = streams[row % len(streams)]
-            start = places.randrange(len(stream) - LENGTH)
+            start = starts.randrange(len(stream) - LENGTH)
             rows.append(stream[start : start + LENGTH])
         yield torch.stack(rows)
 
 
-def _tokens(tokenizer: PreTrainedTokenizerFast, pieces: tuple[str, ...]) -> list[int]:
-    encoded = tokenizer(list(pieces), add_special_tokens=False).input_ids
-    return [token for piece in encoded for token in (*piece, 0)]
+def _tokens(tokenizer: PreTrainedTokenizerFast, texts: tuple[str, ...]) -> list[int]:
+    encoded = tokenizer(list(texts), add_special_tokens=False).input_ids
+    return [token for ids in encoded for token in (*ids, 0)]

@@ -1,4 +1,4 @@
-"""Reinforcement: a policy that is told nothing but how good its answers were.
+"""Reinforcement: a policy that learns from nothing but how good its answers were.
 
 The task is small enough to be checked by eye: continue `int('4') == ` with `4` and the end of the
 line. Every step samples a group of answers to each question, rewards each, and trains on how much

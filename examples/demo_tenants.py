@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 LENGTH = 128
 ROWS = 8
 STEPS = 32
-HELD_OUT_ROWS = 24
+HOLDOUT_ROWS = 24
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """Somebody with a key of their own, who trains one adapter on one kind of text."""
+    """A tenant with a key of its own, which trains one adapter on one kind of text."""
 
     name: str
     kind: str
@@ -104,20 +104,20 @@ class Corpus:
         self._rows = {
             (kind, part): self._cut(encode, getattr(tenant_text(kind), part))
             for kind in TENANT_KINDS
-            for part in ("train", "held_out")
+            for part in ("train", "holdout")
         }
 
     def batch(self, kind: str, step: int) -> list[list[int]]:
         """Give the rows of one step, each of `LENGTH` + 1 tokens."""
         return random.Random(step).sample(self._rows[kind, "train"], ROWS)
 
-    def held_out(self, kind: str) -> list[list[int]]:
-        """Give rows that nobody trains on."""
-        return self._rows[kind, "held_out"][:HELD_OUT_ROWS]
+    def holdout(self, kind: str) -> list[list[int]]:
+        """Give rows that no run trains on."""
+        return self._rows[kind, "holdout"][:HOLDOUT_ROWS]
 
     @staticmethod
-    def _cut(encode: Callable[[str], list[int]], pieces: Sequence[str]) -> list[list[int]]:
-        tokens = [token for piece in pieces for token in (*encode(piece), 0)]
+    def _cut(encode: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[int]]:
+        tokens = [token for text in texts for token in (*encode(text), 0)]
         return [tokens[at : at + LENGTH + 1] for at in range(0, len(tokens) - LENGTH, LENGTH)]
 
 
@@ -134,14 +134,14 @@ def train(
         run = service.create_lora_training_client(
             base_model, tenant.rank, seed=1, user_metadata={"text": tenant.kind}, **tenant.targets
         )
-        progress.before = _held_out_losses(run, corpus)
+        progress.before = _holdout_losses(run, corpus)
         progress.started_at = time.monotonic()
         for step in range(1, STEPS + 1):
             if leaving.is_set():
                 return
             _train_step(run, tenant, corpus.batch(tenant.kind, step), step, progress)
         progress.ended_at = time.monotonic()
-        progress.after = _held_out_losses(run, corpus)
+        progress.after = _holdout_losses(run, corpus)
 
 
 def _train_step(
@@ -171,10 +171,10 @@ def _as_good_samples(run: TrainingClient, rows: list[list[int]]) -> list[Datum]:
     ]
 
 
-def _held_out_losses(run: TrainingClient, corpus: Corpus) -> dict[str, float]:
+def _holdout_losses(run: TrainingClient, corpus: Corpus) -> dict[str, float]:
     futures = {
         kind: run.forward(
-            [datum(row, weights=[1.0] * LENGTH) for row in corpus.held_out(kind)], "cross_entropy"
+            [datum(row, weights=[1.0] * LENGTH) for row in corpus.holdout(kind)], "cross_entropy"
         )
         for kind in TENANT_KINDS
     }

@@ -29,43 +29,43 @@ DESCRIBED = (
 """Packages whose descriptions are read."""
 MAX_CHARACTERS = 1_200_000
 """Of one kind."""
-PIECE_LINES = 40
+PASSAGE_LINES = 40
 MIN_CHARACTERS = 200
 TRAIN_SHARE = 0.85
 
 
 @dataclass(frozen=True)
 class TenantText:
-    """Pieces of one kind of text: to train on, and never to be seen before the last table."""
+    """Passages of one kind of text: to train on, and never to be seen before the last table."""
 
     train: tuple[str, ...]
-    held_out: tuple[str, ...]
+    holdout: tuple[str, ...]
 
 
 @cache
 def base_text(kind: str) -> tuple[str, ...]:
     """Read one kind of text that the base model is made of."""
-    return _pieces(BASE_KINDS[kind](), kind)
+    return _passages(BASE_KINDS[kind](), kind)
 
 
 @cache
 def tenant_text(kind: str) -> TenantText:
     """Read one kind of text that a tenant trains on, and part it, the same way each time."""
-    pieces = _pieces(TENANT_KINDS[kind](), kind)
-    num_train = int(TRAIN_SHARE * len(pieces))
-    return TenantText(pieces[:num_train], pieces[num_train:])
+    passages = _passages(TENANT_KINDS[kind](), kind)
+    num_train = int(TRAIN_SHARE * len(passages))
+    return TenantText(passages[:num_train], passages[num_train:])
 
 
-def _pieces(documents: Iterable[str], seed: str) -> tuple[str, ...]:
-    """Cut documents into pieces of some lines, without repeats, in no order."""
-    pieces: dict[str, None] = {}
+def _passages(documents: Iterable[str], seed: str) -> tuple[str, ...]:
+    """Cut documents into passages of some lines, without repeats, in no order."""
+    passages: dict[str, None] = {}
     characters = 0
-    for piece in _of_some_lines(documents):
-        pieces[piece] = None
-        characters += len(piece)
+    for passage in _of_some_lines(documents):
+        passages[passage] = None
+        characters += len(passage)
         if characters > MAX_CHARACTERS:
             break
-    shuffled = list(pieces)
+    shuffled = list(passages)
     random.Random(seed).shuffle(shuffled)
     return tuple(shuffled)
 
@@ -73,10 +73,10 @@ def _pieces(documents: Iterable[str], seed: str) -> tuple[str, ...]:
 def _of_some_lines(documents: Iterable[str]) -> Iterable[str]:
     for document in documents:
         lines = document.splitlines()
-        for start in range(0, len(lines), PIECE_LINES):
-            piece = "\n".join(lines[start : start + PIECE_LINES]).strip()
-            if len(piece) > MIN_CHARACTERS:
-                yield piece
+        for start in range(0, len(lines), PASSAGE_LINES):
+            passage = "\n".join(lines[start : start + PASSAGE_LINES]).strip()
+            if len(passage) > MIN_CHARACTERS:
+                yield passage
 
 
 def _files(folder: Path, pattern: str) -> Iterable[str]:

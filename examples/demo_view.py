@@ -44,7 +44,7 @@ def training_table(progress: Sequence[Progress]) -> Table:
 
 def matrix_table(progress: Sequence[Progress]) -> Table:
     """Show every adapter on every held-out text; green is the best adapter for a text."""
-    table = Table(title="Loss on text that nobody trained on, in nats per token")
+    table = Table(title="Loss on text that no tenant trained on, in nats per token")
     table.add_column("adapter")
     for kind in TENANT_KINDS:
         table.add_column(kind, justify="right")
@@ -71,7 +71,9 @@ def loops_table(costs: Mapping[str, Cost], period_s: float) -> Table:
 
 def learning_table(learning: Learning) -> Table:
     """Show how the policy's reward goes: a bar per step, and an answer of the last one."""
-    table = Table(title="One policy, told nothing but how good its answers were", min_width=72)
+    table = Table(
+        title="One policy, trained on nothing but how good its answers were", min_width=72
+    )
     for column in ("step", "mean reward", "by step", "an answer"):
         table.add_column(column)
     latest = learning.rewards[-1] if learning.rewards else 0.0
@@ -81,8 +83,8 @@ def learning_table(learning: Learning) -> Table:
     return table
 
 
-def _cell(its: Progress, kind: str, everybody: Sequence[Progress]) -> str:
+def _cell(its: Progress, kind: str, all_progress: Sequence[Progress]) -> str:
     loss = its.after[kind]
     text = f"{loss:.3f} ({loss - its.before[kind]:+.3f})"
-    is_best = loss == min(other.after[kind] for other in everybody)
+    is_best = loss == min(other.after[kind] for other in all_progress)
     return f"[bold green]{text}[/]" if is_best else text

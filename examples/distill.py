@@ -76,9 +76,9 @@ def write(
         student.sample(
             ModelInput.from_ints(prompt),
             ANSWERS,
-            SamplingParams(max_tokens=24, stop="\n", seed=QUESTIONS * step + place),
+            SamplingParams(max_tokens=24, stop="\n", seed=QUESTIONS * step + index),
         )
-        for place, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts)
     ]
     return [
         (prompt, sequence.tokens, sequence.logprobs)

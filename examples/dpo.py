@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from opening import counted, needed, opened, options_of, show
-from unicode_names import Pair, batch, datums, held_out
+from unicode_names import Pair, batch, datums, holdout
 
 from cotrain import AdamParams
 
@@ -38,7 +38,7 @@ def main() -> None:
     with opened(options) as (service, base_model):
         run = service.create_lora_training_client(base_model, RANK, seed=1)
         tokenizer = run.get_tokenizer()
-        unseen = preferences(tokenizer, held_out())
+        unseen = preferences(tokenizer, holdout())
         reference = logprobs(run, unseen)
         batches = [preferences(tokenizer, batch(step, ROWS)) for step in range(options.steps)]
         # Nothing is trained yet, so the run is still the base model: its log-probs are the reference.
@@ -74,7 +74,7 @@ def train(
     for data, reference in zip(batches, references, strict=True):
         passed = run.forward_backward_custom(data, dpo_loss(reference))
         stepped = run.optim_step(ADAM)  # behind both passes that the loss takes
-        yield told(passed.result().metrics)
+        yield shown(passed.result().metrics)
         stepped.result()
 
 
@@ -103,10 +103,10 @@ def judged(
     run: TrainingClient, data: list[Datum], reference: Reference
 ) -> tuple[float, float, float]:
     """Compute loss, margin and share right of pairs that are not trained on."""
-    return told(dpo_loss(reference)(data, logprobs(run, data))[1])
+    return shown(dpo_loss(reference)(data, logprobs(run, data))[1])
 
 
-def told(metrics: dict[str, float]) -> tuple[float, float, float]:
+def shown(metrics: dict[str, float]) -> tuple[float, float, float]:
     """Pick what the table shows."""
     return metrics["dpo"], metrics["margin"], metrics["right"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import sft
 from opening import counted, opened, options_of, show
-from unicode_names import Pair, held_out, tokens_of
+from unicode_names import Pair, holdout, tokens_of
 
 from cotrain import ModelInput, SamplingParams
 
@@ -60,15 +60,12 @@ async def evaluate(
     """Ask everything at once; gives a row of the table."""
     started_at = time.monotonic()
     answered = await asyncio.gather(
-        *[
-            ask(sampler, tokenizer, pair, seed).result_async()
-            for seed, pair in enumerate(held_out())
-        ]
+        *[ask(sampler, tokenizer, pair, seed).result_async() for seed, pair in enumerate(holdout())]
     )
     took_s = time.monotonic() - started_at
     scores = [
         [score(tokenizer.decode(each.tokens), pair) for each in response.sequences]
-        for pair, response in zip(held_out(), answered, strict=True)
+        for pair, response in zip(holdout(), answered, strict=True)
     ]
     mean = fmean(fmean(group) for group in scores)
     return name, mean, fmean(max(group) for group in scores), took_s, ANSWERS * len(scores)

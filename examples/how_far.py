@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    Tell = Callable[[int, int, str], None]
+    Report = Callable[[int, int, str], None]
 
 EVERY_S = 5.0
 """Between two lines of a log."""
 
 
 @contextmanager
-def told(doing: str, console: Console) -> Iterator[Tell]:
-    """Say at once what is being done; gives `tell(step, steps, note)` for how far it is."""
+def reported(doing: str, console: Console) -> Iterator[Report]:
+    """Say at once what is being done; yields `report(step, steps, note)` for how far it is."""
     console.print(f"{doing} …", highlight=False)
     if not console.is_terminal:
         yield _lines(doing, console)
@@ -35,23 +35,23 @@ def told(doing: str, console: Console) -> Iterator[Tell]:
         )
 
 
-def _lines(doing: str, console: Console) -> Tell:
+def _lines(doing: str, console: Console) -> Report:
     """Write a line when the last is old, and for the last step."""
     first: tuple[int, float] | None = None  # before it, time went into other things
-    said = 0, time.monotonic()
+    last = 0, time.monotonic()
 
-    def tell(step: int, steps: int, note: str = "") -> None:
-        nonlocal said, first
+    def report(step: int, steps: int, note: str = "") -> None:
+        nonlocal last, first
         now = time.monotonic()
-        if step == said[0]:
+        if step == last[0]:
             return
         first = first or (step, now)
-        if step < steps and (step == first[0] or now - said[1] < EVERY_S):
+        if step < steps and (step == first[0] or now - last[1] < EVERY_S):
             return
-        said = step, now
+        last = step, now
         left_s = (now - first[1]) / max(1, step - first[0]) * (steps - step)
         parts = (f"step {step} of {steps}", note, f"{left_s:.0f} s left")
         line = ", ".join(part for part in parts if part)
         console.print(f"{doing}: {line}", highlight=False, soft_wrap=True)
 
-    return tell
+    return report

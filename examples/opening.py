@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from demo_server import GIVE_WAY, serving
-from how_far import told
+from how_far import reported
 from rich.console import Console
 from rich.table import Table
 
@@ -81,7 +81,7 @@ def base_model_of(service: ServiceClient) -> str:
 
 def demo_model(folder: Path = FOLDER) -> Path:
     """Make the demo's base model, half a minute's work, or take the one made before."""
-    with told("Making a base model", log) as tell:
+    with reported("Making a base model", log) as report:
         try:
             os.environ.setdefault(*GIVE_WAY)
             from demo_model import cached_model  # it needs torch, which a client does not
@@ -91,12 +91,12 @@ def demo_model(folder: Path = FOLDER) -> Path:
                 "server that runs in COTRAIN_BASE_URL and COTRAIN_API_KEY."
             )
         return cached_model(
-            folder, lambda step, steps, loss: tell(step, steps, f"{loss:.2f} nats/token")
+            folder, lambda step, steps, loss: report(step, steps, f"{loss:.2f} nats/token")
         )
 
 
 def needed(package: str) -> Any:
-    """Import what an example needs beside the client; ends it with a sentence where it is missing."""
+    """Import what an example needs besides the client; ends it with a sentence where it is missing."""
     try:
         return import_module(package)
     except ModuleNotFoundError:
@@ -105,10 +105,10 @@ def needed(package: str) -> Any:
 
 def counted(doing: str, items: Iterable[Item], steps: int) -> Iterator[Item]:
     """Pass on one item per step, and say how far it is."""
-    with told(doing, log) as tell:
+    with reported(doing, log) as report:
         for step, item in enumerate(items, 1):
             yield item
-            tell(step, steps, "")
+            report(step, steps, "")
 
 
 def show(

@@ -2,7 +2,7 @@
 
 It saves its state every few steps: weights, optimizer and, in the checkpoint's name, how far it was. When
 it starts it looks for its newest checkpoint. This file is both: with `--name`, the training program, and
-without, the one that kills it and compares what came out with a training that nobody disturbed.
+without, the one that kills it and compares what came out with an undisturbed training.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main() -> None:
 def losses_of(
     program: list[str], settings: Mapping[str, str], killed_after: int | None = None
 ) -> dict[int, float]:
-    """Run the training program and read its losses by step; SIGKILL it after a step, if told to."""
+    """Run the training program and read its losses by step; SIGKILL it after `killed_after`, if given."""
     losses = {}
     with subprocess.Popen(program, env=settings, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():

@@ -1,4 +1,4 @@
-"""Reinforcement with a verifiable reward: the policy is told only how good its answers were.
+"""Reinforcement with a verifiable reward: the policy learns only from how good its answers were.
 
 A question is `int('7') == `, and whether an answer is right can be checked. Each step samples a group of
 answers to every digit and trains on how much better than its group each was; the next step samples from

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from opening import counted, opened, options_of, show
-from unicode_names import batch, datums, held_out, tokens_of
+from unicode_names import batch, datums, holdout, tokens_of
 
 from cotrain import AdamParams, ModelInput, SamplingParams
 
@@ -30,8 +30,8 @@ def main() -> None:
     with opened(options) as (service, base_model):
         run = service.create_lora_training_client(base_model, RANK, seed=1)
         tokenizer = run.get_tokenizer()
-        told = [answers(service.create_sampling_client(base_model=base_model), tokenizer)]
-        unseen = datums(tokenizer, held_out())
+        answered = [answers(service.create_sampling_client(base_model=base_model), tokenizer)]
+        unseen = datums(tokenizer, holdout())
         before = run.forward(unseen, "cross_entropy")
         steps = train(run, tokenizer, options.steps)
         losses = list(counted("Training", steps, options.steps))
@@ -41,20 +41,20 @@ def main() -> None:
             *((f"step {step}", loss) for step, loss in enumerate(losses, 1)),
             ("held out, after", after.result().loss),
         ]
-        told.append(answers(run.save_weights_and_get_sampling_client(), tokenizer))
+        answered.append(answers(run.save_weights_and_get_sampling_client(), tokenizer))
     if not options.json:
         rows = [row for at, row in enumerate(rows) if at % SHOWN_EVERY == 0 or row is rows[-1]]
-        show("What it answers", ("before", "after"), list(zip(*told, strict=True)), options)
+        show("What it answers", ("before", "after"), list(zip(*answered, strict=True)), options)
     show("Nats per token of an answer", ("when", "loss"), rows, options)
 
 
 def train(run: TrainingClient, tokenizer: Any, steps: int) -> Iterator[float]:
-    """Take `steps` steps, one ahead of the results; yields the loss of each."""
-    ahead = send_step(run, tokenizer, 0)
+    """Take `steps` steps, one step ahead of the results; yields the loss of each."""
+    upcoming = send_step(run, tokenizer, 0)
     for step in range(1, steps + 1):
-        passed, stepped = ahead
+        passed, stepped = upcoming
         if step < steps:
-            ahead = send_step(run, tokenizer, step)
+            upcoming = send_step(run, tokenizer, step)
         yield passed.result().loss
         stepped.result()  # nothing to read, but a failure would show here
 
@@ -68,7 +68,7 @@ def send_step(run: TrainingClient, tokenizer: Any, step: int) -> tuple[Any, Any]
 def answers(sampler: SamplingClient, tokenizer: Any) -> list[str]:
     """Ask about a few characters that were held out."""
     params = SamplingParams(max_tokens=32, stop="\n", temperature=0.0)
-    asked = [pair.question for pair in held_out()[:4]]
+    asked = [pair.question for pair in holdout()[:4]]
     prompts = [ModelInput.from_ints(tokens_of(tokenizer, question)) for question in asked]
     sampled = [sampler.sample(prompt, 1, params) for prompt in prompts]
     return [

@@ -1,7 +1,7 @@
 """A sweep of learning rates, all at once: every rate has an adapter, all adapters share each pass.
 
 The runs' requests meet in the same clock cycles, so the server reads the base model's weights once for
-all of them. What that saves is told below the table.
+all of them. What that saves stands below the table.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from how_far import told
+from how_far import reported
 from opening import log, opened, options_of, show
-from unicode_names import batch, datums, held_out
+from unicode_names import batch, datums, holdout
 
 from cotrain import AdamParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from how_far import Tell
+    from how_far import Report
 
     from cotrain import Datum, ServiceClient
 
@@ -36,7 +36,7 @@ class Outcome:
     rate: float
     first: float
     """Loss of the first step."""
-    held_out: float
+    holdout: float
     """Loss on what was not trained on, in the end."""
 
 
@@ -46,9 +46,9 @@ def main() -> None:
     with opened(options) as (service, base_model):
         _, alone_s = asyncio.run(sweep(service, base_model, RATES[:1], options.steps))
         outcomes, together_s = asyncio.run(sweep(service, base_model, RATES, options.steps))
-    best = min(outcomes, key=lambda outcome: outcome.held_out)
+    best = min(outcomes, key=lambda outcome: outcome.holdout)
     rows = [
-        (f"{each.rate:g}", each.first, each.held_out, "best" if each is best else "")
+        (f"{each.rate:g}", each.first, each.holdout, "best" if each is best else "")
         for each in outcomes
     ]
     show(
@@ -71,12 +71,12 @@ async def sweep(
     )
     tokenizer = await asyncio.to_thread(runs[0].get_tokenizer)
     batches = [datums(tokenizer, batch(step, ROWS)) for step in range(steps)]
-    unseen = datums(tokenizer, held_out())
+    unseen = datums(tokenizer, holdout())
     started_at = time.monotonic()
-    with told(f"Training at {len(rates)} learning rates at once", log) as tell:
+    with reported(f"Training at {len(rates)} learning rates at once", log) as report:
         outcomes = await asyncio.gather(
             *[
-                train(run, AdamParams(learning_rate=rate, eps=1e-8), batches, unseen, tell)
+                train(run, AdamParams(learning_rate=rate, eps=1e-8), batches, unseen, report)
                 for run, rate in zip(runs, rates, strict=True)
             ]
         )
@@ -84,7 +84,7 @@ async def sweep(
 
 
 async def train(
-    run: Any, adam: AdamParams, batches: list[list[Datum]], unseen: list[Datum], tell: Tell
+    run: Any, adam: AdamParams, batches: list[list[Datum]], unseen: list[Datum], report: Report
 ) -> Outcome:
     """Send the whole training of one run, then wait for it: its order is kept, whatever comes when."""
     sent = []
@@ -95,7 +95,7 @@ async def train(
     results = []
     for done, future in enumerate(sent, 1):
         results.append(await future)
-        tell(done, len(sent), "")
+        report(done, len(sent), "")
     return Outcome(adam.learning_rate, results[0].loss, results[-1].loss)
 
 

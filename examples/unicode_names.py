@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 FIRST, LAST = 0x00C0, 0x0600  # Latin, Greek, Cyrillic, Armenian, Hebrew
-HELD_OUT = 64
+HOLDOUT = 64
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class Pair:
 
 @cache
 def pairs() -> tuple[Pair, ...]:
-    """Give all pairs, in no order but always the same; the first `HELD_OUT` are not to train on."""
+    """Give all pairs, in no order but always the same; the first `HOLDOUT` are not to train on."""
     named = [chr(code) for code in range(FIRST, LAST) if unicodedata.name(chr(code), "")]
     random.Random(0).shuffle(named)
     return tuple(Pair(f"{char} = ", f"{unicodedata.name(char)}\n") for char in named)
 
 
-def held_out() -> Sequence[Pair]:
-    """Give what nobody trains on."""
-    return pairs()[:HELD_OUT]
+def holdout() -> Sequence[Pair]:
+    """Give what no example trains on."""
+    return pairs()[:HOLDOUT]
 
 
 def batch(step: int, rows: int = 32) -> Sequence[Pair]:
     """Give what to train on at a step: the same whenever it is asked for."""
-    return random.Random(step).sample(pairs()[HELD_OUT:], rows)
+    return random.Random(step).sample(pairs()[HOLDOUT:], rows)
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:

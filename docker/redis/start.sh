@@ -1,5 +1,5 @@
 #!/bin/sh
-# Start the Redis of the compose file with a password that is made here, once, and kept beside nothing else:
+# Start the Redis of the compose file with a password that is made here, once, and kept in a volume of its own:
 # the other containers read the file. Arguments go to Redis.
 set -eu
 here=$(dirname "$0")
