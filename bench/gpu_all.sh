@@ -3,13 +3,13 @@
 #
 #     bench/gpu_all.sh checks OUT      tests/gpu, then the promises as figures
 #     bench/gpu_all.sh speed OUT       Qwen3-8B: tenants, phases, memory
-#     bench/gpu_all.sh beside OUT      Qwen3-8B beside PEFT, then decoding
+#     bench/gpu_all.sh peft OUT        Qwen3-8B against PEFT, then decoding
 #
 # Run from the root of the repository; PYTHON picks the interpreter, which needs torch, transformers, peft,
 # safetensors and numpy, and pytest for the first. Nothing of ours has to be installed. What was measured
 # before a part ran out of time is in OUT.
 set -u
-call=${1:?checks, speed or beside}
+call=${1:?checks, speed or peft}
 out=${2:?a folder for what is measured}
 python=${PYTHON:-python3}
 mkdir -p "$out"
@@ -39,13 +39,13 @@ speed)
     part 570 engine_8b "$python" bench/engine.py --device cuda --preset h200 \
         --parts tenants,phases,memory --out "$out"
     ;;
-beside)
+peft)
     part 400 by_hand_8b "$python" bench/engine.py --device cuda --preset h200 --parts by_hand \
         --limit-s 330 --out "$out"
     part 170 decode "$python" bench/decode.py --device cuda --out "$out"
     ;;
 *)
-    echo "checks, speed or beside, not $call" >&2
+    echo "checks, speed or peft, not $call" >&2
     exit 2
     ;;
 esac

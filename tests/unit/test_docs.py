@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,12 +19,25 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 GUIDE = [page for page in PAGES if page.parent.name == "guide"]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+CODE_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PATH = re.compile(r"`([\w./-]+\.(?:py|lua|sh|proto))\b[^`\n]*`")
+FOLDER = re.compile(r"`((?:client|scheduler|server|workers|tests|bench|examples)/[\w./-]*/)`")
+NOT_OURS = {"checkpoint.py", "upload_weights.py"}
+"""Files of the hosted SDKs' programs."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_link_leads_somewhere(page: Path) -> None:
     dead = [target for target in links(page) if not _leads_somewhere(page, target)]
     assert not dead
+
+
+@pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: page.name)
+def test_every_file_and_folder_that_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    missing = [path for path in PATH.findall(text) if path not in NOT_OURS | known_files()]
+    missing += [folder for folder in FOLDER.findall(text) if not (ROOT / folder).is_dir()]
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -42,6 +58,15 @@ def test_a_page_of_the_guide_is_short_and_begins_with_code(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 200
     assert any(line == "```python" for line in lines[:30])
+
+
+def test_a_change_has_one_room_and_a_file_to_open_first_in_it() -> None:
+    page = (ROOT / "docs" / "where-to-change.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 10
+    for what, room, first, *_ in rows:
+        (folder,) = FOLDER.findall(room)
+        assert PATH.findall(first)[0].startswith(folder), what
 
 
 def test_a_link_to_a_part_that_is_not_there_is_found(tmp_path: Path) -> None:
@@ -81,6 +106,17 @@ def test_blocks_share_names_and_await_anywhere_and_a_check_can_fail(tmp_path: Pa
     with pytest.raises(AssertionError) as caught:
         run_page(page, {"A": "3"})
     assert (caught.traceback[-1].path, caught.traceback[-1].lineno + 1) == (page, 10)
+
+
+@cache
+def known_files() -> frozenset[str]:
+    """Give every path of a file here: whole, and its ends, as `worker/loop.py` and `loop.py`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    parts = [path.split("/") for path in listed.stdout.splitlines() if (ROOT / path).exists()]
+    return frozenset("/".join(path[at:]) for path in parts for at in range(len(path)))
 
 
 def _leads_somewhere(page: Path, target: str) -> bool:

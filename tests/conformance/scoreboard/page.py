@@ -25,7 +25,7 @@ futures, and every command of its command line. Where a method has options worth
 rows of their own.
 
 **yes**: it did what it should. **no**: it was refused, with the reason below the table in the server's
-words or the SDK's. **fails**: it went wrong in another way. **not tried**: nobody has said how to call
+words or the SDK's. **fails**: it went wrong in another way. **not tried**: no check says how to call
 it. An empty cell: not in this version.
 """
 MARKS = {SUPPORTED: "yes", NOT_TRIED: "not tried", ABSENT: ""}

@@ -33,7 +33,7 @@ def call(folder: Path, name: str, python: str) -> tuple[int, Sequence[str]]:
     [
         ("checks", ["tests/gpu", "bench/engine_check.py"]),
         ("speed", ["bench/engine.py"]),
-        ("beside", ["bench/engine.py", "bench/decode.py"]),
+        ("peft", ["bench/engine.py", "bench/decode.py"]),
     ],
 )
 def test_a_part_that_fails_keeps_no_other_from_running(

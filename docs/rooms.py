@@ -1,0 +1,145 @@
+"""Writes the map of rooms into `docs/architecture.md`: from docstrings, and from who imports whom.
+
+`make map` writes it; `tests/unit/test_rooms.py` fails where it is not what the code says.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grimp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Edge = tuple[str, str]
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN = "<!-- rooms: written by `make map` -->\n"
+END = "<!-- end of rooms -->\n"
+
+PACKAGES = {
+    "client/cotrain": "cotrain",
+    "scheduler/cotrain_store": "cotrain_store",
+    "scheduler/cotrain_scheduler": "cotrain_scheduler",
+    "server/cotrain_server": "cotrain_server",
+    "workers/cotrain_workers": "cotrain_workers",
+}
+OWN_SECTION = ("workers/cotrain_workers/engine",)
+"""Rooms that have rooms, and so a table and a picture of their own."""
+
+
+def whole_map() -> str:
+    """Write what stands between the two marks of the page."""
+    graph = grimp.build_graph(*PACKAGES.values(), cache_dir=None)
+    return "\n".join(_section(graph, folder) for folder in [*PACKAGES, *OWN_SECTION])
+
+
+def with_map(page: str, rooms: str) -> str:
+    """Put a map into a page, in place of the one that is there. Raises ValueError without marks."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE.name} lacks {BEGIN.strip()} or {END.strip()}")
+    return f"{before}{begin}\n{rooms}\n{end}{after}"
+
+
+def code_folders() -> Iterator[Path]:
+    """Give every folder of product code, the five packages and all below them."""
+    for package in PACKAGES:
+        for init in sorted((ROOT / package).rglob("__init__.py")):
+            yield init.parent
+
+
+def docstring(file: Path) -> str:
+    """Read a file's docstring; nothing where it has none."""
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+
+
+def _section(graph: grimp.ImportGraph, folder: str) -> str:
+    rooms = sorted(path for path in (ROOT / folder).iterdir() if (path / "__init__.py").exists())
+    names = [room.name for room in rooms]
+    edges = direct(_edges(graph, _module(folder), names))
+    alone = [name for name in names if not any(name in edge for edge in edges)]
+    arrows = [*(f"  {a} --> {b}" for a, b in edges), *(f"  {name}" for name in alone)]
+    picture = ["```mermaid", "flowchart TD", *arrows, "```", ""]
+    return "\n".join(
+        [
+            f"### `{folder}/`",
+            "",
+            _what_it_knows(ROOT / folder / "__init__.py"),
+            "",
+            *(picture if rooms else []),
+            "| where | what it knows |",
+            "|---|---|",
+            *(row for room in rooms for row in _rows(room, folder)),
+            *(_row(file.name, file) for file in sorted((ROOT / folder).glob("[!_]*.py"))),
+            "",
+        ]
+    )
+
+
+def _rows(room: Path, folder: str) -> Iterator[str]:
+    """Give a room's row and those of the rooms in it, unless these have a section."""
+    yield _row(f"{room.relative_to(ROOT / folder)}/", room / "__init__.py")
+    if str(room.relative_to(ROOT)) not in OWN_SECTION:
+        for inner in sorted(room.glob("*/__init__.py")):
+            yield from _rows(inner.parent, folder)
+
+
+def _row(name: str, described_in: Path) -> str:
+    return f"| `{name}` | {_what_it_knows(described_in)} |"
+
+
+def _what_it_knows(file: Path) -> str:
+    first, _, _ = docstring(file).partition("\n\n")
+    return " ".join(first.split()).replace("|", "\\|")
+
+
+def _module(folder: str) -> str:
+    return ".".join(Path(folder).parts[1:])
+
+
+def _edges(graph: grimp.ImportGraph, package: str, rooms: list[str]) -> set[Edge]:
+    return {
+        (a, b)
+        for a, b in permutations(rooms, 2)
+        if graph.direct_import_exists(
+            importer=f"{package}.{a}", imported=f"{package}.{b}", as_packages=True
+        )
+    }
+
+
+def direct(edges: set[Edge]) -> list[Edge]:
+    """Leave out an arrow where a chain of others says it; a circle keeps all of its own."""
+    reached = _reached(edges)
+
+    def is_implied(a: str, b: str) -> bool:
+        through = (c for c in reached[a] & {x for x, seen in reached.items() if b in seen})
+        return any(c not in (a, b) and a not in reached[c] and c not in reached[b] for c in through)
+
+    return sorted((a, b) for a, b in edges if not is_implied(a, b))
+
+
+def _reached(edges: set[Edge]) -> dict[str, set[str]]:
+    """Map each room to those that some chain of arrows leads to."""
+    reached = {a: {b for x, b in edges if x == a} for a in {a for edge in edges for a in edge}}
+    for _ in reached:
+        for seen in reached.values():
+            seen |= {further for b in seen for further in reached[b]}
+    return reached
+
+
+def main() -> None:
+    """Write the map where it differs from the page's."""
+    sys.path[:0] = [str((ROOT / folder).parent) for folder in PACKAGES]
+    PAGE.write_text(with_map(PAGE.read_text(encoding="utf-8"), whole_map()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Every folder of code is a room: small, described in a line, and where the map shows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from docs import rooms
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MOST_FILES = 20
+ENDPOINTS = "server/cotrain_server/routes"
+"""One file for each subject of endpoints: they lie side by side and never import one another."""
+
+FOLDERS = sorted(rooms.code_folders())
+NAMES = [str(folder.relative_to(rooms.ROOT)) for folder in FOLDERS]
+
+
+def test_the_map_of_rooms_is_what_the_code_says() -> None:
+    page = rooms.PAGE.read_text(encoding="utf-8")
+    assert page == rooms.with_map(page, rooms.whole_map()), "run `make map`, and commit the page"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_a_room_has_few_files(folder: Path) -> None:
+    most = 25 if folder == rooms.ROOT / ENDPOINTS else MOST_FILES
+    assert len(list(folder.glob("*.py"))) <= most
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_a_room_says_in_one_line_what_it_knows(folder: Path) -> None:
+    first, *rest = rooms.docstring(folder / "__init__.py").splitlines() or [""]
+    assert first.endswith("."), "a sentence, and on the first line"
+    assert not any(rest[:1]), "what follows is a paragraph of its own"
+
+
+def test_an_arrow_that_others_imply_is_left_out() -> None:
+    edges = {("a", "b"), ("b", "c"), ("a", "c"), ("a", "d")}
+    assert rooms.direct(edges) == [("a", "b"), ("a", "d"), ("b", "c")]
+
+
+def test_a_circle_keeps_its_arrows() -> None:
+    edges = {("a", "b"), ("b", "a"), ("b", "c"), ("a", "c")}
+    assert rooms.direct(edges) == sorted(edges)
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks"):
+        rooms.with_map("# A page", "rooms")
