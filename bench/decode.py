@@ -206,7 +206,7 @@ def adapters_of(engine: Engine) -> dict[str, HostWeights]:
         assert isinstance(saved, SaveOutput)
         noise = torch.randn(saved.weights.flat.shape, generator=torch.Generator().manual_seed(at))
         weights[name] = HostWeights(saved.weights.spec, saved.weights.flat + 1e-3 * noise)
-        engine.drop(name)
+        engine.adapters.drop(name)
     return weights
 
 

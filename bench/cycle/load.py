@@ -46,7 +46,7 @@ class Load:
 def create_runs(engine: Engine, tenants: int) -> None:
     """Start runs with an adapter on every module."""
     for at in range(tenants):
-        if not engine.has(f"run-{at}"):
+        if f"run-{at}" not in engine.adapters:
             engine.run([Create(f"run-{at}", 0, AdapterSpec(RANK, seed=at))])
 
 

@@ -120,7 +120,7 @@ def bytes_per_new_adapter(engine: Engine) -> float:
     load = Load(4, 64, (4,))
     names = [f"run-{at}" for at in range(4)]
     for name in names:
-        engine.drop(name)
+        engine.adapters.drop(name)
     synchronize("cuda")
     before = torch.cuda.memory_allocated()
     create_runs(engine, 4)

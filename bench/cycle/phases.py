@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.cycle.load import RANK, create_runs, cycle
 from bench.timing import timed
-from cotrain_workers.engine.training.forward_backward import Wave
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.logprob_head import Head
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from bench.cycle.load import Load
     from bench.timing import Work
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine
 
 PHASES = ("embed", "attention", "base GEMM", "LoRA", "elementwise", "head", "optimizer", "host")
@@ -95,7 +96,7 @@ def profiled(work: Work, device: str) -> tuple[Sequence[Any], float]:
         activities.append(ProfilerActivity.CUDA)
     with (
         patch.object(Head, "run", ranged(Head.run, HEAD)),
-        patch.object(Wave, "run", ranged(Wave.run, WAVE)),
+        patch.object(ForwardBackward, "run", ranged_steps(ForwardBackward.run, WAVE)),
         profile(activities=activities, record_shapes=True) as profiler,
     ):
         wall_s = timed(work, device)
@@ -108,6 +109,22 @@ def ranged(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with record_function(name):
             return function(*args, **kwargs)
+
+    return run
+
+
+def ranged_steps(function: Callable[..., Yielding[Any]], name: str) -> Callable[..., Yielding[Any]]:
+    """Return the same computation, from one yield point to the next inside such a range."""
+
+    def run(*args: Any, **kwargs: Any) -> Yielding[Any]:
+        work = function(*args, **kwargs)
+        while True:
+            with record_function(name):
+                try:
+                    next(work)
+                except StopIteration as end:
+                    return end.value
+            yield
 
     return run
 

@@ -79,8 +79,8 @@ MUTANTS = {
         [
             Edit(
                 f"{WORKERS}/recovery/resident_runs.py",
-                "        copy = self._engine.copy_out(run)\n",
-                "        copy, debt = self._engine.copy_out(run), Debt(debt.seq - 1)\n",
+                "        copy = self._engine.adapters.copy_out(run)\n",
+                "        copy, debt = self._engine.adapters.copy_out(run), Debt(debt.seq - 1)\n",
             )
         ],
         "killed behind a recovery copy",

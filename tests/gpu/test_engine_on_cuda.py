@@ -56,14 +56,14 @@ def test_a_load_brings_back_the_bits_that_were_saved(tmp_path: Path, dtype: torc
     engine = Engine.load(str(build_tiny("qwen3", tmp_path)), device="cuda", dtype=dtype)
     tenant = MIX[0]
     engine.run(tenant.ops(0))
-    before = engine.state(tenant.run)
+    before = engine.adapters.state(tenant.run)
     saved = engine.run([Save(tenant.run, 5, optimizer=True)]).outputs[tenant.run, 5]
     assert isinstance(saved, SaveOutput)
     engine.run(tenant.ops(1))
 
     engine.run([Load(tenant.run, 10, "tinker://r/weights/x", saved.weights, saved.optimizer)])
 
-    assert same_bits(engine.state(tenant.run), before)
+    assert same_bits(engine.adapters.state(tenant.run), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,7 +76,7 @@ def test_the_same_cycles_twice_give_the_same_bits(tmp_path: Path, dtype: torch.d
             engine.run([op for tenant in MIX for op in tenant.ops(cycle)])
 
     for tenant in MIX:
-        assert same_bits(first.state(tenant.run), second.state(tenant.run))
+        assert same_bits(first.adapters.state(tenant.run), second.adapters.state(tenant.run))
 
 
 def test_a_neighbour_full_of_nan_changes_no_bit(tmp_path: Path) -> None:
@@ -85,20 +85,20 @@ def test_a_neighbour_full_of_nan_changes_no_bit(tmp_path: Path) -> None:
     neighbour, *victims = MIX
     for engine in (clean, poisoned):
         engine.run([tenant.ops(0)[0] for tenant in MIX])
-    state = poisoned.state(neighbour.run)
+    state = poisoned.adapters.state(neighbour.run)
     state.weights.fill_(np.nan)
-    poisoned.restore(neighbour.run, state)
+    poisoned.adapters.restore(neighbour.run, state)
 
     for engine in (clean, poisoned):
         engine.run([op for tenant in MIX for op in tenant.ops(0)[1:]])
 
     for tenant in victims:
-        assert same_bits(clean.state(tenant.run), poisoned.state(tenant.run))
+        assert same_bits(clean.adapters.state(tenant.run), poisoned.adapters.state(tenant.run))
 
 
 def test_a_reverse_kl_equals_a_dense_oracle(folder: Path) -> None:
     engine = started(Engine.load(str(folder), device="cuda", dtype=torch.float32))
-    reference = random_weights(AdapterSpec(3, seed=21), engine.layout_of)
+    reference = random_weights(AdapterSpec(3, seed=21), engine.adapters.layout_of)
 
     parity = kl_parity(engine, folder, ReverseKl("a", 1, kl_datums(0), reference, 0.8))
 
@@ -110,9 +110,9 @@ def test_a_reverse_kl_equals_a_dense_oracle(folder: Path) -> None:
 def test_the_same_reverse_kl_twice_gives_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     model = build_tiny("qwen3", tmp_path)
     first, second = (started(Engine.load(str(model), device="cuda", dtype=dtype)) for _ in range(2))
-    reference = random_weights(AdapterSpec(3, seed=21), first.layout_of)
+    reference = random_weights(AdapterSpec(3, seed=21), first.adapters.layout_of)
 
     for engine in (first, second):
         engine.run([ReverseKl("a", 1, kl_datums(0), reference, 0.8)])
 
-    assert same_bits(first.state("a"), second.state("a"))
+    assert same_bits(first.adapters.state("a"), second.adapters.state("a"))

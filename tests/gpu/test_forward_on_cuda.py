@@ -19,8 +19,8 @@ from cotrain_workers.engine.model import fusion
 from cotrain_workers.engine.model.compile import compiled
 from cotrain_workers.engine.routing import AttentionRule
 from cotrain_workers.engine.training import adamw as adam
-from cotrain_workers.engine.training import pass_state as open_pass
-from cotrain_workers.engine.training.forward_backward import Wave
+from cotrain_workers.engine.training import pass_state as state
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import MOST_TOKENS
 from cotrain_workers.engine.training.memory_probe import cuda_peak, measure, probe
 from tests.support.engine_checks import gradient_passes
@@ -81,13 +81,13 @@ def test_a_fused_model_points_where_the_plain_one_does(tmp_path: Path, family: s
     for each in (fused, plain):
         each.run([op for tenant in MIX for op in tenant.ops(0)])
     for tenant in MIX:
-        fused.restore(tenant.run, plain.state(tenant.run))
+        fused.adapters.restore(tenant.run, plain.adapters.state(tenant.run))
     for each in (fused, plain):
         each.run(gradient_passes())
 
     assert (fused.facts.numerics.fused, plain.facts.numerics.fused) == ("gate norm rope", "")
     for tenant in MIX:
-        ours, theirs = (each.state(tenant.run).grads for each in (fused, plain))
+        ours, theirs = (each.adapters.state(tenant.run).grads for each in (fused, plain))
         assert torch.cosine_similarity(ours, theirs, dim=0) > 0.999
 
 
@@ -97,7 +97,7 @@ from cotrain_workers.engine.engine import Engine
 from tests.support.training import MIX
 engine = Engine.load(sys.argv[1], device="cuda")
 engine.run([op for tenant in MIX for op in tenant.ops(0)])
-print([engine.state(tenant.run).digest() for tenant in MIX])
+print([engine.adapters.state(tenant.run).digest() for tenant in MIX])
 """
 
 
@@ -131,7 +131,9 @@ def test_no_bit_depends_on_recomputing(tmp_path: Path, family: str) -> None:
             each.run([op for tenant in MIX for op in tenant.ops(cycle)])
 
     for tenant in MIX:
-        assert same_bits(kept.state(tenant.run), recomputed.state(tenant.run)), tenant.run
+        assert same_bits(kept.adapters.state(tenant.run), recomputed.adapters.state(tenant.run)), (
+            tenant.run
+        )
 
 
 def test_the_measured_line_foretells_a_larger_micro_batch(tmp_path: Path) -> None:
@@ -139,15 +141,15 @@ def test_the_measured_line_foretells_a_larger_micro_batch(tmp_path: Path) -> Non
     loaded = Engine.load(str(folder), device="cuda")
     base = loaded._base
 
-    def new_wave(**sizes: Any) -> Wave:
-        return Wave(base, loaded._wave._lora, head_chunk_rows=1024, **sizes)
+    def new_forward_backward(**sizes: Any) -> ForwardBackward:
+        return ForwardBackward(base, loaded._forward_backward._lora, head_chunk_rows=1024, **sizes)
 
     bank = AdapterBank(base.targets, CUDA, torch.bfloat16)
-    found = measure(base, new_wave, bank, lambda run: cuda_peak(CUDA, run))
+    found = measure(base, new_forward_backward, bank, lambda run: cuda_peak(CUDA, run))
     assert found.kept is not None
     assert found.recomputed is not None
     for choice, line in (("never", found.kept), ("always", found.recomputed)):
-        run = partial(probe, new_wave, bank, choice, length=512, tokens=8192)  # type: ignore[arg-type]
+        run = partial(probe, new_forward_backward, bank, choice, length=512, tokens=8192)  # type: ignore[arg-type]
         peak = cuda_peak(CUDA, run)
         assert peak == pytest.approx(line.fixed_bytes + 8192 * line.bytes_per_token, rel=0.25)
     assert found.recomputed.bytes_per_token < found.kept.bytes_per_token / 2
@@ -181,7 +183,7 @@ def test_a_cycle_waits_for_the_device_only_for_its_results_and_its_norms(
 
         return run
 
-    monkeypatch.setattr(open_pass, "values_on_host", allowed(open_pass.values_on_host))
+    monkeypatch.setattr(state, "values_on_host", allowed(state.values_on_host))
     monkeypatch.setattr(engine, "gradient_norms", allowed(adam.gradient_norms))
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -15,9 +15,9 @@ from cotrain_workers.engine.lora.self_check import (
     SPECS,
     TARGETS,
     disagreement,
-    place,
     random_adapter,
     run,
+    segments_of,
 )
 from tests.support.engine_checks import (
     bf16_gradient_cosine,
@@ -63,7 +63,7 @@ def test_grouped_equals_seg_in_fp32() -> None:
     for is_grouped in (False, True):
         generator = torch.Generator().manual_seed(3)
         held = [random_adapter(spec, device, torch.float32, generator) for spec in SPECS]
-        segments = place(held, (1, 9, 40, 8, 30, 70))
+        segments = segments_of(held, (1, 9, 40, 8, 30, 70))
         lora = GroupedLora(segments, 192, torch.float32) if is_grouped else SegmentLora(segments)
         results.append(run(lora, segments, 192, device, torch.float32))
 
@@ -98,7 +98,7 @@ def test_the_same_cycles_twice_give_the_same_bits(tmp_path: Path) -> None:
             engine.run([op for tenant in MIX for op in tenant.ops(cycle)])
 
     for tenant in MIX:
-        assert same_bits(first.state(tenant.run), second.state(tenant.run))
+        assert same_bits(first.adapters.state(tenant.run), second.adapters.state(tenant.run))
 
 
 def test_grouped_products_do_not_wait_for_the_device(tmp_path: Path) -> None:

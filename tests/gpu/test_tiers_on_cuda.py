@@ -68,13 +68,13 @@ def test_parked_adapters_come_back_the_same_beside_a_computation() -> None:
         with no_host_waits():
             for _ in range(20):
                 busy = torch.tanh(busy @ busy)
-            bank.make_room(list(runs))
+            bank.bring_in(list(runs))
             for run in runs:  # writes right behind the arrival, and takes it back
                 bank[run].weights.add_(1.0).sub_(1.0)
             bank.release()
             bank.prefetch(["d", "a"])
 
-    assert bank.parked == 2
+    assert bank.offloaded == 2
     assert {run: bank.state(run).digest() for run in "abcd"} == before
 
 
@@ -86,11 +86,11 @@ def test_idle_adapters_take_no_device_memory() -> None:
         filled(bank, str(at), float(at))
     torch.cuda.empty_cache()  # counts out what copies have read by now
 
-    assert bank.parked == 10
+    assert bank.offloaded == 10
     assert torch.cuda.memory_allocated() - empty <= 2 * BYTES
-    parked = bank["0"].parked
+    parked = bank["0"].on_host
     assert parked is not None
-    pieces = parked.pieces_by_arena["weights"]
+    pieces = parked.blocks_by_arena["weights"]
     assert len(pieces) == 2
     assert all(piece.is_pinned() for piece in pieces)
 
@@ -103,7 +103,7 @@ def test_a_state_is_copied_out_while_the_device_goes_on() -> None:
 
     with no_host_waits():
         copy = bank.copy_out("a")
-        bank.make_room(["a"])
+        bank.bring_in(["a"])
         adapter.weights.zero_()
 
     assert torch.equal(copy.state().weights, expected)
@@ -116,13 +116,13 @@ def test_a_run_is_the_same_to_the_bit_wherever_it_rested(tmp_path: Path) -> None
 
     for cycle in range(3):
         for at, tenant in enumerate(MIX):
-            tight.prefetch([MIX[at - 1].run])
+            tight.adapters.prefetch([MIX[at - 1].run])
             for engine in (roomy, tight):
                 engine.run(tenant.ops(cycle))
 
-    assert tight.parked_runs >= len(MIX) - 1
+    assert tight.adapters.offloaded >= len(MIX) - 1
     for tenant in MIX:
-        assert same_bits(tight.state(tenant.run), roomy.state(tenant.run))
+        assert same_bits(tight.adapters.state(tenant.run), roomy.adapters.state(tenant.run))
 
 
 def test_the_host_waits_for_the_norms_and_for_nothing_else() -> None:
@@ -152,4 +152,4 @@ def test_an_engine_knows_what_adapters_may_take(tmp_path: Path) -> None:
     engine = Engine.load(str(build_tiny("qwen3", tmp_path)), device="cuda", micro_batch_tokens=1024)
     assert engine.facts.numerics.adapter_bytes >= 1 << 30
     engine.run([Create("a", 0, AdapterSpec(8, seed=0))])
-    assert engine.parked_runs == 0
+    assert engine.adapters.offloaded == 0

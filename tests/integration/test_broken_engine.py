@@ -93,12 +93,12 @@ async def test_what_breaks_the_engine_fails_alone(
         neighbour = await submit(server, clean, 1, 4)
         answers = await results(server, harmless, requests)
         assert await results(server, clean, neighbour) == expected
-    assert engine.state(clean.id).digest() == digest
+    assert engine.adapters.state(clean.id).digest() == digest
     assert [answers[seq - 1] == CRASHED for seq in range(1, 5)] == [
         s in poison for s in range(1, 5)
     ]
     reference = await played_alone(server, url, tmp_path, engine, kept)
-    assert engine.state(harmless.id).digest() == reference
+    assert engine.adapters.state(harmless.id).digest() == reference
 
     breaks_at(set())  # a replay would now find nothing wrong with them
     assert restored_digest(url, tmp_path, engine, harmless.id) == reference
@@ -114,7 +114,7 @@ async def played_alone(
             requests = await submit(server, run, seq, seq, place=place)
             await results(server, run, requests)
         await server.result(run, request_id(run.id, 0))
-    return engine.state(run.id).digest()
+    return engine.adapters.state(run.id).digest()
 
 
 async def test_a_cycle_that_broke_is_told_in_its_record(
@@ -165,7 +165,7 @@ async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
             assert await server.result(guilty, request_id(guilty.id, seq)) == RUN_STOPPED
         answers = [request_id(neighbour.id, seq) for seq in range(1, 5)]
         assert await results(server, neighbour, answers) == expected
-    assert engine.state(neighbour.id).digest() == digest
+    assert engine.adapters.state(neighbour.id).digest() == digest
 
 
 async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
@@ -190,9 +190,12 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     mine, others = await answers
     assert [answer == POISON for answer in mine] == [False, True, False, False]
     assert others == expected
-    assert engine.state(neighbour.id).digest() == digest
+    assert engine.adapters.state(neighbour.id).digest() == digest
     assert deaths <= 8
-    assert restored_digest(url, tmp_path, engine, guilty.id) == engine.state(guilty.id).digest()
+    assert (
+        restored_digest(url, tmp_path, engine, guilty.id)
+        == engine.adapters.state(guilty.id).digest()
+    )
     assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.crash_counts(POOL))
 
 
@@ -215,7 +218,7 @@ async def test_kills_from_outside_are_not_blamed_on_a_request(
             pass
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest
 
 
 async def test_no_write_runs_beside_a_part_that_may_kill(
@@ -287,4 +290,4 @@ async def test_a_worker_whose_device_is_lost_ends_and_leaves_the_step_to_the_nex
     breaks_at(set())
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest

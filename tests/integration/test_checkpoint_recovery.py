@@ -51,7 +51,7 @@ async def train_and_save(
         checkpoint = await saved_state(server, run, STEP + 1)
         requests = await submit(server, run, 2 * STEP + 1, 3 * STEP, place=STEP + 2)
         await results(server, run, requests)
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     return run, checkpoint
 
 
@@ -96,7 +96,7 @@ async def test_a_run_goes_on_from_a_checkpoint_wherever_its_worker_is_killed(
     requests = await go_back_and_on(server, run, checkpoint)
     async with dying_worker(url, tmp_path, engine, failpoint, snapshot_debt_ops=2):
         pass
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine, snapshot_debt_ops=2):
         assert await results(server, run, requests[:-1]) == expected[STEP:]
         saved = await checkpoint_of(server, run, requests[-1])
@@ -116,7 +116,7 @@ async def test_a_replay_begins_at_the_last_load_and_needs_no_checkpoint_of_a_liv
     requests = await go_back_and_on(server, run, checkpoint)
     async with dying_worker(url, tmp_path, engine, Failpoint("commit", 2, after=True)):
         pass
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     redis.delete(weights_keys.checkpoint(run.id, "weights", "x"))
     with worker(url, tmp_path, engine) as loop:
         loop._weights.sweep()
@@ -149,7 +149,7 @@ async def test_a_load_whose_files_are_damaged_fails_alone_also_in_a_replay(
         failure = (await server.result(run, request)).json()
         message = f"Checkpoint {checkpoint.path} cannot be read on the server."
         assert failure == {"error": message, "category": "server"}
-        assert engine.state(run.id).digest() == digest
+        assert engine.adapters.state(run.id).digest() == digest
     file.write_bytes(content)
     assert restored_digest(url, tmp_path, engine, run.id) == digest
 
@@ -167,7 +167,7 @@ async def test_a_run_whose_checkpoint_is_gone_in_a_replay_stops_loudly_and_alone
     for file in (tmp_path / "optimizers").glob("??/*"):
         file.unlink()
     for each in (run, neighbour):
-        engine.drop(each.id)
+        engine.adapters.drop(each.id)
     with worker(url, tmp_path, engine):
         last = await submit(server, run, 1, 1, place=2 * STEP + 3)
         assert (await results(server, run, last))[0]["category"] == "server"
@@ -207,11 +207,11 @@ async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_die
             pass
         loop._weights._writer.shutdown(wait=False, cancel_futures=True)
     blocked.set()
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine):
         other = await run_from(server, "a", "other", await checkpoint_of(server, run, owed))
         await server.result(other, request_id(other.id, 0))
-    assert engine.state(other.id).digest() == digest
+    assert engine.adapters.state(other.id).digest() == digest
 
 
 async def test_a_save_that_no_replay_can_make_again_fails_and_is_in_no_list(
@@ -223,7 +223,7 @@ async def test_a_save_that_no_replay_can_make_again_fails_and_is_in_no_list(
     owed = await submit_state(server, run, STEP + 1)
     async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
         pass
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     redis.hdel(run_keys.bodies(POOL, run.id), "1")
     with worker(url, tmp_path, engine):
         assert (await server.result(run, owed)).json() == {"error": LOST, "category": "server"}

@@ -113,7 +113,7 @@ async def test_a_worker_restarted_from_nothing_goes_on_with_the_same_numbers(
                     metrics.append(metrics_of(await server.result(run, second)))
                 if not restart:
                     continue
-            engine.drop(run.id)
+            engine.adapters.drop(run.id)
         return [{k: v for k, v in m.items() if "cycle" not in k} for m in metrics]
 
     async with stack(empty_redis.url, tmp_path) as server:

@@ -82,7 +82,7 @@ async def test_a_cycle_that_a_worker_died_in_is_kept_beside_the_one_of_its_succe
     url = empty_redis.url
     async with dying_worker(url, tmp_path, engine, Failpoint("commit", 1), record_cycles=9):
         pass
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine, record_cycles=9):
         await results(server, run, requests)
     first, second = recordings(tmp_path)[:2]

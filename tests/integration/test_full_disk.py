@@ -68,7 +68,7 @@ async def test_a_result_waits_for_room(
     with worker(url, tmp_path, engine):
         assert await results(server, run, [request]) == expected
     assert failed == [3]
-    assert engine.state(run.id).grads.equal(engine.state(other.id).grads)
+    assert engine.adapters.state(run.id).grads.equal(engine.adapters.state(other.id).grads)
 
 
 async def test_a_worker_that_is_stopped_meanwhile_leaves_the_step_to_the_next(
@@ -88,4 +88,4 @@ async def test_a_worker_that_is_stopped_meanwhile_leaves_the_step_to_the_next(
     disk(0)
     with worker(url, tmp_path, engine):
         assert await results(server, run, [request]) == expected
-    assert engine.state(run.id).grads.equal(engine.state(other.id).grads)
+    assert engine.adapters.state(run.id).grads.equal(engine.adapters.state(other.id).grads)

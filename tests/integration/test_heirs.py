@@ -68,7 +68,7 @@ async def test_an_heir_goes_on_with_the_same_numbers_and_owes_the_same_saves(
     requests += await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
     async with dying_worker(url, tmp_path, engine, failpoint, snapshot_debt_ops=2):
         pass
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine, worker_id=HEIR):
         await inherit(server, redis)
         assert await results(server, run, requests) == expected
@@ -76,8 +76,8 @@ async def test_an_heir_goes_on_with_the_same_numbers_and_owes_the_same_saves(
         assert await owner(redis, run) == HEIR.encode()
         twin = await run_from(server, "a", "twin", checkpoint)
         await results(server, twin, await submit(server, twin, STEP + 1, 2 * STEP, place=1))
-    assert engine.state(run.id).digest() == digest
-    assert engine.state(twin.id).weights.equal(engine.state(run.id).weights)
+    assert engine.adapters.state(run.id).digest() == digest
+    assert engine.adapters.state(twin.id).weights.equal(engine.adapters.state(run.id).weights)
 
 
 async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
@@ -98,7 +98,7 @@ async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
         await server.result(run, save)
     sampler = await server.records.sampler(run.tenant, "a:sample:0")
     request = await submit_sample(server, sampler, 1)
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
         await until(lambda: loop._weights._reload_at)
         await inherit(server, redis)
@@ -113,7 +113,7 @@ async def test_who_was_given_up_can_write_nothing_any_more(
     requests = await submit(server, run, 1, 1)
     async with dying_worker(url, tmp_path, engine, Failpoint("bodies")) as zombie:
         pass
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     (step,) = zombie._execution.open_steps()
     with worker(url, tmp_path, engine, worker_id=HEIR):
         await inherit(server, redis)
@@ -134,11 +134,11 @@ async def test_a_run_that_was_elsewhere_meanwhile_is_not_gone_on_with_from_memor
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
         answers = await results(server, run, await submit(server, run, 1, STEP))
-        stale, debt = engine.state(run.id), loop._keeper._debts[run.id]
+        stale, debt = engine.adapters.state(run.id), loop._keeper._debts[run.id]
         debt_before = type(debt)(debt.seq, used_at=debt.used_at)
         requests = await submit(server, run, STEP + 1, 2 * STEP - 1)
         answers += await results(server, run, requests)
-        engine.restore(run.id, stale)
+        engine.adapters.restore(run.id, stale)
         loop._keeper._debts[run.id] = debt_before
         answers += await results(server, run, await submit(server, run, 2 * STEP, 2 * STEP))
     assert answers == expected

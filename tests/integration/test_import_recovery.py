@@ -71,7 +71,7 @@ async def test_an_upload_becomes_the_same_checkpoint_wherever_its_worker_is_kill
     run = await upload(server, body)
     async with dying_worker(url, tmp_path, engine, failpoint):
         pass
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine):
         imported = await server.result(run, request_id(run.id, 0))
         assert imported.json()["model_id"] == run.id
@@ -80,10 +80,10 @@ async def test_an_upload_becomes_the_same_checkpoint_wherever_its_worker_is_kill
         other = await run_from(server, "a", "b", checkpoint, lora=LORA)
         await server.result(other, request_id(other.id, 0))
 
-    expected = read_import(peft_adapter(body), engine.layout_of, max_rank=32)
+    expected = read_import(peft_adapter(body), engine.adapters.layout_of, max_rank=32)
     record = await server.records.weights(checkpoint.weights)
     assert record is not None
-    stored = read_folder(folder_of(tmp_path / "weights", record.digest), engine.layout_of)
+    stored = read_folder(folder_of(tmp_path / "weights", record.digest), engine.adapters.layout_of)
     assert stored.spec == expected.spec
     assert torch.equal(stored.flat, expected.flat)
     assert (await server.records.run(run.tenant, run.id)).state is RunState.CLOSED

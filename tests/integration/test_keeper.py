@@ -51,9 +51,9 @@ async def test_runs_that_take_turns_on_the_device_train_as_if_there_was_room(
 ) -> None:
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine)
-    monkeypatch.setattr(engine._bank, "_adapter_bytes", 1)
+    monkeypatch.setattr(engine.adapters, "_adapter_bytes", 1)
     prefetched: list[str] = []
-    monkeypatch.setattr(engine, "prefetch", prefetched.extend)
+    monkeypatch.setattr(engine.adapters, "prefetch", prefetched.extend)
     runs = [await server.create(tenant, tenant, LORA) for tenant in ("a", "b")]
     answers: dict[str, list[Any]] = {run.id: [] for run in runs}
     with worker(url, tmp_path, engine) as loop:
@@ -62,7 +62,7 @@ async def test_runs_that_take_turns_on_the_device_train_as_if_there_was_room(
                 answers[run.id] += await results(server, run, await submit(server, run, seq, seq))
         beat = loop._describe()
     assert beat.runs == 2
-    assert beat.parked_runs == engine.parked_runs >= 1
+    assert beat.parked_runs == engine.adapters.offloaded >= 1
     assert set(prefetched) == {run.id for run in runs}
     for run in runs:
         assert answers[run.id] == expected
@@ -80,13 +80,13 @@ async def test_a_run_over_the_host_budget_leaves_memory_and_comes_back_the_same(
     expected, digest = await undisturbed(server, url, tmp_path, engine)
     run = await server.create("a", "a", LORA)
     answers = []
-    monkeypatch.setattr(engine._bank, "_host_bytes", 1)
+    monkeypatch.setattr(engine.adapters, "_host_bytes", 1)
     with worker(url, tmp_path, engine) as loop:
         for seq in range(1, len(PROGRAM) + 1):
             answers += await results(server, run, await submit(server, run, seq, seq))
             if seq % 4 == 1:
                 await until(lambda: loop._keeper.runs == 0)
-                assert not engine.has(run.id)
+                assert run.id not in engine.adapters
                 assert snapshot_files(loop._execution._redis, run, tmp_path)
     assert answers == expected
     assert restored_digest(url, tmp_path, engine, run.id) == digest
@@ -122,7 +122,7 @@ async def test_a_run_that_rests_leaves_memory_and_comes_back_the_same(
             answers += await results(server, run, await submit(server, run, seq, seq))
             if seq % 4 == 1:
                 await until(lambda: loop._keeper.runs == 0)
-                assert not engine.has(run.id)
+                assert run.id not in engine.adapters
     assert answers == expected
     assert restored_digest(url, tmp_path, engine, run.id) == digest
 
@@ -172,7 +172,7 @@ async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
         await server.intake.close_run(run)
         await until(lambda: not redis.exists(run_keys.ops(POOL, run.id)) and loop._keeper.runs == 0)
         await until(lambda: not list((tmp_path / "snapshots").rglob("*.safetensors")))
-    assert not engine.has(run.id)
+    assert run.id not in engine.adapters
     assert redis.hlen(result_keys.spool_segment_refs()) == 0
     assert redis.smembers(fleet_keys.drops(POOL, loop._execution.worker)) == set()
 

@@ -149,7 +149,7 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left
         spool.close()
         await connection.aclose()
         mine = await asyncio.to_thread(restored_digest, url, tmp_path, engine, guilty.id)
-        assert mine == engine.state(without.id).digest()
+        assert mine == engine.adapters.state(without.id).digest()
         assert (
             await asyncio.to_thread(restored_digest, url, tmp_path, engine, neighbour.id) == digest
         )

@@ -40,7 +40,7 @@ def limit_rows(engine: Engine) -> Iterator[LimitRows]:
     hook = engine._base.backbone.register_forward_pre_hook(refuse, with_kwargs=True)
     yield limit
     hook.remove()
-    engine._wave.safe_tokens = before
+    engine._forward_backward.safe_tokens = before
 
 
 async def test_a_run_that_was_cut_to_fit_goes_on_where_memory_is_larger(
@@ -62,7 +62,7 @@ async def test_a_run_that_was_cut_to_fit_goes_on_where_memory_is_larger(
         assert loop._describe().safe_tokens <= 128
     assert redis.hget(run_keys.log(POOL, run.id), "numerics") == b"mixed"
     limit_rows(1 << 30)
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine):
         answer = await server.result(run, await server.optim_step(run, 3))
         assert "grad_norm" in answer.json()["metrics"]
@@ -87,6 +87,6 @@ async def test_a_request_that_does_not_fit_fails_alone_and_is_left_out_of_a_repl
         assert failure["error"].startswith("Request needs more memory than the worker has (")
         assert failure["category"] == "server"
         assert await results(server, run, requests) == expected
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest
     limit_rows(1 << 30)
     assert restored_digest(url, tmp_path, engine, run.id) == digest

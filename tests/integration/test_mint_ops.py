@@ -112,14 +112,14 @@ async def test_a_worker_that_dies_leaves_no_trace_in_a_distillation(
         teacher = await taught(server, "teacher")
         calm, calm_requests = await distill(server, "calm", teacher.weights, targets)
         expected = await results(server, calm, calm_requests)
-    digest = engine.state(calm.id).digest()
+    digest = engine.adapters.state(calm.id).digest()
     run, requests = await distill(server, "troubled", teacher.weights, targets)
     async with dying_worker(url, tmp_path, engine, failpoint):
         pass
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest
     assert expected[0]["metrics"]["reverse_kl:mean"] > 0
 
 
@@ -200,6 +200,6 @@ async def test_an_interpolation_is_the_exact_mix_and_ends_its_run(
 
     assert answer["path"] == f"tinker://{run.id}/sampler_weights/mixed"
     assert answer["has_rank_shards"] is False
-    assert torch.equal(found.flat, mix(sources, engine.layout_of).flat)
+    assert torch.equal(found.flat, mix(sources, engine.adapters.layout_of).flat)
     assert (await server.records.run(run.tenant, run.id)).state is RunState.CLOSED
     assert (await server.records.checkpoint(run.tenant, answer["path"])).weights == ref

@@ -155,7 +155,7 @@ async def losses(url: str, folder: Path, engine: Engine) -> list[float]:
             await server.optim_step(run, 2 * step + 2)
         with worker(url, folder, engine):
             results = [await server.result(run, request) for request in sent]
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     outputs = [wire_pb2.ForwardBackwardOutput.FromString(each.payload) for each in results]
     return [dict(output.metrics)["loss:sum"] for output in outputs]
 
@@ -226,7 +226,7 @@ def test_adapters_of_waiting_runs_are_fetched_between_micro_batches_while_memory
         asked.append(runs)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(engine, "prefetch", prefetch)
+    monkeypatch.setattr(engine.adapters, "prefetch", prefetch)
     loop, spools = make_worker(empty_redis.url, tmp_path, engine)
     loop._prefetcher._ready = [RunId("b"), RunId("c")]
 

@@ -60,7 +60,7 @@ async def test_a_worker_killed_anywhere_leaves_no_trace_in_the_numbers(
         pass
     with worker(url, tmp_path, engine, snapshot_debt_ops=2):
         assert await results(server, run, requests) == expected
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest
 
 
 @pytest.mark.parametrize("debt_ops", [1, 1000])
@@ -85,11 +85,11 @@ async def test_a_gradient_that_waits_for_its_step_survives(
     else:
         with worker(url, tmp_path, engine, snapshot_debt_ops=debt_ops):
             await results(server, run, requests)
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     requests += await submit(server, run, 4, 4)
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest
 
 
 async def test_a_drained_worker_leaves_nothing_to_replay(
@@ -98,10 +98,10 @@ async def test_a_drained_worker_leaves_nothing_to_replay(
     url = empty_redis.url
     _, digest = await undisturbed(server, url, tmp_path, engine)
     run = RunId("undisturbed:train:0")
-    engine.drop(run)
+    engine.adapters.drop(run)
     with worker(url, tmp_path, engine) as loop:
         assert run_to_end(loop._keeper.ensure(run)) == 0
-    assert engine.state(run).digest() == digest
+    assert engine.adapters.state(run).digest() == digest
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "another run's"])
@@ -139,7 +139,7 @@ async def test_a_newest_copy_that_cannot_be_read_costs_a_longer_replay_and_nothi
     with worker(url, tmp_path, engine):
         answers += await results(server, run, await submit(server, run, len(answers) + 1, 8))
     assert answers == expected
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest
     assert restored_digest(url, tmp_path, engine, run.id) == digest
 
 
@@ -166,15 +166,15 @@ async def test_a_good_copy_takes_the_place_of_one_that_cannot_be_read(
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine):
         await results(server, run, await submit(server, run, 1, 4))
-    digest = engine.state(run.id).digest()
+    digest = engine.adapters.state(run.id).digest()
     (torn,) = snapshot_files(redis, run, tmp_path)
     torn.write_bytes(b"torn")
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine) as loop:
         assert run_to_end(loop._keeper.ensure(run.id)) > 0
     with worker(url, tmp_path, engine) as loop:
         assert run_to_end(loop._keeper.ensure(run.id)) == 0
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest
 
 
 async def test_a_log_that_other_numerics_wrote_is_replayed_within_a_tolerance_and_copied_out(
@@ -204,7 +204,7 @@ async def test_a_replay_does_without_results_that_have_expired(
         redis.delete(result_keys.result(request_id(run.id, seq)))
     with worker(url, tmp_path, engine):
         await results(server, run, await submit(server, run, 4, 4))
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest
     assert float(redis.hget(fleet_keys.counters(POOL), "replayed_ops")) > 0
 
 
@@ -226,5 +226,5 @@ async def test_a_request_that_is_not_a_number_fails_again_in_a_replay_and_leaves
         for each in (run, clean):
             last = await submit(server, each, 3, 4)
             assert "metrics" in (await results(server, each, last))[1]
-    assert engine.state(run.id).digest() == engine.state(clean.id).digest()
+    assert engine.adapters.state(run.id).digest() == engine.adapters.state(clean.id).digest()
     assert await server.result(run, bad) == failure

@@ -73,7 +73,7 @@ async def test_a_lost_connection_applies_nothing_twice(
         role = loop._execution if hasattr(Execution, method) else loop._execution.logs
         unreliable(role, method, **lossy)
         assert await results(server, run, await submit(server, run, 1, len(PROGRAM))) == expected
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest
     assert restored_digest(url, tmp_path, engine, run.id) == digest
 
 
@@ -129,7 +129,7 @@ async def test_training_goes_on_with_the_same_numbers_across_kills_of_redis(
                         await asyncio.to_thread(redis_server.restart)
                     answers += await results(server, run, [request])
             assert answers == expected
-            assert engine.state(run.id).digest() == digest
+            assert engine.adapters.state(run.id).digest() == digest
 
 
 async def test_a_scheduler_and_a_worker_find_each_other_again_after_a_long_absence(
@@ -163,7 +163,7 @@ async def test_a_replaced_worker_ends_and_leaves_the_step_to_its_successor(
             redis.get(fleet_keys.worker_epoch(POOL, old._execution.worker))
         )
     assert redis.hget(run_keys.log(POOL, run.id), "done") == before[b"done"]
-    assert engine.state(run.id).digest() == digest
+    assert engine.adapters.state(run.id).digest() == digest
 
 
 @pytest.mark.parametrize("then_does", [False, True], ids=["before", "after"])

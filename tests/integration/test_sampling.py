@@ -137,7 +137,7 @@ async def test_sampling_leaves_training_as_it_is(
         await server.result(beside, requests[-1])
         for request in busy:
             assert (await ended(server, sampler, request)).kind is ResultKind.SAMPLE
-    assert engine.state(alone.id).weights.equal(engine.state(beside.id).weights)
+    assert engine.adapters.state(alone.id).weights.equal(engine.adapters.state(beside.id).weights)
 
 
 async def test_tokens_are_told_as_they_come(

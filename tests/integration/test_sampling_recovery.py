@@ -127,7 +127,7 @@ async def test_weights_whose_file_was_never_written_are_made_again(
     assert not list((tmp_path / "weights").glob("??/*"))
     loop._weights._writer.shutdown(wait=False, cancel_futures=True)
     blocked.set()  # its writer ends with it
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine, snapshot_debt_ops=1) as loop:
         assert await sample(server, sampler, 2) == before
         await until(lambda: not loop._weights._unstored)
@@ -145,7 +145,7 @@ async def test_a_closed_run_is_not_forgotten_before_its_weights_are_on_disk(
     async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
         pass
     await server.intake.close_run(run)
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine):
         sampler = await server.records.sampler(run.tenant, "a:sample:0")
         await sample(server, sampler, 1)

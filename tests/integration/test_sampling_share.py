@@ -13,7 +13,7 @@ from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.training.forward_backward import Wave
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from tests.support.bodies import sequences
 from tests.support.sampling import LONG, base_sampler, ended, saved_sampler, submit_sample
 from tests.support.stack import Stack, worker
@@ -54,9 +54,13 @@ class Processor:
 def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
     """Let every micro-batch and every decode step take its time on a clock of ours."""
     clock = Processor()
-    micro_batch, decode_step, run = Wave._run_micro_batch, EngineDecoder.step, Engine.cycle
+    micro_batch, decode_step, run = (
+        ForwardBackward._run_micro_batch,
+        EngineDecoder.step,
+        Engine.cycle,
+    )
 
-    def trained(self: Wave, *args: Any) -> Any:
+    def trained(self: ForwardBackward, *args: Any) -> Any:
         ran = micro_batch(self, *args)
         clock.train()
         return ran
@@ -70,7 +74,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
         clock.in_step = False
         return output
 
-    monkeypatch.setattr(Wave, "_run_micro_batch", trained)
+    monkeypatch.setattr(ForwardBackward, "_run_micro_batch", trained)
     monkeypatch.setattr(EngineDecoder, "step", decoded)
     monkeypatch.setattr(Engine, "cycle", ran)
     fake = SimpleNamespace(monotonic=clock.monotonic)

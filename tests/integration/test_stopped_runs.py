@@ -66,7 +66,7 @@ async def assert_stopped_alone(
     assert record.state is RunState.FAILED
     expected, digest = await undisturbed(server, url, folder, engine, last=first + 1)
     assert answers == expected[first - 1 :]
-    assert engine.state(neighbour.id).digest() == digest
+    assert engine.adapters.state(neighbour.id).digest() == digest
 
 
 async def test_a_run_with_no_copy_that_can_be_read_and_no_checkpoint_stops_alone(
@@ -151,7 +151,7 @@ async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
     if is_gone:
         (tmp_path / "spool" / SpoolRef.parse(forged).segment).unlink()
     redis.set(result_keys.result(large), Result(stored.kind, forged.encode()).encode())
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine):
         step = await server.result(run, await server.optim_step(run, 2))
     assert (step == RUN_STOPPED) is not is_gone
@@ -169,7 +169,7 @@ async def test_a_worker_without_descriptors_pauses_and_stops_nobody(
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, drains=False):
         first = await server.result(run, await server.forward_backward(run, 1, LARGE))
-    engine.drop(run.id)
+    engine.adapters.drop(run.id)
     request = await server.forward_backward(run, 2, LARGE)
     open_file, refused = Path.open, 0
 

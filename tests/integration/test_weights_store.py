@@ -14,7 +14,7 @@ from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import TENSORS
 from cotrain_workers.checkpoints.weights_store import LOST, WeightsStore
-from cotrain_workers.engine.ops import WeightsGone
+from cotrain_workers.engine.ops import WeightsMissing
 from tests.support.saved_files import (
     KEY,
     SIZE,
@@ -93,7 +93,7 @@ async def test_weights_lost_with_a_process_are_owed_until_a_replay_makes_them_ag
     store = store_of()
     assert [record.ref for record in store.lost()] == [first.ref, second.ref]
     assert store.first_unstored(run.id) == 1
-    with pytest.raises(WeightsGone):
+    with pytest.raises(WeightsMissing):
         store.host(first.ref)
     store.put_again(first.ref, weights_of(1.0))
     assert not store.is_lost(first.ref)
@@ -102,7 +102,7 @@ async def test_weights_lost_with_a_process_are_owed_until_a_replay_makes_them_ag
     store.reload()
     assert store.lost() == []
     assert store.first_unstored(run.id) is None
-    with pytest.raises(WeightsGone):
+    with pytest.raises(WeightsMissing):
         store.path(second.ref)
     store.put_again(WeightsRef("other:train:0:9"), weights_of(1.0))
     assert store.first_unstored(run.id) is None
@@ -117,7 +117,7 @@ async def test_a_damaged_folder_fails_whoever_asks_for_it(
     written(store)
     file = folders(tmp_path)[0] / TENSORS
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(WeightsGone):
+    with pytest.raises(WeightsMissing):
         store.host(record.ref)
 
 
@@ -165,7 +165,7 @@ async def test_weights_that_were_saved_for_sampling_have_no_optimizer_state(
     assert store.optimizer(record.ref) is None
     written(store)
     assert store.optimizer(record.ref) is None
-    with pytest.raises(WeightsGone):
+    with pytest.raises(WeightsMissing):
         store.optimizer(WeightsRef("other:train:0:9"))
 
 
@@ -180,7 +180,7 @@ async def test_a_damaged_optimizer_state_fails_whoever_asks_for_it(
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
-    with pytest.raises(WeightsGone):
+    with pytest.raises(WeightsMissing):
         store.optimizer(record.ref)
 
 
@@ -255,5 +255,5 @@ async def test_a_save_whose_name_was_in_use_leaves_nothing_behind(
     written(store)
     assert store._unstored == {}
     assert store.host(first.ref).flat[0] == 1.0
-    with pytest.raises(WeightsGone):
+    with pytest.raises(WeightsMissing):
         store.host(second.ref)

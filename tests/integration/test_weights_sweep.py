@@ -13,7 +13,7 @@ from cotrain_store.keys import sample_keys, weights_keys
 from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_workers.checkpoints.files import base_model_of_adapter
 from cotrain_workers.checkpoints.peft_folder import write_folder
-from cotrain_workers.engine.ops import WeightsGone
+from cotrain_workers.engine.ops import WeightsMissing
 from tests.support.saved_files import (
     KEY,
     SPEC,
@@ -52,7 +52,7 @@ async def test_only_weights_that_nobody_can_ask_for_are_swept(
     assert set(store.sweep()) == {expired.ref}
     assert store.sweep() == []
     for gone in (old_name, expired):
-        with pytest.raises(WeightsGone):
+        with pytest.raises(WeightsMissing):
             store.host(gone.ref)
     assert {store.host(kept.ref).flat[0].item() for kept in (new_name, in_use)} == {2.0, 4.0}
 

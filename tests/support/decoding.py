@@ -144,7 +144,7 @@ def output(
 def assert_nothing_is_held(decoder: EngineDecoder) -> None:
     """Every page is free, or cached and free when wanted; no weights are in use."""
     assert decoder.pages.free + decoder.pages.idle == decoder.pages.count
-    assert not any(slot.users for slot in decoder.slots.held())
+    assert not any(slot.users for slot in decoder.slots.filled())
 
 
 def trainer_logprobs(engine: Engine, run: str, tokens: np.ndarray) -> np.ndarray:

@@ -63,12 +63,12 @@ def parity_with_peft(
 ) -> Parity:
     """Run one mixed cycle, then the same passes in PEFT, one tenant and one sequence at a time."""
     engine = warmed_up(folder, device, dtype, lora)
-    before = {tenant.run: engine.state(tenant.run).weights for tenant in MIX}
+    before = {tenant.run: engine.adapters.state(tenant.run).weights for tenant in MIX}
     mixed = engine.run(gradient_passes()).outputs
     logprob_errors, gradient_errors, loss_errors = [], [], []
     for tenant in MIX:
         oracle = PeftOracle(folder, tenant.spec, dtype, device)
-        layout = engine.layout(tenant.run)
+        layout = engine.adapters[tenant.run].layout
         oracle.load(layout, before[tenant.run])
         for op in gradient_passes([tenant]):
             output = mixed[op.run, op.seq]
@@ -80,7 +80,7 @@ def parity_with_peft(
                 loss, size = oracle.backward(op)
                 loss_errors.append(abs(output.loss_sum - loss) / max(1.0, size))
         expected = oracle.arena(layout, grads=True)
-        gradient_errors.append(relative_error(engine.state(tenant.run).grads, expected))
+        gradient_errors.append(relative_error(engine.adapters.state(tenant.run).grads, expected))
     return Parity(max(logprob_errors), max(gradient_errors), max(loss_errors))
 
 
@@ -95,7 +95,9 @@ def mixed_against_alone(
         together.run([op for tenant in MIX for op in tenant.ops(cycle)])
         for tenant in MIX:
             alone.run(tenant.ops(cycle))
-    pairs = [(together.state(tenant.run), alone.state(tenant.run)) for tenant in MIX]
+    pairs = [
+        (together.adapters.state(tenant.run), alone.adapters.state(tenant.run)) for tenant in MIX
+    ]
     return Alone(
         is_bit_equal=all(same_bits(ours, theirs) for ours, theirs in pairs),
         weight_error=max(relative_error(ours.weights, theirs.weights) for ours, theirs in pairs),
@@ -111,13 +113,15 @@ def bf16_gradient_cosine(folder: Path, device: str, lora: Choice = "auto") -> fl
     wide = warmed_up(folder, device, torch.float32, "seg")
     narrow = Engine.load(str(folder), device=device, dtype=torch.bfloat16, lora_backend=lora)
     for tenant in MIX:
-        narrow.restore(tenant.run, wide.state(tenant.run))
+        narrow.adapters.restore(tenant.run, wide.adapters.state(tenant.run))
     for engine in (wide, narrow):
         engine.run([unclipped(op) for op in gradient_passes()])
     return min(
         float(
             torch.cosine_similarity(
-                narrow.state(tenant.run).grads, wide.state(tenant.run).grads, dim=0
+                narrow.adapters.state(tenant.run).grads,
+                wide.adapters.state(tenant.run).grads,
+                dim=0,
             )
         )
         for tenant in MIX

@@ -15,7 +15,7 @@ from cotrain_store.messages.ids import RunId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
-from cotrain_workers.engine.ops import Failure, SaveOutput, WeightsGone
+from cotrain_workers.engine.ops import Failure, SaveOutput, WeightsMissing
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.recorder import SUFFIX, Recorder
 from tests.support.bodies import optim_body, pass_body, sequences
@@ -43,7 +43,7 @@ class Memory:
 
     def host(self, ref: WeightsRef) -> HostWeights:
         if ref not in self.saves:
-            raise WeightsGone(ref)
+            raise WeightsMissing(ref)
         return self.saves[ref].weights
 
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
@@ -51,7 +51,7 @@ class Memory:
         return self.saves[ref].optimizer
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
-        return self.engine.layout_of(spec)
+        return self.engine.adapters.layout_of(spec)
 
 
 class Flight:

@@ -67,18 +67,20 @@ def random_weights(spec: AdapterSpec, layout_of: Callable[[AdapterSpec], Layout]
 def started(engine: Engine, run: str = "a", spec: AdapterSpec = SPEC) -> Engine:
     """Give an engine a run whose B is not zero."""
     engine.run([Create(run, 0, spec)])
-    weights = random_weights(spec, engine.layout_of).flat
-    engine.restore(run, replace(engine.state(run), weights=weights))
+    weights = random_weights(spec, engine.adapters.layout_of).flat
+    engine.adapters.restore(run, replace(engine.adapters.state(run), weights=weights))
     return engine
 
 
 def kl_parity(engine: Engine, folder: Path, op: ReverseKl) -> KlParity:
     """Run one reverse KL of a run without a gradient, and the same in fp64."""
-    layout, state = engine.layout(op.run), engine.state(op.run)
+    layout, state = engine.adapters[op.run].layout, engine.adapters.state(op.run)
     student = PeftOracle(folder, state.spec, torch.float64)
     student.load(layout, state.weights)
     output = found(engine.run([op]).outputs[op.run, op.seq])
-    losses = dense_losses(student, reference_oracle(folder, op.reference, engine.layout_of), op)
+    losses = dense_losses(
+        student, reference_oracle(folder, op.reference, engine.adapters.layout_of), op
+    )
     total = torch.cat(losses).sum()
     total.backward()
     ours = torch.from_numpy(np.concatenate(output.losses)).double()
@@ -87,7 +89,7 @@ def kl_parity(engine: Engine, folder: Path, op: ReverseKl) -> KlParity:
         loss_error=float(((ours - theirs).abs() / theirs.abs().clamp(min=1)).max()),
         sum_error=abs(output.loss_sum / total.item() - 1),
         gradient_error=relative_error(
-            engine.state(op.run).grads, student.arena(layout, grads=True)
+            engine.adapters.state(op.run).grads, student.arena(layout, grads=True)
         ),
     )
 

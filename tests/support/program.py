@@ -74,7 +74,7 @@ async def undisturbed(
     with worker(url, folder, engine):
         run = await server.create("undisturbed", "undisturbed", LORA)
         answers = await results(server, run, await submit(server, run, 1, last))
-    return answers, engine.state(run.id).digest()
+    return answers, engine.adapters.state(run.id).digest()
 
 
 def snapshot_files(redis: Any, run: RunRecord, folder: Path) -> list[Path]:
@@ -98,9 +98,9 @@ async def killed_after(
 
 def restored_digest(url: str, folder: Path, engine: Engine, run: RunId) -> str:
     """Bring a run back from what is stored, as a new worker would, and digest its state."""
-    engine.drop(run)
+    engine.adapters.drop(run)
     loop, spools = make_worker(url, folder, engine)
     run_to_end(loop._keeper.ensure(run))
     for spool in spools:
         spool.close()
-    return engine.state(run).digest()
+    return engine.adapters.state(run).digest()

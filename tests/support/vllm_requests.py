@@ -60,8 +60,8 @@ class Trained:
             step = OptimStep(run, 2, 3e-2, 0.9, 0.95, 1e-8, 0.0, grad_clip_norm=0.0)
             forward_backward = Pass(run, 1, data, "cross_entropy", {}, needs_grad=True)
             self.engine.run([Create(run, 0, spec), forward_backward, step])
-            weights = HostWeights(spec, self.engine.state(run).weights)
-            layout = self.engine.layout(run)
+            weights = HostWeights(spec, self.engine.adapters.state(run).weights)
+            layout = self.engine.adapters[run].layout
             self.folders[run] = write_folder(root, weights, layout, BASE).path
 
     def decoder(self, url: str, **settings: Any) -> VllmDecoder:

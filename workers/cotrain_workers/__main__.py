@@ -24,7 +24,7 @@ from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel
-from cotrain_workers.engine.progress import listen, tell
+from cotrain_workers.engine.progress import listen, report
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
 from cotrain_workers.worker.bootstrap import (
     device_of,
@@ -55,7 +55,7 @@ def serve(settings: WorkerSettings) -> int:
     )
     record = pool_record(settings, engine, device, tokens_per_s)
     if tokenizer is None:
-        tell("it has no tokenizer: no stop strings, and no chat endpoints")
+        report("it has no tokenizer: no stop strings, and no chat endpoints")
     else:
         record = replace(record, tokenizer=tokenizer.folder)
     writer = new_writer(settings.worker_id)

@@ -42,7 +42,7 @@ from cotrain_workers.engine.ops import (
     Save,
     SaveOutput,
     StepOutput,
-    WeightsGone,
+    WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec
 
@@ -58,7 +58,7 @@ CYCLE_METRIC = "clock_cycle:unique"
 
 
 class Checkpoints(Protocol):
-    """What a load asks for; both raise WeightsGone."""
+    """What a load asks for; both raise WeightsMissing."""
 
     def host(self, ref: WeightsRef) -> HostWeights:
         """Give weights."""
@@ -123,7 +123,7 @@ def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failu
     try:
         weights = _weights(request, checkpoints)
         optimizer = _optimizer(request, checkpoints)
-    except WeightsGone:
+    except WeightsMissing:
         return Failure(f"Checkpoint {request.path} cannot be read on the server.", "server")
     if request.optimizer and optimizer is None:
         return Failure(f"Checkpoint {request.path} has no optimizer state.", "user")
@@ -167,7 +167,7 @@ def reverse_kl_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Revers
         reference = None if request.reference is None else checkpoints.host(request.reference)
     except MalformedBody as malformed:
         return Failure(str(malformed), "user")
-    except WeightsGone:
+    except WeightsMissing:
         return Failure("The weights of the reference cannot be read on the server.", "server")
     datums = [
         KlDatum(datum.student_tokens, datum.reference_tokens, datum.weights)

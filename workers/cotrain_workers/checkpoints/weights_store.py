@@ -20,7 +20,7 @@ from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S, Unwanted
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.checkpoints.optimizer_file import OptimizerUnreadable
 from cotrain_workers.checkpoints.peft_folder import FolderUnreadable
-from cotrain_workers.engine.ops import WeightsGone
+from cotrain_workers.engine.ops import WeightsMissing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -151,7 +151,7 @@ class WeightsStore:
         """Give the weights, from memory or from disk.
 
         Raises:
-            WeightsGone: they are neither here nor there.
+            WeightsMissing: they are neither here nor there.
         """
         entry = self._unstored.get(ref)
         if entry and entry.saved:
@@ -167,21 +167,21 @@ class WeightsStore:
         """Give the optimizer state that was saved with the weights; None: they were saved without.
 
         Raises:
-            WeightsGone: it is neither here nor on disk.
+            WeightsMissing: it is neither here nor on disk.
         """
         entry = self._unstored.get(ref)
         if entry and entry.saved:
             return entry.saved.optimizer
         record = self._saved.weights(ref)
         if record is None or not record.digest:
-            raise WeightsGone(ref)
+            raise WeightsMissing(ref)
         if not record.has_optimizer:
             return None
         try:
             return self._files.read_optimizer(record.optimizer_digest, self._layout_of)
         except OptimizerUnreadable as unreadable:
             log.error("optimizer_unreadable", weights=ref, reason=str(unreadable))
-            raise WeightsGone(ref) from unreadable
+            raise WeightsMissing(ref) from unreadable
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
         """Return where the matrices of such an adapter lie in its arena."""
@@ -191,22 +191,22 @@ class WeightsStore:
         """Name the folder of weights; None while it is being written.
 
         Raises:
-            WeightsGone: there is none, and there will be none.
+            WeightsMissing: there is none, and there will be none.
         """
         if ref in self._unstored:
             return None
         if not self.is_known(ref):
-            raise WeightsGone(ref)
+            raise WeightsMissing(ref)
         return self._files.adapter(self._digests[ref])
 
     def _read(self, ref: WeightsRef) -> HostWeights:
         if ref in self._unstored or not self.is_known(ref):
-            raise WeightsGone(ref)
+            raise WeightsMissing(ref)
         try:
             return self._files.read_adapter(self._digests[ref], self._layout_of)
         except FolderUnreadable as unreadable:
             log.error("weights_unreadable", weights=ref, reason=str(unreadable))
-            raise WeightsGone(ref) from unreadable
+            raise WeightsMissing(ref) from unreadable
 
     def maintain(self) -> list[WeightsRef]:
         """Note what has become durable, try again what could not be written, and now and then sweep.

@@ -1,6 +1,6 @@
 """Training with yield points: after each micro-batch the model is free for other work.
 
-What computes is a generator and knows nothing of that work; whoever drives it runs it.
+What computes is a generator and knows nothing of that work; its driver runs it.
 """
 
 from __future__ import annotations

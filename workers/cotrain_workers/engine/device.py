@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-# torch looks for it at the first product on CUDA in a process, whoever makes it, and never again: products
+# torch looks for it at the first product on CUDA in a process, wherever that is, and never again: products
 # are refused ever after if it was not there and deterministic algorithms are asked for later.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-#: How a process ends whose device is lost. Whoever started it starts it again.
+#: The exit code of a process whose device is lost: its supervisor starts another.
 EXIT_CODE = 70
 # malloc.h of glibc
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4

@@ -1,7 +1,7 @@
 """The training engine: one cycle's ops in, one answer per op out.
 
-One wave of forward/backward over every pass of the cycle, whatever its adapter, rank, targets or loss;
-then one wave of optimizer steps. A run's results depend on its own ops alone (on CPU fp32 to the bit).
+Forward and backward over every pass of the cycle together, whatever its adapter, rank, targets or loss;
+then all optimizer steps together. A run's results depend on its own ops alone (on CPU fp32 to the bit).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState
+from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save
 from cotrain_workers.engine.adapters.residency import adapter_budget
 from cotrain_workers.engine.cycle import run_to_end
@@ -37,15 +37,14 @@ from cotrain_workers.engine.ops import (
     unknown_run,
 )
 from cotrain_workers.engine.training.adamw import take_steps
-from cotrain_workers.engine.training.forward_backward import Wave
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
-from cotrain_workers.engine.training.pass_state import OpenPass
+from cotrain_workers.engine.training.pass_state import PassState
 from cotrain_workers.engine.training.validation import refuse_pass, refuse_reverse_kl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cotrain_workers.engine.adapters.bank import StateCopy
     from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.decoding.requests import TextOf
     from cotrain_workers.engine.lora.backend import Choice
@@ -53,21 +52,29 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.model.base_model import BaseModel
     from cotrain_workers.engine.model_facts import ModelFacts
     from cotrain_workers.engine.ops import HostWeights, Op
-    from cotrain_workers.engine.spec import AdapterSpec, Layout, Target
+    from cotrain_workers.engine.spec import Target
 
 
 class Engine:
     """One frozen base model and the adapters of all runs that train on it. Not thread-safe."""
 
-    def __init__(self, facts: ModelFacts, base: BaseModel, wave: Wave, bank: AdapterBank) -> None:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        base: BaseModel,
+        forward_backward: ForwardBackward,
+        adapters: AdapterBank,
+    ) -> None:
         self.facts = facts
+        self.adapters = adapters
         # All since the engine was loaded:
         self.base_forwards = 0
-        self.halvings = 0  # of what did not fit into memory
-        self.cut_pieces = 0  # among that; an op so cut has other last bits than with more memory
+        self.halvings = 0  # of micro-batches that did not fit into memory
+        self.cut_slices = (
+            0  # of ops, among those; such an op has other last bits than with more memory
+        )
         self._base = base
-        self._wave = wave
-        self._bank = bank
+        self._forward_backward = forward_backward
 
     @classmethod
     def load(
@@ -88,7 +95,7 @@ class Engine:
         """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` says otherwise.
 
         `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU); those
-        at rest are parked in the host's memory, where `host_bytes` is what `runs_over_budget` goes by.
+        at rest are offloaded to the host's memory, where `host_bytes` is what `over_budget` goes by.
         `micro_batch_tokens` are measured on CUDA if "auto", and part of the numerics then as ever;
         "auto" to `recompute` computes decoder layers twice where they do not fit otherwise. `fusion`
         compiles norms, gates and rotations, on CUDA.
@@ -97,32 +104,36 @@ class Engine:
         turns on deterministic algorithms (CUDA) or keeps freed memory (CPU). Raises UnsupportedModel,
         BackendUnfit, TooLittleMemory, or OSError if there is no such model.
         """
-        place = torch.device(device)
-        dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-        if place.type == "cuda":
+        where = torch.device(device)
+        dtype = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
+        if where.type == "cuda":
             make_cuda_deterministic()
         else:
             keep_freed_memory()
-        base = load_base_model(model, device=place, dtype=dtype, local_files_only=local_files_only)
-        fuses = fusion and place.type == "cuda"
+        base = load_base_model(model, device=where, dtype=dtype, local_files_only=local_files_only)
+        fuses = fusion and where.type == "cuda"
         fused = fuse(base.backbone, base.router, compiled) if fuses else ()
         lora = find_backend(lora_backend, base.targets, base.head_weight)
-        if adapter_bytes is None and place.type == "cuda":
-            adapter_bytes = cuda_adapter_bytes(place)
-        new_wave = partial(Wave, base, lora, head_chunk_rows=head_chunk_rows)
+        if adapter_bytes is None and where.type == "cuda":
+            adapter_bytes = cuda_adapter_bytes(where)
+        new_forward_backward = partial(ForwardBackward, base, lora, head_chunk_rows=head_chunk_rows)
         budget = size_micro_batches(
-            base, new_wave, micro_batch_tokens, recompute, adapter_bytes=adapter_bytes or 0
+            base,
+            new_forward_backward,
+            micro_batch_tokens,
+            recompute,
+            adapter_bytes=adapter_bytes or 0,
         )
-        wave = new_wave(
+        forward_backward = new_forward_backward(
             micro_batch_tokens=budget.tokens, recompute=recompute, keep_tokens=budget.keep_tokens
         )
-        bank = AdapterBank(
-            base.targets, place, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
+        adapters = AdapterBank(
+            base.targets, where, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
         )
         numerics = numerics_of(
-            place, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused
+            where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused
         )
-        return cls(model_facts(model, base, numerics), base, wave, bank)
+        return cls(model_facts(model, base, numerics), base, forward_backward, adapters)
 
     def run(self, ops: Sequence[Op]) -> CycleOutput:
         """Run one cycle to its end; see `cycle`."""
@@ -139,21 +150,21 @@ class Engine:
         outputs: dict[tuple[str, int], Output] = {}
         for op in ops:
             if begins_run(op):
-                outputs[op.run, op.seq] = begin(self._bank, op, self.facts.max_rank)
+                outputs[op.run, op.seq] = begin(self.adapters, op, self.facts.max_rank)
         try:
-            shifts = []
-            for runs in self._bank.shifts(list(dict.fromkeys(op.run for op in ops))):
-                of_shift = [op for op in ops if op.run in runs]
-                shifts.append((yield from self._run_shift(of_shift, outputs)))
+            groups = []
+            for runs in self.adapters.device_groups(list(dict.fromkeys(op.run for op in ops))):
+                own = [op for op in ops if op.run in runs]
+                groups.append((yield from self._run_group(own, outputs)))
         finally:
-            self._bank.release()
+            self.adapters.release()
         return CycleOutput(
             outputs=outputs,
-            forwards=sum(shift.forwards for shift in shifts),
-            tokens=sum(shift.tokens for shift in shifts),
-            padded_tokens=sum(shift.padded_tokens for shift in shifts),
-            wave_s=sum(shift.wave_s for shift in shifts),
-            optim_s=sum(shift.optim_s for shift in shifts),
+            forwards=sum(group.forwards for group in groups),
+            tokens=sum(group.tokens for group in groups),
+            padded_tokens=sum(group.padded_tokens for group in groups),
+            wave_s=sum(group.wave_s for group in groups),
+            optim_s=sum(group.optim_s for group in groups),
         )
 
     def decoder(
@@ -168,12 +179,16 @@ class Engine:
     ) -> EngineDecoder:
         """Return a decoder over this engine's base model, with key-value memory of its own.
 
-        `weights(key)` gives sampler weights or raises WeightsGone; `text` decodes tokens, for stop
+        `weights(key)` gives sampler weights or raises WeightsMissing; `text` decodes tokens, for stop
         strings. Sizes that are None suit the device: `kv_tokens` of key-value memory, `step_tokens` of
         prompts per step, `weights_bytes` of adapters kept on the device.
         """
         sizes = DecoderSizes(
-            kv_tokens, page_tokens, step_tokens, weights_bytes, self._wave.head_chunk_rows
+            kv_tokens,
+            page_tokens,
+            step_tokens,
+            weights_bytes,
+            self._forward_backward.head_chunk_rows,
         )
         return EngineDecoder(self._base, weights, text, sizes)
 
@@ -181,93 +196,43 @@ class Engine:
         """Raise DeviceLost if an error has left a device that cannot compute any more."""
         check_device(self._base.head_weight.device)
 
-    def has(self, run: str) -> bool:
-        """Return whether this engine holds the run's adapter."""
-        return run in self._bank
-
-    def drop(self, run: str) -> None:
-        """Forget a run's adapter; twice is harmless."""
-        self._bank.drop(run)
-
-    def state(self, run: str) -> AdapterState:
-        """Copy a run's adapter to the host. Raises KeyError for an unknown run."""
-        return self._bank.state(run)
-
-    def copy_out(self, run: str) -> StateCopy:
-        """Begin to copy a run's adapter to the host, between two cycles; the copy says when it is there.
-
-        Raises KeyError for an unknown run.
-        """
-        return self._bank.copy_out(run)
-
-    def prefetch(self, runs: Sequence[str]) -> None:
-        """Begin to bring the adapters of the next cycle to the device, as far as there is room.
-
-        Runs that this engine does not hold are passed over. Good between cycles and at their yield points.
-        """
-        self._bank.prefetch(runs)
-
-    def runs_over_budget(self) -> list[str]:
-        """Return the runs that have to leave for the host memory of all to be within `host_bytes`.
-
-        Those used least come first. Whoever drops one must have a copy of it.
-        """
-        return self._bank.over_budget()
-
-    @property
-    def parked_runs(self) -> int:
-        """Count the adapters that are in the host's memory, none of theirs on the device."""
-        return self._bank.parked
-
-    def restore(self, run: str, state: AdapterState) -> None:
-        """Put a state in place of whatever the run held. Raises ValueError if it does not fit."""
-        self._bank.restore(run, state)
-
-    def layout(self, run: str) -> Layout:
-        """Return where the run's matrices lie in its arenas. Raises KeyError for an unknown run."""
-        return self._bank[run].layout
-
     @property
     def safe_tokens(self) -> int:
         """Return how many tokens one pass of the base model has room for, as far as that is known."""
-        return self._wave.safe_tokens
+        return self._forward_backward.safe_tokens
 
     @property
     def recomputes(self) -> bool:
         """Return whether micro-batches of the full size compute their decoder layers twice."""
-        return self._wave.recomputes(self.facts.numerics.micro_batch_tokens)
+        return self._forward_backward.recomputes(self.facts.numerics.micro_batch_tokens)
 
     @property
     def targets(self) -> Sequence[Target]:
         """Return the modules that adapters can be attached to."""
         return self._base.targets
 
-    def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return where the matrices of such an adapter lie in its arenas."""
-        return self._bank.layout_of(spec)
-
-    def _run_shift(
+    def _run_group(
         self, ops: Sequence[Op], outputs: dict[tuple[str, int], Output]
     ) -> Yielding[CycleOutput]:
         """Run those ops of a cycle whose adapters fit on the device together: mostly all of them."""
         began = time.perf_counter()
-        self._bank.make_room(list(dict.fromkeys(op.run for op in ops)))
+        self.adapters.bring_in(list(dict.fromkeys(op.run for op in ops)))
         passes = self._admit([op for op in ops if isinstance(op, Pass | ReverseKl)], outputs)
         prepared_s = time.perf_counter() - began
-        cost = yield from self._wave.run(passes)
+        cost = yield from self._forward_backward.run(passes)
         for done in passes:
             assert done.output is not None
             outputs[done.op.run, done.op.seq] = done.output
         middle = time.perf_counter()
-        take_steps(self._bank, [op for op in ops if isinstance(op, OptimStep)], outputs)
+        take_steps(self.adapters, [op for op in ops if isinstance(op, OptimStep)], outputs)
         for op in ops:
             if isinstance(op, Save):
-                outputs[op.run, op.seq] = save(self._bank, op)
+                outputs[op.run, op.seq] = save(self.adapters, op)
             elif isinstance(op, Load) and not op.creates:
-                outputs[op.run, op.seq] = load(self._bank, op)
+                outputs[op.run, op.seq] = load(self.adapters, op)
         self.base_forwards += cost.forwards
         self.halvings += cost.halvings
-        self.cut_pieces += cost.cut_pieces
+        self.cut_slices += cost.cut_slices
         return CycleOutput(
             outputs=outputs,
             forwards=cost.forwards,
@@ -279,24 +244,24 @@ class Engine:
 
     def _admit(
         self, ops: Sequence[Pass | ReverseKl], outputs: dict[tuple[str, int], Output]
-    ) -> list[OpenPass]:
+    ) -> list[PassState]:
         """Open the passes that can run; write why the others cannot."""
         admitted = []
         for op in ops:
-            if op.run not in self._bank:
+            if op.run not in self.adapters:
                 outputs[op.run, op.seq] = unknown_run()
                 continue
             reason = self._refuse(op)
             if reason:
                 outputs[op.run, op.seq] = Failure(reason, "user")
             else:
-                admitted.append(OpenPass(op, self._bank[op.run]))
+                admitted.append(PassState(op, self.adapters[op.run]))
         return admitted
 
     def _refuse(self, op: Pass | ReverseKl) -> str | None:
         limits = (self.facts.vocab_size, self.facts.context_length)
         if isinstance(op, ReverseKl):
-            return refuse_reverse_kl(op, *limits, layout_of=self.layout_of)
+            return refuse_reverse_kl(op, *limits, layout_of=self.adapters.layout_of)
         return refuse_pass(op, *limits)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CPUINFO = Path("/proc/cpuinfo")
 #: By these MKL and oneDNN choose their kernels, and so by how large the caches are.
-TOLD_APART_BY = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags")
+DISTINGUISHED_BY = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags")
 #: Environment variables that overrule them.
 OVERRULED_BY = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
@@ -107,6 +107,6 @@ def processor_of(cpuinfo: str) -> str:
     first = cpuinfo.split("\n\n", maxsplit=1)[0]
     pairs = (line.partition(":") for line in first.splitlines())
     facts = {name.strip(): value.strip() for name, _, value in pairs}
-    known = [facts[name] for name in TOLD_APART_BY if name in facts] or sorted(facts.values())
+    known = [facts[name] for name in DISTINGUISHED_BY if name in facts] or sorted(facts.values())
     digest = hashlib.sha256(repr(known).encode()).hexdigest()[:8]
     return " ".join([facts.get("vendor_id", platform.machine()), facts.get("model", ""), digest])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Datum:
-    """One example: `n` tokens and what the loss reads beside them.
+    """One example: `n` tokens and what the loss reads with them.
 
     `inputs["target_tokens"]` is int64 `[n]` or `[n, K]`; every other input is float32 of that shape.
     """
@@ -240,7 +240,7 @@ def unknown_run() -> Failure:
     return Failure("This run has no adapter: its creation failed. Create another run.", "user")
 
 
-class WeightsGone(KeyError):
+class WeightsMissing(KeyError):
     """Nothing holds the weights of this key any more."""
 
 

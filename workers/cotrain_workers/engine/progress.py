@@ -13,27 +13,27 @@ from typing_extensions import override
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: What takes less is told by what follows it.
+#: What takes less is known from what follows it.
 EVERY_S = 5.0
 
 _listeners: list[Callable[[str], None]] = []
 
 
 def listen(listener: Callable[[str], None]) -> None:
-    """Have `listener` told what is done from now on; no library draws bars of its own any more."""
+    """Report what is done from now on to `listener`; no library draws bars of its own any more."""
     _listeners.append(listener)
     disable_progress_bars()
-    logging.set_tqdm_hook(lambda _, args, kwargs: ToldProgress(*args, **kwargs))
+    logging.set_tqdm_hook(lambda _, args, kwargs: ReportedProgress(*args, **kwargs))
 
 
-def tell(doing: str) -> None:
+def report(doing: str) -> None:
     """Say what begins now, or how far it is."""
     for listener in _listeners:
         listener(doing)
 
 
-class ToldProgress(tqdm):  # type: ignore[misc]  # it comes without types
-    """Stands where a library would draw a progress bar, and tells one line every EVERY_S."""
+class ReportedProgress(tqdm):  # type: ignore[misc]  # it comes without types
+    """Stands where a library would draw a progress bar, and reports one line every EVERY_S."""
 
     monitor_interval = 0  # no thread
 
@@ -43,7 +43,7 @@ class ToldProgress(tqdm):  # type: ignore[misc]  # it comes without types
 
     @override
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Tell how far it is; nothing at its beginning and at its end."""
+        """Report how far it is; nothing at its beginning and at its end."""
         if msg is None and self.total and 0 < self.n < self.total:
-            tell(f"{self.desc or 'fetching'}: {self.n / self.total:.0%}")
+            report(f"{self.desc or 'fetching'}: {self.n / self.total:.0%}")
         return True

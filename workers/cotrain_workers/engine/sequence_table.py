@@ -34,7 +34,7 @@ def up_to(tokens: int, step: int) -> int:
     return -(-tokens // step) * step
 
 
-class Stretch(NamedTuple):
+class EqualLengths(NamedTuple):
     """Neighbouring sequences of equal length; attention takes them in one call."""
 
     start: int
@@ -48,7 +48,7 @@ class SequenceTable:
 
     lengths: Sequence[int]
     device: torch.device
-    stretches: tuple[Stretch, ...] = field(init=False)
+    equal_lengths: tuple[EqualLengths, ...] = field(init=False)
     longest: int = field(init=False)
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(init=False, default_factory=dict)
     _block_masks: dict[int | None, BlockMask] = field(init=False, default_factory=dict)
@@ -58,8 +58,8 @@ class SequenceTable:
         self.longest = max(self.lengths)
         groups = [(length, len(list(same))) for length, same in groupby(self.lengths)]
         starts = accumulate((length * count for length, count in groups), initial=0)
-        self.stretches = tuple(
-            Stretch(start, count, length)
+        self.equal_lengths = tuple(
+            EqualLengths(start, count, length)
             for start, (length, count) in zip(starts, groups, strict=False)
         )
 

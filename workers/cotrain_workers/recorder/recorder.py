@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_workers.engine.ops import HostWeights, WeightsGone
+from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from cotrain_workers.recorder.cycle import CycleFacts, Findings, ReadCheckpoints, checkpoints_of
 from cotrain_workers.recorder.file import add_findings, write_inputs
 from cotrain_workers.recorder.fingerprints import fingerprint_of, fingerprint_of_state
@@ -100,8 +100,8 @@ class Recorder:
 
     def _states(self, step: Step) -> Iterator[tuple[RunId, AdapterState]]:
         for run in dict.fromkeys(op.run for op in step.ops):
-            if self._engine.has(run):
-                yield run, self._engine.state(run)
+            if run in self._engine.adapters:
+                yield run, self._engine.adapters.state(run)
 
     def _read_by(self, ops: Sequence[QueuedOp], bodies: Sequence[bytes]) -> ReadCheckpoints:
         """Fetch the checkpoints that ops are going to read; those that are gone are gone for both."""
@@ -113,7 +113,7 @@ class Recorder:
                     weights[ref] = self._checkpoints.host(ref)
                     if with_optimizer:
                         optimizers[ref] = self._checkpoints.optimizer(ref)
-                except WeightsGone:
+                except WeightsMissing:
                     continue
         return ReadCheckpoints(weights, optimizers)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Failure, WeightsGone
+from cotrain_workers.engine.ops import Failure, WeightsMissing
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.cycle import Findings
 from cotrain_workers.recorder.fingerprints import differences, fingerprint_of, fingerprint_of_state
@@ -52,15 +52,15 @@ class RecordedCheckpoints:
     layout: Callable[[AdapterSpec], Layout]
 
     def host(self, ref: WeightsRef) -> HostWeights:
-        """Give weights; raises WeightsGone where they were gone then."""
+        """Give weights; raises WeightsMissing where they were gone then."""
         if ref not in self.cycle.read.weights:
-            raise WeightsGone(ref)
+            raise WeightsMissing(ref)
         return self.cycle.read.weights[ref]
 
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
-        """Give the optimizer state that was saved with weights, if any; raises WeightsGone."""
+        """Give the optimizer state that was saved with weights, if any; raises WeightsMissing."""
         if ref not in self.cycle.read.optimizers:
-            raise WeightsGone(ref)
+            raise WeightsMissing(ref)
         return self.cycle.read.optimizers[ref]
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
@@ -104,7 +104,7 @@ def restore_before(engine: Engine, cycle: RecordedCycle) -> None:
     Raises ValueError if they are of another base model.
     """
     for run, state in cycle.before.items():
-        engine.restore(run, state)
+        engine.adapters.restore(run, state)
 
 
 def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False) -> Findings:
@@ -113,7 +113,7 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
     What failed by an accident (a crash, a full disk) is left out, but with `everything`. Raises whatever
     a broken engine raises.
     """
-    checkpoints = RecordedCheckpoints(cycle, engine.layout_of)
+    checkpoints = RecordedCheckpoints(cycle, engine.adapters.layout_of)
     outputs: dict[tuple[str, int], Output] = {}
     runnable: list[Op] = []
     for op, body in zip(cycle.facts.step.ops, cycle.bodies, strict=True):
@@ -128,7 +128,11 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
     op_ids = [(op.run, op.seq) for op in cycle.facts.step.ops]
     return Findings(
         {op_id: fingerprint_of(outputs[op_id]) for op_id in op_ids if op_id in outputs},
-        {run: fingerprint_of_state(engine.state(run)) for run, _ in op_ids if engine.has(run)},
+        {
+            run: fingerprint_of_state(engine.adapters.state(run))
+            for run, _ in op_ids
+            if run in engine.adapters
+        },
     )
 
 

@@ -74,7 +74,7 @@ def restore(
         raise SpoolCorrupt(f"Run {run} has no log to restore from.")
     lost = SpoolCorrupt(f"Run {run} has no copy that can be read.")
     for base in bases_of(position):
-        engine.drop(run)
+        engine.adapters.drop(run)
         try:
             _load(engine, snapshots, run, base)
             replayed = yield from _replay_from(
@@ -90,7 +90,7 @@ def restore(
                 "run_restored", run=run, snapshot=base.seq, replayed=replayed, done=position.done
             )
         return Restored(position, replayed, from_newest=base.seq == position.snap)
-    engine.drop(run)
+    engine.adapters.drop(run)
     raise lost
 
 
@@ -149,7 +149,7 @@ def _load(engine: Engine, snapshots: Path, run: RunId, base: Base) -> None:
         return  # its first op makes the run
     state = read_snapshot(snapshots, base.file, base.sha256, run, base.seq)
     try:
-        engine.restore(run, state)
+        engine.adapters.restore(run, state)
     except ValueError as foreign:
         raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
 
@@ -172,7 +172,7 @@ def _replay_from(
         and (op.kind is not OpKind.SAVE or weights.is_lost(WeightsRef(op.request_id)))
     ]
     ops = _from_last_load(ops)
-    cuts = engine.cut_pieces
+    cuts = engine.cut_slices
     for group in _cycles(ops):
         bodies = _bodies(execution, group)
         outputs = yield from _replay(
@@ -237,7 +237,7 @@ def _replay(
         elif request.category == "server":  # it ran once, so it does not fail by itself
             raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
     outputs = (yield from engine.cycle(runnable)).outputs
-    exact = exact and engine.cut_pieces == cuts
+    exact = exact and engine.cut_slices == cuts
     for op in group:
         stored = execution.logs.stored_result(op)
         output = outputs.get((op.run, op.seq))

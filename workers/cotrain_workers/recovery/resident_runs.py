@@ -116,7 +116,7 @@ class Keeper:
 
     def forget_state(self, run: RunId) -> None:
         """Drop a run from memory, so that `ensure` brings it back from its log."""
-        self._engine.drop(run)
+        self._engine.adapters.drop(run)
         self._debts.pop(run, None)
 
     def committed(self, step: Step, compute_s: float) -> None:
@@ -143,7 +143,7 @@ class Keeper:
             elif may_leave(debt, self._settings, now) and run not in self._writing:
                 self.forget_state(run)
                 log.info("run_left_memory", run=run)
-        for name in self._engine.runs_over_budget():
+        for name in self._engine.adapters.over_budget():
             self._let_go(RunId(name))
         for run in self._execution.runs_to_drop():
             if run not in self._writing and self._execution.forget(run):
@@ -198,9 +198,9 @@ class Keeper:
             log.info("run_left_memory", run=run, reason="host_bytes")
 
     def _copy_out(self, run: RunId, debt: Debt) -> None:
-        if run in self._writing or self._is_busy or not self._engine.has(run):
+        if run in self._writing or self._is_busy or run not in self._engine.adapters:
             return
-        copy = self._engine.copy_out(run)
+        copy = self._engine.adapters.copy_out(run)
         numerics = self._engine.facts.numerics_id
         folder, writer = self._settings.snapshots_dir, self._execution.writer
         writing = self._writer.submit(_write, folder, run, debt.seq, writer, numerics, copy)

@@ -15,7 +15,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import seq_of
 from cotrain_store.messages.runs import RunState
 from cotrain_workers.engine.adapters.bank import AdapterState
-from cotrain_workers.engine.ops import WeightsGone
+from cotrain_workers.engine.ops import WeightsMissing
 from cotrain_workers.recovery.snapshot_file import write_snapshot
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def roll_back(
             continue
         try:
             state = state_of(weights, checkpoint)
-        except WeightsGone:
+        except WeightsMissing:
             continue
         numerics = engine.facts.numerics_id
         snapshot = write_snapshot(snapshots, run, position.done, execution.writer, numerics, state)
@@ -67,7 +67,7 @@ def state_of(weights: WeightsStore, checkpoint: CheckpointRecord) -> AdapterStat
     """Read a checkpoint as the state it was made of; a gradient that waited then is not in it.
 
     Raises:
-        WeightsGone: a file of it is missing or damaged.
+        WeightsMissing: a file of it is missing or damaged.
     """
     adapter, optimizer = weights.host(checkpoint.weights), weights.optimizer(checkpoint.weights)
     zeros = torch.zeros_like(adapter.flat)

@@ -23,9 +23,9 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.host_memory import free_host_bytes
-from cotrain_workers.engine.model.model_source import NoRoom, no_room
+from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large
 from cotrain_workers.engine.ops import Create, Datum, Pass
-from cotrain_workers.engine.progress import tell
+from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import Keeper
@@ -57,15 +57,17 @@ def device_of(settings: WorkerSettings) -> str:
 
 
 def measured_engine(settings: WorkerSettings, device: str) -> tuple[Engine, float]:
-    """Load the engine and train one small batch; raises NoRoom where memory is too small for either."""
+    """Load the engine and train one small batch; raises ModelTooLarge where memory is too small for either."""
     try:
         engine = load_engine(settings, device)
-        tell("measuring how fast it trains")
+        report("measuring how fast it trains")
         return engine, measure_throughput(engine)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             name = settings.base_model
-            raise NoRoom(f"Base model {name} cannot be served: {no_room()}") from error
+            raise ModelTooLarge(
+                f"Base model {name} cannot be served: {model_too_large()}"
+            ) from error
         raise
 
 
@@ -119,7 +121,7 @@ def measure_throughput(engine: Engine) -> float:
     began = time.perf_counter()
     engine.run([probe])
     elapsed = time.perf_counter() - began
-    engine.drop("probe")
+    engine.adapters.drop("probe")
     return count * length / elapsed
 
 
@@ -162,7 +164,7 @@ def enter_pool(
     weights = WeightsStore(
         SavedWeights(connection, record.id, worker, epoch),
         CheckpointFiles.below(settings.data_dir, record.base_model),
-        engine.layout_of,
+        engine.adapters.layout_of,
         settings.weights_memory_bytes,
         settings.owed_memory_bytes,
         settings.orphan_age_s,

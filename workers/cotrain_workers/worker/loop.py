@@ -172,7 +172,7 @@ class WorkerLoop:
         started, began = time.time(), time.monotonic()
         self._time_sharing.training_begins()
         deaths = self._runner.suspicion(step).deaths
-        rollbacks, cuts = self._runs.rollbacks, self._engine.cut_pieces
+        rollbacks, cuts = self._runs.rollbacks, self._engine.cut_slices
         # Nothing beside a step that a dead predecessor left open: a request of either kind could be
         # blamed for the deaths that one of the other caused.
         at_yield = _nothing if deaths else self._at_yield_point
@@ -195,7 +195,7 @@ class WorkerLoop:
                 step, bodies, outputs, cost, sampling_s, (started, finished),
                 self._execution.pool, self._base_model,
             )  # fmt: skip
-            self._commit(step, outcome, is_exact=self._engine.cut_pieces == cuts)
+            self._commit(step, outcome, is_exact=self._engine.cut_slices == cuts)
         except PAUSES:
             # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
             for run in {op.run for op in step.ops}:
@@ -241,7 +241,7 @@ class WorkerLoop:
 
     def _prefetch(self, runs: list[RunId]) -> None:
         try:
-            self._engine.prefetch(runs)
+            self._engine.adapters.prefetch(runs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -274,7 +274,7 @@ class WorkerLoop:
             device=self._device,
             tokens_per_s=self._tokens_per_s,
             runs=self._keeper.runs,
-            parked_runs=self._engine.parked_runs,
+            parked_runs=self._engine.adapters.offloaded,
             takes_saves=self._backpressure.takes_saves,
             memory_bytes=resident_bytes(),
             seen_at=time.time(),

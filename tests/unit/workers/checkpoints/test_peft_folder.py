@@ -80,8 +80,8 @@ def test_plain_peft_loads_the_folder_and_computes_what_the_engine_does(
 ) -> None:
     engine, base = new_engine(tied=tied), model_folder("qwen3", tied=tied)
     engine.run(tenant.ops(0))  # one optimizer step: B is no longer zero
-    weights = HostWeights(tenant.spec, engine.state(tenant.run).weights)
-    folder = write_folder(tmp_path, weights, engine.layout(tenant.run), str(base))
+    weights = HostWeights(tenant.spec, engine.adapters.state(tenant.run).weights)
+    folder = write_folder(tmp_path, weights, engine.adapters[tenant.run].layout, str(base))
     datum = random_datum(np.random.default_rng(0), "cross_entropy", 40)
     forward = Pass(tenant.run, 99, [datum], "cross_entropy", {}, needs_grad=False)
     output = engine.run([forward]).outputs[tenant.run, 99]

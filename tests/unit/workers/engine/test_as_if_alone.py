@@ -67,8 +67,10 @@ def test_a_run_beside_others_equals_the_run_alone_to_the_bit(
             assert_same_answers(tenant.run, mixed, alone.run(tenant.ops(cycle)))
 
     for tenant in MIX:
-        assert together.state(tenant.run).step > 0
-        assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
+        assert together.adapters.state(tenant.run).step > 0
+        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), (
+            tenant.run
+        )
 
 
 def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path) -> None:
@@ -80,7 +82,9 @@ def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path) -> None:
 
     for tenant in MIX:
         alone.run(tenant.ops(0))
-        assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
+        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), (
+            tenant.run
+        )
 
 
 def test_two_threads_keep_the_promise(new_engine: NewEngine) -> None:
@@ -93,7 +97,9 @@ def test_two_threads_keep_the_promise(new_engine: NewEngine) -> None:
             for tenant in MIX:
                 assert_same_answers(tenant.run, mixed, alone.run(tenant.ops(cycle)))
         for tenant in MIX:
-            assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
+            assert same_bits(
+                together.adapters.state(tenant.run), alone.adapters.state(tenant.run)
+            ), tenant.run
     finally:
         torch.set_num_threads(1)
 
@@ -108,7 +114,7 @@ def test_how_ops_fall_into_cycles_changes_no_bit(new_engine: NewEngine, lora: st
         for op in ops:
             op_by_op.run([op])
 
-    assert same_bits(one_cycle.state("all-8"), op_by_op.state("all-8"))
+    assert same_bits(one_cycle.adapters.state("all-8"), op_by_op.adapters.state("all-8"))
 
 
 def test_the_same_ops_twice_give_the_same_bits(new_engine: NewEngine) -> None:
@@ -119,7 +125,7 @@ def test_the_same_ops_twice_give_the_same_bits(new_engine: NewEngine) -> None:
             engine.run(interleaved(MIX, cycle, np.random.default_rng(cycle)))
 
     for tenant in MIX:
-        assert same_bits(first.state(tenant.run), second.state(tenant.run))
+        assert same_bits(first.adapters.state(tenant.run), second.adapters.state(tenant.run))
 
 
 def poisoned(op: Op) -> Op:
@@ -140,7 +146,7 @@ def test_a_neighbour_with_nan_inputs_changes_no_bit(new_engine: NewEngine) -> No
     mixed = beside.run([*bad, *victim.ops(0)])
     assert_same_answers(victim.run, mixed, alone.run(victim.ops(0)))
 
-    assert same_bits(beside.state(victim.run), alone.state(victim.run))
+    assert same_bits(beside.adapters.state(victim.run), alone.adapters.state(victim.run))
     assert mixed.outputs[neighbour.run, 1] == Failure(
         "Loss is not finite (seq 1); the gradient was discarded.", "user"
     )
@@ -152,13 +158,15 @@ def test_a_neighbour_with_nan_weights_changes_no_bit(new_engine: NewEngine, lora
     victim, neighbour = MIX[4], MIX[0]
     beside, alone = new_engine(lora_backend=lora), new_engine(lora_backend=lora)
     beside.run([Create(neighbour.run, 0, neighbour.spec)])
-    ruined = beside.state(neighbour.run)
-    beside.restore(neighbour.run, replace(ruined, weights=torch.full_like(ruined.weights, np.nan)))
+    ruined = beside.adapters.state(neighbour.run)
+    beside.adapters.restore(
+        neighbour.run, replace(ruined, weights=torch.full_like(ruined.weights, np.nan))
+    )
 
     mixed = beside.run([*neighbour.ops(0)[1:], *victim.ops(0)])
     assert_same_answers(victim.run, mixed, alone.run(victim.ops(0)))
 
-    assert same_bits(beside.state(victim.run), alone.state(victim.run))
+    assert same_bits(beside.adapters.state(victim.run), alone.adapters.state(victim.run))
     assert isinstance(mixed.outputs[neighbour.run, 1], Failure)
 
 
@@ -168,8 +176,8 @@ def test_a_failed_op_keeps_the_gradient_of_earlier_ops(new_engine: NewEngine) ->
     engine, expected = new_engine(), new_engine()
 
     for first_cycle in ([good, poisoned(good)], [poisoned(good), good]):
-        engine.drop(tenant.run)
-        expected.drop(tenant.run)
+        engine.adapters.drop(tenant.run)
+        expected.adapters.drop(tenant.run)
         create = Create(tenant.run, 0, tenant.spec)
         outputs = [
             engine.run([create, replace(first_cycle[0], seq=1), replace(first_cycle[1], seq=2)]),
@@ -179,7 +187,7 @@ def test_a_failed_op_keeps_the_gradient_of_earlier_ops(new_engine: NewEngine) ->
         failed = [k for out in outputs for k, o in out.outputs.items() if isinstance(o, Failure)]
         assert len(failed) == 2
 
-        assert same_bits(engine.state(tenant.run), expected.state(tenant.run))
+        assert same_bits(engine.adapters.state(tenant.run), expected.adapters.state(tenant.run))
         engine.run([step])
         expected.run([step])
-        assert same_bits(engine.state(tenant.run), expected.state(tenant.run))
+        assert same_bits(engine.adapters.state(tenant.run), expected.adapters.state(tenant.run))

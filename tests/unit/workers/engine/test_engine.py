@@ -62,7 +62,10 @@ def test_several_micro_batches_equal_one(new_engine: NewEngine) -> None:
     assert several.run(ops).forwards > 5
 
     for tenant in EIGHT:
-        ours, theirs = several.state(tenant.run).grads, one.state(tenant.run).grads
+        ours, theirs = (
+            several.adapters.state(tenant.run).grads,
+            one.adapters.state(tenant.run).grads,
+        )
         assert relative_error(ours, theirs) < 1e-6  # other pieces, another order of summation
 
 
@@ -74,18 +77,18 @@ def test_an_op_of_several_pieces_equals_itself_alone(new_engine: NewEngine) -> N
     beside.run([*small, *large])
     alone.run(large)
 
-    assert same_bits(beside.state("large"), alone.state("large"))
+    assert same_bits(beside.adapters.state("large"), alone.adapters.state("large"))
 
 
 def test_only_forwards_leave_no_trace(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC), pass_of("a", 1, 5)])
-    before = engine.state("a")
+    before = engine.adapters.state("a")
 
     forward = engine.run([pass_of("a", 2, 9, needs_grad=False)]).outputs["a", 2]
 
     assert isinstance(forward, PassOutput)
-    assert same_bits(engine.state("a"), before)
+    assert same_bits(engine.adapters.state("a"), before)
 
 
 def test_forward_and_forward_backward_see_the_same_log_probabilities(
@@ -151,7 +154,7 @@ def test_a_gradient_that_overflows_is_discarded_though_the_loss_is_finite(
     assert isinstance(forward, PassOutput)
     assert np.isfinite(forward.loss_sum)
     assert isinstance(out["a", 2], Failure)
-    assert same_bits(engine.state("a"), expected.state("a"))
+    assert same_bits(engine.adapters.state("a"), expected.adapters.state("a"))
 
 
 def test_gradients_add_up_until_the_step_zeroes_them(new_engine: NewEngine) -> None:
@@ -163,10 +166,10 @@ def test_gradients_add_up_until_the_step_zeroes_them(new_engine: NewEngine) -> N
     engine.run([second])
     other.run([Create("a", 0, SPEC), together])
 
-    assert relative_error(engine.state("a").grads, other.state("a").grads) < 1e-6
-    assert engine.state("a").grads_pending
+    assert relative_error(engine.adapters.state("a").grads, other.adapters.state("a").grads) < 1e-6
+    assert engine.adapters.state("a").grads_pending
     engine.run([STEP])
-    after = engine.state("a")
+    after = engine.adapters.state("a")
     assert not after.grads_pending
     assert not after.grads.any()
     assert after.step == 1
@@ -207,12 +210,12 @@ def test_the_base_model_is_never_changed(new_engine: NewEngine) -> None:
 def test_a_step_without_a_gradient_is_a_step_with_zeros(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC)])
-    before = engine.state("a")
+    before = engine.adapters.state("a")
 
     output = engine.run([replace(STEP, weight_decay=0.5)]).outputs["a", 9]
 
     assert output == StepOutput(0.0)
-    after = engine.state("a")
+    after = engine.adapters.state("a")
     torch.testing.assert_close(after.weights, before.weights * (1 - 1e-2 * 0.5))
     assert after.step == 1
 
@@ -256,13 +259,13 @@ def test_a_gradient_that_overflows_in_the_sum_is_discarded_at_the_step(
 ) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC), pass_of("a", 1, 4)])
-    state = engine.state("a")
-    engine.restore("a", replace(state, grads=torch.full_like(state.grads, torch.inf)))
+    state = engine.adapters.state("a")
+    engine.adapters.restore("a", replace(state, grads=torch.full_like(state.grads, torch.inf)))
 
     output = engine.run([STEP]).outputs["a", 9]
 
     assert output == Failure("Gradient is not finite (seq 9); it was discarded.", "user")
-    after = engine.state("a")
+    after = engine.adapters.state("a")
     assert torch.equal(after.weights, state.weights)
     assert (after.step, after.grads_pending) == (0, False)
 
@@ -272,47 +275,47 @@ def test_a_restored_run_goes_on_with_the_same_bits(new_engine: NewEngine) -> Non
     engine = new_engine()
     engine.run(tenant.ops(0))
     engine.run(tenant.ops(1)[:-1])  # a gradient is pending
-    state = engine.state(tenant.run)
+    state = engine.adapters.state(tenant.run)
 
-    other.restore(tenant.run, state)
-    assert other.has(tenant.run)
-    assert same_bits(other.state(tenant.run), state)
+    other.adapters.restore(tenant.run, state)
+    assert tenant.run in other.adapters
+    assert same_bits(other.adapters.state(tenant.run), state)
     for each in (engine, other):
         each.run([tenant.ops(1)[-1], *tenant.ops(2)])
 
-    assert same_bits(engine.state(tenant.run), other.state(tenant.run))
+    assert same_bits(engine.adapters.state(tenant.run), other.adapters.state(tenant.run))
 
 
 def test_a_state_is_a_copy(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC), pass_of("a", 1, 4)])
-    state, digest = engine.state("a"), engine.state("a").digest()
+    state, digest = engine.adapters.state("a"), engine.adapters.state("a").digest()
 
     engine.run([STEP])
 
-    assert state.digest() == digest != engine.state("a").digest()
+    assert state.digest() == digest != engine.adapters.state("a").digest()
 
 
 def test_a_dropped_run_is_forgotten(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC)])
 
-    engine.drop("a")
-    engine.drop("a")
+    engine.adapters.drop("a")
+    engine.adapters.drop("a")
 
-    assert not engine.has("a")
+    assert "a" not in engine.adapters
     with pytest.raises(KeyError):
-        engine.state("a")
+        engine.adapters.state("a")
 
 
 def test_a_state_of_another_model_is_refused(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC)])
-    state = engine.state("a")
+    state = engine.adapters.state("a")
 
     with pytest.raises(ValueError, match="values, not"):
-        engine.restore("b", replace(state, weights=state.weights[:-16]))
-    assert not engine.has("b")
+        engine.adapters.restore("b", replace(state, weights=state.weights[:-16]))
+    assert "b" not in engine.adapters
 
 
 def test_the_facts_describe_the_model(new_engine: NewEngine) -> None:

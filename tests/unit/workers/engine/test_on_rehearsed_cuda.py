@@ -81,7 +81,7 @@ def test_a_cycle_points_where_it_does_on_a_cpu_and_waits_twice(
     for each in (engine, plain):
         succeeded(each.run(ops(0)))
     for tenant in SOME:
-        engine.restore(tenant.run, plain.state(tenant.run))
+        engine.adapters.restore(tenant.run, plain.adapters.state(tenant.run))
     cuda.waits.clear()
 
     for each in (engine, plain):
@@ -90,7 +90,7 @@ def test_a_cycle_points_where_it_does_on_a_cpu_and_waits_twice(
     # What the passes found, and the norms of the gradients; no copy but through pinned memory.
     assert cuda.waits == ["copy to cpu", "copy to cpu"]
     for tenant in SOME:
-        ours, theirs = engine.state(tenant.run), plain.state(tenant.run)
+        ours, theirs = engine.adapters.state(tenant.run), plain.adapters.state(tenant.run)
         assert torch.cosine_similarity(ours.m, theirs.m, dim=0) > 0.99, tenant.run
         assert ours.step == theirs.step == 2
 
@@ -111,7 +111,7 @@ def test_a_reverse_kl_does_not_wait_for_the_device(
     cuda: Rehearsal, model_folder: ModelFolder
 ) -> None:
     engine = started(load(model_folder("qwen3")))
-    reference = random_weights(AdapterSpec(3, seed=21), engine.layout_of)
+    reference = random_weights(AdapterSpec(3, seed=21), engine.adapters.layout_of)
     cuda.waits.clear()
 
     succeeded(engine.run([ReverseKl("a", 1, kl_datums(0), reference, 0.8)]))
@@ -189,12 +189,12 @@ def test_adapters_move_through_pinned_memory_and_nobody_waits(cuda: Rehearsal) -
     cuda.mode = "error"
 
     for runs in ("ab", "cd", "ad", "bc"):
-        bank.make_room(list(runs))
+        bank.bring_in(list(runs))
         bank.release()
         bank.prefetch(["d", "a"])
 
     cuda.mode = "default"
-    assert bank.parked == 2
+    assert bank.offloaded == 2
     assert {run: bank.state(run).digest() for run in "abcd"} == before
 
 

@@ -34,7 +34,7 @@ def test_a_bar_of_the_library_is_told_in_percent(told: list[str]) -> None:
 def test_nothing_is_drawn(
     told: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with progress.ToldProgress(total=3, unit="B", desc="model.safetensors") as bar:
+    with progress.ReportedProgress(total=3, unit="B", desc="model.safetensors") as bar:
         bar.update(1)
     config = transformers.LlamaConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=8

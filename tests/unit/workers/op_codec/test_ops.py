@@ -32,7 +32,7 @@ from cotrain_workers.engine.ops import (
     PassOutput,
     Save,
     StepOutput,
-    WeightsGone,
+    WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from cotrain_workers.op_codec import CYCLE_METRIC, result_of
@@ -48,7 +48,7 @@ class Kept:
 
     def host(self, ref: WeightsRef) -> HostWeights:
         if ref not in self.weights:
-            raise WeightsGone(ref)
+            raise WeightsMissing(ref)
         return self.weights[ref]
 
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:

@@ -15,7 +15,7 @@ from cotrain_workers.engine.ops import (
     HostWeights,
     ReverseKl,
     ReverseKlOutput,
-    WeightsGone,
+    WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
 from cotrain_workers.op_codec import answer_of, reverse_kl_op
@@ -39,7 +39,7 @@ class Shelf:
 
     def host(self, ref: WeightsRef) -> HostWeights:
         if ref not in self._weights:
-            raise WeightsGone(ref)
+            raise WeightsMissing(ref)
         return self._weights[ref]
 
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:

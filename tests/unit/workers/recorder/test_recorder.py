@@ -28,7 +28,7 @@ def flight(new_engine: NewEngine, tmp_path: Path) -> Flight:
 
 def test_a_file_holds_the_plan_the_bodies_the_states_and_what_was_read(flight: Flight) -> None:
     flight.cycle(create(A, rank=4), a_pass(A, 1), a_step(A, 2), a_save(A, 3))
-    before = flight.engine.state(A)
+    before = flight.engine.adapters.state(A)
     load = a_load(A, 4, [f"{A}:3"], optimizer=True)
     flight.cycle(load, create(B, rank=2))
     cycle = read_cycle(flight.files[1])
@@ -112,7 +112,7 @@ def test_a_disk_that_takes_nothing_costs_the_recording_alone(
     monkeypatch.setattr("cotrain_workers.recorder.recorder.add_findings", full)
     flight.cycle(a_pass(A, 1))
     assert read_cycle(flight.files[0]).found is None
-    assert flight.engine.has(A)
+    assert A in flight.engine.adapters
 
 
 @pytest.mark.parametrize("member", ["bodies/0", "before/0.safetensors", "outcome.json"])

@@ -1,4 +1,4 @@
-"""One run's adapter: its arenas, on the device or parked, and the copy that the base model computes with."""
+"""One run's adapter: its arenas, on the device or offloaded to the host, and the copy that the base model computes with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain_workers.engine.adapters.copy_streams import Arrival, Parked
+    from cotrain_workers.engine.adapters.copy_streams import Arrival, HostArenas
     from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair
 
 #: No two states of weights in this process have the same number, whatever is dropped and restored.
@@ -44,7 +44,7 @@ class ComputeCopy:
 class Adapter:
     """One run's adapter. All arenas are fp32 (fp64 under an fp64 base).
 
-    They are on the device, or parked: then only the bank may touch them.
+    They are on the device, or offloaded: then only the bank may touch them.
     """
 
     spec: AdapterSpec
@@ -52,11 +52,11 @@ class Adapter:
     step: int
     grads_pending: bool
     compute_dtype: torch.dtype
-    arenas: dict[str, torch.Tensor]  # on the device; empty while parked
-    parked: Parked | None = None
+    arenas: dict[str, torch.Tensor]  # on the device; empty while offloaded
+    on_host: HostArenas | None = None
     arrival: Arrival | None = None  # of copies that the next computation must wait for
     gradient_in_use: bool = field(init=False, default=False)  # an op is adding to it right now
-    version: int = field(init=False)  # of `weights`: whoever holds a copy compares it
+    version: int = field(init=False)  # of `weights`: holders of a copy compare it
     _compute: ComputeCopy | None = field(init=False, default=None)
     _gradient: Gradient | None = field(init=False, default=None)
 
@@ -112,7 +112,7 @@ class Adapter:
 
     def worth_copying(self) -> dict[str, torch.Tensor]:
         """Return the arenas of an adapter on the device; a gradient that is not pending is all zeros."""
-        assert self.parked is None
+        assert self.on_host is None
         return {
             name: arena
             for name, arena in self.arenas.items()

@@ -16,18 +16,18 @@ import torch
 from cotrain_workers.engine.adapters.adapter import Adapter, arena_dtype
 from cotrain_workers.engine.adapters.copy_streams import InLine, SideStream, carry_in, carry_out
 from cotrain_workers.engine.adapters.residency import (
-    Seat,
-    moves_ahead,
+    AdapterSize,
+    device_groups,
     moves_for,
     over_budget,
-    shifts_of,
+    prefetch_moves,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_workers.engine.adapters.copy_streams import Lane, Parked
+    from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas
     from cotrain_workers.engine.adapters.residency import Moves
     from cotrain_workers.engine.spec import Target
 
@@ -61,7 +61,7 @@ class StateCopy:
     spec: AdapterSpec
     step: int
     grads_pending: bool
-    arenas: Parked
+    arenas: HostArenas
 
     def state(self) -> AdapterState:
         """Return the state once it has arrived; any thread may wait for it."""
@@ -77,7 +77,7 @@ class StateCopy:
 
 
 class AdapterBank:
-    """The adapters of every run this engine holds: on the device, or parked in the host's memory.
+    """The adapters of every run this engine holds: on the device, or offloaded to the host's memory.
 
     `adapter_bytes` is for those on the device, `host_bytes` for those on the host; None sets no limit.
     """
@@ -90,7 +90,7 @@ class AdapterBank:
         *,
         adapter_bytes: int | None = None,
         host_bytes: int | None = None,
-        lane: Lane | None = None,
+        copy_stream: CopyStream | None = None,
     ) -> None:
         self._targets = targets
         self._device = device
@@ -98,10 +98,12 @@ class AdapterBank:
         self._arena_dtype = arena_dtype(compute_dtype)
         self._adapter_bytes = adapter_bytes
         self._host_bytes = host_bytes
-        self._lane = lane or (SideStream(device) if device.type == "cuda" else InLine())
+        self._copy_stream = copy_stream or (
+            SideStream(device) if device.type == "cuda" else InLine()
+        )
         self._adapter_by_run: OrderedDict[str, Adapter] = OrderedDict()  # the least used first
         self._in_use: frozenset[str] = frozenset()
-        self.parked = 0
+        self.offloaded = 0
         """How many adapters are on the host, nothing of theirs on the device. Any thread may look."""
         self._layout_by_shape: dict[tuple[int, bool, bool, bool], Layout] = {}
 
@@ -122,20 +124,23 @@ class AdapterBank:
     def drop(self, run: str) -> None:
         """Forget a run's adapter; twice is harmless."""
         dropped = self._adapter_by_run.pop(run, None)
-        self.parked -= dropped is not None and dropped.parked is not None
+        self.offloaded -= dropped is not None and dropped.on_host is not None
 
     def state(self, run: str) -> AdapterState:
-        """Copy a run's adapter to the host."""
+        """Copy a run's adapter to the host. Raises KeyError for an unknown run."""
         return self.copy_out(run).state()
 
     def copy_out(self, run: str) -> StateCopy:
-        """Begin to copy a run's adapter to the host; between cycles, as no computation is held back."""
-        held = self._adapter_by_run[run]
-        copied = held.parked
+        """Begin to copy a run's adapter to the host; the copy says when it is there.
+
+        Between cycles only, as no computation is held back. Raises KeyError for an unknown run.
+        """
+        adapter = self._adapter_by_run[run]
+        copied = adapter.on_host
         if copied is None:
-            copied = carry_out(self._lane, held.worth_copying())
-            held.arrival = copied.arrival  # behind that of any earlier copies
-        return StateCopy(held.spec, held.step, held.grads_pending, copied)
+            copied = carry_out(self._copy_stream, adapter.worth_copying())
+            adapter.arrival = copied.arrival  # behind that of any earlier copies
+        return StateCopy(adapter.spec, adapter.step, adapter.grads_pending, copied)
 
     def restore(self, run: str, state: AdapterState) -> Adapter:
         """Put a state, copied, in place of whatever this run held.
@@ -149,68 +154,76 @@ class AdapterBank:
             state.spec, layout, state.step, state.grads_pending, self._compute_dtype, {}
         )
         self.drop(run)
-        seats = [*self._seats(), seat_of(run, adapter)]
-        self._make(moves_for(seats, {run, *self._in_use}, self._adapter_bytes))
+        sizes = [*self._sizes(), size_of(run, adapter)]
+        self._make(moves_for(sizes, {run, *self._in_use}, self._adapter_bytes))
         for name in (*ARENAS_AT_REST, *(["grads"] if state.grads_pending else [])):
             arena: torch.Tensor = getattr(state, name)
             adapter.arenas[name] = arena.to(self._device, self._arena_dtype, copy=True)
         self._adapter_by_run[run] = adapter
         return adapter
 
-    def shifts(self, runs: Sequence[str]) -> list[list[str]]:
+    def device_groups(self, runs: Sequence[str]) -> list[list[str]]:
         """Cut the runs of a cycle into groups that fit on the device one at a time: mostly one."""
         sizes = {run: self[run].device_bytes for run in runs if run in self}
-        return shifts_of(runs, sizes, self._adapter_bytes)
+        return device_groups(runs, sizes, self._adapter_bytes)
 
-    def make_room(self, runs: Sequence[str]) -> None:
-        """Have these runs on the device for what is computed next; others are parked if need be."""
-        held = [run for run in runs if run in self]
-        self._make(moves_for(self._seats(), held, self._adapter_bytes))
-        for run in held:
+    def bring_in(self, runs: Sequence[str]) -> None:
+        """Have these runs on the device for what is computed next; others are offloaded if need be."""
+        known = [run for run in runs if run in self]
+        self._make(moves_for(self._sizes(), known, self._adapter_bytes))
+        for run in known:
             self._adapter_by_run.move_to_end(run)
             adapter = self[run]
             if adapter.arrival is not None:
                 adapter.arrival.hold_compute()
                 adapter.arrival = None
-        self._in_use = frozenset(held)
+        self._in_use = frozenset(known)
 
     def prefetch(self, runs: Sequence[str]) -> None:
-        """Begin to bring in what the next cycle needs, as far as it fits beside what this one uses."""
-        self._make(moves_ahead(self._seats(), runs, self._in_use, self._adapter_bytes))
+        """Begin to bring in what the next cycle needs, as far as it fits with what this one uses.
+
+        Runs that are not here are passed over. Good between cycles and at their yield points.
+        """
+        self._make(prefetch_moves(self._sizes(), runs, self._in_use, self._adapter_bytes))
         for run in runs:
             if run in self:
-                self._adapter_by_run.move_to_end(run)  # whoever needs room now takes another's
+                self._adapter_by_run.move_to_end(run)  # so that another is offloaded first
 
     def release(self) -> None:
-        """Say that the cycle is over: all may be parked."""
+        """Say that the cycle is over: all may be offloaded."""
         self._in_use = frozenset()
 
     def over_budget(self) -> list[str]:
-        """Return the runs, the least used first, whose leaving frees the host memory that is too much."""
+        """Return the runs, the least used first, whose leaving frees the host memory that is too much.
+
+        Have a copy of each before it is dropped.
+        """
         sizes = {run: self._host_bytes_of(adapter) for run, adapter in self._adapter_by_run.items()}
         on_host = {run: size for run, size in sizes.items() if size and run not in self._in_use}
         return over_budget(on_host, self._host_bytes)
 
     def _host_bytes_of(self, adapter: Adapter) -> int:
-        if adapter.parked is not None:
-            return adapter.parked.bytes
+        if adapter.on_host is not None:
+            return adapter.on_host.bytes
         return adapter.device_bytes if self._device.type == "cpu" else 0
 
-    def _seats(self) -> list[Seat]:
-        return [seat_of(run, adapter) for run, adapter in self._adapter_by_run.items()]
+    def _sizes(self) -> list[AdapterSize]:
+        return [size_of(run, adapter) for run, adapter in self._adapter_by_run.items()]
 
     def _make(self, moves: Moves) -> None:
-        for run in moves.park:
+        for run in moves.offload:
             adapter = self[run]
-            adapter.parked = carry_out(self._lane, adapter.worth_copying())
+            adapter.on_host = carry_out(self._copy_stream, adapter.worth_copying())
             adapter.forget_arenas()
-            self.parked += 1
+            self.offloaded += 1
         for run in moves.bring:
             adapter = self[run]
-            assert adapter.parked is not None
-            adapter.arenas, adapter.arrival = carry_in(self._lane, adapter.parked, self._device)
-            adapter.parked = None
-            self.parked -= 1
+            assert adapter.on_host is not None
+            adapter.arenas, adapter.arrival = carry_in(
+                self._copy_stream, adapter.on_host, self._device
+            )
+            adapter.on_host = None
+            self.offloaded -= 1
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
         """Return where the matrices of such an adapter lie in its arenas."""
@@ -220,9 +233,9 @@ class AdapterBank:
         return self._layout_by_shape[shape]
 
 
-def seat_of(run: str, adapter: Adapter) -> Seat:
+def size_of(run: str, adapter: Adapter) -> AdapterSize:
     """Return an adapter as the decisions on residency see it."""
-    return Seat(run, adapter.device_bytes, is_on_device=adapter.parked is None)
+    return AdapterSize(run, adapter.device_bytes, is_on_device=adapter.on_host is None)
 
 
 def host_copy(arena: torch.Tensor) -> torch.Tensor:

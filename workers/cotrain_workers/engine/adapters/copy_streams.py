@@ -1,5 +1,5 @@
-"""Copies of arenas between the device and the host's memory, beside the computation where there is a
-second stream for them.
+"""Copies of arenas between the device and the host's memory, concurrent with the computation where there is
+a second stream for them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
-#: Host memory is taken in such pieces and a rest: torch rounds each pinned block up to a power of two,
-#: which in one piece would cost a 174 MB arena (Qwen3-8B, rank 16) 256 MB.
-PIECE_BYTES = 1 << 26
+#: Host memory is taken in such blocks and a rest: torch rounds each pinned block up to a power of two,
+#: which in one block would cost a 174 MB arena (Qwen3-8B, rank 16) 256 MB.
+BLOCK_BYTES = 1 << 26
 
 
 class Arrival(Protocol):
@@ -29,7 +29,7 @@ class Arrival(Protocol):
         """Block the host until they are made."""
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Where copies run."""
 
     pins: bool
@@ -59,11 +59,11 @@ class InLine:
 
     @contextmanager
     def copies(self) -> Iterator[Arrival]:
-        """See `Lane`."""
+        """Yield at once: what is inside is copied in its order."""
         yield Made()
 
     def lend(self, arena: torch.Tensor) -> None:
-        """See `Lane`: nothing to do."""
+        """Keep nothing: it is copied at once."""
 
 
 class Recorded:
@@ -79,11 +79,11 @@ class Recorded:
         self._event.record(stream)
 
     def hold_compute(self) -> None:
-        """See `Arrival`."""
+        """Let the stream of the computation wait for the event."""
         self._cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
-        """See `Arrival`."""
+        """Block the host until the event."""
         self._event.synchronize()
 
 
@@ -100,7 +100,7 @@ class SideStream:
 
     @contextmanager
     def copies(self) -> Iterator[Arrival]:
-        """See `Lane`."""
+        """Order them after all computed so far, in the side stream."""
         arrival = Recorded(self._cuda, self._device)
         # Of memory just let go of, kernels that are still waiting may be the last users.
         self._stream.wait_stream(self._cuda.current_stream(self._device))
@@ -109,62 +109,62 @@ class SideStream:
             arrival.record(self._stream)
 
     def lend(self, arena: torch.Tensor) -> None:
-        """See `Lane`."""
+        """Keep its memory until the side stream is done with it."""
         if arena.is_cuda:
             arena.record_stream(self._stream)
 
 
 @dataclass(frozen=True)
-class Parked:
-    """Arenas in host memory, in pieces; complete at `arrival`. Nobody writes to them."""
+class HostArenas:
+    """Arenas in host memory, in blocks; complete at `arrival`. Read-only."""
 
-    pieces_by_arena: Mapping[str, tuple[torch.Tensor, ...]]
+    blocks_by_arena: Mapping[str, tuple[torch.Tensor, ...]]
     arrival: Arrival
 
     @property
     def bytes(self) -> int:
         """Return the size of all arenas."""
-        pieces = (piece for each in self.pieces_by_arena.values() for piece in each)
-        return sum(piece.nbytes for piece in pieces)
+        blocks = (block for each in self.blocks_by_arena.values() for block in each)
+        return sum(block.nbytes for block in blocks)
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Return the arenas in one piece each, not to be written to. Blocks until they have arrived."""
+        """Return the arenas in one block each, not to be written to. Blocks until they have arrived."""
         self.arrival.wait()
         return {
-            name: pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            for name, pieces in self.pieces_by_arena.items()
+            name: blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+            for name, blocks in self.blocks_by_arena.items()
         }
 
 
-def carry_out(lane: Lane, arenas: Mapping[str, torch.Tensor]) -> Parked:
+def carry_out(stream: CopyStream, arenas: Mapping[str, torch.Tensor]) -> HostArenas:
     """Begin to copy arenas to the host; they may be let go of at once, but not written to."""
-    pieces_by_arena = {}
-    with lane.copies() as arrival:
+    blocks_by_arena = {}
+    with stream.copies() as arrival:
         for name, arena in arenas.items():
-            lane.lend(arena)
-            parts = torch.split(arena, PIECE_BYTES // arena.element_size())
-            pieces_by_arena[name] = tuple(
-                torch.empty(len(part), dtype=part.dtype, pin_memory=lane.pins).copy_(
+            stream.lend(arena)
+            parts = torch.split(arena, BLOCK_BYTES // arena.element_size())
+            blocks_by_arena[name] = tuple(
+                torch.empty(len(part), dtype=part.dtype, pin_memory=stream.pins).copy_(
                     part, non_blocking=True
                 )
                 for part in parts
             )
-    return Parked(pieces_by_arena, arrival)
+    return HostArenas(blocks_by_arena, arrival)
 
 
 def carry_in(
-    lane: Lane, parked: Parked, device: torch.device
+    stream: CopyStream, on_host: HostArenas, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], Arrival]:
     """Begin to copy arenas to the device; they may be used after the arrival."""
     arenas = {
         # Of the computation's memory: that of another stream could not be used for anything else.
-        name: torch.empty(sum(map(len, pieces)), dtype=pieces[0].dtype, device=device)
-        for name, pieces in parked.pieces_by_arena.items()
+        name: torch.empty(sum(map(len, blocks)), dtype=blocks[0].dtype, device=device)
+        for name, blocks in on_host.blocks_by_arena.items()
     }
-    with lane.copies() as arrival:
-        for name, pieces in parked.pieces_by_arena.items():
-            lane.lend(arenas[name])
-            parts = torch.split(arenas[name], len(pieces[0]))
-            for part, piece in zip(parts, pieces, strict=True):
-                part.copy_(piece, non_blocking=True)
+    with stream.copies() as arrival:
+        for name, blocks in on_host.blocks_by_arena.items():
+            stream.lend(arenas[name])
+            parts = torch.split(arenas[name], len(blocks[0]))
+            for part, block in zip(parts, blocks, strict=True):
+                part.copy_(block, non_blocking=True)
     return arenas, arrival

@@ -48,14 +48,17 @@ def read_import(adapter: PeftAdapter, layout_of: LayoutOf, max_rank: int) -> Hos
         )
     layout = layout_of(spec)
     flat = initial_weights(spec, layout)
-    places, target_by_name = layout.views(flat), {target.name: target for target in layout.targets}
+    pair_by_name, target_by_name = (
+        layout.views(flat),
+        {target.name: target for target in layout.targets},
+    )
     for module in adapter.modules:
         target = target_by_name.get(module.name)
         if target is None:
             raise ImportRefused(f"{module.a}: the base model has no module {module.name} to adapt.")
         a, b = (_take(tensors, name) for name in (module.a, module.b))
         _check_shapes(module, a, b, target, spec.rank)
-        _fill(places[module.name], a, b, module, spec.scale)
+        _fill(pair_by_name[module.name], a, b, module, spec.scale)
     if tensors:
         raise ImportRefused(f"{min(tensors)}: not a LoRA matrix of a module that can be adapted.")
     return HostWeights(spec, flat)
@@ -87,11 +90,11 @@ def _check_shapes(
 
 
 def _fill(
-    place: Pair, a: torch.Tensor, b: torch.Tensor, module: PeftModule, run_scale: float
+    pair: Pair, a: torch.Tensor, b: torch.Tensor, module: PeftModule, run_scale: float
 ) -> None:
     """Write a module's matrices over the first `r` of the run's ranks.
 
-    `place.a` is `[rank, inputs]`, `place.b` `[outputs, rank]`; `a` and `b` have `r <= rank`.
+    `pair.a` is `[rank, inputs]`, `pair.b` `[outputs, rank]`; `a` and `b` have `r <= rank`.
     """
     factor = module.scale / run_scale
     if factor != 1.0:  # of our own exports it is: they come back to the bit
@@ -100,4 +103,4 @@ def _fill(
         if not torch.isfinite(matrix).all():
             raise ImportRefused(f"{name} holds numbers that are not finite, or too large.")
     rank = a.shape[0]
-    place.a[:rank], place.b[:, :rank] = a, b
+    pair.a[:rank], pair.b[:, :rank] = a, b

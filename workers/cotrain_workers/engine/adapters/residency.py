@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
 #: Of the device memory that the base model leaves, what adapters may take. Micro-batches take up to 0.54
-#: of it (`activation_memory.py`), key-value memory 0.25 (`kv_cache.py`).
+#: of it (`memory_model.py`), key-value memory 0.25 (`kv_cache.py`).
 ADAPTER_SHARE = 0.2
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Seat:
+class AdapterSize:
     """An adapter as the decision sees it."""
 
     run: str
@@ -27,71 +27,74 @@ class Seat:
 class Moves:
     """What to copy, in order: first out, then in."""
 
-    park: Sequence[str]
+    offload: Sequence[str]
     bring: Sequence[str]
 
 
-def moves_for(seats: Sequence[Seat], needed: Collection[str], budget: int | None) -> Moves:
-    """Bring in all that a cycle needs, and park as few others as must be, the least used first.
+def moves_for(sizes: Sequence[AdapterSize], needed: Collection[str], budget: int | None) -> Moves:
+    """Bring in all that a cycle needs, and offload as few others as must be, the least used first.
 
-    `seats` are in order of use, the least used first. What is needed comes in even if it does not fit.
+    `sizes` are in order of use, the least used first. What is needed comes in even if it does not fit.
     """
-    bring = [seat for seat in seats if seat.run in needed and not seat.is_on_device]
+    bring = [adapter for adapter in sizes if adapter.run in needed and not adapter.is_on_device]
     if budget is None:
-        return Moves([], [seat.run for seat in bring])
-    over = on_device(seats) + sum(seat.bytes for seat in bring) - budget
-    park = []
-    for seat in seats:
+        return Moves([], [adapter.run for adapter in bring])
+    over = on_device(sizes) + sum(adapter.bytes for adapter in bring) - budget
+    offload = []
+    for adapter in sizes:
         if over <= 0:
             break
-        if seat.is_on_device and seat.run not in needed:
-            park.append(seat.run)
-            over -= seat.bytes
-    return Moves(park, [seat.run for seat in bring])
+        if adapter.is_on_device and adapter.run not in needed:
+            offload.append(adapter.run)
+            over -= adapter.bytes
+    return Moves(offload, [adapter.run for adapter in bring])
 
 
-def moves_ahead(
-    seats: Sequence[Seat], next_runs: Sequence[str], in_use: Collection[str], budget: int | None
+def prefetch_moves(
+    sizes: Sequence[AdapterSize],
+    next_runs: Sequence[str],
+    in_use: Collection[str],
+    budget: int | None,
 ) -> Moves:
-    """Bring in what the next cycle needs as far as it fits beside what this one uses, in its order."""
-    seat_by_run = {seat.run: seat for seat in seats}
+    """Bring in what the next cycle needs as far as it fits with what this one uses, in its order."""
+    adapter_by_run = {adapter.run: adapter for adapter in sizes}
     needed = set(in_use)
-    taken = sum(seat.bytes for seat in seats if seat.run in needed)
+    taken = sum(adapter.bytes for adapter in sizes if adapter.run in needed)
     for run in next_runs:
-        seat = seat_by_run.get(run)
-        if seat is None or run in needed:
+        adapter = adapter_by_run.get(run)
+        if adapter is None or run in needed:
             continue
-        if budget is not None and taken + seat.bytes > budget:
+        if budget is not None and taken + adapter.bytes > budget:
             break
         needed.add(run)
-        taken += seat.bytes
-    ahead = moves_for(seats, needed, budget)
-    return ahead if ahead.bring else Moves([], [])
+        taken += adapter.bytes
+    moves = moves_for(sizes, needed, budget)
+    return moves if moves.bring else Moves([], [])
 
 
-def on_device(seats: Sequence[Seat]) -> int:
+def on_device(sizes: Sequence[AdapterSize]) -> int:
     """Return the bytes of the adapters on the device."""
-    return sum(seat.bytes for seat in seats if seat.is_on_device)
+    return sum(adapter.bytes for adapter in sizes if adapter.is_on_device)
 
 
-def shifts_of(
+def device_groups(
     runs: Sequence[str], bytes_by_run: Mapping[str, int], budget: int | None
 ) -> list[list[str]]:
     """Cut the runs of a cycle into as few groups, in their order, as fit on the device one at a time.
 
     Almost always one. What depends on the budget here is who computes together, and nothing else.
-    An adapter larger than the budget is a group by itself.
+    An adapter larger than the budget is a group of its own.
     """
-    shifts: list[list[str]] = [[]]
+    groups: list[list[str]] = [[]]
     left = budget
     for run in runs:
         size = bytes_by_run.get(run, 0)
-        if left is not None and size > left and shifts[-1]:
-            shifts.append([])
+        if left is not None and size > left and groups[-1]:
+            groups.append([])
             left = budget
-        shifts[-1].append(run)
+        groups[-1].append(run)
         left = None if left is None else left - size
-    return shifts
+    return groups
 
 
 def over_budget(bytes_by_run: Mapping[str, int], budget: int | None) -> list[str]:
@@ -108,7 +111,7 @@ def over_budget(bytes_by_run: Mapping[str, int], budget: int | None) -> list[str
 
 
 def adapter_budget(device_bytes: int, taken_bytes: int) -> int:
-    """Return the device bytes for adapters when nobody said: a share of the rest, in whole GiB.
+    """Return the device bytes for adapters by default: a share of the rest, in whole GiB.
 
     Whole GiB, and of all memory instead of the free: who computes together may depend on it, so that it
     must be the same after a restart.

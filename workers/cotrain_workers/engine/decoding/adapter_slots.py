@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.ops import HostWeights
     from cotrain_workers.engine.spec import Target
 
-DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # what the cache holds when nobody said otherwise
+DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # what the cache holds by default
 MIN_RANK = 8
 
 
@@ -128,12 +128,12 @@ class WeightSlots:
         self._limit = default_bytes(targets, dtype) if limit_bytes is None else limit_bytes
         self._slots: OrderedDict[str, Slot] = OrderedDict()  # least used first
         self._pools: dict[int, Pool] = {}
-        self._next: tuple[str, HostWeights] | None = None  # loaded, and waiting for room
+        self._next: tuple[str, HostWeights] | None = None  # loaded, and waiting for a slot
 
     def pin(self, key: str) -> Slot | None:
         """Return the slot of some weights and keep it until `unpin`; None while all are in use.
 
-        Raises WeightsGone, WeightsUnfit, WeightsNotFinite.
+        Raises WeightsMissing, WeightsUnfit, WeightsNotFinite.
         """
         slot = self._slots.get(key) or self._fill(key)
         if slot is not None:
@@ -145,7 +145,7 @@ class WeightSlots:
         """Let go of a slot."""
         self._slots[key].users -= 1
 
-    def held(self) -> list[Slot]:
+    def filled(self) -> list[Slot]:
         """Return every filled slot, the least used first."""
         return list(self._slots.values())
 
@@ -160,7 +160,7 @@ class WeightSlots:
         layout = slot_layout(self._targets, host.spec.rank)
         staged = stage(host, layout)
         pool = self._pools.setdefault(layout.rank, self._new_pool(layout))
-        if not (pool.free or self._make_room(pool)):
+        if not (pool.free or self._free_slot(pool)):
             return None
         self._next = None
         slot = Slot(pool, pool.free.pop(), trained_modules(host, self._targets))
@@ -171,8 +171,8 @@ class WeightSlots:
     def _new_pool(self, layout: SlotLayout) -> Pool:
         return Pool(layout, torch.zeros(0, layout.size, device=self._device, dtype=self._dtype))
 
-    def _make_room(self, pool: Pool) -> bool:
-        """Free a slot of a pool: by growing, by evicting, or by giving up pools that nobody uses."""
+    def _free_slot(self, pool: Pool) -> bool:
+        """Free a slot of a pool: by growing, by evicting, or by giving up pools none of whose slots is in use."""
         affordable = (self._limit - self._bytes()) // pool.slot_bytes
         if affordable > 0:
             pool.grow(min(affordable, max(1, pool.flat.shape[0])))
@@ -204,7 +204,7 @@ class WeightSlots:
 
 
 def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:
-    """Return what the cache holds when nobody said otherwise."""
+    """Return what the cache holds by default."""
     return DEFAULT_SLOTS * slot_layout(targets, DEFAULT_RANK).size * dtype.itemsize
 
 
@@ -251,10 +251,10 @@ class PinnedWeights:
         self.slots: dict[str | None, Slot | None] = {None: None}
 
     def pin(self, key: str | None) -> bool:
-        """Keep weights for one sequence more; False while there is no room for them.
+        """Keep weights for one sequence more; False while all slots are in use.
 
         Raises:
-            WeightsGone, WeightsNotFinite, WeightsUnfit: as `WeightSlots.pin`.
+            WeightsMissing, WeightsNotFinite, WeightsUnfit: as `WeightSlots.pin`.
         """
         if key is not None:
             slot = self._weights.pin(key)

@@ -89,8 +89,8 @@ class DecodeGraphs:
         pool = next(iter(pools), None)
         rows = next(rows for rows in ROWS if rows >= len(items))
         # A pool that grew lies elsewhere.
-        place = () if pool is None else (pool.flat.data_ptr(), *pool.flat.shape)
-        key = (rows, *place)
+        pool_key = () if pool is None else (pool.flat.data_ptr(), *pool.flat.shape)
+        key = (rows, *pool_key)
         if key not in self._captured:
             self._captured[key] = self._capture(rows, pool, items)
         captured = self._captured[key]
@@ -131,7 +131,7 @@ class DecodeGraphs:
             return torch.zeros(shape, dtype=dtype, device=self._device)
 
         tables = KernelTables(
-            places=zeros(rows),
+            kv_slots=zeros(rows),
             offsets=torch.arange(rows + 1, dtype=torch.int32, device=self._device),
             lengths=zeros(rows, dtype=torch.int32),
             blocks=zeros(rows, self._most_pages, dtype=torch.int32),
@@ -142,16 +142,16 @@ class DecodeGraphs:
         return Inputs(zeros(1, rows), zeros(1, rows), tables, zeros(slots, dtype=torch.int32))
 
     def _fill(self, inputs: Inputs, items: Sequence[Item], pool: Pool | None) -> None:
-        """Copy a step into the inputs; the rows left over belong to nobody and write to the dump."""
+        """Copy a step into the inputs; the rows left over belong to no sequence and write to the dump."""
         size, dump = self._cache.page_tokens, self._cache.dump
         left = inputs.ids.shape[1] - len(items)
         starts = [item.span.start for item in items]
         tokens = [item.work.sequence.token(at) for item, at in zip(items, starts, strict=True)]
-        places = [
+        kv_slots = [
             item.span.pages[at // size] * size + at % size
             for item, at in zip(items, starts, strict=True)
         ]
-        places += [dump * size + at for at in range(left)]
+        kv_slots += [dump * size + at for at in range(left)]
         blocks = [
             [*item.span.pages, *[dump] * (self._most_pages - len(item.span.pages))]
             for item in items
@@ -159,7 +159,7 @@ class DecodeGraphs:
         blocks += [[dump] * self._most_pages] * left
         put(inputs.ids[0], tokens + [0] * left)
         put(inputs.positions[0], starts + [0] * left)
-        put(inputs.tables.places, places)
+        put(inputs.tables.kv_slots, kv_slots)
         put(inputs.tables.lengths, [at + 1 for at in starts] + [1] * left)
         put(inputs.tables.blocks, blocks)
         if pool is not None:
@@ -176,12 +176,12 @@ class CudaRecorder:
         self._memory: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Warm up beside the current stream (libraries allocate on first use), then capture."""
-        beside: Any = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        """Warm up in a side stream (libraries allocate on first use), then capture."""
+        side: Any = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             work()
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
             hidden = work()

@@ -60,7 +60,7 @@ def groups_take(weight: torch.Tensor, slots: Sequence[Slot | None]) -> bool:
 class KernelTables:
     """Where `n` rows of `s` spans are stored, and what each span attends to."""
 
-    places: torch.Tensor  # int64 [n]
+    kv_slots: torch.Tensor  # int64 [n]
     offsets: torch.Tensor  # int32 [s + 1]: where each span begins, and the end
     lengths: torch.Tensor  # int32 [s]: positions to attend to
     blocks: torch.Tensor  # int32 [s, pages]
@@ -74,13 +74,15 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, device: torch.device) -
     counts = [len(positions(span)) for span in spans]
     pages = max(-(-span.stop // size) for span in spans)
     blocks = [[*span.pages[:pages], *[cache.dump] * (pages - len(span.pages))] for span in spans]
-    places = [span.pages[at // size] * size + at % size for span in spans for at in positions(span)]
+    kv_slots = [
+        span.pages[at // size] * size + at % size for span in spans for at in positions(span)
+    ]
 
     def int32(values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     return KernelTables(
-        places=torch.tensor(places, device=device),
+        kv_slots=torch.tensor(kv_slots, device=device),
         offsets=int32(list(accumulate(counts, initial=0))),
         lengths=int32([span.stop for span in spans]),
         blocks=int32(blocks),
@@ -99,9 +101,9 @@ class KernelAttention:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """Map `q` `[T, heads, d]` to the same shape; rows that belong to nobody become zero."""
-        tables, n = self._tables, len(self._tables.places)
-        self._cache.write(layer, tables.places, k[:n], v[:n])
+        """Map `q` `[T, heads, d]` to the same shape; rows that belong to no sequence become zero."""
+        tables, n = self._tables, len(self._tables.kv_slots)
+        self._cache.write(layer, tables.kv_slots, k[:n], v[:n])
         keys, values = self._cache.paged(layer)
         kernel = varlen_kernel()
         assert kernel is not None

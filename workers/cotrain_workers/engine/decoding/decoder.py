@@ -27,19 +27,19 @@ from cotrain_workers.engine.decoding.kv_cache import (
     decoder_share,
     sampler_bytes,
 )
-from cotrain_workers.engine.decoding.model_runner import PackedStep
+from cotrain_workers.engine.decoding.model_runner import ModelRunner
 from cotrain_workers.engine.decoding.pages import Pages, PrefixIndex
 from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores, asks_about_prompt, top
 from cotrain_workers.engine.decoding.requests import NewTokens
 from cotrain_workers.engine.decoding.results import StepLog, choice_of, output_of, sampled
-from cotrain_workers.engine.decoding.scheduler import Schedule
+from cotrain_workers.engine.decoding.scheduler import DecodeScheduler
 from cotrain_workers.engine.decoding.sequence import Group
 from cotrain_workers.engine.decoding.step import Chunk, Row, slot_order
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
 from cotrain_workers.engine.decoding.token_sampler import choose
 from cotrain_workers.engine.decoding.validation import refuse_sample
 from cotrain_workers.engine.model.unembedding import picked_logprobs
-from cotrain_workers.engine.ops import Failure, WeightsGone
+from cotrain_workers.engine.ops import Failure, WeightsMissing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         SampleRequest,
         TextOf,
     )
-    from cotrain_workers.engine.decoding.sequence import Sequence
+    from cotrain_workers.engine.decoding.sequence import SequenceState
     from cotrain_workers.engine.model.base_model import BaseModel
     from cotrain_workers.engine.ops import HostWeights
 
@@ -73,8 +73,8 @@ class EngineDecoder:
         weights_bytes = sizes.weights_bytes
         if weights_bytes is None:
             weights_bytes = sampler_bytes(default_bytes(base.targets, dtype), share)
-        room = None if share is None else max(share // 2, share - weights_bytes)
-        tokens = sizes.kv_tokens or affordable_tokens(base.kv, base.context_length, dtype, room)
+        kv_bytes = None if share is None else max(share // 2, share - weights_bytes)
+        tokens = sizes.kv_tokens or affordable_tokens(base.kv, base.context_length, dtype, kv_bytes)
         pages = Pages(max(2, tokens // page))
         self.pages = pages
         self._vocab_size = base.vocab_size
@@ -83,7 +83,7 @@ class EngineDecoder:
         self._page_tokens = page
         self._index = PrefixIndex(pages)
         self.slots = WeightSlots(base.targets, device, dtype, weights, weights_bytes)
-        self.schedule = Schedule(
+        self.scheduler = DecodeScheduler(
             pages,
             self._index,
             page_tokens=page,
@@ -92,7 +92,7 @@ class EngineDecoder:
         )
         self._cache = KvCache(base.kv, pages.count, page, device, dtype)
         self._head_chunk_rows = sizes.head_chunk_rows
-        self._step = PackedStep(base, self._cache, -(-self._max_sequence_tokens // page))
+        self._step = ModelRunner(base, self._cache, -(-self._max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
         self._pinned = PinnedWeights(self.slots)  # of the sequences that run
         self._empty: list[tuple[str, SampleOutput]] = []  # finished before they began
@@ -143,7 +143,7 @@ class EngineDecoder:
             self._empty.append((request.id, output_of(group)))
             return
         self._groups[request.id] = group
-        self.schedule.add(group.sequences)
+        self.scheduler.add(group.sequences)
 
     def cancel(self, request_id: str) -> None:
         """Free everything a request holds; no output follows. Unknown ids are ignored."""
@@ -162,7 +162,7 @@ class EngineDecoder:
         log = StepLog(finished=list(self._empty))
         self._empty.clear()
         self._admit(log)
-        plan = self.schedule.plan()
+        plan = self.scheduler.plan()
         self.preemptions += len(plan.preempted)
         for sequence in plan.preempted:
             self._pinned.unpin(sequence.group.request.weights)
@@ -174,26 +174,26 @@ class EngineDecoder:
         return log.progress()
 
     def _admit(self, log: StepLog) -> None:
-        """Let sequences begin, oldest first, until one has no room; fail those without weights."""
-        for sequence in self.schedule.candidates():
+        """Let sequences begin, oldest first, until one does not fit; fail those without weights."""
+        for sequence in self.scheduler.candidates():
             group = sequence.group
             if group.request.id not in self._groups:
                 continue  # it failed just now
-            if not self.schedule.has_room(sequence):
+            if not self.scheduler.fits(sequence):
                 return
             try:
                 if not self._pinned.pin(group.request.weights):
                     return
             except OSError:
                 return  # they are there and cannot be read now: it keeps its place
-            except WeightsGone:
+            except WeightsMissing:
                 self._fail(group, "The weights are gone.", "user", log)
             except WeightsNotFinite:
                 self._fail(group, "The weights hold values that are not finite.", "user", log)
             except WeightsUnfit:
                 self._fail(group, "The weights do not fit this base model.", "server", log)
             else:
-                self.schedule.admit(sequence)
+                self.scheduler.admit(sequence)
                 group.has_begun = True
 
     def _absorb(self, forward: Forward, log: StepLog) -> None:
@@ -210,7 +210,7 @@ class EngineDecoder:
             if chunk.sequence.scores_prompt and not self._score(group, chunk.start, hidden):
                 self._fail_not_finite(group, log)
                 continue
-            self.schedule.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
+            self.scheduler.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
 
     def _score(self, group: Group, start: int, hidden: torch.Tensor) -> bool:
         """Fill in log-probabilities of a page of a prompt; False if they are not finite."""
@@ -226,8 +226,8 @@ class EngineDecoder:
 
     def _generate(self, forward: Forward | None, log: StepLog) -> None:
         """Choose the next token of every sequence whose last hidden state is known."""
-        ready: list[tuple[Sequence, torch.Tensor]] = []
-        for sequence in list(self.schedule.running):
+        ready: list[tuple[SequenceState, torch.Tensor]] = []
+        for sequence in list(self.scheduler.running):
             if sequence.hidden is None:
                 continue
             if sequence.group.generates_nothing:
@@ -245,7 +245,7 @@ class EngineDecoder:
         for at in range(0, len(ready), self._head_chunk_rows):
             self._choose(ready[at : at + self._head_chunk_rows], log)
 
-    def _choose(self, ready: list[tuple[Sequence, torch.Tensor]], log: StepLog) -> None:
+    def _choose(self, ready: list[tuple[SequenceState, torch.Tensor]], log: StepLog) -> None:
         sequences = [sequence for sequence, _ in ready]
         # A request that failed a moment ago has no slot any more; what its rows give is not used.
         slots = [self._pinned.slots.get(sequence.group.request.weights) for sequence in sequences]
@@ -262,7 +262,7 @@ class EngineDecoder:
                 continue
             self._append(sequence, token, logprob, log)
 
-    def _note_topk(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+    def _note_topk(self, sequences: list[SequenceState], logits: torch.Tensor) -> None:
         """Keep the most probable tokens for those who asked; rows of one `k` go together."""
         wanted = [sequence.group.request.topk_sample_logprobs for sequence in sequences]
         for k in set(wanted) - {0}:
@@ -271,7 +271,7 @@ class EngineDecoder:
             for at, ids, logprobs in zip(rows, *top(picked, k), strict=True):
                 sequences[at].topk.append((ids, logprobs))
 
-    def _append(self, sequence: Sequence, token: int, logprob: float, log: StepLog) -> None:
+    def _append(self, sequence: SequenceState, token: int, logprob: float, log: StepLog) -> None:
         """Give a sequence its next token; finish it if that was the last."""
         request, offset = sequence.group.request, len(sequence.tokens)
         sequence.tokens.append(token)
@@ -281,7 +281,7 @@ class EngineDecoder:
         is_full = sequence.length >= sequence.group.limit
         if not (stopped or is_full):
             return
-        self.schedule.remove(sequence)
+        self.scheduler.remove(sequence)
         self._pinned.unpin(sequence.group.request.weights)
         sequence.group.finished[sequence.index] = sampled(sequence, "stop" if stopped else "length")
         if len(sequence.group.finished) == request.num_samples:
@@ -306,6 +306,6 @@ class EngineDecoder:
         for sequence in group.sequences:
             if sequence.index in group.finished:
                 continue
-            if sequence in self.schedule.running:
+            if sequence in self.scheduler.running:
                 self._pinned.unpin(sequence.group.request.weights)
-            self.schedule.remove(sequence)
+            self.scheduler.remove(sequence)

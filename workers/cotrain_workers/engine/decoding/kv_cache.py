@@ -22,7 +22,7 @@ PAGE_TOKENS = {"cpu": 64, "cuda": 256}
 
 
 class KvCache:
-    """Keys and values of `pages` pages; one page more is a dump for rows that belong to nobody."""
+    """Keys and values of `pages` pages; one page more is a dump for rows that belong to no sequence."""
 
     def __init__(
         self, shape: KvShape, pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype
@@ -41,12 +41,12 @@ class KvCache:
         return self._keys[layer].view(shape), self._values[layer].view(shape)
 
     def write(
-        self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer: int, kv_slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Store `n` rows `[n, kv heads, head dim]` at `places`, int64 `[n]`: page * page_tokens + offset."""
+        """Store `n` rows `[n, kv heads, head dim]` at `kv_slots`, int64 `[n]`: page * page_tokens + offset."""
         with unordered_writes():
-            self._keys[layer].index_copy_(0, places, keys)
-            self._values[layer].index_copy_(0, places, values)
+            self._keys[layer].index_copy_(0, kv_slots, keys)
+            self._values[layer].index_copy_(0, kv_slots, values)
 
     def gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of `m` page tables `[m, c]`: `[m, kv heads, c * page_tokens, head dim]`."""
@@ -88,14 +88,14 @@ def decoder_share(device: torch.device) -> int | None:
 
 
 def affordable_tokens(
-    shape: KvShape, context_length: int, dtype: torch.dtype, room_bytes: int | None
+    shape: KvShape, context_length: int, dtype: torch.dtype, free_bytes: int | None
 ) -> int:
-    """Return how many tokens of key-value memory to allocate when nobody said: what `room_bytes` holds,
+    """Return how many tokens of key-value memory to allocate by default: what `free_bytes` holds,
     on a CPU a few sequences.
     """
     token_bytes = 2 * shape.layers * shape.heads * shape.head_dim * dtype.itemsize
-    if room_bytes is not None:
-        return room_bytes // token_bytes
+    if free_bytes is not None:
+        return free_bytes // token_bytes
     wanted = max(CPU_TOKENS, context_length + PAGE_TOKENS["cpu"])
     return min(wanted, CPU_BYTES // token_bytes)
 
@@ -120,6 +120,6 @@ class DecoderSizes:
 def sampler_bytes(default: int, share: int | None) -> int:
     """Return what sampler weights may take: on a GPU no more than a quarter of the decoder's share.
 
-    `default` is what they take where nobody counts.
+    `default` is what they take where no share is set.
     """
     return default if share is None else min(default, share // 4)

@@ -41,7 +41,7 @@ class Forward:
     items: Sequence[Item]
 
 
-class PackedStep:
+class ModelRunner:
     """Runs steps over one base model and one key-value memory."""
 
     def __init__(self, base: BaseModel, cache: KvCache, most_pages: int) -> None:
@@ -51,7 +51,7 @@ class PackedStep:
         self._device = base.head_weight.device
         self._last_slots: list[Slot | None] = []
         self._last_lora = RowLora([], self._device)
-        # No method of this object: whoever drops it frees its memory at once.
+        # No method of this object: dropping it frees its memory at once.
         self._run_model = partial(run_model, base)
         self._has_kernel = kernel_takes(base.head_weight, base.score_softcap) and kernel_is_right(
             base.kv, query_heads(base), cache.page_tokens, self._device, base.head_weight.dtype
@@ -68,11 +68,11 @@ class PackedStep:
         hidden = self.graphs.run(items) if self.graphs is not None else None
         if hidden is None:
             tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
-            places = [at for item in items for at in positions(item.span)]
+            token_positions = [at for item in items for at in positions(item.span)]
             filler = [0] * (padded(len(tokens)) - len(tokens))
             hidden = self._run_model(
                 torch.tensor([tokens + filler], device=self._device),
-                torch.tensor([places + filler], device=self._device),
+                torch.tensor([token_positions + filler], device=self._device),
                 self._route(items),
             )
         return Forward(hidden, items)
@@ -89,7 +89,7 @@ class PackedStep:
         return MixedStep(attention, self._lora(slots))
 
     def _lora(self, slots: list[Slot | None]) -> Lora:
-        """Return the adapters of some rows: as the last step had them, if nobody joined or left."""
+        """Return the adapters of some rows: as the last step had them, if no row joined or left."""
         if groups_take(self._base.head_weight, slots):
             return grouped_lora(slots, self._device)
         if self._last_slots != slots:

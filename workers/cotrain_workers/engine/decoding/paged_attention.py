@@ -65,11 +65,11 @@ class PagedAttention:
         self._cache = cache
         size = cache.page_tokens
         every = (*rows, *chunks)
-        places = [
+        kv_slots = [
             span.pages[at // size] * size + at % size for span in every for at in positions(span)
         ]
         at_rows = [span.row + at - span.start for span in every for at in positions(span)]
-        self._places = torch.tensor(places, device=device)
+        self._kv_slots = torch.tensor(kv_slots, device=device)
         self._rows = torch.tensor(at_rows, device=device)
         self._groups = [
             alike(group, cache, device)
@@ -80,9 +80,9 @@ class PagedAttention:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """Map `q` `[T, heads, d]` to the same shape; rows that belong to nobody become zero."""
+        """Map `q` `[T, heads, d]` to the same shape; rows that belong to no sequence become zero."""
         self._cache.write(
-            layer, self._places, k.index_select(0, self._rows), v.index_select(0, self._rows)
+            layer, self._kv_slots, k.index_select(0, self._rows), v.index_select(0, self._rows)
         )
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for group in self._groups:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Pages:
-    """Counts the holders of each of `count` pages; a page nobody holds is free."""
+    """Counts the holders of each of `count` pages; a page that no one holds is free."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -27,7 +27,7 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """How many pages nobody holds."""
+        """How many pages are free."""
         return len(self._free)
 
     def take(self) -> int | None:
@@ -88,8 +88,8 @@ class Node:
 class PrefixIndex:
     """Finds pages by weights, tenant and all tokens up to their end; holds each of them once.
 
-    Keys are the tokens themselves, not hashes: nobody can meet another's page by a collision.
-    Whoever holds a node's page holds its parents' pages too.
+    Keys are the tokens themselves, not hashes: a collision cannot lead to another's page.
+    A holder of a node's page holds its parents' pages too.
     """
 
     def __init__(self, pages: Pages) -> None:
@@ -117,7 +117,7 @@ class PrefixIndex:
     def insert(self, origin: Origin, parent: Node | None, chunk: bytes, page: int) -> Node | None:
         """Index a page that is complete; return the node there was, if another got here first.
 
-        Return None, and index nothing, if the parent was dropped meanwhile.
+        Return None, and index nothing, if the parent has been dropped.
         """
         if parent is not None and self._nodes.get(parent.key) is not parent:
             return None
@@ -135,7 +135,7 @@ class PrefixIndex:
         return node
 
     def evict(self) -> bool:
-        """Free the page that was used least recently and that nobody else holds; False if none is."""
+        """Free the page that was used least recently and that no sequence holds; False if none is."""
         for node in self._nodes.values():
             if not node.children and not self._pages.is_shared(node.page):
                 self._remove(node)

@@ -39,9 +39,8 @@ class SampleRequest:
     topk_sample_logprobs: int
     prompt_logprobs_last_n: int | None  # None: of the whole prompt
     target_prompt_logprobs: np.ndarray | None  # int64 [P - 1, K]: tokens at 1..P-1; -1 is skipped
-    tenant: str = (
-        ""  # pages of a prompt are shared within one: a hit says what somebody sent before
-    )
+    # Pages of a prompt are shared within one tenant: a hit tells what was sent before.
+    tenant: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cotrain_workers.engine.decoding.token_sampler import Choice, uniform
 
 if TYPE_CHECKING:
     from cotrain_workers.engine.decoding.requests import NewTokens
-    from cotrain_workers.engine.decoding.sequence import Group, Sequence
+    from cotrain_workers.engine.decoding.sequence import Group, SequenceState
     from cotrain_workers.engine.ops import Failure
 
 
@@ -29,14 +29,14 @@ class StepLog:
         return Progress(self.finished, self.tokens, len(self.tokens), self.prompt_tokens)
 
 
-def choice_of(sequence: Sequence) -> Choice:
+def choice_of(sequence: SequenceState) -> Choice:
     """Return how the next token of a sequence is chosen."""
     request = sequence.group.request
     point = uniform(request.seed, sequence.index, len(sequence.tokens))
     return Choice(request.temperature, request.top_k, request.top_p, point)
 
 
-def sampled(sequence: Sequence, reason: Literal["stop", "length"]) -> SampledSequence:
+def sampled(sequence: SequenceState, reason: Literal["stop", "length"]) -> SampledSequence:
     """Return a finished sequence as plain data."""
     k = sequence.group.request.topk_sample_logprobs
     topk = None

@@ -47,7 +47,7 @@ class RowLora:
         self._long: list[Run] = []
         self._short: list[Gathered] = []
         self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._room = KEEP_BYTES
+        self._free_bytes = KEEP_BYTES
         short: list[Run] = []
         for run in runs(slots):
             if run.stop - run.start >= LONG_RUN:
@@ -82,8 +82,8 @@ class RowLora:
         if kept is not None:
             return kept
         found = self._short[at].pool.matrices(module, self._short[at].slots)
-        if size <= self._room:
-            self._room -= size
+        if size <= self._free_bytes:
+            self._free_bytes -= size
             self._kept[at, module] = found
         return found
 

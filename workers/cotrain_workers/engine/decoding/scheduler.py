@@ -1,7 +1,7 @@
 """Which sequences run in the next step: admission by pages, oldest first; preemption, youngest first.
 
 Plain bookkeeping. The oldest sequence can take pages from every other, and every sequence fits alone,
-so each step brings somebody closer to the end and nobody waits for ever.
+so each step brings a sequence closer to its end, and none starves.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     import torch
 
     from cotrain_workers.engine.decoding.pages import Node, Pages, PrefixIndex
-    from cotrain_workers.engine.decoding.sequence import Sequence
+    from cotrain_workers.engine.decoding.sequence import SequenceState
 
 AGE = attrgetter("age")
 
 
-class Schedule:
+class DecodeScheduler:
     """Sequences that wait, and sequences that run: those hold pages."""
 
     def __init__(
         self, pages: Pages, index: PrefixIndex, *, page_tokens: int, step_tokens: int, most: int
     ) -> None:
         assert step_tokens >= page_tokens
-        self.waiting: list[Sequence] = []  # oldest first
-        self.running: list[Sequence] = []  # oldest first
+        self.waiting: list[SequenceState] = []  # oldest first
+        self.running: list[SequenceState] = []  # oldest first
         self._pages = pages
         self._index = index
         self._page_tokens = page_tokens
@@ -39,12 +39,12 @@ class Schedule:
         self._most = most
         self._stale: dict[int, bool] = {}  # pages taken since the last plan -> needs blanking
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
+    def add(self, sequences: Iterable[SequenceState]) -> None:
         """Let sequences wait."""
         for sequence in sequences:
             insort(self.waiting, sequence, key=AGE)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Take a sequence out, waiting or running, and free what it holds."""
         if sequence in self.running:
             self.running.remove(sequence)
@@ -52,11 +52,11 @@ class Schedule:
         else:
             self.waiting.remove(sequence)
 
-    def candidates(self) -> list[Sequence]:
+    def candidates(self) -> list[SequenceState]:
         """Return who may be admitted, oldest first; the first of a request computes its prompt."""
         return [s for s in self.waiting if s.index == 0 or s.group.is_prompt_ready]
 
-    def has_room(self, sequence: Sequence) -> bool:
+    def fits(self, sequence: SequenceState) -> bool:
         """Return whether there are pages for all that a sequence holds so far, and one more."""
         if len(self.running) >= self._most:
             return False
@@ -65,7 +65,7 @@ class Schedule:
         wanted = self._page_count(sequence.length) - len(nodes) + 1
         return wanted <= self._pages.free + self._pages.idle - idle
 
-    def admit(self, sequence: Sequence) -> None:
+    def admit(self, sequence: SequenceState) -> None:
         """Let a waiting sequence run; it has room."""
         nodes = self._shareable(sequence)
         for node in nodes:
@@ -116,7 +116,7 @@ class Schedule:
         if chunk.ends_prompt:
             node.last_hidden = last_hidden
 
-    def _shareable(self, sequence: Sequence) -> list[Node]:
+    def _shareable(self, sequence: SequenceState) -> list[Node]:
         """Return the pages of its prompt that are in place and that it need not compute itself."""
         group = sequence.group
         chunks = group.chunks
@@ -127,7 +127,7 @@ class Schedule:
             nodes.pop()
         return nodes
 
-    def _found(self, sequence: Sequence, node: Node) -> None:
+    def _found(self, sequence: SequenceState, node: Node) -> None:
         """Note that the next page of a prompt is in place; the sequence holds it already."""
         group = sequence.group
         sequence.node = node
@@ -136,7 +136,7 @@ class Schedule:
             group.is_prompt_ready = True
             sequence.hidden = None if sequence.tokens else node.last_hidden
 
-    def _plan_rows(self, plan: Plan, sequence: Sequence, budget: int) -> int:
+    def _plan_rows(self, plan: Plan, sequence: SequenceState, budget: int) -> int:
         """Plan the tokens that are not in place: the last one, and more only after a preemption."""
         if sequence not in self.running:  # it was preempted for an older one
             return 0
@@ -147,7 +147,7 @@ class Schedule:
         plan.rows += [Row(sequence, position) for position in positions]
         return count
 
-    def _make_writable(self, plan: Plan, sequence: Sequence, positions: range) -> bool:
+    def _make_writable(self, plan: Plan, sequence: SequenceState, positions: range) -> bool:
         """Give a sequence pages of its own for some positions; False if it was preempted itself."""
         for at in range(positions[0] // self._page_tokens, positions[-1] // self._page_tokens + 1):
             is_new = at == len(sequence.pages)
@@ -165,7 +165,7 @@ class Schedule:
                 sequence.pages[at] = page
         return True
 
-    def _take_from_younger(self, plan: Plan, sequence: Sequence) -> int | None:
+    def _take_from_younger(self, plan: Plan, sequence: SequenceState) -> int | None:
         """Take a page, preempting the youngest until there is one; None if that is `sequence`."""
         while (page := self._take()) is None:
             youngest = self.running.pop()
@@ -179,7 +179,7 @@ class Schedule:
     def _plan_chunks(
         self,
         plan: Plan,
-        sequence: Sequence,
+        sequence: SequenceState,
         budget: int,
         planned: dict[tuple[object, bytes], object],
     ) -> int:
@@ -205,7 +205,7 @@ class Schedule:
             start = stop
         return start - sequence.stored
 
-    def _adopt(self, sequence: Sequence) -> None:
+    def _adopt(self, sequence: SequenceState) -> None:
         """Take over pages that others have computed since this sequence was admitted."""
         group = sequence.group
         while sequence.is_indexed and not sequence.is_prompt_stored:
@@ -227,7 +227,7 @@ class Schedule:
         sequence = chunk.sequence
         return sequence.scores_prompt and chunk.page >= sequence.group.first_scored_chunk()
 
-    def _swap(self, sequence: Sequence, at: int, node: Node) -> None:
+    def _swap(self, sequence: SequenceState, at: int, node: Node) -> None:
         self._pages.hold(node.page)
         self._pages.release(sequence.pages[at])
         sequence.pages[at] = node.page
@@ -240,7 +240,7 @@ class Schedule:
             self._stale[page] = True
         return page
 
-    def _strip(self, sequence: Sequence) -> None:
+    def _strip(self, sequence: SequenceState) -> None:
         """Free the memory of a sequence; what it generated stays."""
         for page in sequence.pages:
             self._pages.release(page)
@@ -254,7 +254,7 @@ class Schedule:
         return -(-tokens // self._page_tokens)
 
 
-def lacks_hidden(sequence: Sequence, node: Node) -> bool:
+def lacks_hidden(sequence: SequenceState, node: Node) -> bool:
     """Return whether a sequence could not go on from a page that ends its prompt.
 
     The page is then known as the middle of a longer prompt only, without its last hidden state.

@@ -28,7 +28,7 @@ class Group:
     scores: PromptScores | None  # None: nothing was asked about the prompt
     prompt: list[int] = field(init=False)
     chunks: list[bytes] = field(init=False)  # the prompt, page by page; the last may be partial
-    sequences: list[Sequence] = field(init=False)
+    sequences: list[SequenceState] = field(init=False)
     computed: set[int] = field(default_factory=set)  # pages of the prompt not found in the cache
     has_begun: bool = False
     is_prompt_ready: bool = False  # it was computed or found, as a whole, at least once
@@ -40,7 +40,7 @@ class Group:
         self.chunks = [
             tokens[at : at + step].astype(np.int64).tobytes() for at in range(0, len(tokens), step)
         ]
-        self.sequences = [Sequence(self, index) for index in range(self.request.num_samples)]
+        self.sequences = [SequenceState(self, index) for index in range(self.request.num_samples)]
 
     @property
     def origin(self) -> Origin:
@@ -68,7 +68,7 @@ class Group:
 
 
 @dataclass(eq=False)
-class Sequence:
+class SequenceState:
     """One continuation in progress. What it generated survives preemption; its memory does not."""
 
     group: Group

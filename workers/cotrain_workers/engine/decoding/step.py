@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from cotrain_workers.engine.decoding.adapter_slots import Slot
-    from cotrain_workers.engine.decoding.sequence import Sequence
+    from cotrain_workers.engine.decoding.sequence import SequenceState
     from cotrain_workers.engine.routing import AttentionRule
 
 
@@ -27,7 +27,7 @@ FEWEST_ROWS = 16
 class Chunk:
     """Tokens of one prompt, all on one page, that one step computes."""
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     stop: int
 
@@ -46,7 +46,7 @@ class Chunk:
 class Row:
     """A generated token whose keys and values one step computes."""
 
-    sequence: Sequence
+    sequence: SequenceState
     position: int
 
     @property
@@ -73,7 +73,7 @@ class Plan:
     chunks: list[Chunk] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)  # page to write -> page to read
     blank: list[int] = field(default_factory=list)  # pages that hold what their last user left
-    preempted: list[Sequence] = field(default_factory=list)
+    preempted: list[SequenceState] = field(default_factory=list)
 
     @property
     def work(self) -> list[Row | Chunk]:

@@ -13,7 +13,7 @@ from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.groups import ROWS
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import disagreement
-from cotrain_workers.engine.lora.stacked_weights import MIN_RANK, pack_class
+from cotrain_workers.engine.lora.stacked_weights import MIN_RANK, stack_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ class LoraBackend:
 
     def order(self, source: Source) -> Any:
         """Return what the segments of a micro-batch are to be sorted by."""
-        return () if self.name == "seg" else pack_class(source.layout)
+        return () if self.name == "seg" else stack_class(source.layout)
 
     def of(self, segments: Sequence[Segment], rows: int) -> TrainingLora:
         """Return the LoRA paths of one micro-batch of `rows`, padded."""

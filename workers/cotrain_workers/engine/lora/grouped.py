@@ -50,7 +50,7 @@ class GroupedLora:
             Part(
                 s.start,
                 s.stop,
-                groups.pack.pair(module, slot, s.source.layout.rank),
+                groups.stacked.pair(module, slot, s.source.layout.rank),
                 s.scale,
                 s.grads[module] if s.grads else None,
             )
@@ -60,7 +60,9 @@ class GroupedLora:
 
     def _groups_of(self, module: str) -> list[Groups]:
         if module not in self._groups_by_module:
-            self._groups_by_module[module] = [g for g in self._groups if module in g.pack.layout.b]
+            self._groups_by_module[module] = [
+                g for g in self._groups if module in g.stacked.layout.b
+            ]
         return self._groups_by_module[module]
 
     def _take_lows(
@@ -68,7 +70,7 @@ class GroupedLora:
     ) -> tuple[torch.Tensor, ...]:
         """Return `scale * x A^T` of a module, of each of the groups; the first sibling computes all."""
         if self._kept_x is not x or module not in self._kept_lows:
-            siblings = groups[0].pack.layout.siblings[module]
+            siblings = groups[0].stacked.layout.siblings[module]
             needs_grad = any(each.rounds for each in groups)
             lows = SharedLow.apply(x, anchor(needs_grad), siblings, groups)  # type: ignore[no-untyped-call]  # torch gives it none
             size = len(groups)
@@ -98,7 +100,7 @@ class SharedLow(torch.autograd.Function):
         ctx.siblings, ctx.groups = siblings, groups
         lows = []
         for each in groups:
-            stack = each.pack.a(siblings).transpose(1, 2)
+            stack = each.stacked.a(siblings).transpose(1, 2)
             low = functional.grouped_mm(each.take(x[0]), stack, offs=each.adapter_ends)
             lows.append(low.mul_(each.scales).chunk(len(siblings), dim=1))
         return tuple(low[at] for at in range(len(siblings)) for low in lows)
@@ -112,7 +114,7 @@ class SharedLow(torch.autograd.Function):
             low_grad = torch.cat(grads[at :: len(ctx.groups)], dim=1).mul_(each.scales)
             add_a(each, ctx.siblings, low_grad, each.take(x[0]))
             if ctx.needs_input_grad[0]:
-                stack = each.pack.a(ctx.siblings)
+                stack = each.stacked.a(ctx.siblings)
                 products.append(functional.grouped_mm(low_grad, stack, offs=each.adapter_ends))
         gx = joined(products, ctx.groups, x) if ctx.needs_input_grad[0] else None
         return gx, None, None, None
@@ -136,7 +138,7 @@ class GroupedLinear(torch.autograd.Function):
         ctx.module, ctx.groups = module, groups
         y = functional.linear(x, weight, bias)
         for each, low in zip(groups, lows, strict=True):
-            stack = each.pack.b(module)
+            stack = each.stacked.b(module)
             each.take(y[0]).add_(functional.grouped_mm(low, stack, offs=each.adapter_ends))
         return y
 
@@ -149,7 +151,7 @@ class GroupedLinear(torch.autograd.Function):
         low_grads = []
         for each, low in zip(ctx.groups, lows, strict=True):
             rows = each.take(gy)
-            stack = each.pack.b(ctx.module).transpose(1, 2)
+            stack = each.stacked.b(ctx.module).transpose(1, 2)
             low_grads.append(functional.grouped_mm(rows, stack, offs=each.adapter_ends))
             add_b(each, ctx.module, low, rows)
         return gx, None, None, None, None, *low_grads

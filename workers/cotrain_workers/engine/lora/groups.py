@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.stacked_weights import Pack, pack_class, padded_rank, plan_pack
+from cotrain_workers.engine.lora.stacked_weights import (
+    StackedWeights,
+    padded_rank,
+    plan_stack,
+    stack_class,
+)
 from cotrain_workers.engine.spec import Pair
 
 if TYPE_CHECKING:
@@ -31,13 +36,13 @@ Round = Sequence[tuple[int, Mapping[str, Pair]]]
 
 @dataclass(frozen=True)
 class Groups:
-    """Neighbouring segments of one pack class: rows `start` to `stop` of the packed row."""
+    """Neighbouring segments of one stack class: rows `start` to `stop` of the packed row."""
 
     start: int
     stop: int
-    pack: Pack
+    stacked: StackedWeights
     segments: Sequence[Segment]
-    slots: Sequence[int]  # of each segment's adapter in the pack
+    slots: Sequence[int]  # of each segment's adapter in the stack
     rounds: Sequence[Round]
     adapter_ends: torch.Tensor  # int32 [adapters + 1]: where each one's rows end, then the filler's
     segment_ends: torch.Tensor  # int32 [segments]: where each one's rows end
@@ -49,7 +54,7 @@ class Groups:
 
 
 def find_groups(segments: Sequence[Segment], rows: int, dtype: torch.dtype) -> Iterator[Groups]:
-    """Put neighbours of one pack class together, in a packed row of `rows`; those of a base model
+    """Put neighbours of one stack class together, in a packed row of `rows`; those of a base model
     without adapter have none.
     """
     cuts = list(neighbours(segments))
@@ -61,14 +66,14 @@ def find_groups(segments: Sequence[Segment], rows: int, dtype: torch.dtype) -> I
 
 def neighbours(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
     """Yield segments that follow each other, are of one class, and are not too many for one call."""
-    for _, same in groupby(segments, key=lambda segment: pack_class(segment.source.layout)):
+    for _, same in groupby(segments, key=lambda segment: stack_class(segment.source.layout)):
         own = list(same)
         for at in range(0, len(own), MOST_SEGMENTS):
             yield own[at : at + MOST_SEGMENTS]
 
 
 def make_groups(own: Sequence[Segment], start: int, stop: int, dtype: torch.dtype) -> Groups:
-    """Pack the adapters of some segments; each one's rows go up to where the next one's start."""
+    """StackedWeights the adapters of some segments; each one's rows go up to where the next one's start."""
     last = start + -(-(own[-1].stop - start) // ROWS) * ROWS
     ends = [segment.start - start for segment in own[1:]] + [last - start]
     sources: list[Source] = []
@@ -89,7 +94,9 @@ def make_groups(own: Sequence[Segment], start: int, stop: int, dtype: torch.dtyp
     return Groups(
         start=start,
         stop=stop,
-        pack=Pack(plan_pack(padded_rank(layout.rank), layout.targets), sources, dtype),
+        stacked=StackedWeights(
+            plan_stack(padded_rank(layout.rank), layout.targets), sources, dtype
+        ),
         segments=own,
         slots=slots,
         rounds=find_rounds(own),
@@ -102,13 +109,13 @@ def make_groups(own: Sequence[Segment], start: int, stop: int, dtype: torch.dtyp
 def find_rounds(segments: Sequence[Segment]) -> Sequence[Round]:
     """Order the additions to gradients: one launch adds to many, and to none of them twice."""
     rounds: list[list[tuple[int, Mapping[str, Pair]]]] = []
-    turn_by_gradient: dict[int, int] = {}
+    round_by_gradient: dict[int, int] = {}
     for at, segment in enumerate(segments):
         if segment.grads is None:
             continue
-        turn = turn_by_gradient.get(id(segment.grads), 0)
-        turn_by_gradient[id(segment.grads)] = turn + 1
-        if turn == len(rounds):
+        number = round_by_gradient.get(id(segment.grads), 0)
+        round_by_gradient[id(segment.grads)] = number + 1
+        if number == len(rounds):
             rounds.append([])
-        rounds[turn].append((at, segment.grads))
+        rounds[number].append((at, segment.grads))
     return rounds

@@ -10,7 +10,7 @@ import torch
 from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.groups import ROWS
 from cotrain_workers.engine.lora.segmented import SegmentLora
-from cotrain_workers.engine.lora.stacked_weights import pack_class
+from cotrain_workers.engine.lora.stacked_weights import stack_class
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_layout
 
@@ -55,7 +55,7 @@ def disagreement(
     rows = sum(-(-length // ROWS) * ROWS for length in lengths) + 24
     results = []
     for backend in ("seg", "grouped"):
-        segments = place(adapters, lengths)
+        segments = segments_of(adapters, lengths)
         lora = SegmentLora(segments) if backend == "seg" else GroupedLora(segments, rows, dtype)
         results.append(run(lora, segments, rows, device, dtype))
     for name, ours, theirs in zip(results[0][0], results[1][1], results[0][1], strict=True):
@@ -74,11 +74,11 @@ def random_adapter(
     return RandomAdapter(layout, weights, layout.views(weights.to(dtype)))
 
 
-def place(adapters: Sequence[RandomAdapter], lengths: Sequence[int]) -> list[Segment]:
+def segments_of(adapters: Sequence[RandomAdapter], lengths: Sequence[int]) -> list[Segment]:
     """Give each adapter a segment and a zeroed gradient; a row of filler follows each of odd length."""
     segments, start = [], 0
     pairs = zip(adapters, SPECS, lengths, strict=True)
-    for adapter, spec, length in sorted(pairs, key=lambda each: pack_class(each[0].layout)):
+    for adapter, spec, length in sorted(pairs, key=lambda each: stack_class(each[0].layout)):
         grads = adapter.layout.views(torch.zeros_like(adapter.weights))
         segments.append(Segment(start, start + length, adapter, spec.scale, grads))
         start += -(-length // ROWS) * ROWS

@@ -1,6 +1,6 @@
 """Copies of many adapters side by side, as grouped products want them: one rank, one stride, no gaps.
 
-A pack lives for one micro-batch. Filling it reads each arena once (6 bytes a parameter under a 16-bit base,
+They live for one micro-batch. Filling it reads each arena once (6 bytes a parameter under a 16-bit base,
 where the optimizer step moves 28), so nothing is kept for idle adapters, and no copy can be stale.
 """
 
@@ -27,7 +27,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
-class PackLayout:
+class StackLayout:
     """Where the padded matrices of one adapter lie in its slot."""
 
     rank: int  # padded
@@ -39,13 +39,13 @@ class PackLayout:
     size: int
 
 
-class Pack:
+class StackedWeights:
     """The weights of some adapters that train the same modules, in ranks up to that of the layout.
 
-    Behind them lies one more slot, of zeros, for rows that belong to nobody.
+    Behind them lies one more slot, of zeros, for rows of no adapter.
     """
 
-    def __init__(self, layout: PackLayout, sources: Sequence[Source], dtype: torch.dtype) -> None:
+    def __init__(self, layout: StackLayout, sources: Sequence[Source], dtype: torch.dtype) -> None:
         self.layout = layout
         device = sources[0].weights.device
         self._flat = torch.zeros(len(sources) + 1, layout.size, dtype=dtype, device=device)
@@ -79,18 +79,18 @@ class Pack:
         return self._flat[:, at : at + rows * width].view(-1, rows, width)
 
 
-def pack_class(layout: Layout) -> tuple[int, tuple[str, ...]]:
-    """Name what adapters have in common that fit into one pack: padded rank and families."""
+def stack_class(layout: Layout) -> tuple[int, tuple[str, ...]]:
+    """Name what adapters have in common that fit into one stack: padded rank and families."""
     return padded_rank(layout.rank), tuple(sorted({target.family for target in layout.targets}))
 
 
 def padded_rank(rank: int) -> int:
-    """Return the rank a pack pads to: a power of two, 8 at least, so that there are few classes."""
+    """Return the rank a stack pads to: a power of two, 8 at least, so that there are few classes."""
     return max(MIN_RANK, 1 << (rank - 1).bit_length())
 
 
 @cache
-def plan_pack(rank: int, targets: tuple[Target, ...]) -> PackLayout:
+def plan_stack(rank: int, targets: tuple[Target, ...]) -> StackLayout:
     """Lay out a slot for adapters of padded `rank` on these modules."""
     siblings, a, b, end = {}, {}, {}, 0
     for _, same in groupby(targets, key=shared_input):
@@ -103,7 +103,7 @@ def plan_pack(rank: int, targets: tuple[Target, ...]) -> PackLayout:
         for target in together:
             b[target.name] = (end, target.outputs)
             end = aligned(end + rank * target.outputs)
-    return PackLayout(rank, siblings, a, b, end)
+    return StackLayout(rank, siblings, a, b, end)
 
 
 def shared_input(target: Target) -> tuple[str, str]:
@@ -122,7 +122,7 @@ def arena_spans(layout: Layout) -> list[tuple[int, int]]:
     return spans
 
 
-def matrix_spans(layout: PackLayout, rank: int) -> list[tuple[int, int]]:
+def matrix_spans(layout: StackLayout, rank: int) -> list[tuple[int, int]]:
     """Return offset and size of each matrix of an adapter of `rank` in a slot, in the same order."""
     spans = []
     for (at_a, inputs), (at_b, outputs) in zip(layout.a.values(), layout.b.values(), strict=True):
@@ -132,7 +132,7 @@ def matrix_spans(layout: PackLayout, rank: int) -> list[tuple[int, int]]:
 
 
 def views_at(flat: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return the pieces of a 1-D tensor at `spans`, which do not overlap, in their order.
+    """Return the parts of a 1-D tensor at `spans`, which do not overlap, in their order.
 
     One split instead of a slice for each: 500 slices take a millisecond.
     """
@@ -142,5 +142,5 @@ def views_at(flat: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[torch
         sizes += [start - end, size]
         end = start + size
     chunks = flat.split_with_sizes([*sizes, len(flat) - end])[1::2]
-    place = dict(zip(in_order, chunks, strict=True))
-    return [place[at] for at in range(len(spans))]
+    view_by_span = dict(zip(in_order, chunks, strict=True))
+    return [view_by_span[at] for at in range(len(spans))]

@@ -1,6 +1,6 @@
 """Attention over a packed row: each sequence sees itself alone, by the segment table of the route.
 
-Registered with transformers under `PACKED`. transformers packs by `position_ids` only while no KV cache
+Registered with transformers under `PER_SEQUENCE`. transformers packs by `position_ids` only while no KV cache
 exists and says nothing otherwise; this function cannot run without the table.
 """
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from cotrain_workers.engine.routing import Router
-    from cotrain_workers.engine.sequence_table import Stretch
+    from cotrain_workers.engine.sequence_table import EqualLengths
 
-PACKED = "cotrain_packed"
+PER_SEQUENCE = "cotrain_per_sequence"
 NARROW = (torch.bfloat16, torch.float16)
 UNSUPPORTED_ARGUMENTS = ("s_aux", "sinks", "head_mask", "attention_bias")
 
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make `PACKED` known to transformers; twice is harmless."""
-    AttentionInterface.register(PACKED, packed_attention)
+    """Make `PER_SEQUENCE` known to transformers; twice is harmless."""
+    AttentionInterface.register(PER_SEQUENCE, attention_per_sequence)
     # No mask is built: the segment table says all of it. (A dense one would be T x T.)
-    AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(PER_SEQUENCE, lambda *args, **kwargs: None)
 
 
 def attach(module: nn.Module, router: Router, layer: int) -> None:
@@ -49,7 +49,7 @@ def attach(module: nn.Module, router: Router, layer: int) -> None:
     module.cotrain_layer = layer  # type: ignore[assignment]
 
 
-def packed_attention(
+def attention_per_sequence(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -80,11 +80,11 @@ def packed_attention(
         return varlen_attention(q, k, v, table, rule)[None], None
     if flex.takes(q, k, rule):
         return flex.attention(q, k, v, table, rule)[None], None
-    sizes = [stretch.sequences * stretch.length for stretch in table.stretches]
+    sizes = [group.sequences * group.length for group in table.equal_lengths]
     rows = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
     outs = [
-        attend(stretch, q, k, v, table, rule)
-        for stretch, (q, k, v) in zip(table.stretches, rows, strict=True)
+        attend(group, q, k, v, table, rule)
+        for group, (q, k, v) in zip(table.equal_lengths, rows, strict=True)
     ]
     return (torch.cat(outs) if len(outs) > 1 else outs[0])[None], None
 
@@ -101,7 +101,7 @@ def refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
 
 
 def attend(
-    stretch: Stretch,
+    group: EqualLengths,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -109,17 +109,17 @@ def attend(
     rule: AttentionRule,
 ) -> torch.Tensor:
     """Attend within each of `n` sequences of length `l`; all `[n * l, heads, d]`."""
-    shape = (stretch.sequences, stretch.length, -1, q.shape[-1])
+    shape = (group.sequences, group.length, -1, q.shape[-1])
     q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d], no copies
-    is_windowed = rule.window is not None and stretch.length > rule.window
+    is_windowed = rule.window is not None and group.length > rule.window
     if rule.softcap is not None:
-        out = softcapped_attention(q, k, v, table.mask(stretch.length, rule.window), rule)
+        out = softcapped_attention(q, k, v, table.mask(group.length, rule.window), rule)
     else:
         out = functional.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=table.mask(stretch.length, rule.window) if is_windowed else None,
+            attn_mask=table.mask(group.length, rule.window) if is_windowed else None,
             is_causal=not is_windowed,
             scale=rule.scaling,
             enable_gqa=True,

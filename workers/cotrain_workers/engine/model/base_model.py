@@ -19,11 +19,11 @@ from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.model_source import (
     UnusableModel,
-    no_room,
+    model_too_large,
     read_config,
     read_weights,
 )
-from cotrain_workers.engine.progress import tell
+from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
 from cotrain_workers.engine.spec import Target
 
@@ -98,7 +98,7 @@ def load_base_model(
     Raises:
         UnsupportedModel: of a kind that is not trained here.
         NoModel: there is none, or it cannot be read.
-        NoRoom: it is larger than the memory that is free.
+        ModelTooLarge: it is larger than the memory that is free.
     """
     try:
         return _load(model, device, dtype, local_files_only=local_files_only)
@@ -109,18 +109,20 @@ def load_base_model(
 def _load(
     model: str, device: torch.device, dtype: torch.dtype, *, local_files_only: bool
 ) -> BaseModel:
-    tell(f"reading what base model {model} is")
+    report(f"reading what base model {model} is")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
     needed_bytes = make_skeleton(config).num_parameters() * dtype.itemsize
-    refuse_without_room(needed_bytes)
-    tell(f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}")
+    refuse_too_large(needed_bytes)
+    report(
+        f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}"
+    )
     network = read_weights(model, dtype=dtype, local_files_only=local_files_only)
     try:
         network.to(device).eval().requires_grad_(requires_grad=False)
     except RuntimeError as error:
         if is_out_of_memory(error):
-            raise no_room() from error
+            raise model_too_large() from error
         raise
     targets, router = find_targets(config), Router()
     num_parameters = network.num_parameters()
@@ -166,11 +168,11 @@ def eos_token_ids(network: Any) -> tuple[int, ...]:
     return tuple(sorted({named} if isinstance(named, int) else set(named)))
 
 
-def refuse_without_room(needed_bytes: int) -> None:
-    """Raise NoRoom for a model that this host cannot hold: the kernel would end the process, without a word."""
+def refuse_too_large(needed_bytes: int) -> None:
+    """Raise ModelTooLarge for a model that this host cannot hold: the kernel would end the process, without a word."""
     free_bytes = free_host_bytes()
     if needed_bytes > free_bytes:
-        raise no_room(needed_bytes, free_bytes)
+        raise model_too_large(needed_bytes, free_bytes)
 
 
 def refuse_type(kind: str) -> None:
@@ -245,6 +247,6 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
         elif linear.bias is not None:
             raise UnsupportedModel("its unembedding has a bias, which the head does not implement.")
     attn.register()
-    network.set_attn_implementation(attn.PACKED)
+    network.set_attn_implementation(attn.PER_SEQUENCE)
     for number, layer in enumerate(network.model.layers):
         attn.attach(layer.self_attn, router, number)

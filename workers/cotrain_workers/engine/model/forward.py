@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PackedRow:
+class TokenRow:
     """Some sequences side by side, and filler sequences up to the padded length `T`."""
 
     ids: np.ndarray  # int64 [T]
@@ -26,16 +26,16 @@ class PackedRow:
     lengths: Sequence[int]  # of the sequences, filler included
 
 
-def pack_row(
-    pieces: Iterable[Iterable[np.ndarray]], padded_tokens: int, align: int = 1
-) -> PackedRow:
-    """Put the sequences of some pieces into one row of `padded_tokens`; each piece begins at a multiple
+def token_row(
+    slices: Iterable[Iterable[np.ndarray]], padded_tokens: int, align: int = 1
+) -> TokenRow:
+    """Put the sequences of some slices into one row of `padded_tokens`; each slice begins at a multiple
     of `align`.
     """
     sequences: list[np.ndarray] = []
     rows = 0
-    for piece in pieces:
-        own = list(piece)
+    for op_slice in slices:
+        own = list(op_slice)
         length = sum(map(len, own))
         filler = -length % align
         sequences += [*own, np.zeros(filler, np.int64)] if filler else own
@@ -44,10 +44,10 @@ def pack_row(
         sequences.append(np.zeros(padded_tokens - rows, np.int64))
     lengths = [len(tokens) for tokens in sequences]
     positions = np.concatenate([np.arange(length) for length in lengths])
-    return PackedRow(np.concatenate(sequences), positions, lengths)
+    return TokenRow(np.concatenate(sequences), positions, lengths)
 
 
-def hidden_states(base: BaseModel, row: PackedRow) -> torch.Tensor:
+def hidden_states(base: BaseModel, row: TokenRow) -> torch.Tensor:
     """Return the last hidden states `[1, T, d]`. The router must have the row's route."""
     device = base.head_weight.device
     ids = to_device(row.ids, device)[None]

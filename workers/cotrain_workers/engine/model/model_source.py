@@ -10,7 +10,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from cotrain_workers.engine.device import is_out_of_memory
-from cotrain_workers.engine.progress import ToldProgress
+from cotrain_workers.engine.progress import ReportedProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG = "config.json"
-#: Where a model may lie below the folder that was named: beside others, or in a hub's cache.
+#: Where a model may lie below the folder that was named: among others, or in a hub's cache.
 _BELOW = (f"*/{CONFIG}", f"snapshots/*/{CONFIG}")
 _AGAIN = "fetch or copy them again"
 
@@ -31,7 +31,7 @@ class NoModel(UnusableModel, OSError):
     """There is no model there, or none that can be read."""
 
 
-class NoRoom(UnusableModel, ValueError):
+class ModelTooLarge(UnusableModel, ValueError):
     """The model takes more memory than there is."""
 
 
@@ -67,7 +67,7 @@ def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> A
     Raises:
         NoModel: weights are missing, torn, or of other shapes than the configuration says. The library
             would fill their places with random numbers.
-        NoRoom: there is not enough memory.
+        ModelTooLarge: there is not enough memory.
     """
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -76,12 +76,12 @@ def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> A
             local_files_only=local_files_only,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, by name
-            tqdm_class=ToldProgress,
+            ignore_mismatched_sizes=True,  # they are reported below, by name
+            tqdm_class=ReportedProgress,
         )
     except Exception as error:
         if is_out_of_memory(error):
-            raise no_room() from error
+            raise model_too_large() from error
         raise NoModel(f"its weights cannot be read ({_brief(error)}): {_AGAIN}.") from error
     network, found = loaded
     absent = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
@@ -93,10 +93,10 @@ def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> A
     return network
 
 
-def no_room(needed_bytes: int = 0, free_bytes: int = 0) -> NoRoom:
+def model_too_large(needed_bytes: int = 0, free_bytes: int = 0) -> ModelTooLarge:
     """Say that memory is too small for a model; sizes in bytes, 0 where they are not known."""
     sizes = f" (its weights take {needed_bytes / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free)"
-    return NoRoom(
+    return ModelTooLarge(
         f"there is not enough memory for it{sizes if needed_bytes else ''}: "
         "give a smaller model, or this host more memory."
     )

@@ -1,8 +1,8 @@
-"""Log-probabilities of the targets and the gradient of the hidden states, in one visit of each chunk.
+"""Log-probabilities of the targets and the gradient of the hidden states, in one visit of each row.
 
-No `[T, vocabulary]` tensor exists. Pieces are cut into bites, whose boundaries depend on the piece alone:
-losses, log-probabilities and LoRA are computed bite by bite. The products with the frozen weight take many
-bites at once, as a row of theirs has the same bits in any product of `FEWEST_ROWS` or more. So neither
+No `[T, vocabulary]` tensor exists. Slices are cut into chunks, whose boundaries depend on the slice alone:
+losses, log-probabilities and LoRA are computed chunk by chunk. The products with the frozen weight take many
+chunks at once, as a row of theirs has the same bits in any product of `FEWEST_ROWS` or more. So neither
 log-probabilities nor the head's LoRA gradients depend on a neighbour.
 """
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.training.losses import LossSpec
 
 
-# As `pack.FINE_STEP`; measured for products of up to 50,257 columns, on one and two threads.
+# As `sequence_table.FINE_STEP`; measured for products of up to 50,257 columns, on one and two threads.
 FEWEST_ROWS = 32
-NEAR = 8  # neighbours in the packed row lie less apart: a piece may begin at a multiple of 8
+NEAR = 8  # neighbours in the packed row lie less apart: a slice may begin at a multiple of 8
 
 
 @dataclass(frozen=True)
 class HeadInput:
-    """One piece as the head sees it: `n` rows, `K` targets per row."""
+    """One slice of an op as the head sees it: `n` rows, `K` targets per row."""
 
     start: int  # its first row in the packed row
     needs_grad: bool
@@ -49,31 +49,31 @@ class HeadInput:
 
 @dataclass(frozen=True)
 class HeadResult:
-    """What the head found for one piece."""
+    """What the head found for one slice."""
 
     found: torch.Tensor  # [n, K]: log-probabilities; or [n]: divergences
     loss: torch.Tensor  # float64 scalar
 
 
 @dataclass
-class Bite:
-    """Rows of one piece that are visited at once, and what was found."""
+class HeadChunk:
+    """Rows of one slice that are visited at once, and what was found."""
 
     given: HeadInput
-    rows: slice  # of the piece
-    is_whole: bool  # it is all of its piece
+    rows: slice  # of the slice
+    is_whole: bool  # it is all of its slice
     logprobs: torch.Tensor = field(init=False)  # [c, K]
     slope: torch.Tensor | None = field(init=False, default=None)  # d loss / d logprob, [c, K]
     total: torch.Tensor | None = field(init=False, default=None)  # its loss, float64
 
     @property
-    def place(self) -> slice:
+    def row_span(self) -> slice:
         """Return its rows in the packed row."""
         return slice(self.given.start + self.rows.start, self.given.start + self.rows.stop)
 
     @property
     def is_ready(self) -> bool:
-        """Return whether its loss needs no log-probability of another bite."""
+        """Return whether its loss needs no log-probability of another chunk."""
         return self.is_whole or self.given.loss.per_token
 
     @property
@@ -94,63 +94,63 @@ class Head:
     def run(
         self, given: Sequence[HeadInput], hidden: torch.Tensor, hidden_grad: torch.Tensor
     ) -> list[HeadResult]:
-        """Evaluate the losses of some pieces, in the order of their rows in `hidden` `[T, d]`.
+        """Evaluate the losses of some slices, in the order of their rows in `hidden` `[T, d]`.
 
         Where they need a gradient, fill their rows of `hidden_grad` `[T, d]` and add the LoRA's.
         """
-        by_piece = [list(self._bites(each)) for each in given]
-        bites = [bite for of_piece in by_piece for bite in of_piece]
-        for together in self._visits(bites):
+        by_slice = [list(self._chunks(each)) for each in given]
+        chunks = [chunk for of_slice in by_slice for chunk in of_slice]
+        for together in self._visits(chunks):
             self._visit(together, hidden, hidden_grad)
-        late = [bite for bite in bites if not bite.is_ready]
-        for of_piece in by_piece:
-            if not of_piece[0].is_ready:
-                judge_by_datum(of_piece)
-        for together in self._visits([bite for bite in late if bite.goes_back]):
+        late = [chunk for chunk in chunks if not chunk.is_ready]
+        for of_slice in by_slice:
+            if not of_slice[0].is_ready:
+                judge_by_datum(of_slice)
+        for together in self._visits([chunk for chunk in late if chunk.goes_back]):
             self._visit(together, hidden, hidden_grad)
-        return [result_of(of_piece) for of_piece in by_piece]
+        return [result_of(of_slice) for of_slice in by_slice]
 
-    def _bites(self, given: HeadInput) -> Iterator[Bite]:
+    def _chunks(self, given: HeadInput) -> Iterator[HeadChunk]:
         rows = len(given.targets)
         for start in range(0, rows, self._chunk_rows):
             stop = min(start + self._chunk_rows, rows)
-            yield Bite(given, slice(start, stop), is_whole=stop - start == rows)
+            yield HeadChunk(given, slice(start, stop), is_whole=stop - start == rows)
 
-    def _visits(self, bites: Sequence[Bite]) -> Iterator[list[Bite]]:
+    def _visits(self, chunks: Sequence[HeadChunk]) -> Iterator[list[HeadChunk]]:
         """Put neighbours together, up to the rows of a chunk."""
-        together: list[Bite] = []
-        for bite in bites:
+        together: list[HeadChunk] = []
+        for chunk in chunks:
             if together and not (
-                bite.goes_back == together[0].goes_back
-                and 0 <= bite.place.start - together[-1].place.stop < NEAR
-                and bite.place.stop - together[0].place.start <= self._chunk_rows
+                chunk.goes_back == together[0].goes_back
+                and 0 <= chunk.row_span.start - together[-1].row_span.stop < NEAR
+                and chunk.row_span.stop - together[0].row_span.start <= self._chunk_rows
             ):
                 yield together
                 together = []
-            together.append(bite)
+            together.append(chunk)
         if together:
             yield together
 
     def _visit(
-        self, bites: Sequence[Bite], hidden: torch.Tensor, hidden_grad: torch.Tensor
+        self, chunks: Sequence[HeadChunk], hidden: torch.Tensor, hidden_grad: torch.Tensor
     ) -> None:
-        rows = enough_rows(bites[0].place.start, bites[-1].place.stop, len(hidden))
+        rows = enough_rows(chunks[0].row_span.start, chunks[-1].row_span.stop, len(hidden))
         logits = raw_logits(hidden[rows], self._weight)
-        goes_back = bites[0].goes_back
+        goes_back = chunks[0].goes_back
         slopes = torch.empty_like(logits)
         projections = []
-        for bite in bites:
-            grad = hidden_grad[bite.place] if goes_back else None
-            part = bite.given.part
-            to = Projection(self._weight, self._softcap, part, hidden[bite.place], grad)
-            here = slice(bite.place.start - rows.start, bite.place.stop - rows.start)
-            targets = bite.given.targets[bite.rows]
-            bite.logprobs, p = picked_logprobs(to.adapted(logits[here]), targets, slopes[here])
-            if bite.is_ready:
-                judge(bite)
+        for chunk in chunks:
+            grad = hidden_grad[chunk.row_span] if goes_back else None
+            part = chunk.given.part
+            to = Projection(self._weight, self._softcap, part, hidden[chunk.row_span], grad)
+            here = slice(chunk.row_span.start - rows.start, chunk.row_span.stop - rows.start)
+            targets = chunk.given.targets[chunk.rows]
+            chunk.logprobs, p = picked_logprobs(to.adapted(logits[here]), targets, slopes[here])
+            if chunk.is_ready:
+                judge(chunk)
             if goes_back:
-                assert bite.slope is not None
-                to.through_cap(logit_slope(p, bite.slope, targets))
+                assert chunk.slope is not None
+                to.through_cap(logit_slope(p, chunk.slope, targets))
             projections.append((to, here))
         if goes_back:
             grads = slopes.to(self._weight.dtype)
@@ -165,37 +165,37 @@ def enough_rows(start: int, stop: int, limit: int) -> slice:
     return slice(max(0, min(start, stop - FEWEST_ROWS)), stop)
 
 
-def judge(bite: Bite) -> None:
-    """Compute the loss of a bite that needs no other."""
-    if not bite.given.loss.per_token:
-        judge_by_datum([bite])
+def judge(chunk: HeadChunk) -> None:
+    """Compute the loss of a chunk that needs no other."""
+    if not chunk.given.loss.per_token:
+        judge_by_datum([chunk])
         return
-    given, inputs = bite.given, loss_inputs(bite.given, bite.rows)
+    given, inputs = chunk.given, loss_inputs(chunk.given, chunk.rows)
     if given.needs_grad:
-        found = value_and_slope(given.loss, bite.logprobs, inputs, given.config)
-        bite.total, bite.slope = found
+        found = value_and_slope(given.loss, chunk.logprobs, inputs, given.config)
+        chunk.total, chunk.slope = found
     else:
-        bite.total = value(given.loss, bite.logprobs, inputs, given.config)
+        chunk.total = value(given.loss, chunk.logprobs, inputs, given.config)
 
 
-def judge_by_datum(bites: Sequence[Bite]) -> None:
-    """Compute the loss of a piece, all of its bites given, datum by datum."""
-    given = bites[0].given
-    logprobs = torch.cat([bite.logprobs for bite in bites])
+def judge_by_datum(chunks: Sequence[HeadChunk]) -> None:
+    """Compute the loss of a slice, all of its chunks given, datum by datum."""
+    given = chunks[0].given
+    logprobs = torch.cat([chunk.logprobs for chunk in chunks])
     both = [
         value_and_slope(given.loss, logprobs[rows], loss_inputs(given, rows), given.config)
         for rows in datum_rows(given)
     ]
     slope = torch.cat([each for _, each in both])
-    for bite in bites:
-        bite.slope = slope[bite.rows]
-    bites[0].total = torch.stack([total for total, _ in both]).sum()
+    for chunk in chunks:
+        chunk.slope = slope[chunk.rows]
+    chunks[0].total = torch.stack([total for total, _ in both]).sum()
 
 
-def result_of(bites: Sequence[Bite]) -> HeadResult:
-    """Put together what was found of a piece."""
-    totals = [bite.total for bite in bites if bite.total is not None]
-    return HeadResult(torch.cat([bite.logprobs for bite in bites]), torch.stack(totals).sum())
+def result_of(chunks: Sequence[HeadChunk]) -> HeadResult:
+    """Put together what was found of a slice."""
+    totals = [chunk.total for chunk in chunks if chunk.total is not None]
+    return HeadResult(torch.cat([chunk.logprobs for chunk in chunks]), torch.stack(totals).sum())
 
 
 def datum_rows(given: HeadInput) -> Iterator[slice]:

@@ -30,7 +30,7 @@ class LossSpec:
     """A loss and what it reads. `compute(logprobs, inputs, config)` returns one loss per token."""
 
     compute: LossFn
-    inputs: tuple[str, ...]  # required beside target_tokens, of its shape
+    inputs: tuple[str, ...]  # required in addition to target_tokens, of its shape
     defaults: Mapping[str, float] = field(default_factory=dict)  # every config key it knows
     per_token: bool = True  # False: a token's loss depends on the whole datum
     # Signs of an advantage with which the loss grows with the ratio.

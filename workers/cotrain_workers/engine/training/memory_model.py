@@ -1,6 +1,6 @@
 """How many tokens one micro-batch may hold: a measured line of bytes over tokens, and pure arithmetic.
 
-Knows no device. `probe.py` measures, `Engine.load` asks.
+Knows no device. `memory_probe.py` measures, `Engine.load` asks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class ActivationModel:
     fixed_bytes: float
     bytes_per_token: float
 
-    def tokens_in(self, room_bytes: float) -> int:
+    def tokens_in(self, free_bytes: float) -> int:
         """Return how many tokens fit, below zero if not even what is fixed does."""
-        return int((room_bytes - self.fixed_bytes) // self.bytes_per_token)
+        return int((free_bytes - self.fixed_bytes) // self.bytes_per_token)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def fit(measured: Sequence[tuple[int, int]]) -> ActivationModel:
     return ActivationModel(max(0.0, few - slope * tokens), slope)
 
 
-def room_beside(device_bytes: int, taken_bytes: int, adapter_bytes: int) -> int:
+def micro_batch_bytes(device_bytes: int, taken_bytes: int, adapter_bytes: int) -> int:
     """Return what micro-batches may plan with on a device of which the base model takes `taken_bytes`.
 
     By all memory instead of the free: sizes move bits, so that a restart has to find the same.
@@ -79,26 +79,26 @@ def room_beside(device_bytes: int, taken_bytes: int, adapter_bytes: int) -> int:
     return int((left * (1 - KV_SHARE) - adapter_bytes) * MARGIN)
 
 
-def budget(activations: Activations, room_bytes: int, choice: Choice) -> Budget:
-    """Choose the size of a micro-batch that is to take `room_bytes` at most.
+def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:
+    """Choose the size of a micro-batch that is to take `free_bytes` at most.
 
     Recomputing is chosen only where fewer than ENOUGH_TOKENS fit without. Raises TooLittleMemory.
     """
-    kept = rounded(kept_tokens(activations, room_bytes, choice))
+    kept = rounded(kept_tokens(activations, free_bytes, choice))
     if choice == "never" or kept >= ENOUGH_TOKENS:
-        return Budget(enough(kept, activations.kept, room_bytes), kept)
+        return Budget(enough(kept, activations.kept, free_bytes), kept)
     recomputed = activations.recomputed
-    fitting = recomputed.tokens_in(room_bytes) if recomputed else 0
+    fitting = recomputed.tokens_in(free_bytes) if recomputed else 0
     # Recomputed, a micro-batch gains nothing by being larger than what would do without.
     tokens = min(rounded(fitting), ENOUGH_TOKENS)
-    return Budget(enough(tokens, recomputed, room_bytes), kept)
+    return Budget(enough(tokens, recomputed, free_bytes), kept)
 
 
-def kept_tokens(activations: Activations, room_bytes: int, choice: Choice) -> int:
+def kept_tokens(activations: Activations, free_bytes: int, choice: Choice) -> int:
     """Return how many tokens fit without recomputing; 0 where all is to be recomputed."""
     if choice == "always" or activations.kept is None:
         return 0
-    return max(0, activations.kept.tokens_in(room_bytes))
+    return max(0, activations.kept.tokens_in(free_bytes))
 
 
 def rounded(tokens: int) -> int:
@@ -111,18 +111,18 @@ def rounded(tokens: int) -> int:
     return max((size for size in steps if size <= min(tokens, MOST_TOKENS)), default=0)
 
 
-def enough(tokens: int, model: ActivationModel | None, room_bytes: int) -> int:
+def enough(tokens: int, model: ActivationModel | None, free_bytes: int) -> int:
     """Return `tokens`, or raise TooLittleMemory."""
     if tokens >= LEAST_TOKENS:
         return tokens
     if model is None:
         raise TooLittleMemory(
-            "Not even the micro-batch that measures memory fits beside the base model."
+            "Not even the micro-batch that measures memory fits next to the base model."
         )
     needed = model.fixed_bytes + LEAST_TOKENS * model.bytes_per_token
     raise TooLittleMemory(
-        f"A micro-batch of {LEAST_TOKENS} tokens takes {needed / 1e9:.2f} GB; there is room for "
-        f"{room_bytes / 1e9:.2f} GB beside the base model, adapters and key-value memory."
+        f"A micro-batch of {LEAST_TOKENS} tokens takes {needed / 1e9:.2f} GB; "
+        f"{free_bytes / 1e9:.2f} GB next to the base model, adapters and key-value memory."
     )
 
 

@@ -19,34 +19,34 @@ from cotrain_workers.engine.training.memory_model import (
     budget,
     fit,
     kept_tokens,
-    room_beside,
+    micro_batch_bytes,
 )
-from cotrain_workers.engine.training.pass_state import OpenPass
+from cotrain_workers.engine.training.pass_state import PassState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_workers.engine.model.activation_checkpointing import Choice
     from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.training.forward_backward import Wave
+    from cotrain_workers.engine.training.forward_backward import ForwardBackward
     from cotrain_workers.engine.training.memory_model import ActivationModel
 
-    class NewWave(Protocol):
-        """How waves over the base model are made."""
+    class NewForwardBackward(Protocol):
+        """How to make what runs passes over the base model."""
 
-        def __call__(self, *, micro_batch_tokens: int, recompute: Choice) -> Wave:
+        def __call__(self, *, micro_batch_tokens: int, recompute: Choice) -> ForwardBackward:
             """Return a new one."""
 
     Peak = Callable[[Callable[[], bool]], int | None]
 
-#: What "auto" is on a CPU, whose memory nobody sets aside.
+#: What "auto" is on a CPU, whose memory is set aside for no one purpose.
 CPU_TOKENS = 8192
 PROBE_RANK, PROBE_LENGTH = 16, 512
 
 
 def size_micro_batches(
     base: BaseModel,
-    new_wave: NewWave,
+    new_forward_backward: NewForwardBackward,
     asked: int | Literal["auto"],
     choice: Choice,
     *,
@@ -64,26 +64,35 @@ def size_micro_batches(
     taken = torch.cuda.memory_allocated(device)
     bank = AdapterBank(base.targets, device, weight.dtype)
     # What is checked when first used is so here, and not within a checkpoint, which would record it.
-    probe(new_wave, bank, "never", length=PROBE_LENGTH, tokens=PROBE_LENGTH, needs_grad=False)
+    probe(
+        new_forward_backward,
+        bank,
+        "never",
+        length=PROBE_LENGTH,
+        tokens=PROBE_LENGTH,
+        needs_grad=False,
+    )
     if asked != "auto" and choice != "auto":
         return Budget(asked, unmeasured)
-    found = measure(base, new_wave, bank, partial(cuda_peak, device))
+    found = measure(base, new_forward_backward, bank, partial(cuda_peak, device))
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
-    room = room_beside(total, taken, adapter_bytes)
+    free_bytes = micro_batch_bytes(total, taken, adapter_bytes)
     if asked == "auto":
-        return budget(found, room, choice)
-    return Budget(asked, kept_tokens(found, room, choice))
+        return budget(found, free_bytes, choice)
+    return Budget(asked, kept_tokens(found, free_bytes, choice))
 
 
-def measure(base: BaseModel, new_wave: NewWave, bank: AdapterBank, peak: Peak) -> Activations:
+def measure(
+    base: BaseModel, new_forward_backward: NewForwardBackward, bank: AdapterBank, peak: Peak
+) -> Activations:
     """Measure both ways to run a layer. From one head chunk on, the head's share is a constant."""
     length = min(PROBE_LENGTH, base.context_length)
-    chunk = new_wave(micro_batch_tokens=length, recompute="never").head_chunk_rows
+    chunk = new_forward_backward(micro_batch_tokens=length, recompute="never").head_chunk_rows
     points = [-(-chunk // length) * length * times for times in (1, 2)]
 
     def line(choice: Choice) -> ActivationModel | None:
-        run = partial(probe, new_wave, bank, choice, length=length)
+        run = partial(probe, new_forward_backward, bank, choice, length=length)
         run(tokens=points[0])  # libraries take their workspaces with the first call
         measured = [(tokens, peak(partial(run, tokens=tokens))) for tokens in points]
         fitting = [(tokens, size) for tokens, size in measured if size is not None]
@@ -93,7 +102,7 @@ def measure(base: BaseModel, new_wave: NewWave, bank: AdapterBank, peak: Peak) -
 
 
 def probe(
-    new_wave: NewWave,
+    new_forward_backward: NewForwardBackward,
     bank: AdapterBank,
     choice: Choice,
     *,
@@ -107,9 +116,9 @@ def probe(
     datums = [datum] * (tokens // length)
     op = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=needs_grad)
     adapter = bank.create("probe", AdapterSpec(PROBE_RANK, seed=0))
-    wave = new_wave(micro_batch_tokens=tokens, recompute=choice)
+    forward_backward = new_forward_backward(micro_batch_tokens=tokens, recompute=choice)
     try:
-        return run_to_end(wave.run([OpenPass(op, adapter)])).halvings == 0
+        return run_to_end(forward_backward.run([PassState(op, adapter)])).halvings == 0
     finally:
         bank.drop("probe")
 

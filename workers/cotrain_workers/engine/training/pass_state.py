@@ -1,4 +1,4 @@
-"""One op of a wave while its pieces run: what it has found so far, and where its gradient goes."""
+"""One op while its slices run: what it has found so far, and where its gradient goes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.adapters.adapter import Adapter, Gradient
     from cotrain_workers.engine.ops import Datum, KlDatum
     from cotrain_workers.engine.training.logprob_head import HeadResult
-    from cotrain_workers.engine.training.micro_batches import Piece
+    from cotrain_workers.engine.training.micro_batches import OpSlice
 
-#: exp of more is infinite in float32, or leaves a gradient no room.
+#: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
 
 
 @dataclass
-class OpenPass:
+class PassState:
     """A pass in progress."""
 
     op: Pass | ReverseKl
     adapter: Adapter
-    pieces_left: int = 0
-    gradient: Gradient | None = None  # where its weight gradients go, once a piece has run
-    results: list[HeadResult] = field(default_factory=list)  # of its pieces, on the device
+    slices_left: int = 0
+    gradient: Gradient | None = None  # where its weight gradients go, once a slice has run
+    results: list[HeadResult] = field(default_factory=list)  # of its slices, on the device
     is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
     output: PassOutput | ReverseKlOutput | Failure | None = None
 
-    def datums(self, piece: Piece) -> Sequence[Datum] | Sequence[KlDatum]:
-        """Return the datums of one of this pass's pieces."""
-        return self.op.datums[piece.first : piece.last]
+    def datums(self, op_slice: OpSlice) -> Sequence[Datum] | Sequence[KlDatum]:
+        """Return the datums of one of this pass's slices."""
+        return self.op.datums[op_slice.first : op_slice.last]
 
 
 def claim_gradient(adapter: Adapter) -> Gradient:
@@ -53,7 +53,7 @@ def claim_gradient(adapter: Adapter) -> Gradient:
     return adapter.gradient
 
 
-def close(done: OpenPass) -> None:
+def close(done: PassState) -> None:
     """Keep the gradient of a complete pass if all that it found is finite; else leave no trace of it.
 
     The device decides, and the host does not wait for it: it reads the verdict in `finish`.
@@ -71,8 +71,8 @@ def close(done: OpenPass) -> None:
         done.gradient = None  # scratch
 
 
-def finish(passes: Sequence[OpenPass]) -> None:
-    """Set the outputs of a wave's passes, those aside that failed already. Waits for the device, once."""
+def finish(passes: Sequence[PassState]) -> None:
+    """Set the outputs of passes that ran, those aside that failed already. Waits for the device, once."""
     left = [each for each in passes if each.output is None]
     for done, values in zip(left, values_on_host(left), strict=True):
         loss_sum, is_finite = float(values[0]), bool(values[1])
@@ -86,7 +86,7 @@ def finish(passes: Sequence[OpenPass]) -> None:
         )
 
 
-def values_on_host(passes: Sequence[OpenPass]) -> list[np.ndarray]:
+def values_on_host(passes: Sequence[PassState]) -> list[np.ndarray]:
     """Return of each pass its loss, 1 if all is finite, then all that was found; float64, in one copy."""
     if not passes:
         return []
@@ -101,22 +101,22 @@ def values_on_host(passes: Sequence[OpenPass]) -> list[np.ndarray]:
     return np.split(on_host, np.cumsum(sizes)[:-1])
 
 
-def per_datum(done: OpenPass, found: np.ndarray) -> list[np.ndarray]:
+def per_datum(done: PassState, found: np.ndarray) -> list[np.ndarray]:
     """Split what a pass found, one value per target, into its datums."""
     shapes = [datum.shape for datum in done.op.datums]
-    pieces = np.split(found, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
-    return [each.reshape(shape) for each, shape in zip(pieces, shapes, strict=True)]
+    values = np.split(found, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [each.reshape(shape) for each, shape in zip(values, shapes, strict=True)]
 
 
-def total_loss(done: OpenPass) -> torch.Tensor:
-    """Return the loss of all pieces, a float64 scalar on the device; pieces add up in their order."""
+def total_loss(done: PassState) -> torch.Tensor:
+    """Return the loss of all slices, a float64 scalar on the device; slices add up in their order."""
     total = done.results[0].loss
     for result in done.results[1:]:
         total = total + result.loss
     return total
 
 
-def give_up(failed: OpenPass, failure: Failure) -> None:
+def give_up(failed: PassState, failure: Failure) -> None:
     """Fail an incomplete pass and leave no trace of it."""
     if failed.gradient is failed.adapter.gradient:
         failed.adapter.gradient.flat.zero_()
@@ -176,10 +176,10 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
         then, advantages = datum.inputs["logprobs"], datum.inputs["advantages"]
         (far,) = np.nonzero(np.isin(np.sign(advantages), signs) & (now - then > FAR_APART))
         if len(far):
-            place = int(far[0])
+            target = int(far[0])
             return (
-                f" data[{number}].loss_fn_inputs.logprobs[{place}] is {then[place]:.6g}, and the target's"
-                f" log-probability is {now[place]:.6g} now: {op.loss_fn} multiplies by exp of the"
+                f" data[{number}].loss_fn_inputs.logprobs[{target}] is {then[target]:.6g}, and the target's"
+                f" log-probability is {now[target]:.6g} now: {op.loss_fn} multiplies by exp of the"
                 " difference, which float32 cannot hold. Set that token's advantage to 0, or use cispo,"
                 " which bounds the ratio."
             )

@@ -2,8 +2,8 @@
 
 With `p` the run's and `q` the reference's softmax of logits / T, per target: `KL = sum_v p_v (log p_v -
 log q_v)` and `d KL / d logit_v = p_v (log p_v - log q_v - KL) / T`. Value and gradient are formed in one
-visit of a chunk of rows, as in `head.py`: no `[tokens, vocabulary]` tensor exists. Like there, what is
-computed for a piece depends on that piece alone.
+visit of a chunk of rows, as in `logprob_head.py`: no `[tokens, vocabulary]` tensor exists. Like there, what is
+computed for a slice depends on that slice alone.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.device import to_device, unordered_writes
 from cotrain_workers.engine.model.base_model import UNEMBED
-from cotrain_workers.engine.model.forward import hidden_states, pack_row
+from cotrain_workers.engine.model.forward import hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import Projection
 from cotrain_workers.engine.routing import Part, Route, Segment
 from cotrain_workers.engine.sequence_table import SequenceTable
 from cotrain_workers.engine.spec import Layout, plan_layout
+from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.micro_batches import cut, fill
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KlInput:
-    """The `m` weighted targets of one piece, as the head sees them."""
+    """The `m` weighted targets of one slice, as the head sees them."""
 
     hidden: torch.Tensor  # [m, d], the run's
     part: Part | None  # the run's LoRA on the head
@@ -47,7 +48,7 @@ class KlInput:
 
 @dataclass(frozen=True)
 class Referred:
-    """What the reference makes of the weighted targets of one piece."""
+    """What the reference makes of the weighted targets of one slice."""
 
     hidden: torch.Tensor  # [m, d]
     part: Part | None  # its LoRA on the head
@@ -55,7 +56,7 @@ class Referred:
 
 @dataclass(frozen=True)
 class Question:
-    """The datums of one piece, and whom to ask about them."""
+    """The datums of one slice, and the reference to ask about them."""
 
     datums: Sequence[KlDatum]
     reference: HostWeights | None
@@ -68,6 +69,8 @@ class KlHead:
         self._weight = weight
         self._softcap = softcap
         self._chunk_rows = chunk_rows
+        wide = weight.dtype == torch.float64
+        self._loss_dtype = torch.float64 if wide else torch.float32
 
     @torch.no_grad()
     def run(self, given: KlInput) -> torch.Tensor:
@@ -77,6 +80,33 @@ class KlHead:
             rows = slice(start, start + self._chunk_rows)
             found[rows] = self._visit(given, rows)
         return found
+
+    def compare(
+        self,
+        datums: Sequence[KlDatum],
+        temperature: float,
+        part: Part | None,
+        referred: Referred,
+        hidden: torch.Tensor,
+        hidden_grad: torch.Tensor,
+    ) -> HeadResult:
+        """Evaluate the divergences of a slice of a reverse KL; those of weight 0 are left out as 0.
+
+        `hidden` and `hidden_grad` `[n, d]` are of the slice's rows; the latter is filled.
+        """
+        device = hidden.device
+        rows = to_device(weighted_rows([datum.tokens for datum in datums], datums), device)
+        all_weights = np.concatenate([datum.weights for datum in datums])
+        weighted = to_device(np.flatnonzero(all_weights), device)
+        weights = to_device(all_weights, device, self._loss_dtype)
+        gradient = hidden.new_empty(len(rows), hidden.shape[1])
+        found = self.run(
+            KlInput(hidden[rows], part, referred, weights[weighted], temperature, gradient)
+        )
+        with unordered_writes():
+            divergences = torch.zeros_like(weights).index_copy_(0, weighted, found)
+            hidden_grad.index_copy_(0, rows, gradient)
+        return HeadResult(divergences, (weights * divergences).sum(dtype=torch.float64))
 
     def _visit(self, given: KlInput, rows: slice) -> torch.Tensor:
         ours = self._projection(given.hidden[rows], given.part, given.hidden_grad[rows])
@@ -109,10 +139,10 @@ class References:
     def ask(self, questions: Sequence[Question]) -> tuple[list[Referred], list[MicroBatch]]:
         """Return an answer to each question, and the micro-batches that were run for them."""
         limit = self._micro_batch_tokens
-        pieces = [
-            piece
+        op_slices = [
+            op_slice
             for at, question in enumerate(questions)
-            for piece in cut(
+            for op_slice in cut(
                 at,
                 [len(datum.reference) for datum in question.datums],
                 [1] * len(question.datums),
@@ -122,15 +152,15 @@ class References:
         ]
         adapters = self._adapters(questions)
         batches = [
-            batch.ordered(lambda piece: self._lora.order(adapters[piece.owner]))
-            for batch in fill(pieces, limit, self._lora.align)
+            batch.ordered(lambda op_slice: self._lora.order(adapters[op_slice.owner]))
+            for batch in fill(op_slices, limit, self._lora.align)
         ]
         hidden: list[list[torch.Tensor]] = [[] for _ in questions]
         for batch in batches:
-            for piece, found in zip(
-                batch.pieces, self._run(batch, questions, adapters), strict=True
+            for op_slice, found in zip(
+                batch.op_slices, self._run(batch, questions, adapters), strict=True
             ):
-                hidden[piece.owner].append(found)
+                hidden[op_slice.owner].append(found)
         answers = []
         for parts, adapter in zip(hidden, adapters, strict=True):
             rows = torch.cat(parts)
@@ -140,9 +170,12 @@ class References:
     def _run(
         self, batch: MicroBatch, questions: Sequence[Question], adapters: Sequence[FrozenAdapter]
     ) -> list[torch.Tensor]:
-        """Return the hidden states of the weighted targets of each piece, `[m, d]`."""
-        datums = [questions[piece.owner].datums[piece.first : piece.last] for piece in batch.pieces]
-        row = pack_row(
+        """Return the hidden states of the weighted targets of each slice, `[m, d]`."""
+        datums = [
+            questions[op_slice.owner].datums[op_slice.first : op_slice.last]
+            for op_slice in batch.op_slices
+        ]
+        row = token_row(
             ([datum.reference for datum in each] for each in datums),
             batch.padded_tokens,
             batch.align,
@@ -150,7 +183,7 @@ class References:
         segments = [
             Segment(start, stop, adapter, adapter.scale, None)
             for (start, stop), adapter in zip(
-                batch.spans, (adapters[piece.owner] for piece in batch.pieces), strict=True
+                batch.spans, (adapters[op_slice.owner] for op_slice in batch.op_slices), strict=True
             )
         ]
         table = SequenceTable(row.lengths, self._device)
@@ -191,7 +224,7 @@ class FrozenAdapter:
     scale: float
 
     def head_part(self, rows: int) -> Part | None:
-        """Return its LoRA on the head for a piece of `rows`."""
+        """Return its LoRA on the head for a slice of `rows`."""
         pair = self.compute.get(UNEMBED)
         return None if pair is None else Part(0, rows, pair, self.scale, None)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 
 from cotrain_workers.engine.decoding.requests import Progress, SampleOutput
-from cotrain_workers.engine.ops import WeightsGone
+from cotrain_workers.engine.ops import WeightsMissing
 from cotrain_workers.sampling.vllm.client import VllmServer
 from cotrain_workers.sampling.vllm.protocol import refusal
 from cotrain_workers.sampling.vllm.requests import BROKEN, WEIGHTS_DELETED, VllmSampler
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.ops import Failure
     from cotrain_workers.engine.spec import Target
 
-    # Where an adapter's PEFT folder is, None while it is not written yet; raises WeightsGone.
+    # Where an adapter's PEFT folder is, None while it is not written yet; raises WeightsMissing.
     FolderOf = Callable[[str], Path | None]
 
 log = structlog.get_logger()
@@ -157,7 +157,7 @@ class VllmDecoder:
         if key is not None:
             try:
                 folder = self._folder(key)
-            except WeightsGone:
+            except WeightsMissing:
                 job.answer = Future()
                 job.answer.set_result(WEIGHTS_DELETED)
                 self._answered.put(job)

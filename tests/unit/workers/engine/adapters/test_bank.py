@@ -112,6 +112,6 @@ def test_a_parked_adapter_keeps_nothing_on_the_device() -> None:
 
     bank.create("b", AdapterSpec(4, seed=0))
 
-    assert adapter.parked is not None
+    assert adapter.on_host is not None
     assert (adapter.arenas, adapter._compute, adapter._gradient) == ({}, None, None)
-    assert set(adapter.parked.pieces_by_arena) == {"weights", "m", "v"}
+    assert set(adapter.on_host.blocks_by_arena) == {"weights", "m", "v"}

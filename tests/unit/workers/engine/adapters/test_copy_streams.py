@@ -75,7 +75,11 @@ class Side(SideStream):
 def banked(cuda: Any, runs: str, budget_in_adapters: int) -> AdapterBank:
     size = AdapterBank(TARGETS, CPU, torch.float32).create("a", AdapterSpec(4, 0)).device_bytes
     bank = AdapterBank(
-        TARGETS, CPU, torch.float32, adapter_bytes=budget_in_adapters * size, lane=Side(CPU, cuda)
+        TARGETS,
+        CPU,
+        torch.float32,
+        adapter_bytes=budget_in_adapters * size,
+        copy_stream=Side(CPU, cuda),
     )
     for seed, run in enumerate(runs):
         bank.create(run, AdapterSpec(4, seed))
@@ -89,19 +93,19 @@ def test_the_computation_waits_for_a_prefetched_adapter_only_when_it_needs_it() 
 
     bank.prefetch(["a"])
     ahead = list(cuda.told)
-    bank.make_room(["a"])
+    bank.bring_in(["a"])
 
     copies = ["side waits for compute", "on the side {"]
     assert ahead == [*copies, "copies 2 are queued", "}", *copies, "copies 3 are queued", "}"]
     assert cuda.told[len(ahead) :] == ["compute waits for copies 3"]
-    bank.make_room(["a"])
+    bank.bring_in(["a"])
     assert len(cuda.told) == len(ahead) + 1
 
 
 def test_what_is_in_use_is_not_parked_for_the_next_cycle() -> None:
     cuda = FakeCuda()
     bank = banked(cuda, "ab", 1)
-    bank.make_room(["a"])
+    bank.bring_in(["a"])
     cuda.told.clear()
 
     bank.prefetch(["b"])
@@ -121,20 +125,20 @@ def test_the_host_waits_for_a_state_only_when_it_reads_it() -> None:
     copy.state()
     assert cuda.told[-1] == "host waits for copies 1"
 
-    bank.make_room(["a"])  # may be written to from here on
+    bank.bring_in(["a"])  # may be written to from here on
     assert cuda.told[-1] == "compute waits for copies 1"
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 100])
 def test_arenas_come_back_the_same_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "PIECE_BYTES", 64)
+    monkeypatch.setattr(lanes, "BLOCK_BYTES", 64)
     arenas = {"weights": torch.randn(size), "m": torch.randn(size)}
 
     parked = carry_out(InLine(), arenas)
     back, _ = carry_in(InLine(), parked, CPU)
 
     assert parked.bytes == 2 * 4 * size
-    assert {len(each) for each in parked.pieces_by_arena.values()} == {-(-size // 16)}
+    assert {len(each) for each in parked.blocks_by_arena.values()} == {-(-size // 16)}
     for name, arena in arenas.items():
         assert torch.equal(back[name], arena)
         assert torch.equal(parked.whole()[name], arena)

@@ -93,10 +93,10 @@ def test_the_logits_of_a_mix_are_those_of_plain_peft_with_the_summed_weights(
     """PEFT gets each source as an adapter; its linear layers are then merged by hand."""
     engine, folder = new_engine(tied=tied), model_folder(tied=tied)
     sources = [
-        (0.6, adapter(AdapterSpec(4, 1), engine.layout_of)),
-        (0.7, adapter(AdapterSpec(2, 2, train_mlp=False), engine.layout_of)),
+        (0.6, adapter(AdapterSpec(4, 1), engine.adapters.layout_of)),
+        (0.7, adapter(AdapterSpec(2, 2, train_mlp=False), engine.adapters.layout_of)),
     ]
-    mixed = mix(sources, engine.layout_of)
+    mixed = mix(sources, engine.adapters.layout_of)
     tokens = np.random.default_rng(0).integers(0, 128, 20)
 
     ours = logits(folder, [(1.0, mixed)], engine, tokens)
@@ -113,7 +113,7 @@ def logits(
     oracle = PeftOracle(folder, widest, torch.float64)
     deltas: dict[str, torch.Tensor] = {}
     for coefficient, weights in sources:
-        for name, pair in engine.layout_of(weights.spec).views(weights.flat).items():
+        for name, pair in engine.adapters.layout_of(weights.spec).views(weights.flat).items():
             delta = coefficient * weights.spec.scale * (pair.b.double() @ pair.a.double())
             deltas[name] = deltas.get(name, torch.zeros_like(delta)) + delta
     modules: dict[str, Any] = dict(oracle.model.named_modules())

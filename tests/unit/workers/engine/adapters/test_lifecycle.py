@@ -73,7 +73,7 @@ def test_a_load_brings_back_weights_optimizer_and_what_follows_to_the_bit(
     engine, stayed = new_engine(dtype=dtype), new_engine(dtype=dtype)
     for each in (engine, stayed):
         each.run(TENANT.ops(0))
-    before, logprobs = engine.state(TENANT.run), logprobs_of(engine)
+    before, logprobs = engine.adapters.state(TENANT.run), logprobs_of(engine)
     save = saved(engine)
     for cycle in (1, 2):
         engine.run(TENANT.ops(cycle))
@@ -82,11 +82,11 @@ def test_a_load_brings_back_weights_optimizer_and_what_follows_to_the_bit(
     loaded = engine.run([load_of(save, optimizer=True)]).outputs[TENANT.run, 98]
 
     assert loaded == LoadOutput("tinker://r/weights/x")
-    assert same_bits(engine.state(TENANT.run), before)
+    assert same_bits(engine.adapters.state(TENANT.run), before)
     assert logprobs_of(engine) == logprobs
     for each in (engine, stayed):
         each.run(TENANT.ops(1))
-    assert same_bits(engine.state(TENANT.run), stayed.state(TENANT.run))
+    assert same_bits(engine.adapters.state(TENANT.run), stayed.adapters.state(TENANT.run))
 
 
 def test_a_load_without_optimizer_state_starts_adam_anew(new_engine: Callable[..., Engine]) -> None:
@@ -94,26 +94,26 @@ def test_a_load_without_optimizer_state_starts_adam_anew(new_engine: Callable[..
     engine.run(TENANT.ops(0))
     save = saved(engine)
     engine.run([load_of(save, optimizer=False)])
-    state = engine.state(TENANT.run)
+    state = engine.adapters.state(TENANT.run)
     assert torch.equal(state.weights, save.weights.flat)
     assert (state.step, int(state.m.count_nonzero()), int(state.v.count_nonzero())) == (0, 0, 0)
 
     fresh.run([load_of(save, seq=0, optimizer=False, creates=True)])
     for each in (engine, fresh):
         each.run(TENANT.ops(1))
-    assert same_bits(engine.state(TENANT.run), fresh.state(TENANT.run))
+    assert same_bits(engine.adapters.state(TENANT.run), fresh.adapters.state(TENANT.run))
 
 
 def test_a_gradient_that_waits_is_gone_after_a_load(new_engine: Callable[..., Engine]) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
-    before, save = engine.state(TENANT.run), saved(engine)
+    before, save = engine.adapters.state(TENANT.run), saved(engine)
     engine.run([op for op in TENANT.ops(1) if isinstance(op, Pass)])
-    assert engine.state(TENANT.run).grads_pending
+    assert engine.adapters.state(TENANT.run).grads_pending
 
     engine.run([load_of(save, optimizer=True)])
 
-    assert same_bits(engine.state(TENANT.run), before)
+    assert same_bits(engine.adapters.state(TENANT.run), before)
 
 
 def test_a_checkpoint_stays_as_it_is_while_the_run_that_loaded_it_trains_on(
@@ -139,7 +139,7 @@ def test_a_new_run_goes_on_where_the_checkpoint_was_taken(
 
     engine.run([*TENANT.ops(1), *first, *for_run(TENANT.ops(1), "new")])
 
-    assert same_bits(engine.state("new"), engine.state(TENANT.run))
+    assert same_bits(engine.adapters.state("new"), engine.adapters.state(TENANT.run))
 
 
 def test_another_run_takes_a_checkpoint_and_keeps_its_own_seed(
@@ -148,7 +148,7 @@ def test_another_run_takes_a_checkpoint_and_keeps_its_own_seed(
     engine = new_engine()
     engine.run([*TENANT.ops(0), Create("other", 0, replace(TENANT.spec, seed=77))])
     engine.run([load_of(saved(engine), run="other", optimizer=True)])
-    other, mine = engine.state("other"), engine.state(TENANT.run)
+    other, mine = engine.adapters.state("other"), engine.adapters.state(TENANT.run)
     assert other.spec.seed == 77
     assert same_bits(replace(other, spec=mine.spec), mine)
 
@@ -207,8 +207,10 @@ def test_runs_that_load_beside_others_change_no_bit_of_theirs_or_their_own(
         alone = new_engine()
         for cycle in (0, 1, 2):
             alone.run(ops_of(tenant, checkpoint_by_run[tenant.run], cycle))
-        assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
-    assert same_bits(together.state("born"), together.state(MIX[2].run))
+        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), (
+            tenant.run
+        )
+    assert same_bits(together.adapters.state("born"), together.adapters.state(MIX[2].run))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(
 ) -> None:
     engine = new_engine()
     engine.run([*TENANT.ops(0), Create("other", 0, spec)])
-    before = engine.state(TENANT.run)
+    before = engine.adapters.state(TENANT.run)
     refused = engine.run([load_of(saved(engine, "other"), optimizer=True)]).outputs[TENANT.run, 98]
     assert isinstance(refused, Failure)
     assert refused.category == "user"
@@ -231,7 +233,7 @@ def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(
         "rank 8, train_attn=True, train_mlp=True, train_unembed=True",
     ):
         assert words in refused.message
-    assert same_bits(engine.state(TENANT.run), before)
+    assert same_bits(engine.adapters.state(TENANT.run), before)
 
 
 def test_a_run_whose_creation_failed_tells_so_to_every_later_op(
@@ -239,7 +241,7 @@ def test_a_run_whose_creation_failed_tells_so_to_every_later_op(
 ) -> None:
     engine = new_engine()
     wide = AdapterSpec(rank=10_000, seed=0)
-    flat = torch.zeros(engine.layout_of(wide).size)
+    flat = torch.zeros(engine.adapters.layout_of(wide).size)
     refused: list[Op] = [
         Load("a", 0, "tinker://r/weights/x", HostWeights(wide, flat), None, creates=True),
         Create("b", 0, wide),
@@ -257,7 +259,7 @@ def test_a_run_whose_creation_failed_tells_so_to_every_later_op(
             assert isinstance(failure, Failure), op
             assert failure.category == "user"
             assert (op is first) != ("its creation failed" in failure.message)
-    assert not any(engine.has(first.run) for first in refused)
+    assert not any(first.run in engine.adapters for first in refused)
 
 
 def test_a_save_for_sampling_carries_no_optimizer(new_engine: Callable[..., Engine]) -> None:
@@ -295,9 +297,11 @@ def test_weights_of_another_alpha_add_what_they_added_before(
 
     for each, factor in ((other, 1.0), (engine, 7.5 / 32)):
         expected = saved(other).weights.flat.clone()
-        for pair in each.layout(TENANT.run).views(expected).values():
+        for pair in each.adapters[TENANT.run].layout.views(expected).values():
             pair.b.mul_(factor)
-        torch.testing.assert_close(each.state(TENANT.run).weights, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            each.adapters.state(TENANT.run).weights, expected, rtol=1e-6, atol=0
+        )
     ours, scaled = (np.frombuffer(b"".join(logprobs_of(e)), np.float32) for e in (other, engine))
     np.testing.assert_allclose(ours, scaled, atol=1e-5)
 
@@ -307,7 +311,7 @@ def test_an_optimizer_state_of_another_alpha_is_refused_and_changes_nothing(
 ) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
-    before, save = engine.state(TENANT.run), saved(engine)
+    before, save = engine.adapters.state(TENANT.run), saved(engine)
     weights = without_optimizer(save, 7.5).weights
 
     load = replace(load_of(save, optimizer=True), weights=weights)
@@ -315,17 +319,17 @@ def test_an_optimizer_state_of_another_alpha_is_refused_and_changes_nothing(
 
     assert isinstance(failure, Failure)
     assert "another alpha" in failure.message
-    assert same_bits(engine.state(TENANT.run), before)
+    assert same_bits(engine.adapters.state(TENANT.run), before)
 
 
 def test_an_alpha_that_would_overflow_is_refused(new_engine: Callable[..., Engine]) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
-    before = engine.state(TENANT.run)
+    before = engine.adapters.state(TENANT.run)
 
     load = load_of(without_optimizer(saved(engine), 1e300), optimizer=False)
     failure = engine.run([load]).outputs[TENANT.run, 98]
 
     assert isinstance(failure, Failure)
     assert "too large an alpha" in failure.message
-    assert same_bits(engine.state(TENANT.run), before)
+    assert same_bits(engine.adapters.state(TENANT.run), before)

@@ -149,7 +149,7 @@ def test_half_precision_is_widened_without_loss(
     folder = foreign(FOREIGN["our scale"], tied=False, dtype=dtype)
     stored = load_file(folder / TENSORS)
     assert {tensor.dtype for tensor in stored.values()} == {dtype}
-    layout_of = new_engine().layout_of
+    layout_of = new_engine().adapters.layout_of
     weights = read_import(imported(read(folder)), layout_of, MAX_RANK)
     for module, pair in layout_of(weights.spec).views(weights.flat).items():
         for letter, matrix in zip("AB", pair, strict=True):
@@ -170,7 +170,7 @@ def test_half_precision_is_widened_without_loss(
 def test_our_own_export_comes_back_to_the_bit(
     new_engine: NewEngine, tmp_path: Path, spec: AdapterSpec, tied: bool
 ) -> None:
-    layout_of = new_engine(tied=tied).layout_of
+    layout_of = new_engine(tied=tied).adapters.layout_of
     flat = torch.zeros(layout_of(spec).size)
     for pair in layout_of(spec).views(flat).values():
         for matrix in pair:
@@ -184,7 +184,7 @@ def test_our_own_export_comes_back_to_the_bit(
 def test_what_an_adapter_leaves_out_begins_as_in_a_fresh_one(
     new_engine: NewEngine, foreign: Callable[..., Path]
 ) -> None:
-    layout_of = new_engine().layout_of
+    layout_of = new_engine().adapters.layout_of
     adapter = read(foreign(FOREIGN["ranks and alphas by module"], tied=False))
     weights = read_import(imported(adapter), layout_of, MAX_RANK)
     layout = layout_of(weights.spec)
@@ -253,7 +253,7 @@ def test_what_does_not_fit_the_base_model_is_refused_with_the_key(
     new_engine: NewEngine, adapter: PeftAdapter, reason: str
 ) -> None:
     with pytest.raises(ImportRefused, match=reason):
-        read_import(adapter, new_engine().layout_of, MAX_RANK)
+        read_import(adapter, new_engine().adapters.layout_of, MAX_RANK)
 
 
 def test_a_refusal_fails_the_import_alone(new_engine: NewEngine) -> None:

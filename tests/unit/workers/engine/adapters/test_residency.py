@@ -4,19 +4,19 @@ import pytest
 
 from cotrain_workers.engine.adapters.residency import (
     GIB,
+    AdapterSize,
     Moves,
-    Seat,
     adapter_budget,
-    moves_ahead,
+    device_groups,
     moves_for,
     over_budget,
-    shifts_of,
+    prefetch_moves,
 )
 
 
-def seats(on_device: str, parked: str = "") -> list[Seat]:
+def seats(on_device: str, parked: str = "") -> list[AdapterSize]:
     """Return adapters of one byte each, the least used first."""
-    return [Seat(run, 1, is_on_device=run in on_device) for run in (*parked, *on_device)]
+    return [AdapterSize(run, 1, is_on_device=run in on_device) for run in (*parked, *on_device)]
 
 
 def test_what_is_needed_takes_the_place_of_the_least_used() -> None:
@@ -40,23 +40,23 @@ def test_a_budget_that_new_runs_have_exceeded_is_kept_again() -> None:
 def test_the_next_cycles_come_in_as_far_as_they_fit_beside_this_one() -> None:
     held = seats("abcd", "efg")
 
-    assert moves_ahead(held, ["e", "f", "g"], in_use="cd", budget=4) == Moves(
+    assert prefetch_moves(held, ["e", "f", "g"], in_use="cd", budget=4) == Moves(
         ["a", "b"], ["e", "f"]
     )
-    assert moves_ahead(held, ["e"], in_use="abcd", budget=4) == Moves([], [])
-    assert moves_ahead(held, ["e"], in_use="", budget=0) == Moves([], [])
-    assert moves_ahead(held, ["c", "unknown", "e"], in_use="", budget=4) == Moves(["a"], ["e"])
+    assert prefetch_moves(held, ["e"], in_use="abcd", budget=4) == Moves([], [])
+    assert prefetch_moves(held, ["e"], in_use="", budget=0) == Moves([], [])
+    assert prefetch_moves(held, ["c", "unknown", "e"], in_use="", budget=4) == Moves(["a"], ["e"])
 
 
 def test_a_cycle_is_cut_only_where_its_adapters_do_not_fit() -> None:
     sizes = {"a": 2, "b": 2, "c": 3, "d": 1}
 
-    assert shifts_of(list("abcd"), sizes, None) == [list("abcd")]
-    assert shifts_of(list("abcd"), sizes, 8) == [list("abcd")]
-    assert shifts_of(list("abcd"), sizes, 4) == [["a", "b"], ["c", "d"]]
-    assert shifts_of(list("abcd"), sizes, 1) == [["a"], ["b"], ["c"], ["d"]]
-    assert shifts_of(["unknown"], {}, 1) == [["unknown"]]
-    assert shifts_of([], {}, 1) == [[]]
+    assert device_groups(list("abcd"), sizes, None) == [list("abcd")]
+    assert device_groups(list("abcd"), sizes, 8) == [list("abcd")]
+    assert device_groups(list("abcd"), sizes, 4) == [["a", "b"], ["c", "d"]]
+    assert device_groups(list("abcd"), sizes, 1) == [["a"], ["b"], ["c"], ["d"]]
+    assert device_groups(["unknown"], {}, 1) == [["unknown"]]
+    assert device_groups([], {}, 1) == [[]]
 
 
 def test_the_least_used_leave_and_no_more_of_them_than_must() -> None:

@@ -40,7 +40,7 @@ def test_a_save_is_the_weights_after_the_step_of_its_cycle(new_engine: NewEngine
     assert isinstance(saved, SaveOutput)
     assert saved.weights.spec == tenant.spec
     assert saved.weights.flat.dtype == torch.float32
-    assert torch.equal(saved.weights.flat, engine.state(tenant.run).weights)
+    assert torch.equal(saved.weights.flat, engine.adapters.state(tenant.run).weights)
 
 
 def test_a_save_stays_as_it_is_while_the_run_trains_on(new_engine: NewEngine) -> None:
@@ -52,7 +52,7 @@ def test_a_save_stays_as_it_is_while_the_run_trains_on(new_engine: NewEngine) ->
     engine.run(tenant.ops(1))
 
     assert torch.equal(saved.weights.flat, before)
-    assert not torch.equal(saved.weights.flat, engine.state(tenant.run).weights)
+    assert not torch.equal(saved.weights.flat, engine.adapters.state(tenant.run).weights)
 
 
 def test_two_saves_of_one_cycle_are_equal(new_engine: NewEngine) -> None:

@@ -28,12 +28,12 @@ STEP = OptimStep("a", 9, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
 
 def adapter_bytes(engine: Engine, spec: AdapterSpec) -> int:
     """Return the fp32 bytes of an adapter that trains."""
-    return 4 * 4 * engine.layout_of(spec).size
+    return 4 * 4 * engine.adapters.layout_of(spec).size
 
 
 def most_on_device(engine: Engine) -> Callable[[], int]:
     """Watch how many bytes of arenas are ever on the device at once."""
-    bank, most, make = engine._bank, [0], engine._bank._make
+    bank, most, make = engine.adapters, [0], engine.adapters._make
 
     def measured(moves: Any) -> None:
         make(moves)
@@ -46,7 +46,7 @@ def most_on_device(engine: Engine) -> Callable[[], int]:
 
 def fresh_state(engine: Engine, seed: int) -> AdapterState:
     """Return a state that differs from another seed's everywhere."""
-    size = engine.layout_of(SPEC).size
+    size = engine.adapters.layout_of(SPEC).size
     arenas = torch.rand(3, size, generator=torch.Generator().manual_seed(seed)) * 0.1
     return AdapterState(SPEC, arenas[0], torch.zeros(size), arenas[1], arenas[2], 5, False)
 
@@ -63,25 +63,25 @@ def test_a_thousand_idle_runs_take_no_more_of_the_device_than_eight(new_engine: 
     engine, roomy = new_engine(adapter_bytes=8 * size), new_engine()
     seen = most_on_device(engine)
     for at in range(1000):
-        engine.restore(f"run-{at}", fresh_state(engine, at))
-    assert engine.parked_runs == 992
+        engine.adapters.restore(f"run-{at}", fresh_state(engine, at))
+    assert engine.adapters.offloaded == 992
 
     for number in range(6):
         runs = [f"run-{at}" for at in range(number * 83, 1000, 211)]
         for run in runs:
-            if not roomy.has(run):
-                roomy.restore(run, fresh_state(roomy, int(run.removeprefix("run-"))))
+            if run not in roomy.adapters:
+                roomy.adapters.restore(run, fresh_state(roomy, int(run.removeprefix("run-"))))
         for each in (engine, roomy):
             answers = each.run(cycle(runs, number)).outputs.values()
             assert not [answer for answer in answers if isinstance(answer, Failure)]
 
-    assert engine.parked_runs == 992
+    assert engine.adapters.offloaded == 992
     assert 3 * size < seen() <= 8 * size
-    trained = [f"run-{at}" for at in range(1000) if roomy.has(f"run-{at}")]
+    trained = [f"run-{at}" for at in range(1000) if f"run-{at}" in roomy.adapters]
     assert len(trained) > 20
     for run in trained:
-        assert engine.state(run).digest() == roomy.state(run).digest()
-    assert engine.state("run-1").digest() == fresh_state(engine, 1).digest()
+        assert engine.adapters.state(run).digest() == roomy.adapters.state(run).digest()
+    assert engine.adapters.state("run-1").digest() == fresh_state(engine, 1).digest()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # fp64 is promised to nobody
@@ -98,66 +98,66 @@ def test_a_cycle_that_does_not_fit_runs_in_shifts_to_the_same_bits(
         assert ours.tokens == theirs.tokens
         assert ours.forwards > theirs.forwards
         assert ours.outputs.keys() == theirs.outputs.keys()
-        tight.prefetch([MIX[number].run])
-    assert tight.parked_runs == len(MIX) - 1
+        tight.adapters.prefetch([MIX[number].run])
+    assert tight.adapters.offloaded == len(MIX) - 1
 
     for tenant in MIX:
-        assert same_bits(tight.state(tenant.run), together.state(tenant.run))
+        assert same_bits(tight.adapters.state(tenant.run), together.adapters.state(tenant.run))
 
 
 def test_a_gradient_that_waits_for_its_step_is_parked_too(new_engine: NewEngine) -> None:
     roomy, tight = new_engine(), new_engine(adapter_bytes=1)
     for engine in (roomy, tight):
         engine.run([Create("a", 0, SPEC), *cycle(["a"], 0)[:1]])
-        pending = engine.state("a")
+        pending = engine.adapters.state("a")
         assert pending.grads_pending
         engine.run([Create("b", 0, SPEC), *cycle(["b"], 1)])
-        assert engine.state("a").digest() == pending.digest()
+        assert engine.adapters.state("a").digest() == pending.digest()
         engine.run([replace(STEP, run="a", seq=2)])
 
-    assert tight.state("a").digest() == roomy.state("a").digest()
-    assert tight.state("a").step == 1
+    assert tight.adapters.state("a").digest() == roomy.adapters.state("a").digest()
+    assert tight.adapters.state("a").step == 1
 
 
 def test_a_parked_run_can_be_saved_and_loaded(new_engine: NewEngine) -> None:
     engine = new_engine(adapter_bytes=1)
     engine.run([Create("a", 0, SPEC), *cycle(["a"], 0)])
     engine.run([Create("b", 0, replace(SPEC, seed=1))])
-    assert engine._bank["a"].parked
+    assert engine.adapters["a"].on_host
 
     saved = engine.run([Save("a", 20, optimizer=False)]).outputs["a", 20]
     assert isinstance(saved, SaveOutput)
-    assert engine._bank["b"].parked
+    assert engine.adapters["b"].on_host
     engine.run([Load("b", 21, "tinker://x", saved.weights, None, creates=False)])
 
-    assert torch.equal(engine.state("b").weights, engine.state("a").weights)
+    assert torch.equal(engine.adapters.state("b").weights, engine.adapters.state("a").weights)
 
 
 def test_a_dropped_run_leaves_room_wherever_it_was(new_engine: NewEngine) -> None:
     engine = new_engine(adapter_bytes=1)
     engine.run([Create("a", 0, SPEC), Create("b", 0, SPEC)])
-    assert engine.parked_runs == 1
+    assert engine.adapters.offloaded == 1
 
     for run in "abab":
-        engine.drop(run)
+        engine.adapters.drop(run)
 
-    assert engine.parked_runs == 0
-    assert not engine.has("a")
+    assert engine.adapters.offloaded == 0
+    assert "a" not in engine.adapters
 
 
 def test_the_least_used_runs_are_those_over_the_host_budget(new_engine: NewEngine) -> None:
     size = adapter_bytes(new_engine(), SPEC)
     engine = new_engine(host_bytes=3 * size)  # on a CPU what is "on the device" is there as well
     for run in "abcde":
-        engine.restore(run, fresh_state(engine, 0))
-    assert engine.runs_over_budget() == ["a", "b"]
+        engine.adapters.restore(run, fresh_state(engine, 0))
+    assert engine.adapters.over_budget() == ["a", "b"]
 
     engine.run(cycle(["a"], 0))
-    assert engine.runs_over_budget() == ["b", "c"]
-    engine.drop("b")
-    engine.drop("c")
-    assert engine.runs_over_budget() == []
-    assert new_engine().runs_over_budget() == []
+    assert engine.adapters.over_budget() == ["b", "c"]
+    engine.adapters.drop("b")
+    engine.adapters.drop("c")
+    assert engine.adapters.over_budget() == []
+    assert new_engine().adapters.over_budget() == []
 
 
 def test_one_step_whose_gradient_is_not_finite_fails_alone(new_engine: NewEngine) -> None:
@@ -165,18 +165,18 @@ def test_one_step_whose_gradient_is_not_finite_fails_alone(new_engine: NewEngine
     for engine, runs in ((mixed, ["a", "bad", "c"]), (alone, ["a"]), (alone, ["c"])):
         for run in runs:
             engine.run([Create(run, 0, replace(SPEC, seed=len(run))), *cycle([run], 0)[:1]])
-    before = mixed.state("bad").weights
-    mixed._bank["bad"].gradient.flat[3] = torch.inf
+    before = mixed.adapters.state("bad").weights
+    mixed.adapters["bad"].gradient.flat[3] = torch.inf
 
     outputs = mixed.run([replace(STEP, run=run) for run in ("a", "bad", "c")]).outputs
     for run in ("a", "c"):
         alone.run([replace(STEP, run=run)])
 
-    failure, left = outputs["bad", 9], mixed.state("bad")
+    failure, left = outputs["bad", 9], mixed.adapters.state("bad")
     assert isinstance(failure, Failure)
     assert "not finite" in failure.message
     assert torch.equal(left.weights, before)
     assert (bool(left.grads.any()), left.step, left.grads_pending) == (False, 0, False)
     for run in ("a", "c"):
-        assert mixed.state(run).digest() == alone.state(run).digest()
-        assert mixed.state(run).step == 1
+        assert mixed.adapters.state(run).digest() == alone.adapters.state(run).digest()
+        assert mixed.adapters.state(run).step == 1

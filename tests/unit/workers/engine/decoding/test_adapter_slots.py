@@ -14,7 +14,7 @@ from cotrain_workers.engine.decoding.adapter_slots import (
     slot_layout,
 )
 from cotrain_workers.engine.decoding.row_lora import LONG_RUN, RowLora
-from cotrain_workers.engine.ops import HostWeights, WeightsGone
+from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def slots_of(stored: Mapping[str, HostWeights], room: int | None = None) -> Weig
     def load(key: str) -> HostWeights:
         loads.append(key)
         if key not in stored:
-            raise WeightsGone(key)
+            raise WeightsMissing(key)
         return stored[key]
 
     return WeightSlots(TARGETS, torch.device("cpu"), torch.float32, load, limit)
@@ -168,13 +168,13 @@ def test_dropped_weights_are_loaded_again_and_those_in_use_stay() -> None:
     slots = slots_of({"a": host(8)})
     slots.pin("a")
     slots.drop("a")
-    assert len(slots.held()) == 1
+    assert len(slots.filled()) == 1
 
     slots.unpin("a")
     slots.drop("a")
     slots.drop("unknown")
 
-    assert slots.held() == []
+    assert slots.filled() == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -194,5 +194,5 @@ def test_weights_of_another_model_are_refused() -> None:
 
 
 def test_unknown_weights_are_gone() -> None:
-    with pytest.raises(WeightsGone):
+    with pytest.raises(WeightsMissing):
         slots_of({}).pin("a")

@@ -137,7 +137,7 @@ def test_greedy_output_is_what_transformers_generates(
     weights = trained_weights(engine)
     tenant = next(tenant for tenant in MIX if tenant.run == run)
     oracle = PeftOracle(model_folder("qwen3"), tenant.spec, torch.float32)
-    oracle.load(engine.layout(run), weights[run].flat)
+    oracle.load(engine.adapters[run].layout, weights[run].flat)
     prompt = np.random.default_rng(0).integers(3, VOCAB, 21)
 
     expected = oracle.model.generate(
@@ -176,6 +176,6 @@ def test_decoding_between_micro_batches_leaves_training_bit_equal(
         found.update(decoder.step().finished)
 
     for run in RUNS:
-        assert same_bits(shared.state(run), alone.state(run)), run
+        assert same_bits(shared.adapters.state(run), alone.adapters.state(run)), run
     assert isinstance(found["mine"], SampleOutput)
     assert_same(found["mine"], expected)

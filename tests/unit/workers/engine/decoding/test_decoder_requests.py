@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB
-from cotrain_workers.engine.ops import WeightsGone
+from cotrain_workers.engine.ops import WeightsMissing
 from tests.support.decoding import output, request, trained_weights, trainer_logprobs
 from tests.support.training import MIX
 
@@ -34,7 +34,7 @@ def text(tokens: Sequence[int]) -> str:
 
 def no_weights(key: str) -> HostWeights:
     """Stand in for an empty store."""
-    raise WeightsGone(key)
+    raise WeightsMissing(key)
 
 
 @pytest.fixture

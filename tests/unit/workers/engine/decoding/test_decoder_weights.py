@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.requests import SampleOutput
-from cotrain_workers.engine.ops import Failure, WeightsGone
+from cotrain_workers.engine.ops import Failure, WeightsMissing
 from tests.support.decoding import (
     RUNS,
     assert_same,
@@ -92,7 +92,7 @@ def test_weights_that_are_gone_fail_their_request_alone(new_engine: NewEngine) -
     engine = new_engine()
 
     def weights(key: str) -> HostWeights:
-        raise WeightsGone(key)
+        raise WeightsMissing(key)
 
     decoder = engine.decoder(weights, kv_tokens=1024, text=None)
     found = finish(decoder, [request("gone", [1, 2], "gone"), request("base", [1, 2])])
@@ -124,7 +124,7 @@ def test_more_adapters_than_fit_take_turns(new_engine: NewEngine) -> None:
     )
     found = finish(tight, requests)
 
-    assert len(tight.slots.held()) == 1
+    assert len(tight.slots.filled()) == 1
     for name, expected in roomy.items():
         ours = found[name]
         assert isinstance(ours, SampleOutput)
@@ -142,7 +142,7 @@ def test_dropped_weights_leave_no_cached_prompt(new_engine: NewEngine) -> None:
     decoder.drop_weights("all-8")
 
     assert decoder.pages.free == decoder.pages.count
-    assert not decoder.slots.held()
+    assert not decoder.slots.filled()
     assert output(decoder, request("second", np.arange(40), "all-8")).cached_prompt_tokens == 0
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_workers.engine.decoding.pages import Pages, PrefixIndex
-from cotrain_workers.engine.decoding.scheduler import Schedule
-from cotrain_workers.engine.decoding.sequence import Group, Sequence
+from cotrain_workers.engine.decoding.scheduler import DecodeScheduler
+from cotrain_workers.engine.decoding.sequence import Group, SequenceState
 from cotrain_workers.engine.decoding.step import Chunk, Plan, Row
 from tests.support.decoding import request
 
@@ -22,7 +22,7 @@ class Pretender:
 
     def __init__(self, count: int) -> None:
         self.pages = Pages(count)
-        self.schedule = Schedule(
+        self.scheduler = DecodeScheduler(
             self.pages, PrefixIndex(self.pages), page_tokens=PAGE, step_tokens=BUDGET, most=MOST
         )
         self.written: dict[int, int] = {}  # page -> positions of it that are in place
@@ -32,37 +32,37 @@ class Pretender:
     def add(self, arrival: int, prompt: list[int], num_samples: int, more: int) -> Group:
         each = request(f"r{arrival}", np.array(prompt), num_samples=num_samples)
         group = Group(each, arrival, PAGE, len(prompt) + more, None)
-        self.schedule.add(group.sequences)
+        self.scheduler.add(group.sequences)
         return group
 
     def step(self) -> Plan:
-        for sequence in self.schedule.candidates():
-            if not self.schedule.has_room(sequence):
+        for sequence in self.scheduler.candidates():
+            if not self.scheduler.fits(sequence):
                 break
-            self.schedule.admit(sequence)
-        plan = self.schedule.plan()
+            self.scheduler.admit(sequence)
+        plan = self.scheduler.plan()
         self.preempted += len(plan.preempted)
         self.check(plan)
         for work in plan.work:
             if isinstance(work, Chunk):
-                self.schedule.store(work, HIDDEN if work.ends_prompt else None)
+                self.scheduler.store(work, HIDDEN if work.ends_prompt else None)
             else:
                 work.sequence.stored = work.stop
         ready = [row.sequence for row in plan.rows if row.is_last]
-        for sequence in list(self.schedule.running):
+        for sequence in list(self.scheduler.running):
             if sequence.hidden is not None:
                 sequence.hidden = None
                 ready.append(sequence)
         for sequence in ready:
             sequence.tokens.append(1)
             if sequence.length >= sequence.group.limit:
-                self.schedule.remove(sequence)
+                self.scheduler.remove(sequence)
         self.steps += 1
         return plan
 
     def check(self, plan: Plan) -> None:
         """A plan writes each position once, to a page that only its sequence holds."""
-        runs = self.schedule.running
+        runs = self.scheduler.running
         assert len(runs) <= MOST
         assert [s.age for s in runs] == sorted(s.age for s in runs)
         prompt_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
@@ -80,7 +80,7 @@ class Pretender:
             assert_continues(sequence, plan)
 
 
-def assert_continues(sequence: Sequence, plan: Plan) -> None:
+def assert_continues(sequence: SequenceState, plan: Plan) -> None:
     """What is planned for a sequence begins where it stands and leaves no gap."""
     own = [work for work in plan.work if work.sequence is sequence]
     at = sequence.stored
@@ -110,7 +110,7 @@ def test_everybody_finishes_and_every_page_comes_back(
             pretender.step()
         groups.append(pretender.add(arrival, prompt, num_samples, more))
 
-    while pretender.schedule.running or pretender.schedule.waiting:
+    while pretender.scheduler.running or pretender.scheduler.waiting:
         pretender.step()
         assert pretender.steps < 10_000
 
@@ -125,7 +125,7 @@ def test_the_oldest_advances_in_every_step(requests: list[tuple[list[int], int]]
     pretender = Pretender(8)
     for arrival, (prompt, more) in enumerate(requests):
         pretender.add(arrival, prompt, 1, more)
-    oldest = pretender.schedule.waiting[0]
+    oldest = pretender.scheduler.waiting[0]
 
     while oldest.length < oldest.group.limit:
         before = (oldest.length, oldest.stored)
@@ -152,8 +152,8 @@ def test_after_preemption_generated_tokens_are_rows_of_one_step() -> None:
         pretender.step()
     sequence = group.sequences[0]
     assert len(sequence.tokens) == 5
-    pretender.schedule.remove(sequence)
-    pretender.schedule.add([sequence])
+    pretender.scheduler.remove(sequence)
+    pretender.scheduler.add([sequence])
 
     pretender.step()  # the prompt is cached: its partial page is shared, then copied
     plan = pretender.step()
@@ -179,7 +179,7 @@ def test_a_prompt_longer_than_the_budget_takes_several_steps() -> None:
     pretender.add(0, list(range(30)), 1, 1)
 
     sizes = []
-    while pretender.schedule.running or pretender.schedule.waiting:
+    while pretender.scheduler.running or pretender.scheduler.waiting:
         sizes.append(sum(chunk.stop - chunk.start for chunk in pretender.step().chunks))
 
     assert sizes == [12, 12, 6]

@@ -14,7 +14,7 @@ from cotrain_workers.engine.lora import self_check as lora_self_test
 from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.groups import find_groups, find_rounds
 from cotrain_workers.engine.lora.segmented import SegmentLora
-from cotrain_workers.engine.lora.self_check import SPECS, place, random_adapter
+from cotrain_workers.engine.lora.self_check import SPECS, random_adapter, segments_of
 from cotrain_workers.engine.ops import Create, Pass
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec
@@ -58,8 +58,8 @@ def came_out(
 @pytest.mark.parametrize("rows", [ROWS, 184])  # with and without filler behind the last segment
 def test_grouped_equals_seg_whatever_ranks_and_targets(rows: int) -> None:
     held = adapters()
-    expected = came_out("seg", place(held, LENGTHS), rows, torch.float32)
-    found = came_out("grouped", place(held, LENGTHS), rows, torch.float32)
+    expected = came_out("seg", segments_of(held, LENGTHS), rows, torch.float32)
+    found = came_out("grouped", segments_of(held, LENGTHS), rows, torch.float32)
 
     assert expected.keys() == found.keys()
     for name, values in expected.items():
@@ -68,8 +68,10 @@ def test_grouped_equals_seg_whatever_ranks_and_targets(rows: int) -> None:
 
 
 def test_gradients_in_bf16_point_where_those_of_seg_in_fp32_do() -> None:
-    narrow = came_out("grouped", place(adapters(torch.bfloat16), LENGTHS), ROWS, torch.bfloat16)
-    wide = came_out("seg", place(adapters(), LENGTHS), ROWS, torch.float32)
+    narrow = came_out(
+        "grouped", segments_of(adapters(torch.bfloat16), LENGTHS), ROWS, torch.bfloat16
+    )
+    wide = came_out("seg", segments_of(adapters(), LENGTHS), ROWS, torch.float32)
 
     for name, values in wide.items():
         cosine = torch.cosine_similarity(narrow[name].flatten(), values.flatten(), dim=0)
@@ -128,8 +130,8 @@ def test_more_segments_than_a_product_has_groups_are_several_products(
 
 
 def test_a_neighbour_full_of_nan_changes_no_bit() -> None:
-    clean = place(adapters(), LENGTHS)
-    broken = place(adapters(), LENGTHS)
+    clean = segments_of(adapters(), LENGTHS)
+    broken = segments_of(adapters(), LENGTHS)
     guilty = broken[2]
     guilty.source.weights.fill_(torch.nan)
 
@@ -193,13 +195,13 @@ def test_the_whole_engine_gives_the_gradients_of_seg(
     seg = warmed_up(model_folder("qwen3"), "cpu", torch.float32, "seg")
     grouped = new_engine(lora_backend="grouped")
     for tenant in MIX:
-        grouped.restore(tenant.run, seg.state(tenant.run))
+        grouped.adapters.restore(tenant.run, seg.adapters.state(tenant.run))
 
     for engine in (seg, grouped):
         engine.run(gradient_passes())
 
     for tenant in MIX:
-        ours, theirs = (engine.state(tenant.run).grads for engine in (grouped, seg))
+        ours, theirs = (engine.adapters.state(tenant.run).grads for engine in (grouped, seg))
         assert relative_error(ours, theirs) < 1e-5  # through the layers 1e-7 grows
 
 
@@ -211,14 +213,16 @@ def test_recomputing_layers_changes_no_bit(new_engine: NewEngine) -> None:
         engine.run([op for tenant in MIX for op in tenant.ops(0)])
 
     for tenant in MIX:
-        assert same_bits(kept.state(tenant.run), again.state(tenant.run)), tenant.run
+        assert same_bits(kept.adapters.state(tenant.run), again.adapters.state(tenant.run)), (
+            tenant.run
+        )
 
 
 def test_the_weights_are_not_held_twice(new_engine: NewEngine) -> None:
     engine = new_engine(lora_backend="grouped", dtype=torch.bfloat16)
     engine.run([op for tenant in MIX for op in tenant.ops(0)])
 
-    assert all(engine._bank[tenant.run]._compute is None for tenant in MIX)
+    assert all(engine.adapters[tenant.run]._compute is None for tenant in MIX)
 
 
 def test_an_op_of_two_pieces_in_one_micro_batch_has_both_gradients(new_engine: NewEngine) -> None:
@@ -229,6 +233,6 @@ def test_an_op_of_two_pieces_in_one_micro_batch_has_both_gradients(new_engine: N
         engine = new_engine(lora_backend=lora)
         create = Create("a", 0, AdapterSpec(4, seed=0))
         engine.run([create, Pass("a", 1, datums, "cross_entropy", {}, needs_grad=True)])
-        states.append(engine.state("a").grads)
+        states.append(engine.adapters.state("a").grads)
 
     assert relative_error(states[1], states[0]) < 1e-5

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cotrain_workers.engine.lora.stacked_weights import (
-    Pack,
-    pack_class,
+    StackedWeights,
     padded_rank,
-    plan_pack,
+    plan_stack,
+    stack_class,
     views_at,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_layout
@@ -49,7 +49,7 @@ def adapter(rank: int, seed: int) -> Held:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pack_holds_every_matrix_padded_with_zeros(dtype: torch.dtype) -> None:
     adapters = [adapter(rank, seed) for seed, rank in enumerate((8, 5, 1, 8))]
-    pack = Pack(plan_pack(8, TARGETS), adapters, dtype)
+    pack = StackedWeights(plan_stack(8, TARGETS), adapters, dtype)
 
     for target in TARGETS:
         siblings = pack.layout.siblings[target.name]
@@ -71,7 +71,7 @@ def test_a_pack_holds_every_matrix_padded_with_zeros(dtype: torch.dtype) -> None
 
 
 def test_modules_that_read_one_x_lie_side_by_side() -> None:
-    siblings = plan_pack(16, TARGETS).siblings
+    siblings = plan_stack(16, TARGETS).siblings
 
     assert siblings["1.self_attn.k_proj"] == tuple(f"1.self_attn.{x}_proj" for x in "qkv")
     assert siblings["0.mlp.up_proj"] == ("0.mlp.gate_proj", "0.mlp.up_proj")
@@ -85,7 +85,7 @@ def test_what_goes_into_one_pack_has_one_padded_rank_and_the_same_modules() -> N
     ]
 
     def kind(spec: AdapterSpec) -> tuple[int, tuple[str, ...]]:
-        return pack_class(plan_layout(spec, TARGETS))
+        return stack_class(plan_layout(spec, TARGETS))
 
     assert kind(AdapterSpec(3, 0)) == kind(AdapterSpec(8, 1, alpha=1.0))
     assert kind(AdapterSpec(3, 0)) != kind(AdapterSpec(9, 0))

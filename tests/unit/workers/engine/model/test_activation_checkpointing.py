@@ -41,7 +41,9 @@ def test_no_bit_depends_on_recomputing(new_engine: NewEngine, family: str, lora:
                 assert isinstance(other, PassOutput)
                 assert [a.tobytes() for a in mine.logprobs] == [b.tobytes() for b in other.logprobs]
     for tenant in MIX:
-        assert same_bits(kept.state(tenant.run), recomputed.state(tenant.run)), tenant.run
+        assert same_bits(kept.adapters.state(tenant.run), recomputed.adapters.state(tenant.run)), (
+            tenant.run
+        )
 
 
 def test_no_bit_depends_on_neighbours_while_recomputing(new_engine: NewEngine) -> None:
@@ -49,7 +51,9 @@ def test_no_bit_depends_on_neighbours_while_recomputing(new_engine: NewEngine) -
     together.run([op for tenant in MIX for op in tenant.ops(0)])
     for tenant in MIX:
         alone.run(tenant.ops(0))
-        assert same_bits(together.state(tenant.run), alone.state(tenant.run)), tenant.run
+        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), (
+            tenant.run
+        )
 
 
 def kept_bytes(engine: Engine) -> int:
@@ -97,8 +101,8 @@ def test_what_does_not_fit_is_recomputed_before_it_is_cut(new_engine: NewEngine)
     large.run(ops)
     out = small.run(ops)
 
-    assert (out.forwards, small.halvings, small.cut_pieces) == (2, 0, 0)
-    assert same_bits(small.state("run"), large.state("run"))
+    assert (out.forwards, small.halvings, small.cut_slices) == (2, 0, 0)
+    assert same_bits(small.adapters.state("run"), large.adapters.state("run"))
     assert small.run([replace(backward, seq=2)]).forwards == 1  # what it takes is remembered
 
 

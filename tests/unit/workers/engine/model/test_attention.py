@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.model.forward import PackedRow
+    from cotrain_workers.engine.model.forward import TokenRow
     from cotrain_workers.engine.ops import Op
 
     NewEngine = Callable[..., Engine]
@@ -77,19 +77,19 @@ def test_that_comparison_sees_wrong_positions_and_leaks(
     new_engine: NewEngine, model_folder: ModelFolder, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpacked = unpacked_logprobs(model_folder(family), datums())
-    right = forward.pack_row
+    right = forward.token_row
 
-    def positions_run_on(*args: Any) -> PackedRow:
+    def positions_run_on(*args: Any) -> TokenRow:
         row = right(*args)
         # rotary embeddings see distances only
         return replace(row, positions=5 * np.arange(len(row.ids)))
 
-    def one_long_sequence(*args: Any) -> PackedRow:
+    def one_long_sequence(*args: Any) -> TokenRow:
         row = right(*args)
         return replace(row, lengths=[len(row.ids)])
 
     for wrong in (positions_run_on, one_long_sequence):
-        monkeypatch.setattr(wave, "pack_row", wrong)
+        monkeypatch.setattr(wave, "token_row", wrong)
         packed = packed_logprobs(new_engine(family), datums())
         assert np.abs(packed - unpacked).max() > 1e-2, wrong.__name__
 
@@ -203,8 +203,8 @@ def test_every_signature_of_the_ragged_kernel_means_the_same(
 
     ragged = attn.varlen_attention(q, k, v, table, rule)
 
-    sizes = [s.sequences * s.length for s in table.stretches]
-    rows = zip(table.stretches, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
+    sizes = [s.sequences * s.length for s in table.equal_lengths]
+    rows = zip(table.equal_lengths, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
     outs = [attn.attend(stretch, q, k, v, table, rule) for stretch, q, k, v in rows]
     torch.testing.assert_close(ragged, torch.cat(outs), rtol=1e-5, atol=1e-6)
 
@@ -243,4 +243,4 @@ def test_attention_that_is_not_implemented_is_refused(asked: dict[str, object]) 
     module, x = torch.nn.Identity(), torch.zeros(1, 2, 4, 8)
 
     with pytest.raises(NotImplementedError, match="does not implement"):
-        attn.packed_attention(module, x, x, x, None, scaling=1.0, **asked)  # type: ignore[arg-type]
+        attn.attention_per_sequence(module, x, x, x, None, scaling=1.0, **asked)  # type: ignore[arg-type]

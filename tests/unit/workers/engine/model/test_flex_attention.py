@@ -59,8 +59,8 @@ def test_flex_attention_equals_the_dense_path(
 
     ours = flex.attention(q, k, v, table, rule)
 
-    sizes = [stretch.sequences * stretch.length for stretch in table.stretches]
-    rows = zip(table.stretches, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
+    sizes = [stretch.sequences * stretch.length for stretch in table.equal_lengths]
+    rows = zip(table.equal_lengths, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
     theirs = torch.cat([attn.attend(stretch, a, b, c, table, rule) for stretch, a, b, c in rows])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)  # fp32, sums of up to 1,000
     unlike = flex.attention(q, k, v, table, AttentionRule(0.2, window, 4.0))

@@ -57,7 +57,7 @@ def test_every_family_has_its_norms_gates_and_rotations(new_engine: NewEngine, f
             assert isinstance(other, PassOutput)
             assert all(map(np.array_equal, output.logprobs, other.logprobs))
     for tenant in MIX:  # fp32; the three gradients of a residual are added in another order
-        grads = [engine.state(tenant.run).grads for engine in (fused, plain)]
+        grads = [engine.adapters.state(tenant.run).grads for engine in (fused, plain)]
         assert relative_error(*grads) < 1e-6, tenant.run
 
 

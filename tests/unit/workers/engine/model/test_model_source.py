@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from cotrain_workers.engine.model import base_model
 from cotrain_workers.engine.model.base_model import UnsupportedModel, load_base_model
-from cotrain_workers.engine.model.model_source import NoModel, NoRoom, UnusableModel
+from cotrain_workers.engine.model.model_source import ModelTooLarge, NoModel, UnusableModel
 from tests.support.fake_hub import FakeHub
 from tests.support.processes import environment_of
 
@@ -161,7 +161,7 @@ def test_a_model_that_is_larger_than_the_memory_is_refused_before_it_is_read(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base_model, "free_host_bytes", lambda: 100_000)
-    assert why_not(model, NoRoom).startswith(
+    assert why_not(model, ModelTooLarge).startswith(
         "there is not enough memory for it (its weights take 0.0 GB, 0.0 GB are free): give a smaller"
     )
 
@@ -173,4 +173,6 @@ def test_memory_that_runs_out_while_it_is_read_is_told(
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
-    assert why_not(model, NoRoom).startswith("there is not enough memory for it: give a smaller")
+    assert why_not(model, ModelTooLarge).startswith(
+        "there is not enough memory for it: give a smaller"
+    )

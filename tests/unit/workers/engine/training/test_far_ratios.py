@@ -46,7 +46,7 @@ def test_a_ratio_that_float32_cannot_hold_is_named(
         " data[1].loss_fn_inputs.logprobs[2] is -104, and the target's log-probability is -"
     )
     assert f"now: {loss_fn} multiplies by exp of the difference" in failure.message
-    assert not engine.state("a").grads.any()
+    assert not engine.adapters.state("a").grads.any()
 
 
 @pytest.mark.parametrize("loss_fn", ["ppo", "cispo"])
@@ -60,6 +60,6 @@ def test_an_impossible_sample_that_is_rewarded_trains_like_one_just_out_of_bound
         engine.run([Create("a", 0, SPEC)])
         output = engine.run([policy_pass(loss_fn, then, 1.0)]).outputs["a", 1]
         assert isinstance(output, PassOutput), output
-        grads.append(engine.state("a").grads)
+        grads.append(engine.adapters.state("a").grads)
     assert torch.equal(*grads)
     assert grads[0].any()

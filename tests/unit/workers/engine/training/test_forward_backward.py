@@ -40,7 +40,9 @@ def limit_rows(engine: Engine, most: int, error: Exception | None = None) -> Non
 
 def assert_same_states(ours: Engine, theirs: Engine) -> None:
     for tenant in MIX:
-        assert same_bits(ours.state(tenant.run), theirs.state(tenant.run)), tenant.run
+        assert same_bits(ours.adapters.state(tenant.run), theirs.adapters.state(tenant.run)), (
+            tenant.run
+        )
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped"])
@@ -107,7 +109,7 @@ def test_an_op_keeps_the_pieces_of_earlier_micro_batches(
     assert out.forwards == 4
     assert calls[0] == 5 + 3 * products_of_first
     for run in ("large", "small"):
-        assert same_bits(troubled.state(run), untroubled.state(run))
+        assert same_bits(troubled.adapters.state(run), untroubled.adapters.state(run))
 
 
 def one_op(run: str, lengths: Sequence[int], spec: AdapterSpec) -> list[Op]:
@@ -142,13 +144,13 @@ def test_an_op_too_large_for_memory_is_cut_at_its_datums_and_its_neighbour_keeps
 
     out, expected = small.run(ops), large.run(ops)
 
-    assert (small.cut_pieces > 0, large.cut_pieces) == (True, 0)
-    assert same_bits(small.state("narrow"), large.state("narrow"))
+    assert (small.cut_slices > 0, large.cut_slices) == (True, 0)
+    assert same_bits(small.adapters.state("narrow"), large.adapters.state("narrow"))
     ours, theirs = out.outputs["wide", 1], expected.outputs["wide", 1]
     assert isinstance(ours, PassOutput)
     assert isinstance(theirs, PassOutput)
     assert all(map(np.array_equal, ours.logprobs, theirs.logprobs))
-    grads = [engine.state("wide").grads for engine in (small, large)]
+    grads = [engine.adapters.state("wide").grads for engine in (small, large)]
     assert relative_error(*grads) < 1e-5  # fp32 sums in another order
 
 
@@ -175,7 +177,7 @@ def test_a_datum_too_large_for_memory_fails_its_op_alone_and_leaves_nothing(
     assert out.outputs["wide", 2] == needs_memory(200)
     assert needs_memory(200).category == "server"
     for run in ("wide", "narrow"):
-        assert same_bits(small.state(run), alone.state(run))
+        assert same_bits(small.adapters.state(run), alone.adapters.state(run))
 
 
 @pytest.mark.parametrize(
@@ -238,11 +240,11 @@ def test_a_pass_that_is_not_finite_among_those_of_its_run_leaves_the_others(
 
     for order in ([bad, first, last], [first, bad, last]):
         for engine in (together, without):
-            engine.drop("run")
+            engine.adapters.drop("run")
         out = together.run([create, *order])
         without.run([create, first, last])
 
         failed = [key for key, each in out.outputs.items() if isinstance(each, Failure)]
         assert failed == [("run", 2)]
-        assert same_bits(together.state("run"), without.state("run"))
-        assert together.state("run").grads_pending
+        assert same_bits(together.adapters.state("run"), without.adapters.state("run"))
+        assert together.adapters.state("run").grads_pending

@@ -21,7 +21,7 @@ from cotrain_workers.engine.training.memory_model import (
     fit,
     kept_tokens,
     layer_bytes_per_token,
-    room_beside,
+    micro_batch_bytes,
     rounded,
 )
 
@@ -109,12 +109,12 @@ def test_a_given_size_says_only_how_much_of_it_is_kept() -> None:
 
 
 def test_adapters_and_key_value_memory_keep_their_room() -> None:
-    free = room_beside(141 * GB, 17 * GB, 0)
+    free = micro_batch_bytes(141 * GB, 17 * GB, 0)
 
-    assert room_beside(141 * GB, 17 * GB, 10 * GB) == pytest.approx(free - 9.5 * GB)
+    assert micro_batch_bytes(141 * GB, 17 * GB, 10 * GB) == pytest.approx(free - 9.5 * GB)
     assert 0.7 < free / (124 * GB) < 0.75
     # Qwen3-8B on an H200 with 24 GB of adapters: 7 MB per token, and 8,192 tokens are kept.
-    assert budget(BOTH, room_beside(141 * GB, 17 * GB, 24 * GB), "auto").keep_tokens == 8192
+    assert budget(BOTH, micro_batch_bytes(141 * GB, 17 * GB, 24 * GB), "auto").keep_tokens == 8192
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_all_that_shares_a_gpu_fits_beside_qwen3_8b(
     decoder = int((total - base - GB) * CUDA_SHARE)  # of what is free when it is made
     weights = sampler_bytes(32 * 2 * adapter_parameters(shape, 32), decoder)
 
-    found = budget(Activations(line, RECOMPUTED), room_beside(total, base, of_adapters), "auto")
+    found = budget(
+        Activations(line, RECOMPUTED), micro_batch_bytes(total, base, of_adapters), "auto"
+    )
 
     assert (found.tokens, found.keep_tokens) == (tokens, tokens)
     micro_batch = int(line.fixed_bytes + tokens * line.bytes_per_token)

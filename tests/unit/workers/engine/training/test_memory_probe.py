@@ -11,7 +11,7 @@ import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.lora.backend import find_backend
-from cotrain_workers.engine.training.forward_backward import Wave
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import Budget
 from cotrain_workers.engine.training.memory_probe import CPU_TOKENS, measure, size_micro_batches
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     NewEngine = Callable[..., Engine]
 
 
-def waves(base: BaseModel) -> partial[Wave]:
+def waves(base: BaseModel) -> partial[ForwardBackward]:
     backend = find_backend("seg", base.targets, base.head_weight)
-    return partial(Wave, base, backend, head_chunk_rows=64)
+    return partial(ForwardBackward, base, backend, head_chunk_rows=64)
 
 
 def saved_bytes(run: Callable[[], bool]) -> int | None:

@@ -13,11 +13,11 @@ lengths = st.lists(st.integers(1, 40), max_size=12)
 def test_pieces_cover_an_op_in_order_and_never_split_a_datum(
     lengths: list[int], limit: int, columns: list[int]
 ) -> None:
-    pieces = list(cut(0, lengths, columns, limit, needs_grad=True))
+    op_slices = list(cut(0, lengths, columns, limit, needs_grad=True))
 
-    covered = [at for piece in pieces for at in range(piece.first, piece.last)]
+    covered = [at for piece in op_slices for at in range(piece.first, piece.last)]
     assert covered == list(range(len(lengths)))
-    for piece in pieces:
+    for piece in op_slices:
         assert piece.tokens == sum(lengths[piece.first : piece.last])
         assert piece.tokens <= limit or piece.last - piece.first == 1
         assert len(set(columns[piece.first : piece.last])) == 1
@@ -30,19 +30,19 @@ def test_pieces_cover_an_op_in_order_and_never_split_a_datum(
 def test_micro_batches_hold_every_piece_once_gradients_first(
     ops: list[tuple[list[int], bool]], limit: int
 ) -> None:
-    pieces = [
+    op_slices = [
         piece
         for owner, (op, needs_grad) in enumerate(ops)
         for piece in cut(owner, op, [1] * len(op), limit, needs_grad=needs_grad)
     ]
 
-    batches = fill(pieces, limit)
+    batches = fill(op_slices, limit)
 
-    packed = [piece for batch in batches for piece in batch.pieces]
-    assert packed == sorted(pieces, key=lambda piece: not piece.needs_grad)
+    packed = [piece for batch in batches for piece in batch.op_slices]
+    assert packed == sorted(op_slices, key=lambda piece: not piece.needs_grad)
     for batch in batches:
-        assert batch.tokens <= limit or len(batch.pieces) == 1
-        assert batch.needs_grad == any(piece.needs_grad for piece in batch.pieces)
+        assert batch.tokens <= limit or len(batch.op_slices) == 1
+        assert batch.needs_grad == any(piece.needs_grad for piece in batch.op_slices)
 
 
 @given(st.integers(1, 100_000))
@@ -53,10 +53,10 @@ def test_a_bucket_holds_its_tokens_with_little_filler(tokens: int) -> None:
 
 
 def test_what_fits_one_micro_batch_is_one_micro_batch() -> None:
-    pieces = [
+    op_slices = [
         p
         for owner in range(8)
         for p in cut(owner, [16, 16], [1, 1], 256, needs_grad=owner % 2 == 0)
     ]
 
-    assert len(fill(pieces, 256)) == 1
+    assert len(fill(op_slices, 256)) == 1

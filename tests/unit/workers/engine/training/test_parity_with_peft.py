@@ -72,9 +72,9 @@ def test_ten_steps_equal_ten_steps_of_torch_adamw_in_fp64(
     engine = new_engine(dtype=dtype)
     tenant = MIX[0]
     engine.run(tenant.ops(0)[:1])
-    layout = engine.layout(tenant.run)
+    layout = engine.adapters[tenant.run].layout
     oracle = PeftOracle(model_folder("qwen3"), tenant.spec, torch.float64)
-    oracle.load(layout, engine.state(tenant.run).weights)
+    oracle.load(layout, engine.adapters.state(tenant.run).weights)
     optimizer = torch.optim.AdamW(oracle.parameters())
 
     for step in range(10):
@@ -91,7 +91,7 @@ def test_ten_steps_equal_ten_steps_of_torch_adamw_in_fp64(
         assert isinstance(output, StepOutput)
         assert output.grad_norm == pytest.approx(float(norm), rel=1e-5)
 
-    state = engine.state(tenant.run)
+    state = engine.adapters.state(tenant.run)
     assert state.step == 10
     assert error(state.weights.double(), oracle.arena(layout, grads=False)) < tolerance
 
@@ -101,7 +101,7 @@ def test_untargeted_modules_and_the_gaps_of_an_arena_stay_zero(new_engine: NewEn
     engine.run([op for tenant in MIX for op in tenant.ops(0)])
 
     for tenant in MIX:
-        layout, state = engine.layout(tenant.run), engine.state(tenant.run)
+        layout, state = engine.adapters[tenant.run].layout, engine.adapters.state(tenant.run)
         families = {target.family for target in layout.targets}
         assert families == {f for f in ("attn", "mlp", "unembed") if tenant.spec.trains(f)}
         ones = torch.zeros(layout.size)

@@ -32,7 +32,7 @@ def test_a_bf16_base_keeps_fp32_adapters_and_answers(model_folder: ModelFolder) 
     engine = warmed_up(model_folder("qwen3"), "cpu", torch.bfloat16)
 
     for tenant in MIX:
-        state = engine.state(tenant.run)
+        state = engine.adapters.state(tenant.run)
         assert {t.dtype for t in (state.weights, state.grads, state.m, state.v)} == {torch.float32}
     output = engine.run(MIX[0].ops(1)).outputs[MIX[0].run, 6]
     assert isinstance(output, PassOutput)

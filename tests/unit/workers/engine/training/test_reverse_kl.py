@@ -72,7 +72,7 @@ def test_it_equals_a_dense_fp64_oracle(
 ) -> None:
     """1e-5 is what fp32 leaves of sums over a vocabulary, here and in every other parity test."""
     engine = started(new_engine(family, tied=tied, head_chunk_rows=7))
-    weights = random_weights(reference, engine.layout_of) if reference else None
+    weights = random_weights(reference, engine.adapters.layout_of) if reference else None
 
     parity = kl_parity(
         engine, model_folder(family, tied=tied), op_of("a", 1, weights, temperature=temperature)
@@ -87,7 +87,7 @@ def test_in_fp64_it_equals_the_oracle_to_fp64(
     new_engine: NewEngine, model_folder: ModelFolder
 ) -> None:
     engine = started(new_engine(dtype=torch.float64))
-    op = op_of("a", 1, random_weights(WHOLE, engine.layout_of), temperature=0.8)
+    op = op_of("a", 1, random_weights(WHOLE, engine.adapters.layout_of), temperature=0.8)
 
     assert kl_parity(engine, model_folder(), op).gradient_error < 1e-11
 
@@ -97,31 +97,33 @@ def test_its_gradient_on_a_bf16_base_points_where_that_on_fp32_does(
 ) -> None:
     wide, narrow = started(new_engine()), started(new_engine(dtype=torch.bfloat16))
     for engine in (wide, narrow):
-        output = engine.run([op_of("a", 1, random_weights(WHOLE, engine.layout_of))]).outputs[
-            "a", 1
-        ]
+        output = engine.run(
+            [op_of("a", 1, random_weights(WHOLE, engine.adapters.layout_of))]
+        ).outputs["a", 1]
         assert {losses.dtype for losses in found(output).losses} == {np.dtype(np.float32)}
 
-    cosine = torch.cosine_similarity(wide.state("a").grads, narrow.state("a").grads, dim=0)
+    cosine = torch.cosine_similarity(
+        wide.adapters.state("a").grads, narrow.adapters.state("a").grads, dim=0
+    )
     assert float(cosine) > 0.99
 
 
 def test_a_run_is_no_distance_from_itself(new_engine: NewEngine) -> None:
     engine = started(new_engine())
-    itself = random_weights(SPEC, engine.layout_of)
+    itself = random_weights(SPEC, engine.adapters.layout_of)
     same = [replace(datum, reference=datum.tokens) for datum in kl_datums(3)]
 
     output = found(engine.run([ReverseKl("a", 1, same, itself, 0.9)]).outputs["a", 1])
 
     assert output.loss_sum == output.kl_sum == 0.0
-    assert not engine.state("a").grads.any()
+    assert not engine.adapters.state("a").grads.any()
 
 
 def test_a_target_of_weight_zero_counts_nowhere(new_engine: NewEngine) -> None:
     engine, expected = started(new_engine()), started(new_engine())
     whole = kl_datum(np.random.default_rng(5), 6, 9, 12)
     weights = np.array([0] * 8 + [1, 2, 0.5, 3], np.float32)
-    reference = random_weights(WHOLE, engine.layout_of)
+    reference = random_weights(WHOLE, engine.adapters.layout_of)
 
     one = ReverseKl("a", 1, [replace(whole, weights=weights)], reference, 1.0)
     ours = found(engine.run([one]).outputs["a", 1])
@@ -131,7 +133,7 @@ def test_a_target_of_weight_zero_counts_nowhere(new_engine: NewEngine) -> None:
     assert ours.weighted_tokens == theirs.weighted_tokens == 4
     np.testing.assert_array_equal(ours.losses[0], np.r_[np.zeros(8, np.float32), theirs.losses[0]])
     assert ours.kl_sum == theirs.kl_sum > 0
-    assert same_bits(engine.state("a"), expected.state("a"))
+    assert same_bits(engine.adapters.state("a"), expected.adapters.state("a"))
 
 
 def test_only_targets_of_weight_zero_leave_a_gradient_of_zero(new_engine: NewEngine) -> None:
@@ -142,7 +144,7 @@ def test_only_targets_of_weight_zero_leave_a_gradient_of_zero(new_engine: NewEng
     output = found(engine.run([ReverseKl("a", 1, [nothing], None, 1.0)]).outputs["a", 1])
 
     assert (output.loss_sum, output.weighted_tokens) == (0.0, 0)
-    assert not engine.state("a").grads.any()
+    assert not engine.adapters.state("a").grads.any()
 
 
 def test_its_gradient_is_added_to_that_of_other_passes(new_engine: NewEngine) -> None:
@@ -150,21 +152,21 @@ def test_its_gradient_is_added_to_that_of_other_passes(new_engine: NewEngine) ->
     rng = np.random.default_rng(1)
     datums = [random_datum(rng, "cross_entropy", length) for length in (9, 20)]
     other = Pass("a", 1, datums, "cross_entropy", {}, needs_grad=True)
-    kl = op_of("a", 2, random_weights(WHOLE, both.layout_of))
+    kl = op_of("a", 2, random_weights(WHOLE, both.adapters.layout_of))
 
     both.run([other, kl])
     first.run([other])
     second.run([replace(kl, seq=1)])
 
-    expected = first.state("a").grads + second.state("a").grads
-    assert torch.equal(both.state("a").grads, expected)
+    expected = first.adapters.state("a").grads + second.adapters.state("a").grads
+    assert torch.equal(both.adapters.state("a").grads, expected)
     both.run([OptimStep("a", 3, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)])
-    assert not both.state("a").grads_pending
+    assert not both.adapters.state("a").grads_pending
 
 
 def kl_runs(engine: Engine) -> dict[str, list[Op]]:
     """Return runs that learn from references of several kinds, two of them from the same one."""
-    shared, own = (random_weights(spec, engine.layout_of) for spec in (WHOLE, NO_HEAD))
+    shared, own = (random_weights(spec, engine.adapters.layout_of) for spec in (WHOLE, NO_HEAD))
     step = OptimStep("", 3, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
     runs: dict[str, list[Op]] = {}
     for at, reference in enumerate((shared, own, None, shared)):
@@ -191,7 +193,7 @@ def test_a_run_beside_others_equals_the_run_alone_to_the_bit(
 
     for run, ops in runs.items():
         assert_same_answers(run, mixed, alone.run(ops))
-        assert same_bits(together.state(run), alone.state(run)), run
+        assert same_bits(together.adapters.state(run), alone.adapters.state(run)), run
 
 
 @pytest.mark.parametrize("poison", ["reference", "run", "weights"])
@@ -201,29 +203,29 @@ def test_a_poisoned_one_fails_alone(new_engine: NewEngine, poison: str) -> None:
     for engine in (beside, alone):
         for run in ("bad", "good"):
             started(engine, run)
-    bad = op_of("bad", 1, random_weights(NO_HEAD, beside.layout_of))
+    bad = op_of("bad", 1, random_weights(NO_HEAD, beside.adapters.layout_of))
     if poison == "reference":
         assert bad.reference is not None
         bad.reference.flat.fill_(np.nan)
     elif poison == "run":
-        ruined = beside.state("bad")
+        ruined = beside.adapters.state("bad")
         ruined.weights.fill_(np.nan)
-        beside.restore("bad", ruined)
+        beside.adapters.restore("bad", ruined)
     else:
         bad.datums[0].weights[0] = np.nan
-    good = op_of("good", 1, random_weights(WHOLE, beside.layout_of))
+    good = op_of("good", 1, random_weights(WHOLE, beside.adapters.layout_of))
 
     mixed = beside.run([bad, good, *(op for ops in runs.values() for op in ops)])
 
     assert mixed.outputs["bad", 1] == Failure(
         "Loss is not finite (seq 1); the gradient was discarded.", "user"
     )
-    assert not beside.state("bad").grads_pending
+    assert not beside.adapters.state("bad").grads_pending
     assert_same_answers("good", mixed, alone.run([good]))
-    assert same_bits(beside.state("good"), alone.state("good"))
+    assert same_bits(beside.adapters.state("good"), alone.adapters.state("good"))
     for run, ops in runs.items():
         alone.run(ops)
-        assert same_bits(beside.state(run), alone.state(run)), run
+        assert same_bits(beside.adapters.state(run), alone.adapters.state(run)), run
 
 
 def test_references_of_one_wave_share_a_forward(new_engine: NewEngine) -> None:
@@ -269,7 +271,7 @@ def test_memory_that_runs_out_in_a_references_forward_changes_no_bit(
 
     assert len(calls) == 1 + 4
     for run in kl_runs(troubled):
-        assert same_bits(troubled.state(run), untroubled.state(run)), run
+        assert same_bits(troubled.adapters.state(run), untroubled.adapters.state(run)), run
 
 
 def test_no_tensor_of_all_rows_times_the_vocabulary_exists() -> None:
@@ -340,7 +342,7 @@ def test_a_bad_one_is_refused_with_its_place(
 
 def test_a_reference_for_another_base_model_is_refused(new_engine: NewEngine) -> None:
     engine = started(new_engine())
-    weights = random_weights(WHOLE, engine.layout_of)
+    weights = random_weights(WHOLE, engine.adapters.layout_of)
     foreign = replace(weights, flat=weights.flat[:-16])
 
     answer = engine.run([op_of("a", 1, foreign)]).outputs["a", 1]

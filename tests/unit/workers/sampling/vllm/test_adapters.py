@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cotrain_workers.engine.ops import WeightsGone
+from cotrain_workers.engine.ops import WeightsMissing
 from cotrain_workers.sampling.vllm import requests as vllm_sampler
 from tests.support.vllm_requests import Trained, finish, request, run, steps, tokens
 
@@ -102,7 +102,7 @@ def test_a_request_waits_until_the_folder_of_its_weights_is_written(
 
 def test_weights_that_are_gone_fail_their_request_alone(new_decoder: NewDecoder) -> None:
     def folder(key: str) -> Path:
-        raise WeightsGone(key)
+        raise WeightsMissing(key)
 
     decoder = new_decoder(folder=folder)
     outputs = run(decoder, request("gone", "run-1"), request("base"))
