@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cotrain.types import TryAgainResponse
+from cotrain.wire.futures import TryAgainResponse
 from cotrain_server.errors import (
     CLIENT_CLOSED_REQUEST,
     RequestError,

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from cotrain.types import SaveWeightsForSamplerRequest
 from cotrain.wire.checkpoints import (
     LoadWeightsRequest,
     SaveWeightsExternalRequest,
     SaveWeightsRequest,
 )
+from cotrain.wire.sampling import SaveWeightsForSamplerRequest
 from cotrain_server.errors import Invalid, sentence
 from cotrain_server.requests.checkpoint_validation import (
     check_fits,

@@ -17,7 +17,7 @@ from cotrain_server.requests.loss_inputs import NEEDS_BY_LOSS, TARGETS, LossNeed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain.types import AdamParams
+    from cotrain.wire.runs import AdamParams
     from cotrain_store.bodies.pass_body import DatumArrays, PassBody
     from cotrain_store.messages.pools import PoolRecord
 

@@ -16,14 +16,9 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from cotrain.errors import UnsupportedInput
-from cotrain.types import (
-    ForwardBackwardRequest,
-    ForwardRequest,
-    OptimStepRequest,
-    SequencedRequest,
-)
-from cotrain.wire.model import Name, SeqId, WireModel
+from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.pass_codec import encode_pass_request
+from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.requests.pass_validation import check_adam, check_pass
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from cotrain.types import SampleRequest
 from cotrain.wire.datums import EncodedTextChunk
+from cotrain.wire.sampling import SampleRequest
 from cotrain_server.errors import Invalid, sentence
 from cotrain_server.requests.sample_validation import MAX_TARGETS, SKIPPED
 from cotrain_store.bodies.sample_body import SampleBody

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cotrain.types import UntypedAPIFuture
+from cotrain.wire.futures import UntypedAPIFuture
 
 if TYPE_CHECKING:
     from fastapi import Request

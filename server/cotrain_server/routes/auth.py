@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.types import AuthTokenResponse
 from cotrain.wire.checkpoints import ApiKeyResponse, KeyDetails, OrganizationDetails, UserDetails
+from cotrain.wire.sessions import AuthTokenResponse
 from cotrain_server.errors import KeyOfTheOperator
 from cotrain_server.http.auth import is_token, shown_key
 from cotrain_server.http.dependencies import ServicesDep, api_key

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 import structlog
 from fastapi import APIRouter, Request, Response
 
-from cotrain.types import (
-    CancelFutureRequest,
-    FutureCompletion,
-    FutureRetrieveRequest,
-    RetrieveFuturesRequest,
-    RetrieveFuturesResponse,
-    TryAgainResponse,
-)
+from cotrain.wire.futures import FutureRetrieveRequest, TryAgainResponse
 from cotrain.wire.pass_codec import PROTOBUF, pass_output_to_json
 from cotrain.wire.sample_codec import sample_response_to_json
+from cotrain.wire.sampling import (
+    CancelFutureRequest,
+    FutureCompletion,
+    RetrieveFuturesRequest,
+    RetrieveFuturesResponse,
+)
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.long_poll import Poll, try_again
 from cotrain_server.http.request_body import away_from_the_loop

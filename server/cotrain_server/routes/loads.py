@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 
-from cotrain.types import UntypedAPIFuture
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, LoadWeightsRequest
+from cotrain.wire.futures import UntypedAPIFuture
 from cotrain_server.errors import Invalid
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.types import UntypedAPIFuture
+from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.mint import InterpolateRequest, ReverseKlRequest
 from cotrain_server.errors import Invalid
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.types import (
+from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.wire.runs import (
     CreateModelRequest,
     GetInfoRequest,
     GetInfoResponse,
     LoraConfig,
     ModelData,
     UnloadModelRequest,
-    UntypedAPIFuture,
 )
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import is_local

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.types import SampleRequest, UntypedAPIFuture
+from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.wire.sampling import SampleRequest
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of
 from cotrain_server.http.request_body import away_from_the_loop, json_body

@@ -6,7 +6,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from cotrain.types import (
+from cotrain.version import PROTOCOL, __version__
+from cotrain.wire.sessions import (
     ClientConfigRequest,
     ClientConfigResponse,
     ClientDynamicConfigResponse,
@@ -19,7 +20,6 @@ from cotrain.types import (
     SupportedModel,
     TelemetryResponse,
 )
-from cotrain.version import PROTOCOL, __version__
 from cotrain_server.http.auth import exchanges_key, is_local
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.tenant_routes import TenantRoute

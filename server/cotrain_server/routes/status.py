@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from cotrain.types import HealthResponse
 from cotrain.version import __version__
+from cotrain.wire.sessions import HealthResponse
 from cotrain_server.errors import OperatorsOnly
 from cotrain_server.http.auth import authenticate, is_operator, note_failure
 from cotrain_server.http.dependencies import ServicesDep

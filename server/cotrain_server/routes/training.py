@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.types import (
-    ForwardBackwardRequest,
-    ForwardRequest,
-    OptimStepRequest,
-    UntypedAPIFuture,
-)
+from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest
 from cotrain_server.errors import UnsupportedMediaType
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of

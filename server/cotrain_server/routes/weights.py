@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.types import SaveWeightsForSamplerRequest, UntypedAPIFuture
 from cotrain.wire.checkpoints import (
     SaveWeightsExternalRequest,
     SaveWeightsRequest,
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.wire.sampling import SaveWeightsForSamplerRequest
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of
 from cotrain_server.http.request_body import json_body
