@@ -39,7 +39,7 @@ from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, HostWeights, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from tests.support.decoding import request
+from tests.support.decoding import graph_report, request
 from tests.support.training import PeftOracle
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def ceiling(folder: Path, size: str) -> dict[str, Any]:
             "possible_ms": possible * 1e3,
             "of_ceiling": possible / median,
             "bandwidth_tb_s": bandwidth / 1e12,
-            "graphs": decoder.graph_report(),
+            "graphs": graph_report(decoder),
         }
     )
 

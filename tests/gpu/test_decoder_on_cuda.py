@@ -14,6 +14,7 @@ from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import (
     finish,
     gap_to_trainer,
+    graph_report,
     is_same_alone,
     output,
     request,
@@ -61,7 +62,7 @@ def test_graphs_are_used_and_agree_with_the_plain_steps(
 
     decoder = engine.decoder(weights.__getitem__, kv_tokens=8192, text=None)
     with_graphs = output(decoder, mine)
-    report = decoder.graph_report()
+    report = graph_report(decoder)
     monkeypatch.setattr(packed_step, "kernel_takes", lambda *args: False)
     monkeypatch.setattr(packed_step, "groups_take", lambda *args: False)
     plain = output(engine.decoder(weights.__getitem__, kv_tokens=8192, text=None), mine)

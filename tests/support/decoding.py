@@ -243,3 +243,11 @@ def is_same_alone(engine: Engine) -> bool:
         if not np.array_equal(alone.sequences[0].tokens, beside.sequences[0].tokens):
             return False
     return True
+
+
+def graph_report(decoder: EngineDecoder) -> str:
+    """Say how many CUDA graphs are in use, and why others are not."""
+    graphs = decoder.runner.graphs
+    if graphs is None:
+        return "none: the plain steps run"
+    return "; ".join([f"{graphs.used} in use", *graphs.refused])

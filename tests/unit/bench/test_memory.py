@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bench.cycle.memory import Kept, SavedBytes, measure_memory
+from bench.cycle.memory import Kept, SavedBytes, layer_bytes_per_token, measure_memory
 from bench.model import build
 from cotrain_workers.engine.engine import Engine
 
@@ -48,3 +48,22 @@ def test_recomputed_layers_keep_a_fraction(tmp_path: Path, size: str) -> None:
     row = measure_memory(Engine.load(model, recompute="always"), size, torch.float32, "cpu")
 
     assert row["saved_per_token"] / row["ideal_per_token"] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("shape", "megabytes"),
+    [((1024, 3072, 16, 28), 1.26), ((2560, 9728, 32, 36), 3.94), ((4096, 12_288, 32, 36), 4.94)],
+)
+def test_the_formula_gives_the_known_figures_of_qwen3(
+    shape: tuple[int, int, int, int], megabytes: float
+) -> None:
+    hidden, intermediate, heads, layers = shape
+    found = layer_bytes_per_token(
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=8,
+        head_dim=128,
+        layers=layers,
+    )
+    assert found / 1e6 == pytest.approx(megabytes, rel=0.01)

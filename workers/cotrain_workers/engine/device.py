@@ -6,7 +6,6 @@ Also whether it still computes at all: some CUDA errors leave a process in which
 from __future__ import annotations
 
 import ctypes
-import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy as np
-
-# torch looks for it at the first product on CUDA in a process, wherever that is, and never again: products
-# are refused ever after if it was not there and deterministic algorithms are asked for later.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 #: The exit code of a process whose device is lost: its supervisor starts another.
 EXIT_CODE = 70

@@ -62,7 +62,7 @@ class Segment:
 
 
 class TrainingLora(Protocol):
-    """The LoRA paths of one micro-batch; see `lora.py` and `lora_grouped.py`."""
+    """The LoRA paths of one micro-batch; see `lora/`."""
 
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -85,7 +85,7 @@ class Route:
 
 
 class StepRoute(Protocol):
-    """What a decoder step puts in place of the training route; see `step_route.py`."""
+    """What a decoder step puts in place of the training route; see `decoding/step.py`."""
 
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

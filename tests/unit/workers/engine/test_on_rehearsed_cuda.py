@@ -21,7 +21,7 @@ from cotrain_workers.engine.ops import Failure, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec, Target
 from cotrain_workers.engine.training import memory_probe as probe
 from cotrain_workers.engine.training.memory_model import MOST_TOKENS
-from tests.support.decoding import finish, request
+from tests.support.decoding import finish, graph_report, request
 from tests.support.kl import kl_datums, random_weights, started
 from tests.support.rehearsed_cuda import rehearsed_cuda
 from tests.support.rehearsed_tensor import DEVICE, WouldWait
@@ -168,7 +168,7 @@ def test_a_decoder_step_is_captured_and_samples_what_a_cpu_does(
 
     ours, theirs = (finish(decoder, asked) for decoder in decoders)
 
-    assert decoders[0].graph_report() == "1 in use"
+    assert graph_report(decoders[0]) == "1 in use"
     for name, expected in theirs.items():
         found = ours[name]
         assert isinstance(found, SampleOutput)

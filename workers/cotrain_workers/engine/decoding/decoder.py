@@ -79,7 +79,8 @@ class EngineDecoder:
         self.pages = pages
         self._vocab_size = base.vocab_size
         self._text = text
-        self._max_sequence_tokens = min(base.context_length, (pages.count - 1) * page)
+        # What a prompt and its continuation can have together:
+        self.max_sequence_tokens = min(base.context_length, (pages.count - 1) * page)
         self._page_tokens = page
         self._index = PrefixIndex(pages)
         self.slots = WeightSlots(base.targets, device, dtype, weights, weights_bytes)
@@ -92,17 +93,12 @@ class EngineDecoder:
         )
         self._cache = KvCache(base.kv, pages.count, page, device, dtype)
         self._head_chunk_rows = sizes.head_chunk_rows
-        self._step = ModelRunner(base, self._cache, -(-self._max_sequence_tokens // page))
+        self.runner = ModelRunner(base, self._cache, -(-self.max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
         self._pinned = PinnedWeights(self.slots)  # of the sequences that run
         self._empty: list[tuple[str, SampleOutput]] = []  # finished before they began
         self._arrivals = 0
         self.preemptions = 0  # since the decoder was made
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """How many tokens a prompt and what follows it can have together."""
-        return self._max_sequence_tokens
 
     @property
     def busy(self) -> bool:
@@ -114,26 +110,19 @@ class EngineDecoder:
         """How many requests were added and have not begun."""
         return sum(not group.has_begun for group in self._groups.values())
 
-    def graph_report(self) -> str:
-        """Say how many CUDA graphs are in use, and why others are not."""
-        graphs = self._step.graphs
-        if graphs is None:
-            return "none: the plain steps run"
-        return "; ".join([f"{graphs.used} in use", *graphs.refused])
-
     def refuse(self, request: SampleRequest) -> str | None:
         """Return why this request can never run, as a sentence for the tenant, or None."""
         return refuse_sample(
             request,
             vocab_size=self._vocab_size,
-            max_sequence_tokens=self._max_sequence_tokens,
+            max_sequence_tokens=self.max_sequence_tokens,
             has_text=self._text is not None,
         )
 
     def add(self, request: SampleRequest) -> None:
         """Queue a request that `refuse` let pass."""
         assert request.id not in self._groups
-        limit = self._max_sequence_tokens
+        limit = self.max_sequence_tokens
         if request.max_tokens is not None:
             limit = min(limit, len(request.prompt) + request.max_tokens)
         scores = PromptScores(request) if asks_about_prompt(request) else None
@@ -167,7 +156,7 @@ class EngineDecoder:
         for sequence in plan.preempted:
             self._pinned.unpin(sequence.group.request.weights)
         self._cache.prepare(plan.copies, plan.blank)
-        forward = self._step.forward(plan, self._pinned.slots)
+        forward = self.runner.forward(plan, self._pinned.slots)
         if forward is not None:
             self._absorb(forward, log)
         self._generate(forward, log)
@@ -219,7 +208,7 @@ class EngineDecoder:
         for at in range(rows.start, rows.stop, self._head_chunk_rows):
             some = range(at, min(at + self._head_chunk_rows, rows.stop))
             slots = [self._pinned.slots[group.request.weights]] * len(some)
-            logits = self._step.logits(hidden[some.start - start : some.stop - start], slots)
+            logits = self.runner.logits(hidden[some.start - start : some.stop - start], slots)
             if not group.scores.fill(some, logits[: len(some)]):
                 return False
         return True
@@ -249,7 +238,7 @@ class EngineDecoder:
         sequences = [sequence for sequence, _ in ready]
         # A request that failed a moment ago has no slot any more; what its rows give is not used.
         slots = [self._pinned.slots.get(sequence.group.request.weights) for sequence in sequences]
-        logits = self._step.logits(torch.stack([hidden for _, hidden in ready]), slots)
+        logits = self.runner.logits(torch.stack([hidden for _, hidden in ready]), slots)
         tokens = choose(logits, [choice_of(sequence) for sequence in sequences])
         found, _ = picked_logprobs(logits[: len(ready)], tokens[:, None])
         self._note_topk(sequences, logits)

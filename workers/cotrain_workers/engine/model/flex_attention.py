@@ -1,6 +1,6 @@
 """Attention with a score cap, or a window, over a packed row on CUDA: flex attention, no dense mask.
 
-The flash kernel of `attn.py` knows no score cap (Gemma 2), and before torch 2.11 no window. Which blocks
+The flash kernel of `attention.py` knows no score cap (Gemma 2), and before torch 2.11 no window. Which blocks
 of 128 x 128 scores any sequence needs is worked out on the host from the lengths: nothing of size T x T
 exists, and the device is not waited for.
 """

@@ -70,7 +70,7 @@ def half_turned(x: torch.Tensor) -> torch.Tensor:
 def fuse(backbone: Any, router: Router, compiled: Compile) -> tuple[str, ...]:
     """Put compiled functions into a loaded model; return which.
 
-    `compiled(function, dims, examples)` is that of `compiled.py`. Where a model is not as this file
+    `compiled(function, dims, examples)` is that of `compile.py`. Where a model is not as this file
     knows it, it stays as it is, and the log says so.
     """
     layers = backbone.layers

@@ -124,23 +124,3 @@ def enough(tokens: int, model: ActivationModel | None, free_bytes: int) -> int:
         f"A micro-batch of {LEAST_TOKENS} tokens takes {needed / 1e9:.2f} GB; "
         f"{free_bytes / 1e9:.2f} GB next to the base model, adapters and key-value memory."
     )
-
-
-def layer_bytes_per_token(
-    *,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    layers: int,
-    value_bytes: int = 2,
-) -> float:
-    """Return what the decoder layers of a Qwen3 keep of one token: a check on what is measured.
-
-    By ideal saves: inputs and outputs of both norms; q and k before and after theirs, v, and what
-    attention returns; gate, up and their product. Measured figures lie about 1.4 times above it: the
-    norms and the gate of transformers keep fp32 copies and intermediate products.
-    """
-    attention = 3.0 * (heads + kv_heads) * head_dim
-    return layers * value_bytes * (4.0 * hidden + attention + 3.0 * intermediate)

@@ -20,7 +20,7 @@ from cotrain_workers.engine.decoding.cuda_kernels import grouped_lora
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.step import slot_order
-from tests.support.decoding import finish, request, trained_weights
+from tests.support.decoding import finish, graph_report, request, trained_weights
 from tests.support.training import MIX
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def test_the_cuda_parts_give_what_the_plain_parts_give(
 
     assert_close(found, plain)
     assert_close(again, {each.id: plain[each.id] for each in one_pool})
-    graphs = decoder._step.graphs
+    graphs = decoder.runner.graphs
     assert graphs is not None
     assert graphs.used >= 3
     assert not graphs.refused
@@ -167,7 +167,7 @@ def test_a_graph_that_differs_is_not_used(
     found = finish(decoder, requests())
 
     assert_close(found, expected)
-    assert decoder.graph_report().startswith("0 in use; 8 rows: hidden states differ by")
+    assert graph_report(decoder).startswith("0 in use; 8 rows: hidden states differ by")
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -183,7 +183,7 @@ def test_a_graph_that_cannot_be_captured_is_not_used(
     found = finish(decoder, requests())
 
     assert len(found) == 10
-    assert decoder.graph_report().startswith("0 in use; 8 rows: operation not permitted when")
+    assert graph_report(decoder).startswith("0 in use; 8 rows: operation not permitted when")
 
 
 @pytest.mark.parametrize("is_on_cuda", [False, True])
@@ -210,7 +210,7 @@ def test_dropping_a_decoder_frees_its_memory_at_once(
 
 
 def test_without_a_gpu_there_are_no_graphs(new_engine: NewEngine) -> None:
-    assert decoder_of(new_engine(), {}).graph_report() == "none: the plain steps run"
+    assert graph_report(decoder_of(new_engine(), {})) == "none: the plain steps run"
 
 
 def test_grouped_lora_is_row_lora(new_engine: NewEngine) -> None:
@@ -246,11 +246,11 @@ def test_a_kernel_over_pages_that_is_off_is_not_used(
         raise RuntimeError("page size")
 
     engine = new_engine()
-    assert decoder_of(engine, {}).graph_report() == "0 in use"
+    assert graph_report(decoder_of(engine, {})) == "0 in use"
     assert not caplog.records
     for kernel, said in ((forgets_the_window, "is off by"), (cannot, "cannot run")):
         monkeypatch.setattr(cuda_step, "varlen_kernel", lambda kernel=kernel: kernel)
-        assert decoder_of(engine, {}).graph_report() == "none: the plain steps run"
+        assert graph_report(decoder_of(engine, {})) == "none: the plain steps run"
         assert said in caplog.text
 
 

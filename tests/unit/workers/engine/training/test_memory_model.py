@@ -20,7 +20,6 @@ from cotrain_workers.engine.training.memory_model import (
     budget,
     fit,
     kept_tokens,
-    layer_bytes_per_token,
     micro_batch_bytes,
     rounded,
 )
@@ -143,22 +142,3 @@ def test_all_that_shares_a_gpu_fits_beside_qwen3_8b(
     assert of_adapters // adapter_bytes(shape, 16, torch.bfloat16) == adapters
     token_bytes = 2 * shape.layers * shape.kv_heads * shape.head * 2
     assert (decoder - weights) // token_bytes >= kv_tokens
-
-
-@pytest.mark.parametrize(
-    ("shape", "megabytes"),
-    [((1024, 3072, 16, 28), 1.26), ((2560, 9728, 32, 36), 3.94), ((4096, 12_288, 32, 36), 4.94)],
-)
-def test_the_formula_gives_the_known_figures_of_qwen3(
-    shape: tuple[int, int, int, int], megabytes: float
-) -> None:
-    hidden, intermediate, heads, layers = shape
-    found = layer_bytes_per_token(
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=8,
-        head_dim=128,
-        layers=layers,
-    )
-    assert found / 1e6 == pytest.approx(megabytes, rel=0.01)
