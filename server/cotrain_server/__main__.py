@@ -32,7 +32,7 @@ log = structlog.get_logger()
 #: SDKs keep connections for a minute; the shorter side closes them under a request in flight.
 KEEP_ALIVE_S = 75
 #: How long connections stay open after the signal: a request that was just sent on one is answered,
-#: and told to ask the next process from now on.
+#: with a header that has its client ask the next process from now on.
 LINGER_S = 0.5
 #: After this, requests still in flight are given up: their clients repeat them.
 SHUTDOWN_S = 8
@@ -72,7 +72,7 @@ def main() -> None:
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
     except StoreUnavailable:
-        log.error("redis_away")  # whoever started this process starts it again
+        log.error("redis_unavailable")  # its supervisor starts it again
         sys.exit(3)
     allow_many_connections()
     app = create_app(settings, arguments.long_poll_s)

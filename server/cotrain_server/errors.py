@@ -150,7 +150,7 @@ class ErrorBody(BaseModel):
     """What every refusal says."""
 
     detail: str
-    """A sentence for whoever sent the request."""
+    """A sentence for the sender of the request."""
     code: str
     """The same for programs."""
     request_id: str
@@ -164,7 +164,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorBody, "description": "The server could not answer."},
 }
 
-#: For our own counts only: nobody is left to read it.
+#: For our own counts only: its client has disconnected.
 CLIENT_CLOSED_REQUEST = 499
 
 #: How long a client should leave a Redis alone that is just restarting.
@@ -172,7 +172,7 @@ UNAVAILABLE_RETRY_S = 1.0
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error named here; what is not named is the edge's to catch."""
+    """Answer every error named here; the middleware catches what is not named."""
     app.add_exception_handler(RequestError, _answer_known)
     app.add_exception_handler(store.StoreError, _answer_known)
     for lost in CONNECTION_LOST:
@@ -203,7 +203,7 @@ def ambiguous_length(request_id: str) -> JSONResponse:
 
 
 def internal_error(request_id: str) -> JSONResponse:
-    """Answer what nobody foresaw: a reference to our log, and nothing of what happened."""
+    """Answer an unforeseen error: a reference to our log, and nothing of what happened."""
     return error_response(500, f"Internal error (ref {request_id}).", "internal_error", request_id)
 
 

@@ -74,7 +74,7 @@ class Services:
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     @contextmanager
-    def held_poll(self, tenant: TenantId) -> Iterator[None]:
+    def counted_poll(self, tenant: TenantId) -> Iterator[None]:
         """Count a poll of a tenant while it is held; raises TooManyPolls."""
         if self.polls_by_tenant[tenant] >= self.settings.quotas.polls:
             raise TooManyPolls
@@ -119,7 +119,7 @@ async def open_services(
         InvalidKey, OSError, ValueError: a key of the settings or of a file is none.
     """
     connection = open_batching_connection(settings.redis_url)
-    # The spool is created by whoever comes first, and its thread must end with this process.
+    # The first process to come creates the spool, and its thread must end with this process.
     spool = await asyncio.to_thread(Spool, settings.spool_dir, new_writer("api"))
     try:
         await check_store(connection, accept_data_loss=settings.accept_data_loss)

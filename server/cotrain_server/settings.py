@@ -95,7 +95,7 @@ class ServerSettings(StoreSettings):
     base_models: Words = ()
     """Base models that must have a live worker before `/readyz` says yes; by default any one."""
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """Keys to accept beside those made with `cotrain keys create`, `KEY` or `NAME=KEY`; each is a
+    """Keys to accept besides those made with `cotrain keys create`, `KEY` or `NAME=KEY`; each is a
     tenant of its own. They are good as long as they stand here."""
     api_keys_file: Path | None = None
     """A file with more of them, separated like those."""

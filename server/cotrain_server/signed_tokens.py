@@ -32,7 +32,7 @@ _CLAIMS = ["sub", "jti", "name", "iat", "exp"]
 
 @dataclass(frozen=True)
 class Link:
-    """Leave to fetch one file, whoever asks, until some time."""
+    """Leave to fetch one file until some time, for any client that has the link."""
 
     tenant: TenantId
     """For whom it was made; whether that tenant may still read the checkpoint is asked again."""

@@ -195,7 +195,7 @@ def test_log_probs_of_streamed_tokens_come_with_them(client: openai.OpenAI, scri
 def test_what_comes_with_the_result_comes_in_pieces(
     client: openai.OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_server.text_apis.generation.PIECE_TOKENS", 2)
+    monkeypatch.setattr("cotrain_server.text_apis.generation.CHUNK_TOKENS", 2)
     script.text = WORDS
     asked: Any = {"model": MODEL, "messages": HI, "logprobs": True, "top_logprobs": 1}
     with client.chat.completions.create(**asked, stream=True) as stream:

@@ -27,7 +27,7 @@ from cotrain_store.disk.checksums import SUMS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: What tools put beside an adapter; not read.
+#: What tools put into the folder of an adapter; not read.
 IGNORED = {"README.md", "checkpoint_complete", SUMS}
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
@@ -42,7 +42,7 @@ MAX_GZIP_MEMBERS = 10_000
 MAX_ZIP_READ_BYTES = 128 * 1024
 
 _BLOCK = 512
-_PIECE_BYTES = 64 * 1024
+_CHUNK_BYTES = 64 * 1024
 _EXTENSIONS = (
     tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
@@ -119,8 +119,8 @@ def _forbidden(member: _Member) -> Invalid:
 
 def _read_all(content: _Reader, limit_bytes: int) -> bytes:
     received = bytearray()
-    while piece := content.read(_PIECE_BYTES):
-        received += piece
+    while chunk := content.read(_CHUNK_BYTES):
+        received += chunk
         if len(received) > limit_bytes:
             raise _too_large(limit_bytes)
     return bytes(received)
@@ -163,16 +163,16 @@ class _Gunzip:
         while True:
             if self._member.eof and not self._begin_next():
                 return b""
-            compressed = self._compressed or self._file.read(_PIECE_BYTES)
-            piece = self._member.decompress(compressed, size)
+            compressed = self._compressed or self._file.read(_CHUNK_BYTES)
+            chunk = self._member.decompress(compressed, size)
             self._compressed = self._member.unused_data or self._member.unconsumed_tail
-            if piece:
-                return piece
+            if chunk:
+                return chunk
             if not compressed and not self._member.eof:
                 raise EOFError
 
     def _begin_next(self) -> bool:
-        self._compressed = self._compressed or self._file.read(_PIECE_BYTES)
+        self._compressed = self._compressed or self._file.read(_CHUNK_BYTES)
         if not self._compressed:
             return False
         self._members_left -= 1
@@ -195,19 +195,19 @@ class _Counted:
         self._left = limit_bytes
 
     def read(self, size: int, /) -> bytes:
-        piece = self._stream.read(size)
-        self._left -= len(piece)
+        chunk = self._stream.read(size)
+        self._left -= len(chunk)
         if self._left < 0:
             raise _too_large(self._limit_bytes)
-        return piece
+        return chunk
 
     def read_exactly(self, size: int) -> bytes:
         received = bytearray()
         while len(received) < size:
-            piece = self.read(min(size - len(received), _PIECE_BYTES))
-            if not piece:
+            chunk = self.read(min(size - len(received), _CHUNK_BYTES))
+            if not chunk:
                 raise EOFError
-            received += piece
+            received += chunk
         return bytes(received)
 
 
@@ -219,9 +219,9 @@ class _Part:
         self._left = size
 
     def read(self, size: int, /) -> bytes:
-        piece = self._stream.read_exactly(min(size, self._left))
-        self._left -= len(piece)
-        return piece
+        chunk = self._stream.read_exactly(min(size, self._left))
+        self._left -= len(chunk)
+        return chunk
 
 
 # ---- tar -----------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def _tar_members(stream: _Counted) -> Iterator[_Member]:
         content = _Part(stream, header.size if header.type in _WITH_CONTENT else 0)
         if not extensions:
             yield _Member(header.name, header.isdir(), header.type in _FILES, content)
-        while content.read(_PIECE_BYTES):
+        while content.read(_CHUNK_BYTES):
             pass
         stream.read_exactly(-header.size % _BLOCK)
 

@@ -1,4 +1,4 @@
-"""Read a PEFT LoRA adapter that somebody uploaded: what its two files say, but for the numbers.
+"""Read a PEFT LoRA adapter that a tenant uploaded: what its two files say, but for the numbers.
 
 What would make it compute something else than `W + scale * B @ A` on modules that can be adapted here is
 refused, with the key that says so. Plain PEFT and the names of `tinker_cookbook` are understood.
@@ -61,7 +61,7 @@ _INITS_OF_THE_ADAPTER_ALONE = (None, True, False, "gaussian", "orthogonal", "eva
 _MATRIX = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,256})\.lora_(?P<letter>[AB])\.weight", re.A
 )
-#: PEFT takes any regular expression here; one that somebody uploaded may run for ever.
+#: PEFT takes any regular expression here; one that a tenant uploaded may run without end.
 _MODULE_ENDING = re.compile(r"\^?\w+(?:\\?\.\w+)*", re.A)
 
 
@@ -74,7 +74,7 @@ class _Config:
     is_rslora: bool
     rank_by_ending: Mapping[str, tuple[int, int]]
     alpha_by_ending: Mapping[str, tuple[int, float]]
-    """Its place in the list, of which the first that fits counts, and what it says."""
+    """Its number in the list, of which the first that fits counts, and what it says."""
     targets: frozenset[str] | None  # None: a pattern; the tensors' names say it
 
     def rank_of(self, module: str) -> int:
@@ -155,15 +155,15 @@ def _pattern(fields: Mapping[str, Any], key: str, is_valid: Any) -> dict[str, An
                 "other patterns are not supported."
             )
     found: dict[str, Any] = {}
-    for place, (ending, value) in enumerate(pattern.items()):
-        found.setdefault(ending.replace("\\", ""), (place, value))
+    for number, (ending, value) in enumerate(pattern.items()):
+        found.setdefault(ending.replace("\\", ""), (number, value))
     return found
 
 
 def _first_match(
     value_by_ending: Mapping[str, tuple[int, Number]], module: str, otherwise: Number
 ) -> Number:
-    # By the module's few endings, not by all that somebody listed: a megabyte of those would take
+    # By the module's few endings, not by all that the file lists: a megabyte of those would take
     # minutes for a megabyte of modules.
     named = [value_by_ending.get(ending) for ending in (f"^{module}", *_endings(module))]
     return min((found for found in named if found), default=(0, otherwise))[1]
@@ -186,15 +186,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_modules(config: _Config, entries: Mapping[str, TensorEntry]) -> tuple[PeftModule, ...]:
-    tensor_by_place: dict[tuple[str, str], str] = {}
+    tensor_by_matrix: dict[tuple[str, str], str] = {}
     for tensor in entries:
-        place = _place_of(tensor, config)
-        if place in tensor_by_place:
+        matrix = _matrix_of(tensor, config)
+        if matrix in tensor_by_matrix:
             raise Invalid(f"{named(tensor)} is there twice, under two names.")
-        tensor_by_place[place] = tensor
+        tensor_by_matrix[matrix] = tensor
     modules = []
-    for module in dict.fromkeys(module for module, _ in tensor_by_place):
-        a, b = (_matrix(tensor_by_place, module, letter) for letter in "AB")
+    for module in dict.fromkeys(module for module, _ in tensor_by_matrix):
+        a, b = (_matrix(tensor_by_matrix, module, letter) for letter in "AB")
         rank = config.rank_of(module)
         _check_rank(rank, a, entries[a].shape[:1])
         _check_rank(rank, b, entries[b].shape[1:])
@@ -204,7 +204,7 @@ def _read_modules(config: _Config, entries: Mapping[str, TensorEntry]) -> tuple[
     return tuple(modules)
 
 
-def _place_of(tensor: str, config: _Config) -> tuple[str, str]:
+def _matrix_of(tensor: str, config: _Config) -> tuple[str, str]:
     """Say which module a tensor is of, and whether it is its A or its B."""
     matched = _MATRIX.fullmatch(tensor)
     if not matched:
@@ -231,8 +231,8 @@ def _advice(tensor: str) -> str:
     return "only lora_A.weight and lora_B.weight of linear modules can."
 
 
-def _matrix(tensor_by_place: Mapping[tuple[str, str], str], module: str, letter: str) -> str:
-    tensor = tensor_by_place.get((module, letter))
+def _matrix(tensor_by_matrix: Mapping[tuple[str, str], str], module: str, letter: str) -> str:
+    tensor = tensor_by_matrix.get((module, letter))
     if tensor is None:
         raise Invalid(f"lora_{letter}.weight of {named(module)} is missing.")
     return tensor

@@ -1,4 +1,4 @@
-"""Read the header of a safetensors file that somebody uploaded, without the numbers and without torch.
+"""Read the header of a safetensors file that a tenant uploaded, without the numbers and without torch.
 
 The format: eight bytes of length, that much JSON `{name: {dtype, shape, data_offsets}}`, then the
 tensors' bytes, every one of them belonging to exactly one tensor.

@@ -1,4 +1,4 @@
-"""Read JSON that somebody uploaded: one object, no name twice, nothing deep, nothing that is no JSON."""
+"""Read JSON that a tenant uploaded: one object, no name twice, nothing deep, nothing that is no JSON."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ async def identify(request: Request, services: Services, credential: str) -> Ten
     try:
         return await _tenant_of(services, credential)
     except (AuthenticationFailed, InvalidToken) as error:
-        # Nobody guesses a token that expired: a busy client shows one many times at once.
+        # An expired token is no guess: a busy client shows one many times at once.
         if not (isinstance(error, InvalidToken) and error.expired):
             note_failure(request, services)
         raise

@@ -1,7 +1,7 @@
 """Connections on which nothing is asked: how long one may stay, and how many there may be.
 
-uvicorn waits for the rest of a request's head as long as there is a connection, so that a stranger
-without a key could hold every one that this process may have.
+uvicorn waits for the rest of a request's head as long as there is a connection, so that a client
+without a key could occupy every one that this process may have.
 """
 
 from __future__ import annotations

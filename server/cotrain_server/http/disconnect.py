@@ -1,4 +1,4 @@
-"""Work only as long as somebody waits for it."""
+"""Work only as long as the client is connected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
-        if _is_told_to_end():
+        if _is_cancelled():
             raise
         return None
     finally:
@@ -37,6 +37,6 @@ async def _end_with_client(receive: Receive, working: asyncio.Task[Any]) -> None
     await stop_tasks([working])
 
 
-def _is_told_to_end() -> bool:
+def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

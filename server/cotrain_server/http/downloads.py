@@ -52,7 +52,7 @@ _WHOLE_KEPT = 10_000
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A file that is being sent; whoever holds it closes it."""
+    """A file that is being sent; its receiver closes it."""
 
     name: str
     content: BinaryIO

@@ -27,7 +27,7 @@ from cotrain_server.errors import (
 )
 from cotrain_server.http.auth import authenticate
 from cotrain_server.http.disconnect import while_connected
-from cotrain_server.http.request_body import away_from_the_loop, is_json, read_body
+from cotrain_server.http.request_body import is_json, off_event_loop, read_body
 from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 
@@ -122,4 +122,4 @@ async def _read(poll: Poll, request: Request, services: Services, tenant: Tenant
         body = await read_body(request, limit_bytes, take)
         # What does not say that it is JSON is none: validated as the text that it is, it is refused.
         read = poll.asks.model_validate_json if is_json(request) else poll.asks.model_validate
-        return await away_from_the_loop(len(body), read, body)
+        return await off_event_loop(len(body), read, body)

@@ -1,4 +1,4 @@
-"""The outermost layer of HTTP: it names every request, measures it, and catches what nobody foresaw.
+"""The outermost layer of HTTP: it names every request, measures it, and catches unforeseen errors.
 
 One of the two places where everything may be caught; it logs where it happened, never the message
 of an exception, which may quote what a tenant sent.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 #: Answers that are no news: "not yet" to a poll, "slower" to a sampling client, and "not ready" to
-#: whoever waits for that.
+#: a probe that waits for that.
 _NOT_LOGGED = {
     ("/api/v1/retrieve_future", 408),
     ("/api/v1/retrieve_futures", 408),

@@ -31,13 +31,13 @@ def file_in_form(body: IO[bytes], content_type: str, name: str) -> IO[bytes]:
         raise UnsupportedMediaType("Send multipart/form-data with a boundary.")
     try:
         with mmap.mmap(body.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            begin, end = _place_of(content, f"--{boundary}".encode("ascii", "replace"), name)
+            begin, end = _span_of(content, f"--{boundary}".encode("ascii", "replace"), name)
     except ValueError as empty:  # no file of no bytes can be mapped
         raise Unreadable("The form is empty.") from empty
     return io.BufferedReader(_Slice(body, begin, end))
 
 
-def _place_of(content: mmap.mmap, delimiter: bytes, name: str) -> tuple[int, int]:
+def _span_of(content: mmap.mmap, delimiter: bytes, name: str) -> tuple[int, int]:
     """Find where a part's content begins and ends."""
     at = content.find(delimiter)
     for _ in range(MAX_PARTS):
@@ -53,7 +53,7 @@ def _place_of(content: mmap.mmap, delimiter: bytes, name: str) -> tuple[int, int
 
 
 class _Slice(io.RawIOBase):
-    """A piece of an open file, as a file."""
+    """A slice of an open file, as a file."""
 
     def __init__(self, file: IO[bytes], begin: int, end: int) -> None:
         self._file, self._begin, self._size, self._at = file, begin, end - begin, 0
@@ -76,9 +76,9 @@ class _Slice(io.RawIOBase):
 
     @override
     def readinto(self, buffer: Buffer, /) -> int:
-        place = memoryview(buffer).cast("B")
+        target = memoryview(buffer).cast("B")
         self._file.seek(self._begin + self._at)
-        piece = self._file.read(max(0, min(len(place), self._size - self._at)))
-        place[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
+        chunk = self._file.read(max(0, min(len(target), self._size - self._at)))
+        target[: len(chunk)] = chunk
+        self._at += len(chunk)
+        return len(chunk)

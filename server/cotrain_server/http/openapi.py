@@ -1,4 +1,4 @@
-"""Describe in the OpenAPI what a route reads by itself."""
+"""Describe in the OpenAPI bodies that routes parse without the framework."""
 
 from __future__ import annotations
 

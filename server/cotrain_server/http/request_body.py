@@ -1,6 +1,6 @@
 """Read a request's body: never more than the limit, never deeper than the limit, never a bomb.
 
-Knows sizes and encodings; what the bytes mean is for `reading.py`.
+Knows sizes and encodings; what the bytes mean is for `requests/`.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ async def read_body(
         raise BodyTooSlow from late
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "zstd":
-        body = await away_from_the_loop(len(body), decompress, body, limit_bytes)
+        body = await off_event_loop(len(body), decompress, body, limit_bytes)
         take(len(body))
     elif encoding != "identity":
         raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; use zstd.")
     if is_json(request):
-        await away_from_the_loop(len(body), refuse_deep_json, body)
+        await off_event_loop(len(body), refuse_deep_json, body)
     return body
 
 
@@ -84,7 +84,7 @@ def is_protobuf(request: Request) -> bool:
     return _media_type(request) == "application/x-protobuf"
 
 
-async def away_from_the_loop(
+async def off_event_loop(
     size_bytes: int,
     work: Callable[Arguments, Answer],
     *args: Arguments.args,
@@ -119,9 +119,9 @@ def refuse_deep_json(body: bytes) -> None:
     symbols = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     depth = quotes = 0
     for start in range(0, len(symbols), _DEPTH_STEP):  # piecewise: depths take four times the space
-        piece = symbols[start : start + _DEPTH_STEP]
-        quotes_before = quotes + np.cumsum(piece == _QUOTE, dtype=np.int32)
-        steps = np.where(quotes_before % 2, 0, _STEP_BY_SYMBOL[piece])
+        chunk = symbols[start : start + _DEPTH_STEP]
+        quotes_before = quotes + np.cumsum(chunk == _QUOTE, dtype=np.int32)
+        steps = np.where(quotes_before % 2, 0, _STEP_BY_SYMBOL[chunk])
         depths = depth + np.cumsum(steps, dtype=np.int32)
         if depths.max() > MAX_JSON_DEPTH:
             raise Unreadable(f"The JSON body is nested deeper than {MAX_JSON_DEPTH} levels.")
@@ -133,9 +133,9 @@ async def _receive(request: Request, limit_bytes: int, take: Callable[[int], Non
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise BodyTooLarge(_too_large("Request body", limit_bytes))
     received = bytearray()
-    async for piece in request.stream():
-        take(len(piece))
-        received += piece
+    async for chunk in request.stream():
+        take(len(chunk))
+        received += chunk
         if len(received) > limit_bytes:
             raise BodyTooLarge(_too_large("Request body", limit_bytes))
     return bytes(received)
@@ -143,7 +143,7 @@ async def _receive(request: Request, limit_bytes: int, take: Callable[[int], Non
 
 def _frames(body: bytes, limit_bytes: int) -> Iterator[bytes]:
     decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-    room, position = limit_bytes, 0
+    left_bytes, position = limit_bytes, 0
     while position < len(body):
         frame = decoder.decompressobj()
         while not frame.eof:
@@ -152,8 +152,8 @@ def _frames(body: bytes, limit_bytes: int) -> Iterator[bytes]:
                 raise Unreadable("The zstd body is truncated.")
             plain = frame.decompress(compressed)
             position += len(compressed) - len(frame.unused_data)
-            room -= len(plain)
-            if room < 0:
+            left_bytes -= len(plain)
+            if left_bytes < 0:
                 raise BodyTooLarge(_too_large("Decompressed body", limit_bytes))
             yield plain
 

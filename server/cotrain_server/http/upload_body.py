@@ -47,8 +47,8 @@ async def received(
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
     with await asyncio.to_thread(_nameless_file, folder) as file:
-        async for piece in _pieces(request, limit_bytes):
-            await asyncio.to_thread(_write, file, piece, folder, reserve_bytes)
+        async for chunk in _chunks(request, limit_bytes):
+            await asyncio.to_thread(_write, file, chunk, folder, reserve_bytes)
         file.seek(0)
         yield file
 
@@ -58,15 +58,15 @@ def _nameless_file(folder: Path) -> IO[bytes]:
     return tempfile.TemporaryFile(dir=folder)
 
 
-async def _pieces(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
-    """Give the body in pieces that are worth a write."""
+async def _chunks(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
+    """Give the body in chunks that are worth a write."""
     total, waiting, end = 0, bytearray(), time.monotonic() + RECEIVE_S
     stream = aiter(request.stream())
-    while piece := await _next(stream, end):
-        total += len(piece)
+    while chunk := await _next(stream, end):
+        total += len(chunk)
         if total > limit_bytes:
             raise _too_large(limit_bytes)
-        waiting += piece
+        waiting += chunk
         if len(waiting) >= _FLUSH_BYTES:
             yield bytes(waiting)
             waiting.clear()
@@ -84,11 +84,11 @@ async def _next(stream: AsyncIterator[bytes], end: float) -> bytes:
         raise BodyTooSlow from late
 
 
-def _write(file: IO[bytes], piece: bytes, folder: Path, reserve_bytes: int) -> None:
-    if shutil.disk_usage(folder).free - len(piece) < reserve_bytes:
+def _write(file: IO[bytes], chunk: bytes, folder: Path, reserve_bytes: int) -> None:
+    if shutil.disk_usage(folder).free - len(chunk) < reserve_bytes:
         raise DiskReserveReached
     try:
-        file.write(piece)
+        file.write(chunk)
         file.flush()
     except OSError as full:
         log.error("upload_not_written", reason=full.strerror)

@@ -22,27 +22,27 @@ class BodyMemory:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._held: Counter[TenantId] = Counter()
+        self._bytes_by_tenant: Counter[TenantId] = Counter()
 
     @contextmanager
     def of(self, tenant: TenantId) -> Iterator[Callable[[int], None]]:
-        """Give what counts the bytes of one body; it raises TooManyBodies where there is no room.
+        """Give what counts the bytes of one body; it raises TooManyBodies over the limit.
 
-        One that is alone always has room: how large it may be is for others to say.
+        One that is alone is always let in: how large it may be is limited elsewhere.
         """
         taken = 0
 
         def take(size: int) -> None:
             nonlocal taken
-            held = self._held[tenant]
-            if held > taken and held + size > self._most_bytes:
+            used = self._bytes_by_tenant[tenant]
+            if used > taken and used + size > self._most_bytes:
                 raise TooManyBodies
             taken += size
-            self._held[tenant] += size
+            self._bytes_by_tenant[tenant] += size
 
         try:
             yield take
         finally:
-            self._held[tenant] -= taken
-            if not self._held[tenant]:
-                del self._held[tenant]
+            self._bytes_by_tenant[tenant] -= taken
+            if not self._bytes_by_tenant[tenant]:
+                del self._bytes_by_tenant[tenant]

@@ -1,4 +1,4 @@
-"""Find what a `tinker://` path names, for whoever may read it."""
+"""Find what a `tinker://` path names, for a tenant that may read it."""
 
 from __future__ import annotations
 

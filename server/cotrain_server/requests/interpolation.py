@@ -32,7 +32,7 @@ def check_mix(wanted: InterpolateRequest) -> None:
     if name is not None and "/" in name:
         raise Invalid(
             "output_path must be a plain name: a combination lies in a run of its own, whose id "
-            "nobody knows before."
+            "is made here."
         )
     if name is not None:
         check_name(name)

@@ -17,7 +17,7 @@ class LossNeeds:
     """What a request must bring for one loss."""
 
     inputs: tuple[str, ...]
-    """Required loss inputs beside `target_tokens`, one float per target."""
+    """Required loss inputs other than `target_tokens`, one float per target."""
     config: frozenset[str] = field(default_factory=frozenset)
     """Numbers it may set in `loss_fn_config`; all are at least 0."""
     takes_columns: bool = False

@@ -1,7 +1,7 @@
 """Decide whether a training request may enter the log. Pure; the message is for its tenant.
 
 Nothing invalid may be accepted: a bad token id would kill the device for every tenant, and a replay
-must never meet an op that cannot run. What is refused here still takes its place in the run's order
+must never meet an op that cannot run. What is refused here still takes its seq in the run's order
 (as a rejected op), because its client has already used up the seq_id.
 """
 
@@ -117,7 +117,7 @@ def _wrong_shape(number: int, name: str, shape: tuple[int, ...], because: str) -
 
 
 def check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None:
-    """Check the token ids of some datums. Raises Invalid with the place of the first bad one."""
+    """Check the token ids of some datums. Raises Invalid with the indices of the first bad one."""
     # One look at everything; only a bad request pays for finding out where.
     everything = np.concatenate([array.ravel() for array in ids])
     if everything.min() >= 0 and everything.max() < vocab_size:
@@ -126,7 +126,7 @@ def check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None:
         bad = np.argwhere((array < 0) | (array >= vocab_size))
         if len(bad):
             raise Invalid(
-                f"{what} id {array[tuple(bad[0])]} at datum {number}, position {_place(bad[0])} is "
+                f"{what} id {array[tuple(bad[0])]} at datum {number}, position {_indices(bad[0])} is "
                 f"outside the vocabulary (0..{vocab_size - 1})."
             )
 
@@ -138,9 +138,9 @@ def check_finite(name: str, values: Sequence[np.ndarray]) -> None:
     for number, array in enumerate(values):
         bad = np.argwhere(~np.isfinite(array))
         if len(bad):
-            place = _place(bad[0])
-            raise Invalid(f"data[{number}].{name}[{place}] is not finite.")
+            indices = _indices(bad[0])
+            raise Invalid(f"data[{number}].{name}[{indices}] is not finite.")
 
 
-def _place(index: np.ndarray) -> str:
+def _indices(index: np.ndarray) -> str:
     return ", ".join(str(axis) for axis in index)

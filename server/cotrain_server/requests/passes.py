@@ -72,7 +72,7 @@ class Op:
     def fitting(self, most_tokens: int, most_bytes: int) -> Op:
         """Give an op that an empty queue can take: this one, or one that fails and says why not.
 
-        Of one that never fits its client would be told to wait, for ever.
+        The client of one that never fits would be asked to wait without end.
         """
         for size, most, unit in (
             (self.tokens, most_tokens, "tokens"),
@@ -129,8 +129,8 @@ def read_binary_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
         message = parse_pass(body)
     except MalformedBody as error:
         raise Unreadable(str(error)) from error
-    place = message.seq_id or None  # the wire has no other way to leave it out
-    address = address_of(PlacedRequest, {"model_id": message.model_id, "seq_id": place})
+    seq = message.seq_id or None  # the wire has no other way to leave it out
+    address = address_of(PlacedRequest, {"model_id": message.model_id, "seq_id": seq})
     for datum in message.data:  # says where tokens were sampled; nothing here uses it
         datum.ClearField("model_input_spans")
         datum.ClearField("loss_fn_input_spans")

@@ -47,7 +47,7 @@ def check_sample(body: SampleBody, pool: PoolRecord) -> None:
 
 
 def check_sampleable(pool: PoolRecord) -> None:
-    """Raise Invalid where nobody samples from this base model."""
+    """Raise Invalid where no worker samples from this base model."""
     if not is_sampleable(pool):
         raise Invalid(f"{pool.base_model} cannot be sampled from here.")
 
@@ -117,8 +117,8 @@ def _check_logprobs(body: SampleBody, pool: PoolRecord) -> None:
 
 
 def _check_answer(body: SampleBody, pool: PoolRecord) -> None:
-    room = pool.max_sequence_tokens - len(body.prompt)
-    tokens = room if body.max_tokens is None else min(room, body.max_tokens)
+    left_tokens = pool.max_sequence_tokens - len(body.prompt)
+    tokens = left_tokens if body.max_tokens is None else min(left_tokens, body.max_tokens)
     cells = body.num_samples * tokens * body.topk_sample_logprobs
     if cells > MAX_TOPK_CELLS:
         raise Invalid(
@@ -151,8 +151,8 @@ def _check_range(name: str, value: int, least: int, most: int) -> None:
 def _check_tokens(name: str, ids: Sequence[int], vocab_size: int) -> None:
     if min(ids) >= 0 and max(ids) < vocab_size:
         return
-    place = next(place for place, token in enumerate(ids) if not 0 <= token < vocab_size)
+    index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
     raise Invalid(
-        f"{name}: token id {ids[place]} at position {place} is outside the vocabulary "
+        f"{name}: token id {ids[index]} at position {index} is outside the vocabulary "
         f"(0..{vocab_size - 1})."
     )

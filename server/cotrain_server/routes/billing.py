@@ -1,7 +1,7 @@
 """What a tenant used: in the shape in which the hosted services bill it, and in our own.
 
-Nothing here has a price. Storage by the hour is not told either: what was deleted meanwhile, or has
-expired, would be missing from it. What is stored now is told.
+Nothing here has a price. Storage by the hour is not reported either: what was deleted since, or has
+expired, would be missing from it. What is stored now is reported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What becomes of checkpoints: delete, publish, keep for so long, copy.
 
-Whoever may read a checkpoint finds it here; that only its owner may change it, the store sees to.
+Every tenant that may read a checkpoint finds it here; that only its owner may change it, the store sees to.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def publish_checkpoint(
 async def unpublish_checkpoint(
     run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
 ) -> None:
-    """Keep a checkpoint to its owner again; what others made of it meanwhile is theirs."""
+    """Keep a checkpoint to its owner again; what others made of it in between is theirs."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=False)
     await _note(services, AuditEvent.CHECKPOINT_UNPUBLISH, found)

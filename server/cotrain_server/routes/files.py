@@ -33,7 +33,7 @@ router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
     responses={200: {"content": {"application/octet-stream": {}, "application/x-tar": {}}}},
 )
 async def download(token: str, file: str, services: ServicesDep) -> Response:
-    """Send one file of a checkpoint, to whoever has the link; no API key is asked for.
+    """Send one file of a checkpoint, to any client that has the link; no API key is asked for.
 
     What the link was made for is looked up again: a checkpoint that was deleted, or taken from its
     reader, is gone, and a name that moved does not give other weights.

@@ -22,7 +22,7 @@ from cotrain.wire.sampling import (
 )
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.long_poll import Poll, try_again
-from cotrain_server.http.request_body import away_from_the_loop
+from cotrain_server.http.request_body import off_event_loop
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import ResultKind
@@ -102,7 +102,7 @@ POLLS = (
 async def _result(
     services: Services, tenant: TenantId, request: RequestId, hold_s: float, accept: str
 ) -> Response:
-    with services.held_poll(tenant):
+    with services.counted_poll(tenant):
         outcome = await services.futures.wait(tenant, request, hold_s)
     if isinstance(outcome, Pending):
         return try_again(request, outcome.queue_state, outcome.reason)
@@ -117,7 +117,7 @@ async def _result(
 async def _ended(
     services: Services, sampler: SamplerRecord, clone: int, after: int, hold_s: float
 ) -> Response:
-    with services.held_poll(sampler.tenant):
+    with services.counted_poll(sampler.tenant):
         completions, cursor = await services.completions.wait(sampler, clone, after, hold_s)
     ended = RetrieveFuturesResponse(
         completions=[_completion(completion) for completion in completions], cursor=cursor
@@ -142,5 +142,5 @@ async def _answer(result: Result, accept: str) -> Response:
     if PROTOBUF in accept:
         return Response(result.payload, media_type=PROTOBUF)
     payload = result.payload
-    json = await away_from_the_loop(len(payload), rewrite, payload)
+    json = await off_event_loop(len(payload), rewrite, payload)
     return Response(json, media_type="application/json")

@@ -1,4 +1,4 @@
-"""external_weights_urls and archive: links to a checkpoint's files, for somebody who may read it."""
+"""external_weights_urls and archive: links to a checkpoint's files, for a tenant that may read it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from cotrain.wire.mint import InterpolateRequest, ReverseKlRequest
 from cotrain_server.errors import Invalid
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of
-from cotrain_server.http.request_body import away_from_the_loop, json_body
+from cotrain_server.http.request_body import json_body, off_event_loop
 from cotrain_server.http.tenant_routes import DataRoute
 from cotrain_server.requests.checkpoint_lookup import WRONG_PATH, find_loadable
 from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
@@ -53,7 +53,7 @@ async def forward_backward_reverse_kl(
     """
     content = await json_body(request)
     size = len(content)
-    asked = await away_from_the_loop(size, read_reverse_kl, content)
+    asked = await off_event_loop(size, read_reverse_kl, content)
     run = await services.records.run(tenant.id, asked.model_id)
     pool = await services.records.pool(run.pool)
     if pool is None:
@@ -61,11 +61,11 @@ async def forward_backward_reverse_kl(
     key = idempotency_key(request)
     try:
         reference = await _reference(services, tenant.id, asked, pool)
-        op = await away_from_the_loop(size, reverse_kl_op, asked, reference, pool)
+        op = await off_event_loop(size, reverse_kl_op, asked, reference, pool)
         return await submit(services, run, asked.seq, op, key)
     except WRONG_PATH as error:
         message = f"reference_model_path: {error}"
-        op = await away_from_the_loop(size, refused_reverse_kl, asked, message)
+        op = await off_event_loop(size, refused_reverse_kl, asked, message)
         return await submit(services, run, asked.seq, op, key)
 
 
@@ -114,7 +114,7 @@ async def interpolate_checkpoints(
 async def _open_run(
     services: Services, tenant: Tenant, sources: Sequence[WeightsRecord]
 ) -> RunRecord:
-    """Describe the run of a combination, in a session of its own: nobody keeps that one alive."""
+    """Describe the run of a combination, in a session of its own: no client keeps that one alive."""
     lora, pool = mixed_lora(sources), await services.records.pool_of(sources[0].base_model)
     try:
         check_rank(lora.rank, pool.max_rank)

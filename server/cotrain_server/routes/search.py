@@ -9,7 +9,13 @@ from fastapi import APIRouter
 from cotrain.wire.rest import SessionSearchRequest, SessionSearchResponse
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.tenant_routes import TenantRoute
-from cotrain_server.views.session_search import cursor_at, matches, may_find, place_of, summary_of
+from cotrain_server.views.session_search import (
+    cursor_at,
+    matches,
+    may_find,
+    position_of,
+    summary_of,
+)
 from cotrain_store.tenants.session_search import Stored
 
 if TYPE_CHECKING:
@@ -33,31 +39,31 @@ async def search_sessions(
     """Find sessions. Go on with `next_cursor` until there is none: a page may be short."""
     if not may_find(request.owner, tenant.id):
         return SessionSearchResponse(sessions=[])
-    found, place = await _look(request, services, tenant.id)
+    found, position = await _look(request, services, tenant.id)
     stored = await services.session_search.stored(tenant.id)
     return SessionSearchResponse(
         sessions=[
             summary_of(entry, tenant.id, stored.get(entry.record.id, Stored())) for entry in found
         ],
-        next_cursor=cursor_at(place) if place else None,
+        next_cursor=cursor_at(position) if position else None,
     )
 
 
 async def _look(
     wanted: SessionSearchRequest, services: Services, tenant: TenantId
 ) -> tuple[list[SessionEntry], Place | None]:
-    """Find a page of sessions, and the place to go on from; None where nothing is left."""
-    place = place_of(wanted.cursor) if wanted.cursor else None
+    """Find a page of sessions, and the position to go on from; None where nothing is left."""
+    position = position_of(wanted.cursor) if wanted.cursor else None
     found: list[SessionEntry] = []
     for _ in range(LOOKED_AT // READ_AT_ONCE):
-        entries = await services.session_search.behind(tenant, place, READ_AT_ONCE)
+        entries = await services.session_search.behind(tenant, position, READ_AT_ONCE)
         for number, entry in enumerate(entries, 1):
-            place = entry.place
+            position = entry.place
             if matches(wanted, entry):
                 found.append(entry)
             if len(found) == wanted.limit:
                 was_last = number == len(entries) < READ_AT_ONCE
-                return found, None if was_last else place
+                return found, None if was_last else position
         if len(entries) < READ_AT_ONCE:
             return found, None
-    return found, place
+    return found, position

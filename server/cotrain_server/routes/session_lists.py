@@ -34,7 +34,7 @@ async def list_sessions(
     offset: Offset = 0,
     access_scope: Scope = "owned",
 ) -> ListSessionsResponse:
-    """List your sessions, newest first. Nobody else's are accessible."""
+    """List your sessions, newest first. Those of other tenants are not accessible."""
     return ListSessionsResponse(
         sessions=list(await services.catalog.sessions(tenant.id, offset, limit))
     )

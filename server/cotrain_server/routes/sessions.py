@@ -1,4 +1,4 @@
-"""What a client asks before and beside training: configuration, session, heartbeat, telemetry."""
+"""What a client asks before and during training: configuration, session, heartbeat, telemetry."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def client_config(
         # 0.22 writes JSON otherwise, which knows no NaN: its encoder raises once the place is taken.
         proto_write_fwdbwd=True,
         sample_use_retrieve_futures=True,
-        # More at once than the quota holds would only be sent to be told to slow down.
+        # More at once than the quota holds would only be sent to be answered 429.
         sample_max_concurrent_requests=min(settings.quotas.samples, MAX_SAMPLES_AT_ONCE),
         # The transport of 0.22 follows redirects that its checkpoint download must see.
         use_pyqwest_transport=not body.sdk_version.startswith("0.22."),

@@ -124,7 +124,7 @@ async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
 
 
 async def _name_tenants(services: Services, rows: Sequence[dict[str, Any]]) -> None:
-    """Put the tenant's name beside its id in each row; empty where it has none."""
+    """Add the tenant's name to its id in each row; empty where it has none."""
     names = await tenant_names(services.connection, {row["tenant"] for row in rows})
     for row in rows:
         row["tenant_name"] = names.get(row["tenant"], "")

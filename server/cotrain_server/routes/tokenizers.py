@@ -29,17 +29,17 @@ async def get_tokenizer(
     """Send the files of a base model's tokenizer, as its workers use it."""
     pool = await services.records.pool_of(base_model)
     folder = tokenizer_folder(pool, services.settings.data_dir)
-    packed = await asyncio.to_thread(_packed, folder)
+    content = await asyncio.to_thread(_compressed, folder)
     headers = {"Vary": "Accept-Encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):
         headers["Content-Encoding"] = "gzip"
     else:
-        packed = await asyncio.to_thread(gzip.decompress, packed)
-    return Response(packed, headers=headers, media_type="application/json")
+        content = await asyncio.to_thread(gzip.decompress, content)
+    return Response(content, headers=headers, media_type="application/json")
 
 
 @lru_cache(maxsize=8)  # a folder is named after its content; one of a large vocabulary takes 8 MB
-def _packed(folder: Path) -> bytes:
+def _compressed(folder: Path) -> bytes:
     paths = [folder / name for name in TOKENIZER_FILES]
     files = {path.name: path.read_text(encoding="utf-8") for path in paths if path.exists()}
     return gzip.compress(TokenizerResponse(files=files).model_dump_json().encode(), mtime=0)

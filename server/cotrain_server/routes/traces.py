@@ -30,7 +30,7 @@ _TRACE_OF = "trace-of:"
 _FILE = "trace.json"
 _NO_CYCLES = (
     f"None of the last {CYCLES_KEPT:,} cycles had a run of this session; older ones are not kept. "
-    "What each run took is told by GET /api/v1/usage."
+    "GET /api/v1/usage has what each run took."
 )
 
 
@@ -58,7 +58,7 @@ router.include_router(exports)
     responses={200: {"content": {"application/json": {}}}},
 )
 async def download_trace(token: str, services: ServicesDep) -> Response:
-    """Send a session's timeline to whoever has the link, in a format that ui.perfetto.dev opens."""
+    """Send a session's timeline to any client that has the link, in a format that ui.perfetto.dev opens."""
     link = services.signer.read_link(token, time.time())
     if not link.path.startswith(_TRACE_OF):
         raise BadLink

@@ -1,7 +1,7 @@
 """forward, forward_backward, optim_step: check, accept, answer at once.
 
 A POST never waits for work: SDKs send the chunks of one call in parallel and the first one last, so
-an answer that waited for an earlier chunk would wait for ever.
+an answer that waited for an earlier chunk would never end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepR
 from cotrain_server.errors import UnsupportedMediaType
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of
-from cotrain_server.http.request_body import away_from_the_loop, is_json, is_protobuf, json_body
+from cotrain_server.http.request_body import is_json, is_protobuf, json_body, off_event_loop
 from cotrain_server.http.tenant_routes import DataRoute
 from cotrain_server.requests.passes import (
     pass_op,
@@ -82,12 +82,12 @@ async def _queue_pass(
     body = await request.body()
     size = len(body)
     read = _reader(request)
-    addressed = await away_from_the_loop(size, read, body, forward_only=forward_only)
+    addressed = await off_event_loop(size, read, body, forward_only=forward_only)
     run = await services.records.run(tenant.id, addressed.model_id)
     pool = await services.records.pool(run.pool)
     if pool is None:
         raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
-    op = await away_from_the_loop(size, pass_op, addressed, pool)
+    op = await off_event_loop(size, pass_op, addressed, pool)
     return await submit(services, run, addressed.seq, op, idempotency_key(request))
 
 

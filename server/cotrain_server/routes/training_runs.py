@@ -43,7 +43,7 @@ async def list_training_runs(
 ) -> TrainingRunsResponse:
     """List your runs; with `accessible` also others', if something of theirs is published.
 
-    With a `project_id`, yours in that project: nobody else's is in it.
+    With a `project_id`, yours in that project: those of other tenants are not in it.
     """
     catalog = services.catalog
     if access_scope == "accessible" and project_id is None:
@@ -70,7 +70,7 @@ async def get_training_run(
 async def list_checkpoints(
     run_id: str, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> CheckpointsListResponse:
-    """List a run's checkpoints; of somebody else's run, the published ones."""
+    """List a run's checkpoints; of another tenant's run, the published ones."""
     records = await services.catalog.checkpoints_of(tenant.id, run_id)
     hides_external = _hides_external(request.headers)
     return CheckpointsListResponse(

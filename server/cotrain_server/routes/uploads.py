@@ -94,7 +94,7 @@ class _Wanted:
 
 
 class UploadRoute(APIRoute):
-    """A route that knows its tenant, and then reads its body by itself, piece by piece."""
+    """A route that knows its tenant, and then reads its body in chunks, without the framework."""
 
     @override
     def get_route_handler(self) -> Handler:

@@ -24,7 +24,7 @@ class FolderInUse(Exception):
 
 
 class UnsafeFolder(Exception):
-    """This folder belongs to somebody else."""
+    """This folder belongs to another user."""
 
 
 class DataFolder:
@@ -56,9 +56,9 @@ class DataFolder:
         file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as held:
+        except OSError as locked:
             os.close(file)
-            raise FolderInUse(f"Another server uses {self.path}, or is still ending.") from held
+            raise FolderInUse(f"Another server uses {self.path}, or is still ending.") from locked
         return file
 
     def socket(self) -> Path:
@@ -82,9 +82,9 @@ class DataFolder:
             return log.read().decode(errors="replace").splitlines()
 
     def put_logs_aside(self) -> None:
-        """Copy logs that have grown large, and empty them: whoever writes one has it open.
+        """Copy logs that have grown large, and empty them: their writers have them open.
 
-        Every refused request is a line, also those of strangers, who must not fill the disk.
+        Every refused request is a line, also those of clients without a key, which must not fill the disk.
         """
         for path in self.logs.glob("*.log"):
             if path.stat().st_size > LOG_BYTES:

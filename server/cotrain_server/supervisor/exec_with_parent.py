@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     supervisor, death_signal, *command = arguments
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(death_signal))
-    # It may have died before the line above: then nobody would tell us.
+    # It may have died before the line above: then no signal comes.
     if os.getppid() != int(supervisor):
         sys.exit(1)
     os.execvp(command[0], command)  # noqa: S606  # our own supervisor chose the command

@@ -30,9 +30,9 @@ def as_json(line: str, process: str, now: datetime) -> str | None:
     if line.startswith('{"ts":'):
         return line
     redis = _REDIS.fullmatch(line)
-    level, said = (_LEVELS[redis[1]], redis[2]) if redis else ("info", line)
+    level, text = (_LEVELS[redis[1]], redis[2]) if redis else ("info", line)
     time = now.isoformat(timespec="microseconds").replace("+00:00", "Z")
-    return json.dumps({"ts": time, "level": level, "process": process, "event": said})
+    return json.dumps({"ts": time, "level": level, "process": process, "event": text})
 
 
 def main(process: str) -> None:

@@ -1,4 +1,4 @@
-"""Keep one process running until told to stop it."""
+"""Keep one process running until it shall stop."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Child:
             self._process = await self._start()
         except OSError as error:  # no memory, no process left, no disk for its log
             return f"could not be started ({error.strerror})", None
-        if self._stopping.is_set():  # told to while it was being started
+        if self._stopping.is_set():  # while it was being started
             self.kill()
         self.say(f"{self.program.name} started (pid {self._process.pid})")
         status = await self._outlived(self._process)

@@ -60,7 +60,7 @@ class Programs:
     listener: int
 
     def redis(self) -> Program:
-        """Make the embedded Redis; without its supervisor it ends by itself, in good order."""
+        """Make the embedded Redis; when its supervisor is gone it ends in good order."""
         command = redis_command(find_redis_binary(), self.folder.redis, self.folder.socket())
         return Program(
             "redis",

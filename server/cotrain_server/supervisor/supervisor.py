@@ -1,7 +1,7 @@
 """Run a whole server on this host: Redis, API, scheduler and one worker per base model.
 
 The same processes that run in containers, each in its own session. Started in the order they need
-one another, ended in the reverse: first whoever takes new work, last what keeps it.
+one another, ended in the reverse: first the processes that take new work, last the one that keeps it.
 """
 
 from __future__ import annotations
@@ -220,15 +220,15 @@ async def _first_key(tenants: Tenants) -> str | None:
 
 async def _ready(url: str, say: Callable[[str], None]) -> None:
     """Wait until the server would train; after a while, say what it waits for."""
-    patient_until, said = time.monotonic() + SILENCE_S, ""
+    patient_until, reported = time.monotonic() + SILENCE_S, ""
     while True:
         status, body = await asyncio.to_thread(probe, f"{url}/readyz")
         if status == 200:
             return
         reasons = " ".join(json.loads(body)["reasons"]) if status == 503 else "No API answers."
-        if reasons != said and time.monotonic() > patient_until:
+        if reasons != reported and time.monotonic() > patient_until:
             say(f"not ready yet: {reasons}")
-            said = reasons
+            reported = reasons
         await asyncio.sleep(READY_POLL_S)
 
 

@@ -1,4 +1,4 @@
-"""What Anthropic's clients send, which of it is served here, and how they are told that it is not."""
+"""What Anthropic's clients send, which of it is served here, and how what is not is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Fields(BaseModel):
     )
 
 
-class Turn(_Fields):
+class ChatMessage(_Fields):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
@@ -50,7 +50,7 @@ class MessageRequest(_Fields):
     model: Annotated[str, Field(min_length=1, max_length=2048)]
     """A base model, a `tinker://` path, or `<base model>;<path>`."""
     max_tokens: int
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -61,8 +61,8 @@ class MessageRequest(_Fields):
     def check(self) -> None:
         """Refuse what is not served here; raises Invalid."""
         refuse_unsupported(self.model_extra or {}, HARMLESS, NEUTRAL)
-        for number, turn in enumerate(self.messages):
-            refuse_unsupported(turn.model_extra or {}, (), {}, f"messages[{number}].")
+        for number, message in enumerate(self.messages):
+            refuse_unsupported(message.model_extra or {}, (), {}, f"messages[{number}].")
 
     @property
     def is_prefilled(self) -> bool:
@@ -70,7 +70,7 @@ class MessageRequest(_Fields):
         return self.messages[-1].role == "assistant"
 
     def chat(self) -> list[Message]:
-        """List the messages as a template takes them: turns of one side in a row become one.
+        """List the messages as a template takes them: messages of one side in a row become one.
 
         Raises:
             Invalid: one of them is not text.
@@ -78,12 +78,12 @@ class MessageRequest(_Fields):
         chat: list[Message] = []
         if self.system:
             chat.append({"role": "system", "content": text_of(self.system, "system")})
-        for number, turn in enumerate(self.messages):
-            text = text_of(turn.content, f"messages[{number}].content")
-            if chat and chat[-1]["role"] == turn.role:
-                chat[-1] = {"role": turn.role, "content": f"{chat[-1]['content']}\n{text}"}
+        for number, message in enumerate(self.messages):
+            text = text_of(message.content, f"messages[{number}].content")
+            if chat and chat[-1]["role"] == message.role:
+                chat[-1] = {"role": message.role, "content": f"{chat[-1]['content']}\n{text}"}
             else:
-                chat.append({"role": turn.role, "content": text})
+                chat.append({"role": message.role, "content": text})
         return chat
 
     def body(self, prompt: list[int]) -> SampleBody:

@@ -1,4 +1,4 @@
-"""Write what was sampled as Anthropic's API does, at once or piece by piece."""
+"""Write what was sampled as Anthropic's API does, at once or delta by delta."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cotrain_server.text_apis.anthropic_requests import anthropic_error
 from cotrain_server.text_apis.detokenizer import VisibleText
 from cotrain_server.text_apis.generation import Ended, Idle, NewTokens
-from cotrain_server.text_apis.route import TOLD, event, refusal_of
+from cotrain_server.text_apis.route import REFUSED, event, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -72,14 +72,14 @@ async def stream(reply: MessageReply, events: AsyncIterator[Event]) -> AsyncIter
             if isinstance(happened, Idle):
                 yield _event("ping")
             elif isinstance(happened, NewTokens):
-                for piece in _deltas(visible.push(happened.tokens)):
-                    yield piece
+                for delta in _deltas(visible.push(happened.tokens)):
+                    yield delta
             elif isinstance(happened, Ended):
-                for piece in _end(reply, visible, happened.response):
-                    yield piece
-    except TOLD as error:
-        told = anthropic_error(refusal_of(error), reply.request_id)
-        yield event(told.model_dump(), "error")
+                for delta in _end(reply, visible, happened.response):
+                    yield delta
+    except REFUSED as error:
+        refused = anthropic_error(refusal_of(error), reply.request_id)
+        yield event(refused.model_dump(), "error")
 
 
 def _end(reply: MessageReply, visible: VisibleText, response: SampleResponse) -> Iterator[str]:

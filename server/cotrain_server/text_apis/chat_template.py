@@ -35,7 +35,7 @@ _TEMPLATE_FAULTS = (
     TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError,
 )  # fmt: skip
 #: Stands behind the text that is to be continued while the template runs. Ends in a space, so that
-#: a template that trims its messages can be told from one that does not.
+#: a template that trims its messages can be distinguished from one that does not.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 

@@ -21,7 +21,7 @@ PARTIAL = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT_TOKENS = 8
 _WINDOW_TOKENS = 32
 #: A character has at most four bytes: what is no character after so many tokens never becomes one.
-_HELD_TOKENS = 64
+_UNFINISHED_TOKENS = 64
 
 
 class Tokenizer:
@@ -49,7 +49,7 @@ class Tokenizer:
             Unreadable: half a surrogate pair, which JSON can hold and UTF-8 cannot.
         """
         try:
-            # Unlike `encode`, this lets other threads run meanwhile.
+            # Unlike `encode`, this lets other threads run.
             [cut] = self._vocabulary.encode_batch_fast([text], add_special_tokens=special)
         except TypeError as error:
             raise Unreadable("The text is not valid Unicode: it holds half a character.") from error
@@ -70,30 +70,30 @@ class Tokenizer:
 
 
 class TextGrowth:
-    """The text of a growing row of tokens, in pieces that never end within a character."""
+    """The text of a growing row of tokens, in chunks that never end within a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._told = 0  # characters of the window's text that were already given out
+        self._emitted = 0  # characters of the window's text that were already given out
 
     def push(self, tokens: Iterable[int]) -> str:
         """Add tokens; the text that is certain now and was not before."""
         self._window.extend(tokens)
         text = self._tokenizer.decode(self._window)
         certain = text.rstrip(PARTIAL)
-        if len(self._window) > _HELD_TOKENS:
+        if len(self._window) > _UNFINISHED_TOKENS:
             certain = text
-        new = certain[self._told :]
-        self._told = max(self._told, len(certain))
+        new = certain[self._emitted :]
+        self._emitted = max(self._emitted, len(certain))
         if len(self._window) > _WINDOW_TOKENS and certain == text:
             self._window = self._window[-_CONTEXT_TOKENS:]
-            self._told = len(self._tokenizer.decode(self._window))
+            self._emitted = len(self._tokenizer.decode(self._window))
         return new
 
     def finish(self) -> str:
         """Give the rest: bytes that never became a character."""
-        return self._tokenizer.decode(self._window)[self._told :]
+        return self._tokenizer.decode(self._window)[self._emitted :]
 
 
 class VisibleText:
@@ -105,18 +105,18 @@ class VisibleText:
         self._growth = TextGrowth(tokenizer)
         self._stop = tuple(stop)
         self._final = frozenset(final_tokens)
-        self._held = ""
+        self._pending = ""
         self.stopped_by: str | None = None
         """The stop string that ended the text; None until one does."""
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Add tokens; the text that may be shown now. What could begin a stop string is held."""
+        """Add tokens; the text that may be shown now. What could begin a stop string waits."""
         grown = self._growth.push(token for token in tokens if token not in self._final)
-        return self._show(self._held + grown, at_end=False)
+        return self._show(self._pending + grown, at_end=False)
 
     def finish(self) -> str:
         """Give what is left once no more tokens come."""
-        return self._show(self._held + self._growth.finish(), at_end=True)
+        return self._show(self._pending + self._growth.finish(), at_end=True)
 
     def _show(self, text: str, *, at_end: bool) -> str:
         if self.stopped_by is not None:
@@ -125,10 +125,10 @@ class VisibleText:
             ((text.find(stop), stop) for stop in self._stop if stop in text), default=(-1, None)
         )
         if found is not None:
-            self.stopped_by, self._held = found, ""
+            self.stopped_by, self._pending = found, ""
             return text[:at]
         shown = len(text) if at_end else len(text) - self._possible_start(text)
-        self._held = text[shown:]
+        self._pending = text[shown:]
         return text[:shown]
 
     def _possible_start(self, text: str) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from cotrain.wire.sample_codec import decode_sample_response
 from cotrain_server.errors import RequestError
-from cotrain_server.http.request_body import away_from_the_loop
+from cotrain_server.http.request_body import off_event_loop
 from cotrain_store.errors import StoreError
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import ResultKind
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 #: Proxies close connections on which nothing moves for a minute or so.
 IDLE_S = 15.0
-#: What comes with the result is told in pieces of this size.
-PIECE_TOKENS = 256
+#: What comes with the result is passed on in chunks of this size.
+CHUNK_TOKENS = 256
 
 
 class GenerationFailed(RequestError):
@@ -83,7 +83,7 @@ Event = NewTokens | Ended | Idle
 
 
 class Generation:
-    """Sample requests of one sampler that somebody waits for; `close` it when nobody does."""
+    """Sample requests of one sampler for one client; `close` it when that is served or has disconnected."""
 
     def __init__(self, services: Services, sampler: SamplerRecord) -> None:
         self._services = services
@@ -91,7 +91,7 @@ class Generation:
         self._running: set[RequestId] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._events: asyncio.Queue[Event | asyncio.Task[None]] = asyncio.Queue()
-        self._held = ExitStack()
+        self._cleanup = ExitStack()
 
     @classmethod
     async def start(
@@ -103,17 +103,17 @@ class Generation:
             TooManyPolls, and what `SampleIntake.submit` raises.
         """
         generation = cls(services, sampler)
-        with generation._held as held:
-            held.enter_context(services.held_poll(sampler.tenant))
-            held.callback(generation._withdraw)
+        with generation._cleanup as cleanup:
+            cleanup.enter_context(services.counted_poll(sampler.tenant))
+            cleanup.callback(generation._withdraw)
             for prompt, body in enumerate(bodies):
                 await generation._submit(prompt, body)
-            generation._held = held.pop_all()
+            generation._cleanup = cleanup.pop_all()
         return generation
 
     def close(self) -> None:
         """Give up what has not ended yet. Twice is harmless."""
-        self._held.close()
+        self._cleanup.close()
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield what happens until all have ended.
@@ -146,7 +146,7 @@ class Generation:
         request = sample_id(self._sampler.id, seq)
         feed = None
         if body.stream:
-            feed = self._held.enter_context(self._services.token_stream.follow(request))
+            feed = self._cleanup.enter_context(self._services.token_stream.follow(request))
         self._running.add(request)
         await self._services.sample_intake.submit(self._sampler, seq, body)
         task = asyncio.create_task(self._follow(prompt, request, body, feed))
@@ -155,31 +155,31 @@ class Generation:
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # somebody has seen it, even if nobody listens any more
+            task.exception()  # retrieved, even if its client has disconnected
             self._events.put_nowait(task)
 
     async def _follow(
         self, prompt: int, request: RequestId, body: SampleBody, feed: TokenFeed | None
     ) -> None:
-        told = [0] * body.num_samples
+        sent = [0] * body.num_samples
         waiting = asyncio.create_task(self._result(request))
         try:
             if feed is not None:
                 waiting.add_done_callback(lambda _: feed.close())
-                await self._pass_on(prompt, feed, told)
+                await self._pass_on(prompt, feed, sent)
             response = await waiting
         finally:
             waiting.cancel()
         for sequence, sampled in enumerate(response.sequences):
-            for new in _rest(prompt, sequence, sampled, told[sequence]):
+            for new in _rest(prompt, sequence, sampled, sent[sequence]):
                 self._events.put_nowait(new)
         self._events.put_nowait(Ended(prompt, response))
 
-    async def _pass_on(self, prompt: int, feed: TokenFeed, told: list[int]) -> None:
+    async def _pass_on(self, prompt: int, feed: TokenFeed, sent: list[int]) -> None:
         async for new in feed:
-            # Behind a hole nothing more is told: the result has it all.
-            if new.before == told[new.sequence]:
-                told[new.sequence] += len(new.tokens)
+            # Behind a gap nothing more is passed on: the result has it all.
+            if new.before == sent[new.sequence]:
+                sent[new.sequence] += len(new.tokens)
                 self._events.put_nowait(
                     NewTokens(prompt, new.sequence, new.tokens, new.logprobs, ())
                 )
@@ -197,7 +197,7 @@ class Generation:
         if outcome.kind is ResultKind.FAILURE:
             raise GenerationFailed(outcome)
         payload = outcome.payload
-        return await away_from_the_loop(len(payload), decode_sample_response, payload)
+        return await off_event_loop(len(payload), decode_sample_response, payload)
 
     def _withdraw(self) -> None:
         for task in self._tasks:
@@ -206,14 +206,14 @@ class Generation:
             self._services.in_background(self._cancel(tuple(self._running)))
 
     async def _cancel(self, requests: Sequence[RequestId]) -> None:
-        # Without a store they run to their end, for nobody.
+        # Without a store they run to their end, unread.
         with suppress(StoreError, *CONNECTION_LOST):
             for request in requests:
                 await self._services.sample_intake.cancel(self._sampler.tenant, request)
 
 
-def _rest(prompt: int, sequence: int, sampled: SampledSequence, told: int) -> Iterator[NewTokens]:
-    for start in range(told, len(sampled.tokens), PIECE_TOKENS):
-        piece = slice(start, start + PIECE_TOKENS)
+def _rest(prompt: int, sequence: int, sampled: SampledSequence, sent: int) -> Iterator[NewTokens]:
+    for start in range(sent, len(sampled.tokens), CHUNK_TOKENS):
+        span = slice(start, start + CHUNK_TOKENS)
         logprobs, likeliest = sampled.logprobs or [], sampled.topk_logprobs or []
-        yield NewTokens(prompt, sequence, sampled.tokens[piece], logprobs[piece], likeliest[piece])
+        yield NewTokens(prompt, sequence, sampled.tokens[span], logprobs[span], likeliest[span])

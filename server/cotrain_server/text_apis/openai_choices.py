@@ -33,12 +33,12 @@ class Shape(Protocol):
 
     prefix: str
     whole_object: str
-    piece_object: str
+    chunk_object: str
 
     def opening(self) -> dict[str, Any] | None:
         """Start a streamed choice."""
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def chunk(self, text: str) -> dict[str, Any]:
         """Go on with a streamed choice."""
 
     def whole(self, text: str) -> dict[str, Any]:
@@ -55,13 +55,13 @@ class ChatShape:
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
-    piece_object = "chat.completion.chunk"
+    chunk_object = "chat.completion.chunk"
 
     def opening(self) -> dict[str, Any]:
         """Say who speaks."""
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def chunk(self, text: str) -> dict[str, Any]:
         """Write some more of the message."""
         return {"delta": {"content": text} if text else {}}
 
@@ -88,12 +88,12 @@ class CompletionShape:
 
     prefix = "cmpl-"
     whole_object = "text_completion"
-    piece_object = "text_completion"
+    chunk_object = "text_completion"
 
     def opening(self) -> None:
         """Need no beginning."""
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def chunk(self, text: str) -> dict[str, Any]:
         """Write some more of the text."""
         return {"text": text}
 

@@ -1,4 +1,4 @@
-"""What OpenAI's clients send, which of it is served here, and how they are told that it is not."""
+"""What OpenAI's clients send, which of it is served here, and how what is not is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-#: What a message may carry beside its text: clients send back the answers they got.
+#: What a message may carry besides its text: clients send back the answers they got.
 MESSAGE_HARMLESS = frozenset({"annotations", "name"})
 MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {"refusal": ("",), "tool_calls": ([],)}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -79,7 +79,7 @@ class GenerationRequest(_Fields):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Where to stop beside the end of the sequence."""
+        """Where to stop before the end of the sequence."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property

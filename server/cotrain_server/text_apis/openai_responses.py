@@ -1,4 +1,4 @@
-"""Write what was sampled as OpenAI's API does, at once or piece by piece."""
+"""Write what was sampled as OpenAI's API does, at once or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cotrain_server.text_apis.detokenizer import VisibleText
 from cotrain_server.text_apis.generation import Ended, Idle, NewTokens
 from cotrain_server.text_apis.openai_choices import scored
 from cotrain_server.text_apis.openai_requests import openai_error
-from cotrain_server.text_apis.route import TOLD, event, refusal_of
+from cotrain_server.text_apis.route import REFUSED, event, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -82,20 +82,20 @@ class Choice:
     def opening(self) -> dict[str, Any] | None:
         """Write what comes before all tokens, if anything does."""
         shape = self._reply.shape
-        content = shape.piece(self._echo) if self._echo else shape.opening()
+        content = shape.chunk(self._echo) if self._echo else shape.opening()
         return None if content is None else self._written(content, [])
 
-    def piece(self, new: NewTokens) -> dict[str, Any] | None:
+    def chunk(self, new: NewTokens) -> dict[str, Any] | None:
         """Write what is new; nothing while no text is certain."""
         text = self._visible.push(new.tokens)
         if not (text or self._reply.wants_logprobs):
             return None
         own = scored(new.tokens, new.logprobs, new.likeliest)
-        return self._written(self._reply.shape.piece(text), own)
+        return self._written(self._reply.shape.chunk(text), own)
 
     def ending(self, sequence: SampledSequence) -> dict[str, Any]:
-        """Write what was held back, and why it ends here."""
-        rest = self._reply.shape.piece(self._visible.finish())
+        """Write what was withheld, and why it ends here."""
+        rest = self._reply.shape.chunk(self._visible.finish())
         return self._written(rest, [], sequence.stop_reason)
 
     def _scored_prompt(self, response: SampleResponse) -> list[Scored]:
@@ -143,15 +143,15 @@ async def chunks(reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[st
         async for happened in events:
             if isinstance(happened, Idle):
                 yield STILL_HERE
-            for written in _pieces(choices, happened):
+            for written in _new_choices(choices, happened):
                 yield _chunk(reply, written)
             if isinstance(happened, Ended):
                 responses.append(happened.response)
-    except TOLD as error:
+    except REFUSED as error:
         yield event(openai_error(refusal_of(error)).model_dump())
         return
     if reply.wants_usage:
-        last = reply.object(reply.shape.piece_object, [])
+        last = reply.object(reply.shape.chunk_object, [])
         yield event({**last, "usage": usage(reply, responses)})
     yield DONE
 
@@ -169,10 +169,12 @@ def usage(reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
     }
 
 
-def _pieces(choices: Mapping[tuple[int, int], Choice], happened: Event) -> list[dict[str, Any]]:
+def _new_choices(
+    choices: Mapping[tuple[int, int], Choice], happened: Event
+) -> list[dict[str, Any]]:
     if isinstance(happened, NewTokens):
-        piece = choices[happened.prompt, happened.sequence].piece(happened)
-        return [piece] if piece else []
+        chunk = choices[happened.prompt, happened.sequence].chunk(happened)
+        return [chunk] if chunk else []
     if isinstance(happened, Ended):
         return [
             choices[happened.prompt, number].ending(sequence)
@@ -182,5 +184,5 @@ def _pieces(choices: Mapping[tuple[int, int], Choice], happened: Event) -> list[
 
 
 def _chunk(reply: Reply, choice: dict[str, Any]) -> str:
-    chunk = reply.object(reply.shape.piece_object, [choice])
+    chunk = reply.object(reply.shape.chunk_object, [choice])
     return event({**chunk, "usage": None} if reply.wants_usage else chunk)

@@ -14,7 +14,7 @@ from typing_extensions import override
 from cotrain_server import errors
 from cotrain_server.errors import Invalid, RequestError, sentence
 from cotrain_server.http.disconnect import while_connected
-from cotrain_server.http.request_body import away_from_the_loop, json_body
+from cotrain_server.http.request_body import json_body, off_event_loop
 from cotrain_server.http.tenant_routes import DataRoute
 from cotrain_server.text_apis.generation import GenerationFailed, ShuttingDown
 from cotrain_store.errors import BaseModelNotServed, StoreError, StoreUnavailable
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 Asked = TypeVar("Asked", bound=BaseModel)
 
-#: What a request can end with that its tenant is told about; the rest is the edge's to catch.
-TOLD = (RequestError, StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
+#: What a request can end with that is answered to its tenant; the middleware catches the rest.
+REFUSED = (RequestError, StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
 
 
 class Refusal(NamedTuple):
@@ -58,7 +58,7 @@ class InferenceRoute(DataRoute):
         async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
-            except TOLD as error:
+            except REFUSED as error:
                 refusal = refusal_of(error)
                 metrics.REQUESTS_REJECTED.labels(refusal.code).inc()
                 body = self.error_body(refusal, request.state.request_id)
@@ -73,7 +73,7 @@ class InferenceRoute(DataRoute):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; `close` is called when the last is sent or nobody listens any more."""
+    """Server-sent events; `close` is called when the last is sent or the client has disconnected."""
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
         # nginx would gather events otherwise
@@ -94,7 +94,7 @@ async def read_asked(request: Request, model: type[Asked]) -> Asked:
     """Read the JSON of a request; raises Invalid with the name of its first wrong field."""
     content = await json_body(request)
     try:
-        return await away_from_the_loop(len(content), model.model_validate_json, content)
+        return await off_event_loop(len(content), model.model_validate_json, content)
     except ValidationError as error:
         raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
 
@@ -108,7 +108,7 @@ async def finished(request: Request, generation: Generation) -> list[SampleRespo
 
 
 def responses(error: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Describe what a route may answer beside its JSON, for the OpenAPI page."""
+    """Describe what a route may answer besides its JSON, for the OpenAPI page."""
     refused = {"model": error, "description": "The request was refused."}
     return dict.fromkeys((422, "4XX", "5XX"), refused)
 
@@ -126,7 +126,7 @@ def event(data: dict[str, Any] | str, name: str | None = None) -> str:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Say what an error of TOLD is to a tenant; of one that no tenant can cause, nothing more."""
+    """Say what an error of REFUSED is to a tenant; of one that no tenant can cause, nothing more."""
     if isinstance(error, RequestValidationError):
         return Refusal(400, sentence(error.errors()), "invalid")
     if isinstance(error, HTTPException):
@@ -147,7 +147,7 @@ def refusal_of(error: Exception) -> Refusal:
 def _status_of(error: Exception) -> int:
     if isinstance(error, ShuttingDown):
         return 503
-    # These APIs say so of a model nobody knows; the Tinker API says 400.
+    # These APIs say so of an unknown model; the Tinker API says 400.
     return 404 if isinstance(error, BaseModelNotServed) else errors.status_of(error)
 
 

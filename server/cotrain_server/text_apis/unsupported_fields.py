@@ -19,7 +19,7 @@ def refuse_unsupported(
     """Look through the fields that a request's model does not know.
 
     `harmless` ones change no result whatever they hold; a `neutral` one must hold a value that asks
-    for nothing. What nobody here has heard of is refused: its caller may count on it.
+    for nothing. An unknown field is refused: its caller may count on it.
 
     Raises:
         Invalid: naming the first field that would have changed the result.

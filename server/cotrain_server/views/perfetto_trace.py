@@ -1,7 +1,7 @@
 """Draw the cycles that a session's runs took part in, as a trace for https://ui.perfetto.dev.
 
 The format is the Trace Event Format of Chrome (complete events, `ph: X`; times in µs). Of each cycle a
-tenant sees its own ops and the times, which it shares with everybody in the cycle.
+tenant sees its own ops and the times, which it shares with every tenant of the cycle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PROCESS = 1
 
 def trace_of(session: str, cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Draw one track per run: waiting, the cycle, and in it the passes and the optimizer's step."""
-    runs = sorted({run["run"] for cycle in cycles for run in cycle["runs"]}, key=_place)
+    runs = sorted({run["run"] for cycle in cycles for run in cycle["runs"]}, key=_order)
     track_by_run = {run: track for track, run in enumerate(runs, 1)}
     events = [
         _name("process_name", 0, f"session {session}"),
@@ -36,20 +36,20 @@ def _events(
     start_us = cycle["started_at"] * 1e6
     planned_us = min(cycle["planned_at"] * 1e6, start_us)
     yield _slice("planned", track, planned_us, start_us - planned_us)
-    told = {name: run[name] for name in ("ops", "tokens", "failed")}
+    facts = {name: run[name] for name in ("ops", "tokens", "failed")}
     yield _slice(
         f"cycle {cycle['cycle']}",
         track,
         start_us,
         cycle["duration_ms"] * 1e3,
-        told | {"outcome": cycle["outcome"]},
+        facts | {"outcome": cycle["outcome"]},
     )
     if cycle["wave_ms"] is None:  # it was run op by op, and has no waves
         return
     passes_us = (cycle["wave_ms"] + cycle["sampling_ms"]) * 1e3
     if _has(run, _PASSES):
-        beside = {"of it sampling beside, ms": cycle["sampling_ms"]}
-        yield _slice("passes of all runs", track, start_us, passes_us, beside)
+        sampling = {"of it sampling, ms": cycle["sampling_ms"]}
+        yield _slice("passes of all runs", track, start_us, passes_us, sampling)
     if _has(run, ("optim_step",)):
         yield _slice("optimizer of all runs", track, start_us + passes_us, cycle["optim_ms"] * 1e3)
 
@@ -59,15 +59,15 @@ def _has(run: Mapping[str, Any], kinds: Iterable[str]) -> bool:
 
 
 def _slice(
-    name: str, track: int, start_us: float, length_us: float, told: Mapping[str, Any] | None = None
+    name: str, track: int, start_us: float, length_us: float, facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    place = {"pid": _PROCESS, "tid": track, "ts": round(start_us), "dur": max(0, round(length_us))}
-    return {"name": name, "ph": "X", **place, "args": dict(told or {})}
+    span = {"pid": _PROCESS, "tid": track, "ts": round(start_us), "dur": max(0, round(length_us))}
+    return {"name": name, "ph": "X", **span, "args": dict(facts or {})}
 
 
 def _name(what: str, track: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}
 
 
-def _place(run: str) -> tuple[int, str]:
+def _order(run: str) -> tuple[int, str]:
     return len(run), run

@@ -101,7 +101,9 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
     found.gauge("cotrain_open_cycles", "Planned, not committed.", status.open_cycles, pool=pool)
     for worker in status.workers:
         labels = {"pool": pool, "worker": worker.id}
-        found.gauge("cotrain_worker_up", "1 for a live worker, 0 for one away.", 1, **labels)
+        found.gauge(
+            "cotrain_worker_up", "1 for a live worker, 0 for one that is unavailable.", 1, **labels
+        )
         found.gauge("cotrain_worker_epoch", "Starts of this worker.", worker.epoch, **labels)
         found.gauge("cotrain_adapters_resident", "Adapters held.", worker.runs, **labels)
         found.gauge(
@@ -111,9 +113,13 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
             **labels,
         )
         found.gauge("cotrain_worker_memory_bytes", "Memory used.", worker.memory_bytes, **labels)
-    for away in status.workers_unavailable:
+    for missing in status.workers_unavailable:
         found.gauge(
-            "cotrain_worker_up", "1 for a live worker, 0 for one away.", 0, pool=pool, worker=away
+            "cotrain_worker_up",
+            "1 for a live worker, 0 for one that is unavailable.",
+            0,
+            pool=pool,
+            worker=missing,
         )
     for queue in top_tenants(status.queues):
         labels = {"pool": pool, "tenant": queue.tenant}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cotrain_store.redis_client.connection import Connection
 
 REDIS_TIMEOUT_S = 1.0
-#: Whoever looks at a server whose Redis stands still hears of it in time: Prometheus waits 10 s.
+#: A server whose Redis does not answer says so before its caller gives up: Prometheus waits 10 s.
 LOOK_TIMEOUT_S = 5.0
 
 

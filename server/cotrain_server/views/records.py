@@ -21,7 +21,7 @@ TYPE_BY_KIND: Mapping[CheckpointKind, CheckpointType] = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
-#: Whose run it is that others published from: nobody learns another tenant's id.
+#: Whose run it is that others published from: no tenant learns another's id.
 ANOTHER_TENANT = "another tenant"
 
 

@@ -66,7 +66,7 @@ def summary_of(entry: SessionEntry, tenant: TenantId, stored: Stored) -> Session
 
 
 def status_of(entry: SessionEntry) -> SessionStatus | None:
-    """Say how a session is doing; None where nobody knows."""
+    """Say how a session is doing; None where that is unknown."""
     if entry.failed_run is not None:
         reason = FailedRunReason(training_run_id=entry.failed_run)
         return SessionFailed(reason=reason, message=str(RunFailed()))
@@ -77,12 +77,12 @@ def status_of(entry: SessionEntry) -> SessionStatus | None:
     return SessionActive() if entry.is_alive else None
 
 
-def cursor_at(place: Place) -> SessionSearchCursor:
-    """Show a place in the list of sessions."""
-    return SessionSearchCursor(last_created_at=_time_of(place), last_session_id=place.session)
+def cursor_at(position: Place) -> SessionSearchCursor:
+    """Show a position in the list of sessions."""
+    return SessionSearchCursor(last_created_at=_time_of(position), last_session_id=position.session)
 
 
-def place_of(cursor: SessionSearchCursor) -> Place:
+def position_of(cursor: SessionSearchCursor) -> Place:
     """Read `cursor_at` back."""
     return Place((cursor.last_created_at - _EPOCH) // _MICROSECOND, cursor.last_session_id)
 
@@ -115,5 +115,5 @@ def _asks_for(query: StatusQuery, status: SessionStatus | None) -> bool:
     return False
 
 
-def _time_of(place: Place) -> datetime:
-    return _EPOCH + _MICROSECOND * place.created_at_us
+def _time_of(position: Place) -> datetime:
+    return _EPOCH + _MICROSECOND * position.created_at_us

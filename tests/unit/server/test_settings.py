@@ -72,7 +72,7 @@ def test_samples_have_a_quota_of_their_own_and_the_same_one_of_bytes(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("ops=0", "ops: Input should be greater than or equal to 1"),
         ("ops=2,tokens=many", "tokens: Input should be a valid integer"),
@@ -80,10 +80,10 @@ def test_samples_have_a_quota_of_their_own_and_the_same_one_of_bytes(
     ],
 )
 def test_a_wrong_quota_is_named_with_its_limit(
-    variables: pytest.MonkeyPatch, given: str, said: str
+    variables: pytest.MonkeyPatch, given: str, message: str
 ) -> None:
     variables.setenv("COTRAIN_QUOTAS", given)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ServerSettings()
 
 

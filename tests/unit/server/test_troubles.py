@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_troubles_are_told_process_by_process(tmp_path: Path) -> None:
+def test_troubles_are_reported_process_by_process(tmp_path: Path) -> None:
     assert read_troubles(tmp_path) == []
     write_troubles(tmp_path, {"worker": "died.", "redis": "died, too."})
     assert read_troubles(tmp_path) == ["redis: died, too.", "worker: died."]

@@ -31,20 +31,20 @@ def unpacked(archive: bytes, limit: int = LIMIT) -> dict[str, bytes]:
     return {CONFIG: files.config, TENSORS: files.tensors}
 
 
-@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+@pytest.mark.parametrize("archived", PACKERS.values(), ids=PACKERS)
 def test_both_files_are_read_from_archives_of_every_kind(
-    pack: Callable[[dict[str, bytes]], bytes],
+    archived: Callable[[dict[str, bytes]], bytes],
 ) -> None:
-    assert unpacked(pack(GOOD)) == GOOD
+    assert unpacked(archived(GOOD)) == GOOD
 
 
-@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
-def test_a_folder_around_them_and_what_tools_put_beside_them_are_skipped(
-    pack: Callable[[dict[str, bytes]], bytes],
+@pytest.mark.parametrize("archived", PACKERS.values(), ids=PACKERS)
+def test_a_folder_around_them_and_what_tools_add_are_skipped(
+    archived: Callable[[dict[str, bytes]], bytes],
 ) -> None:
-    beside = {"my-adapter/README.md": b"# mine", "my-adapter/checkpoint_complete": b""}
+    extra = {"my-adapter/README.md": b"# mine", "my-adapter/checkpoint_complete": b""}
     within = {f"my-adapter/{name}": content for name, content in GOOD.items()}
-    assert unpacked(pack({**beside, **within})) == GOOD
+    assert unpacked(archived({**extra, **within})) == GOOD
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
@@ -87,19 +87,19 @@ def test_a_hostile_member_of_a_zip_is_refused(flag: str) -> None:
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "optimizer.pt", "a.pkl", "adapter_model.bin"]
 )
-@pytest.mark.parametrize("pack", [tar, zipped])
+@pytest.mark.parametrize("archived", [tar, zipped])
 def test_pickles_are_refused_before_anything_is_read_of_them(
-    pack: Callable[[dict[str, bytes]], bytes], name: str
+    archived: Callable[[dict[str, bytes]], bytes], name: str
 ) -> None:
     with pytest.raises(Invalid, match="Only safetensors checkpoints are accepted"):
-        unpacked(pack({name: b"\x80\x04cposix\nsystem\n", **GOOD}))
+        unpacked(archived({name: b"\x80\x04cposix\nsystem\n", **GOOD}))
 
 
-@pytest.mark.parametrize("pack", [tar, zipped])
-def test_too_many_members_are_refused(pack: Callable[[dict[str, bytes]], bytes]) -> None:
+@pytest.mark.parametrize("archived", [tar, zipped])
+def test_too_many_members_are_refused(archived: Callable[[dict[str, bytes]], bytes]) -> None:
     many = {f"{number}/README.md": b"" for number in range(17)}
     with pytest.raises(Invalid, match="more than 16 members"):
-        unpacked(pack(many))
+        unpacked(archived(many))
 
 
 def test_a_zip_with_an_endless_list_of_members_is_refused_before_the_list_is_read() -> None:
@@ -108,20 +108,22 @@ def test_a_zip_with_an_endless_list_of_members_is_refused_before_the_list_is_rea
         unpacked(archive)
 
 
-@pytest.mark.parametrize("pack", [tar, zipped])
-def test_a_file_that_is_there_twice_is_refused(pack: Callable[[dict[str, bytes]], bytes]) -> None:
+@pytest.mark.parametrize("archived", [tar, zipped])
+def test_a_file_that_is_there_twice_is_refused(
+    archived: Callable[[dict[str, bytes]], bytes],
+) -> None:
     with pytest.raises(Invalid, match="twice"):
-        unpacked(pack({**GOOD, f"again/{CONFIG}": b"{}"}))
+        unpacked(archived({**GOOD, f"again/{CONFIG}": b"{}"}))
 
 
-@pytest.mark.parametrize("pack", [tar, zipped])
+@pytest.mark.parametrize("archived", [tar, zipped])
 @pytest.mark.parametrize("missing", [CONFIG, TENSORS])
 def test_a_file_that_is_missing_is_named(
-    pack: Callable[[dict[str, bytes]], bytes], missing: str
+    archived: Callable[[dict[str, bytes]], bytes], missing: str
 ) -> None:
     rest = {name: content for name, content in GOOD.items() if name != missing}
     with pytest.raises(Invalid, match=f"The archive has no {missing}"):
-        unpacked(pack(rest))
+        unpacked(archived(rest))
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
@@ -159,7 +161,7 @@ class Counted(io.BytesIO):
         return super().read(size)
 
 
-def test_a_gzip_with_a_name_without_end_is_read_in_large_pieces() -> None:
+def test_a_gzip_with_a_name_without_end_is_read_in_large_chunks() -> None:
     size = 2**20
     archive = Counted(b"\x1f\x8b\x08\x08" + bytes(6) + b"x" * size)
     with pytest.raises(Unreadable):
@@ -178,15 +180,15 @@ def test_a_gzip_may_have_members_and_not_any_number_of_them() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 511, 2**20])
-def test_a_gzip_that_is_read_in_pieces_is_whole(size: int) -> None:
+def test_a_gzip_that_is_read_in_chunks_is_whole(size: int) -> None:
     content = os.urandom(1000) + bytes(200_000) + os.urandom(1000)
     stream = _Gunzip(io.BytesIO(gzip.compress(content[:5]) + gzip.compress(content[5:])))
     assert b"".join(iter(lambda: stream.read(size), b"")) == content
 
 
-@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
-def test_a_truncated_archive_is_refused(pack: Callable[[dict[str, bytes]], bytes]) -> None:
-    whole = pack(GOOD)
+@pytest.mark.parametrize("archived", PACKERS.values(), ids=PACKERS)
+def test_a_truncated_archive_is_refused(archived: Callable[[dict[str, bytes]], bytes]) -> None:
+    whole = archived(GOOD)
     for length in range(0, min(2000, len(whole) // 2), 97):  # tars are padded to 10 KiB
         with pytest.raises(RequestError):
             unpacked(whole[:length])
@@ -214,8 +216,8 @@ def test_a_damaged_archive_is_read_or_refused_and_never_anything_else(
     kind: str, damage: list[tuple[int, int]]
 ) -> None:
     content = bytearray(PACKERS[kind](GOOD))
-    for place, value in damage:
-        content[place % len(content)] = value
+    for index, value in damage:
+        content[index % len(content)] = value
     try:
         files = unpacked(bytes(content))
     except RequestError:

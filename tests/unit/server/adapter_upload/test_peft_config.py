@@ -106,7 +106,7 @@ REFUSED_CONFIGS = {
     "an option of tomorrow": (config(use_magic=True), "use_magic"),
     "pattern that is no map": (config(rank_pattern=[1]), "rank_pattern"),
     "pattern to texts": (config(alpha_pattern={"q_proj": "1"}), "alpha_pattern"),
-    "pattern for ever": (config(alpha_pattern={"(a+)+$": 1}), "other patterns"),
+    "pattern without end": (config(alpha_pattern={"(a+)+$": 1}), "other patterns"),
     "pattern of all": (config(rank_pattern={".*": 1}), "other patterns"),
     "other rank": (config(r=8), "has rank"),
     "pattern of another rank": (config(rank_pattern={"q_proj": 8}), "has rank"),
@@ -170,7 +170,7 @@ def test_a_file_that_is_no_safetensors_is_refused() -> None:
         read_adapter(config(), raw_safetensors(b"{{"), 0)
 
 
-def test_patterns_are_looked_up_and_not_gone_through_for_every_module() -> None:
+def test_patterns_are_looked_up_and_not_walked_for_every_module() -> None:
     class Listed(dict[str, tuple[int, int]]):
         @override
         def __iter__(self) -> NoReturn:

@@ -105,8 +105,8 @@ def _whole() -> bytes:
 )
 def test_whatever_is_let_through_the_library_reads_the_same(damage: list[tuple[int, int]]) -> None:
     content = bytearray(_whole())
-    for place, value in damage:
-        content[place] = value
+    for index, value in damage:
+        content[index] = value
     try:
         entries = read_header(bytes(content))
     except Invalid:

@@ -1,4 +1,4 @@
-"""Work that nobody waits for any more is not done."""
+"""Work whose client has disconnected is not done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Hangs up when told to."""
+    """Hangs up on demand."""
 
     def __init__(self) -> None:
         self.hangs_up = asyncio.Event()

@@ -51,7 +51,7 @@ async def test_a_file_is_sent_whole_with_its_length_and_name(folder: Path, name:
     assert file.content.closed
 
 
-async def test_a_file_that_cannot_be_opened_now_is_not_said_to_be_gone(
+async def test_a_file_that_cannot_be_opened_now_is_not_reported_as_deleted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_descriptor(*_: object) -> int:

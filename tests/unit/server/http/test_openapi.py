@@ -1,4 +1,4 @@
-"""What the OpenAPI says of bodies that routes read by themselves."""
+"""What the OpenAPI says of bodies that routes parse without the framework."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_schema_refers_to_nothing_outside_itself(model: type[SampleRequest]) -
     assert "$defs" not in text
 
 
-def test_what_was_referred_to_stands_in_its_place() -> None:
+def test_a_reference_is_replaced_by_what_it_refers_to() -> None:
     schema = body_of(SampleRequest)["requestBody"]["content"]["application/json"]["schema"]
     assert "temperature" in schema["properties"]["sampling_params"]["properties"]
 

@@ -20,8 +20,8 @@ def compressed(plain: bytes, *, declared: bool = True) -> bytes:
     return zstandard.ZstdCompressor(write_content_size=declared).compress(plain)
 
 
-def request_of(pieces: list[bytes], **headers: str) -> Request:
-    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+def request_of(chunks: list[bytes], **headers: str) -> Request:
+    messages = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
     messages.append({"type": "http.request", "body": b"", "more_body": False})
     names = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
 
@@ -31,8 +31,8 @@ def request_of(pieces: list[bytes], **headers: str) -> Request:
     return Request({"type": "http", "method": "POST", "headers": names}, receive)
 
 
-async def read(pieces: list[bytes], **headers: str) -> bytes:
-    return await read_body(request_of(pieces, **headers), LIMIT)
+async def read(chunks: list[bytes], **headers: str) -> bytes:
+    return await read_body(request_of(chunks, **headers), LIMIT)
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -82,7 +82,7 @@ def test_json_nested_too_deep_is_unreadable(body: bytes) -> None:
         refuse_deep_json(body)
 
 
-def test_depth_is_counted_across_the_pieces_a_body_is_looked_at_in(
+def test_depth_is_counted_across_the_chunks_a_body_is_looked_at_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bodies, "_DEPTH_STEP", 7)
@@ -94,15 +94,15 @@ def test_depth_is_counted_across_the_pieces_a_body_is_looked_at_in(
 @pytest.mark.parametrize(
     "body", [b"", b"[" * 32 + b"]" * 32, b"[]," * 1000, b'"' + b"[" * 99 + b'"', b'["\\"[[[[[[[["]']
 )
-def test_brackets_inside_strings_and_beside_each_other_are_not_depth(body: bytes) -> None:
+def test_brackets_inside_strings_and_next_to_each_other_are_not_depth(body: bytes) -> None:
     refuse_deep_json(body)
 
 
-@pytest.mark.parametrize("piece", [1, 2, 3, 5])
-def test_a_string_goes_on_across_the_pieces_a_body_is_looked_at_in(
-    monkeypatch: pytest.MonkeyPatch, piece: int
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+def test_a_string_goes_on_across_the_chunks_a_body_is_looked_at_in(
+    monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(bodies, "_DEPTH_STEP", piece)
+    monkeypatch.setattr(bodies, "_DEPTH_STEP", chunk)
     refuse_deep_json(b'["' + b"[" * 40 + rb"\"[\\\"[" + b'"]')
     with pytest.raises(Unreadable):
         refuse_deep_json(rb'["\\",' + b"[" * 32)
@@ -118,7 +118,7 @@ def test_a_string_that_never_ends_costs_no_more_than_its_size(hostile: bytes) ->
         tracemalloc.stop()
 
 
-async def test_a_body_is_read_piece_by_piece() -> None:
+async def test_a_body_is_read_chunk_by_chunk() -> None:
     assert await read([b"ab", b"", b"c"]) == b"abc"
 
 

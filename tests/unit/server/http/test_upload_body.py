@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 LIMIT = 4 * 1024**2
 
 
-def request_of(*pieces: bytes) -> Request:
-    left = [*pieces]
+def request_of(*chunks: bytes) -> Request:
+    left = [*chunks]
 
     async def receive() -> Message:
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
@@ -27,10 +27,10 @@ def request_of(*pieces: bytes) -> Request:
 
 
 async def test_what_arrives_is_read_from_a_file_that_has_no_name(tmp_path: Path) -> None:
-    pieces = [bytes([number]) * 300_000 for number in range(10)]
-    async with received(request_of(*pieces), tmp_path / "uploads", LIMIT, 0) as file:
+    chunks = [bytes([number]) * 300_000 for number in range(10)]
+    async with received(request_of(*chunks), tmp_path / "uploads", LIMIT, 0) as file:
         assert not any((tmp_path / "uploads").iterdir())
-        assert file.read() == b"".join(pieces)
+        assert file.read() == b"".join(chunks)
     assert file.closed
 
 

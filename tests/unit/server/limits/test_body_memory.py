@@ -11,40 +11,40 @@ from cotrain_store.messages.ids import TenantId
 A, B = TenantId("a"), TenantId("b")
 
 
-def test_bodies_of_one_tenant_share_a_room_until_they_are_answered() -> None:
-    room = BodyMemory(most_bytes=10)
-    with room.of(A) as first:
+def test_bodies_of_one_tenant_share_a_limit_until_they_are_answered() -> None:
+    memory = BodyMemory(most_bytes=10)
+    with memory.of(A) as first:
         first(6)
-        with room.of(B) as of_another:
+        with memory.of(B) as of_another:
             of_another(10)
-        with room.of(A) as second:
+        with memory.of(A) as second:
             second(4)
             with pytest.raises(TooManyBodies):
                 second(1)
             with pytest.raises(TooManyBodies):
                 first(1)
         first(4)
-    with room.of(A) as third:
+    with memory.of(A) as third:
         third(10)
 
 
-def test_a_body_that_is_alone_always_has_room_and_keeps_others_out() -> None:
-    room = BodyMemory(most_bytes=10)
-    with room.of(A) as large:
+def test_a_body_that_is_alone_is_always_let_in_and_keeps_others_out() -> None:
+    memory = BodyMemory(most_bytes=10)
+    with memory.of(A) as large:
         large(8)
         large(8)
-        with room.of(A) as small, pytest.raises(TooManyBodies):
+        with memory.of(A) as small, pytest.raises(TooManyBodies):
             small(1)
 
 
 def test_a_body_that_was_refused_leaves_nothing_behind() -> None:
-    room = BodyMemory(most_bytes=10)
+    memory = BodyMemory(most_bytes=10)
 
     def broken() -> None:
-        with room.of(A) as take:
+        with memory.of(A) as take:
             take(9)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         broken()
-    assert not room._held
+    assert not memory._bytes_by_tenant

@@ -67,7 +67,7 @@ def test_a_named_save_carries_all_that_is_kept_with_the_weights(kind: Checkpoint
     )
 
 
-def test_a_training_save_without_a_name_is_named_by_its_place() -> None:
+def test_a_training_save_without_a_name_is_named_by_its_seq() -> None:
     assert saved(save("weights")).name == "000003"
 
 

@@ -73,7 +73,7 @@ def test_a_token_outside_the_vocabulary_is_named_by_datum_and_position() -> None
 
 
 @pytest.mark.parametrize("token", [-1, -100, 512, 2**31, 2**62])
-def test_targets_are_held_to_the_vocabulary_too(token: int) -> None:
+def test_targets_are_limited_to_the_vocabulary_too(token: int) -> None:
     bad = datum(target_tokens=np.array([0, 1, token]))
     assert refusal(request(bad)) == (
         f"Target token id {token} at datum 0, position 2 is outside the vocabulary (0..511)."
@@ -86,7 +86,7 @@ def test_a_target_in_columns_is_named_by_row_and_column() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 65])
-def test_lengths_are_held_to_the_context_window(length: int) -> None:
+def test_lengths_are_limited_to_the_context_window(length: int) -> None:
     message = refusal(request(datum(), datum(length)))
     assert message == f"Datum 1 has {length} tokens; tiny/model reads 1 to 64."
 
@@ -111,7 +111,7 @@ def test_targets_in_columns_are_for_cross_entropy_only() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_number_that_is_not_finite_is_named_by_datum_and_place(value: float) -> None:
+def test_a_number_that_is_not_finite_is_named_by_datum_and_position(value: float) -> None:
     bad = datum(loss_fn="ppo", advantages=np.array([0, value, 0], np.float32))
     message = refusal(request(datum(loss_fn="ppo"), bad, loss_fn="ppo"))
     assert message == "data[1].loss_fn_inputs.advantages[1] is not finite."

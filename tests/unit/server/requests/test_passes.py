@@ -139,7 +139,7 @@ def test_a_request_that_does_not_say_whose_it_is_is_unreadable(body: bytes) -> N
 
 
 @pytest.mark.parametrize("seq", [0, -1, 2**31, 2**63, True, "1", 1.0, None])
-def test_a_place_in_the_order_must_be_a_whole_number_from_one(seq: Any) -> None:
+def test_a_seq_must_be_a_whole_number_from_one(seq: Any) -> None:
     with pytest.raises(Unreadable, match="seq_id"):
         read_fields(json.dumps({"model_id": RUN, "seq_id": seq}).encode())
 

@@ -49,7 +49,7 @@ def test_a_good_request_becomes_an_op_that_keeps_its_reference() -> None:
     assert op.tokens == body.num_tokens == 4 + 3
 
 
-def test_without_a_seq_it_has_no_place_yet() -> None:
+def test_without_a_seq_it_is_not_numbered_yet() -> None:
     assert read_reverse_kl(json.dumps(kl_body("run")).encode()).seq is None
     assert read_reverse_kl(json.dumps(kl_body("run", seq_id=4)).encode()).seq == 4
 

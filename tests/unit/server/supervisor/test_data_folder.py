@@ -26,7 +26,7 @@ def test_only_one_server_has_the_folder(tmp_path: Path) -> None:
     os.close(folder.lock())
 
 
-def test_the_folder_is_taken_until_the_last_process_of_a_server_is_gone(tmp_path: Path) -> None:
+def test_the_folder_is_taken_until_the_last_process_of_a_server_has_ended(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path)
     lock = folder.lock()
     with subprocess.Popen(

@@ -17,7 +17,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
-    ("line", "level", "said"),
+    ("line", "level", "text"),
     [
         ("1234:M 22 Nov 2026 11:22:07.123 * Ready to accept", "info", "Ready to accept"),
         ("1:C 22 Nov 2026 11:22:07.123 # oO0 starting", "warning", "oO0 starting"),
@@ -25,14 +25,14 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
         ('{"half": ', "info", '{"half": '),
     ],
 )
-def test_a_line_is_an_event(line: str, level: str, said: str) -> None:
+def test_a_line_is_an_event(line: str, level: str, text: str) -> None:
     written = loglines.as_json(line, "redis", NOW)
     assert written is not None
     assert list(json.loads(written).items()) == [
         ("ts", "2026-01-02T03:04:05.000000Z"),
         ("level", level),
         ("process", "redis"),
-        ("event", said),
+        ("event", text),
     ]
 
 

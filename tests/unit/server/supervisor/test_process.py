@@ -27,7 +27,7 @@ BROKEN = replace(SLEEPER, name="broken", command=["sh", "-c", "exit 7"])
 
 
 class Watched:
-    """A child, what it said, and its troubles."""
+    """A child, what it printed, and its troubles."""
 
     def __init__(self, folder: Path, program: Program) -> None:
         self.lines: asyncio.Queue[str] = asyncio.Queue()
@@ -67,7 +67,7 @@ async def test_a_stopped_process_is_not_started_again(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
-async def test_a_process_told_to_stop_while_it_is_being_started_does_not_stay(
+async def test_a_process_stopped_while_it_is_being_started_does_not_stay(
     tmp_path: Path,
 ) -> None:
     watched = Watched(tmp_path, SLEEPER)
@@ -107,7 +107,7 @@ REFUSING = replace(
 )
 
 
-async def test_a_refusal_to_start_is_told_with_its_reason_and_ends_the_keeping(
+async def test_a_refusal_to_start_is_reported_with_its_reason_and_ends_the_keeping(
     tmp_path: Path,
 ) -> None:
     watched, refusals = Watched(tmp_path, REFUSING), list[str]()
@@ -157,14 +157,14 @@ def test_a_tethered_process_dies_with_its_supervisor_however_that_dies() -> None
         [sys.executable, "-S", "-c", supervise], stdout=subprocess.PIPE, text=True
     ) as supervisor:
         assert supervisor.stdout
-        said = {supervisor.stdout.readline().strip() for _ in range(2)}
-        assert "up" in said
+        printed = {supervisor.stdout.readline().strip() for _ in range(2)}
+        assert "up" in printed
         supervisor.kill()
         # The pipe ends when its last holder is gone: the sleeper, had it stayed.
         assert supervisor.stdout.read() == ""
 
 
-def test_a_tether_to_a_supervisor_that_is_gone_starts_nothing() -> None:
+def test_a_tether_to_a_supervisor_that_has_ended_starts_nothing() -> None:
     command = [sys.executable, "-I", "-S", str(TETHER), "1", "9", "echo", "started"]
     ended = subprocess.run(command, capture_output=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, b"")

@@ -1,4 +1,4 @@
-"""How a server ends: whoever takes new work first, what keeps it last, and nobody for ever."""
+"""How a server ends: first what takes new work, last what keeps it, and nothing without a limit."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ STUBBORN = "trap '' TERM; echo up; while :; do sleep 0.02; done"
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path, said: list[str]) -> Supervisor:
+def supervisor(tmp_path: Path, lines: list[str]) -> Supervisor:
     plan = Plan(
         base_models=("a/b", "c/d"), host="127.0.0.1", port=0, data_dir=tmp_path, redis_url=None,
         api_keys=(), accept_data_loss=False, given={},
     )  # fmt: skip
-    return Supervisor(plan, said.append, lambda _: None)
+    return Supervisor(plan, lines.append, lambda _: None)
 
 
 @pytest.fixture
-def said() -> list[str]:
+def lines() -> list[str]:
     """What the operator reads."""
     return []
 
@@ -48,12 +48,12 @@ async def until_up(folder: DataFolder, *names: str) -> None:
 
 
 async def test_stages_end_in_the_reverse_order_of_their_start_each_before_the_next(
-    supervisor: Supervisor, tmp_path: Path, said: list[str]
+    supervisor: Supervisor, tmp_path: Path, lines: list[str]
 ) -> None:
     folder = DataFolder(tmp_path)
 
     def hear(line: str) -> None:
-        said.append(line)
+        lines.append(line)
         name, is_killed, _ = line.partition(" did not end")
         if is_killed:
             with (tmp_path / "order").open("a") as order:
@@ -74,24 +74,24 @@ async def test_stages_end_in_the_reverse_order_of_their_start_each_before_the_ne
     assert ended[:2] == ["api", "scheduler"]
     assert set(ended[2:4]) == {"w0", "w1"}
     assert ended[4:] == ["redis"]
-    told = [line for line in said if "started" not in line]
-    assert told == [
+    shown = [line for line in lines if "started" not in line]
+    assert shown == [
         "api did not end in 0.2 s; killing it", "w0 did not end in 0.2 s; killing it", "stopped",
     ]  # fmt: skip
 
 
 async def test_a_worker_whose_device_is_lost_is_started_again(
-    supervisor: Supervisor, tmp_path: Path, said: list[str]
+    supervisor: Supervisor, tmp_path: Path, lines: list[str]
 ) -> None:
     folder, lost = DataFolder(tmp_path), tmp_path / "lost"
     dies_once = f"if ! test -e {lost}; then touch {lost}; exit 70; fi; {ORDERLY}"
     supervisor._add(folder, [program(tmp_path, "w0", dies_once)])
     await until_up(folder, "w0")
     await supervisor._drain()
-    assert [line.partition(";")[0] for line in said if "exited" in line] == [
+    assert [line.partition(";")[0] for line in lines if "exited" in line] == [
         "w0 exited with status 70"
     ]
-    assert sum("started" in line for line in said) == 2
+    assert sum("started" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize(("set_to", "grace_s"), [(None, 60.0), ("300", 300.0), ("soon", 60.0)])
@@ -108,7 +108,7 @@ def test_each_process_has_the_time_that_is_documented_and_a_worker_what_it_plans
     assert (made.redis().grace_s, made.scheduler().grace_s, made.api().grace_s) == (30, 5, 10)
 
 
-def test_the_libraries_of_a_server_start_no_thread_per_core_unless_told(
+def test_the_libraries_of_a_server_start_no_thread_per_core_unless_asked(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):

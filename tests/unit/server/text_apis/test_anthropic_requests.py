@@ -31,7 +31,7 @@ def test_a_message_must_say_how_long_it_may_be() -> None:
         MessageRequest.model_validate({"model": "m", "messages": [USER]})
 
 
-def test_turns_of_one_side_in_a_row_become_one() -> None:
+def test_messages_of_one_side_in_a_row_become_one() -> None:
     block = {"type": "text", "text": "there", "cache_control": {"type": "ephemeral"}}
     asked = message(
         system=[{"type": "text", "text": "Be short."}],
@@ -73,7 +73,7 @@ def test_what_changes_nothing_is_ignored() -> None:
     ).check()  # fmt: skip
 
 
-def test_an_image_is_refused_by_its_place() -> None:
+def test_an_image_is_refused_by_its_index() -> None:
     asked = message(messages=[{"role": "user", "content": [{"type": "image"}]}])
     with pytest.raises(Invalid, match=r"messages\[0\].content\[0\]: .*'image'"):
         asked.chat()

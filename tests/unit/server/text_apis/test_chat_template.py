@@ -106,7 +106,7 @@ def test_a_last_message_is_continued_as_transformers_does(
     assert loaded(tmp_path).render(messages, continue_final=True) == expected
 
 
-def test_what_a_template_refuses_is_said_in_its_own_words(tmp_path: Path) -> None:
+def test_what_a_template_refuses_is_passed_on_in_its_own_words(tmp_path: Path) -> None:
     folder_of(tmp_path, LLAMA2)
     with pytest.raises(Invalid, match=r"messages: .*Roles must alternate"):
         loaded(tmp_path).render([CHATS[0][0], CHATS[0][0]])
@@ -150,7 +150,7 @@ def test_a_folder_without_a_template_has_none(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
 
 
-def test_a_broken_template_is_told_from_a_missing_one(tmp_path: Path) -> None:
+def test_a_broken_template_is_distinguished_from_a_missing_one(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))
     with pytest.raises(TemplateSyntaxError):

@@ -32,37 +32,37 @@ bytes_only.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=60)
 
 
-def pieces(tokens: Sequence[int], size: int) -> list[str]:
+def texts_of(tokens: Sequence[int], size: int) -> list[str]:
     growth = TextGrowth(tokenizer)
-    told = [growth.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
-    return [*told, growth.finish()]
+    texts = [growth.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+    return [*texts, growth.finish()]
 
 
 @given(tokens, st.integers(1, 5))
-def test_pieces_add_up_to_the_whole_text(tokens: list[int], size: int) -> None:
-    assert "".join(pieces(tokens, size)) == tokenizer.decode(tokens)
+def test_chunks_add_up_to_the_whole_text(tokens: list[int], size: int) -> None:
+    assert "".join(texts_of(tokens, size)) == tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize("text", [WORDS, WORDS * 20])
 def test_a_character_of_many_tokens_comes_whole(text: str) -> None:
-    told = pieces(tokenizer.encode(text, special=False), 1)
-    assert not any(PARTIAL in piece for piece in told)
-    assert "".join(told) == text
-    assert sum(map(bool, told)) > 10
+    texts = texts_of(tokenizer.encode(text, special=False), 1)
+    assert not any(PARTIAL in each for each in texts)
+    assert "".join(texts) == text
+    assert sum(map(bool, texts)) > 10
 
 
 def test_bytes_of_a_fallback_vocabulary_come_as_characters() -> None:
     growth = TextGrowth(Tokenizer(bytes_only))
-    told = [growth.push([byte]) for byte in "aé🙂b".encode()]
-    assert told == ["a", "", "é", "", "", "", "🙂", "b"]
+    texts = [growth.push([byte]) for byte in "aé🙂b".encode()]
+    assert texts == ["a", "", "é", "", "", "", "🙂", "b"]
 
 
-def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
+def test_bytes_that_never_become_a_character_do_not_wait_without_end() -> None:
     (stray,) = tokenizer.encode("é", special=False)[-1:]
     growth = TextGrowth(tokenizer)
-    told = "".join(growth.push([stray]) for _ in range(100))
-    assert len(told) > 60
-    assert len(told + growth.finish()) == 100
+    text = "".join(growth.push([stray]) for _ in range(100))
+    assert len(text) > 60
+    assert len(text + growth.finish()) == 100
 
 
 def test_a_stop_string_across_tokens_is_never_shown() -> None:

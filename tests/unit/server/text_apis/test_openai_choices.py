@@ -18,7 +18,7 @@ def columns(*tokens: Any, offset: int = 0) -> dict[str, Any]:
     return CompletionShape().logprobs(tokenizer, scored(*tokens), offset)
 
 
-def test_a_token_that_was_not_likely_is_named_beside_those_that_were() -> None:
+def test_a_token_that_was_not_likely_is_named_with_those_that_were() -> None:
     written = columns([A], [-3.0], [[(B, -0.5)]], offset=4)
     assert written == {
         "tokens": ["a"],

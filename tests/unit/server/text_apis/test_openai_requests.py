@@ -21,11 +21,11 @@ def completion(**fields: Any) -> CompletionRequest:
     return CompletionRequest.model_validate({"model": "m", "prompt": "Hi", **fields})
 
 
-def test_nothing_said_and_null_mean_the_same() -> None:
+def test_nothing_given_and_null_mean_the_same() -> None:
     fields = set(ChatCompletionRequest.model_fields) - {"model", "messages"}
-    said = chat(**dict.fromkeys(fields), tools=None)
-    said.check()
-    assert said.body([1]) == chat().body([1])
+    given = chat(**dict.fromkeys(fields), tools=None)
+    given.check()
+    assert given.body([1]) == chat().body([1])
 
 
 def test_defaults_are_those_of_the_api() -> None:
@@ -134,7 +134,7 @@ def test_numbers_have_limits(fields: dict[str, Any]) -> None:
 
 def test_parts_of_text_are_joined_and_developers_are_the_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    told_before: dict[str, Any] = {
+    seen_before: dict[str, Any] = {
         "role": "assistant",
         "content": None,
         "refusal": None,
@@ -144,7 +144,7 @@ def test_parts_of_text_are_joined_and_developers_are_the_system() -> None:
         messages=[
             {"role": "developer", "content": "Be short.", "name": "me"},
             {"role": "user", "content": parts},
-            told_before,
+            seen_before,
         ]
     )
     assert asked.chat() == [
@@ -166,7 +166,7 @@ def test_parts_of_text_are_joined_and_developers_are_the_system() -> None:
         ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\]"),
     ],
 )
-def test_a_message_that_is_not_text_is_refused_by_its_place(
+def test_a_message_that_is_not_text_is_refused_by_its_index(
     message: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(Invalid, match=named):

@@ -70,7 +70,7 @@ def test_an_owner_sees_all_of_a_run() -> None:
     assert shown.user_metadata == {"renderer": "llama3", "private": '["x"]'}
 
 
-def test_others_see_of_a_run_only_what_its_published_checkpoint_tells() -> None:
+def test_others_see_of_a_run_only_what_its_published_checkpoint_shows() -> None:
     shown = training_run_of(ENTRY, BOB)
     assert (shown.model_owner, shown.corrupted, shown.user_metadata) == (
         ANOTHER_TENANT,
@@ -81,7 +81,7 @@ def test_others_see_of_a_run_only_what_its_published_checkpoint_tells() -> None:
     assert ALICE not in shown.model_dump_json()
 
 
-def test_a_rollback_is_told_to_the_owner_alone() -> None:
+def test_a_rollback_is_shown_to_the_owner_alone() -> None:
     before = training_run_of(ENTRY, ALICE)
     assert (before.weights_epoch, before.rolled_back_to) == (0, None)
     entry = replace(ENTRY, run=replace(RUN, weights_epoch=2, rolled_back_to=CHECKPOINT.path))

@@ -14,7 +14,7 @@ from cotrain_server.views.session_search import (
     cursor_at,
     matches,
     may_find,
-    place_of,
+    position_of,
     status_of,
     summary_of,
 )
@@ -32,8 +32,8 @@ RECORD = SessionRecord(
     display_name="Nightly SFT run",
 )
 ALIVE = SessionEntry(Place(1_000_500_000, "s1"), RECORD, is_alive=True, failed_run=None)
-GONE = replace(ALIVE, is_alive=False)
-FINISHED = replace(GONE, record=replace(RECORD, finished_at=2_000.0, finish_reason="errored"))
+QUIET = replace(ALIVE, is_alive=False)
+FINISHED = replace(QUIET, record=replace(RECORD, finished_at=2_000.0, finish_reason="errored"))
 FAILED = replace(FINISHED, failed_run=RunId("s1:train:0"))
 
 
@@ -66,7 +66,7 @@ def test_a_session_is_found_by_what_it_is(wanted: dict[str, Any], found: bool) -
 
 @pytest.mark.parametrize(
     ("entry", "status"),
-    [(ALIVE, "active"), (GONE, None), (FINISHED, "client_finished"), (FAILED, "failed")],
+    [(ALIVE, "active"), (QUIET, None), (FINISHED, "client_finished"), (FAILED, "failed")],
 )
 def test_a_session_has_the_status_of_the_worst_that_befell_it(
     entry: SessionEntry, status: str | None
@@ -101,7 +101,9 @@ def test_a_session_is_shown_with_what_it_stored_and_with_its_metadata_as_text() 
 
 
 @given(st.integers(0, 2**52), st.from_regex(r"[0-9a-f]{32}", fullmatch=True))
-def test_a_cursor_comes_back_as_the_place_it_was_made_of(created_at_us: int, session: str) -> None:
-    place = Place(created_at_us, session)
-    sent = cursor_at(place).model_dump_json()
-    assert place_of(type(cursor_at(place)).model_validate_json(sent)) == place
+def test_a_cursor_comes_back_as_the_position_it_was_made_of(
+    created_at_us: int, session: str
+) -> None:
+    position = Place(created_at_us, session)
+    sent = cursor_at(position).model_dump_json()
+    assert position_of(type(cursor_at(position)).model_validate_json(sent)) == position

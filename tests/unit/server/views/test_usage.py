@@ -1,4 +1,4 @@
-"""Windows of whole hours, and what is told of what was used in them."""
+"""Windows of whole hours, and what is reported of what was used in them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_runs_of_a_session_are_billed_together_and_the_largest_first() -> None:
     assert {(event.bucket_start, event.bucket_end) for event in events} == {(NOON, NOON + HOUR)}
 
 
-def test_cached_prompt_tokens_are_told_apart_from_computed_ones() -> None:
+def test_cached_prompt_tokens_are_counted_apart_from_computed_ones() -> None:
     rows = [row("prefill_tokens", 10), row("cached_tokens", 4)]
     assert [event.event_info for event in events_of(rows, {}, ALICE)] == [
         PrefillUsage(cached=False, token_count=6),
