@@ -58,7 +58,8 @@ async def test_a_head_that_comes_byte_by_byte_has_no_more_time() -> None:
         while not closed.done():
             writer.write(b"G")
             await asyncio.wait([closed], timeout=TIMEOUT_S / 10)
-        assert closed.result() == b""
+        # A byte that is sent after the end comes back as a reset.
+        assert isinstance(closed.exception(), ConnectionResetError) or closed.result() == b""
 
 
 async def test_an_answer_may_take_longer_than_a_head() -> None:
