@@ -116,7 +116,7 @@ async def test_a_wrong_save_fails_in_its_place_and_the_run_goes_on(
 async def test_over_the_quota_a_save_fails_and_works_again_once_something_is_deleted(
     empty_redis: EmbeddedRedis, limits: dict[str, Any], limit: str
 ) -> None:
-    async with running_api(empty_redis.url, **limits) as api:
+    async with running_api(empty_redis.url, quotas=limits) as api:
         with stand_in(api.services) as worker:
             run, bobs = await api.new_run(), await api.new_run(BOB)
             path = (await save(api, worker, run, 1))["path"]
