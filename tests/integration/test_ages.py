@@ -13,7 +13,7 @@ from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.oplog.dispatch import ENDS_AT_ONCE, MAX_STEP_S, Dispatch
 from cotrain_store.redis_client.store_clock import clock_ms
-from cotrain_store.results.delivery import READ_AFTER_S, Deliveries
+from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from tests.support.lives import life_ms, pass_time
 from tests.support.stack import POOL
 
@@ -139,8 +139,8 @@ async def test_a_full_redis_still_lets_results_end(log: Log) -> None:
 
 async def test_a_full_redis_still_lets_what_was_read_end_sooner(log: Log) -> None:
     run = await resolved(log, Result.of_json({}))
-    deliveries = Deliveries(log.connection)
-    deliveries.note(POOL, run.id, request_id(run.id, 0), 0.0)
+    deliveries = DeliveryLog(log.connection)
+    deliveries.sent(run.tenant, request_id(run.id, 0), POOL, 0.0)
     await deliveries.expire_read(0.0)
     await log.submit(run, 1)
     before = log.redis.config_get("maxmemory")["maxmemory"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.keys import result_keys
 from cotrain_store.messages.ids import request_id
-from cotrain_store.results.delivery import READ_AFTER_S, Deliveries
+from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from tests.support import lives
 from tests.support.stack import POOL
 
@@ -29,8 +29,8 @@ def life_ms(log: Log, run: RunRecord, seq: int = 0) -> float:
 async def test_a_result_whose_client_went_on_is_not_kept_for_a_day(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
-    deliveries = Deliveries(log.connection)
-    deliveries.note(POOL, run.id, request_id(run.id, 0), NOW)
+    deliveries = DeliveryLog(log.connection)
+    deliveries.sent(run.tenant, request_id(run.id, 0), POOL, NOW)
     await deliveries.expire_read(NOW + 5)
     await log.submit(run, 1)
     await deliveries.expire_read(LATER)
@@ -41,8 +41,8 @@ async def test_a_client_that_fell_asleep_finds_its_result_in_the_morning(log: Lo
     run = await log.new_run()
     await log.submit(run, 1)  # sent ahead, before it fell asleep
     await log.run_all()
-    deliveries = Deliveries(log.connection)
-    deliveries.note(POOL, run.id, request_id(run.id, 0), NOW)
+    deliveries = DeliveryLog(log.connection)
+    deliveries.sent(run.tenant, request_id(run.id, 0), POOL, NOW)
     for hours in range(23):
         await deliveries.expire_read(NOW + 3600 * hours)
     assert life_ms(log, run) > result_keys.READ_RESULT_TTL_MS
@@ -51,8 +51,8 @@ async def test_a_client_that_fell_asleep_finds_its_result_in_the_morning(log: Lo
 async def test_a_lost_answer_can_be_asked_for_again_for_a_while(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
-    deliveries = Deliveries(log.connection)
-    deliveries.note(POOL, run.id, request_id(run.id, 0), NOW)
+    deliveries = DeliveryLog(log.connection)
+    deliveries.sent(run.tenant, request_id(run.id, 0), POOL, NOW)
     await deliveries.expire_read(NOW + 5)
     await log.submit(run, 1)
     await deliveries.expire_read(NOW + READ_AFTER_S - 1)
@@ -63,8 +63,8 @@ async def test_what_was_never_sent_is_kept(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     await log.run_all()
-    deliveries = Deliveries(log.connection)
-    deliveries.note(POOL, run.id, request_id(run.id, 1), NOW)
+    deliveries = DeliveryLog(log.connection)
+    deliveries.sent(run.tenant, request_id(run.id, 1), POOL, NOW)
     await deliveries.expire_read(NOW)
     await log.submit(run, 2)
     await deliveries.expire_read(LATER)

@@ -104,7 +104,7 @@ async def test_who_fetches_nothing_is_told_to_and_can_go_on_after_it(
             for request in (f"{run}:0", accepted.json()["request_id"]):
                 read = await api.post("retrieve_future", {"request_id": request})
                 assert read.status_code == 200
-            await api.services.futures._unread.tell()  # it does so every now and then
+            await api.services.futures._deliveries.flush()  # it does so every now and then
             assert await unread_bytes(api) == [0, 0, dict.fromkeys(everybody, 0)]
             assert (await api.post("forward_backward", pass_body(run, 2))).status_code == 200
 
@@ -198,7 +198,7 @@ async def test_in_a_crowded_memory_a_tenant_may_leave_less_unread(
             await worker.run_log()
             fetched = await api.post("retrieve_future", {"request_id": f"{other}:0"}, BOB)
             assert fetched.status_code == 200
-            await api.services.futures._unread.tell()
+            await api.services.futures._deliveries.flush()
             monkeypatch.setattr("cotrain_store.disk.capacity.UNREAD_SHARE", 1e-9)
             assert (await api.post("forward_backward", pass_body(run, 1))).status_code == 200
             monkeypatch.setattr("cotrain_store.disk.capacity.CROWDED_SHARE", 1e-9)

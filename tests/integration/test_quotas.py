@@ -24,10 +24,12 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import SAMPLER_REST_MS, TenantLimits
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
-from cotrain_store.results.delivery import Unread
+from cotrain_store.redis_client.subscription import repeat
+from cotrain_store.results.delivery import DeliveryLog
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import RecordLimits, Records
 from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
+from tests.support.stack import POOL
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -75,9 +77,9 @@ async def test_a_tenant_that_fetches_nothing_is_refused_and_the_others_are_not(l
     assert log.everything() == before
     log.redis.hset(result_keys.unread(other.tenant), "bytes", 0)
     await intake.create_run(second_of(other))
-    told = Unread(log.connection)
-    told.note_sent(A, RequestId(f"{run.id}:0"))
-    await told.tell()
+    deliveries = DeliveryLog(log.connection)
+    deliveries.sent(A, RequestId(f"{run.id}:0"), POOL, 0.0)
+    await deliveries.flush()
     await intake.create_run(second_of(run))
 
 
@@ -129,10 +131,7 @@ async def test_samples_count_like_other_results(samples: Samples) -> None:
     assert unread(log) == 0
 
 
-async def test_what_redis_does_not_take_is_told_again(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cotrain_store.results.delivery.TELL_EVERY_S", 0.0)
+async def test_what_redis_does_not_take_is_written_again(log: Log) -> None:
     taken: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     lost = iter([True, False])
 
@@ -141,18 +140,18 @@ async def test_what_redis_does_not_take_is_told_again(
             raise CONNECTION_LOST[0]
         taken.put_nowait(args)
 
-    unread = Unread(log.connection)
-    unread._script = script
-    unread.note_sent(A, RequestId("r:1"))
-    telling = asyncio.create_task(unread.keep_telling())
+    deliveries = DeliveryLog(log.connection)
+    deliveries._results_sent = script
+    deliveries.sent(A, RequestId("r:1"), POOL, 0.0)
+    telling = asyncio.create_task(repeat("flush", 0.0, deliveries.flush))
     assert await taken.get() == {"sent": [{"tenant": "a", "request": "r:1"}]}
     await stop_tasks([telling])
 
 
-async def test_a_redis_that_refuses_writes_for_a_while_is_told_after_it(
+async def test_a_redis_that_refuses_writes_for_a_while_is_written_to_after_it(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.results.delivery.TELL_EVERY_S", 0.01)
+    monkeypatch.setattr("cotrain_store.results.futures.FLUSH_EVERY_S", 0.01)
     run = await log.new_run()
     await log.run_all()
     log.redis.config_set("min-replicas-to-write", 1)  # as with a disk that takes no RDB file
@@ -161,7 +160,7 @@ async def test_a_redis_that_refuses_writes_for_a_while_is_told_after_it(
             with capture_logs() as logs:
                 assert isinstance(await futures.wait(A, RequestId(f"{run.id}:0"), 1.0), Result)
                 await until(lambda: logs)
-            assert logs[0]["event"] == "redis_refuses"
+            assert logs[0]["event"] == "redis_error"
             log.redis.config_set("min-replicas-to-write", 0)
             await until(lambda: unread(log) == 0)
     finally:

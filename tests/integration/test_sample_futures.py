@@ -14,7 +14,7 @@ from cotrain_store.keys import age_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.sample_ids import parse_sample
-from cotrain_store.results.delivery import READ_AFTER_S, SampleDeliveries
+from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import Pending
 from tests.support.lives import life_ms
 from tests.support.samples import RESULT
@@ -116,7 +116,7 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
 ) -> None:
     session = await samples.records.create_session(A)
     first, second = f"{session.id}:sample:0", "asleep:sample:0"
-    deliveries = SampleDeliveries(samples.log.connection)
+    deliveries = DeliveryLog(samples.log.connection)
     requests = [RequestId(f"{sampler}:0") for sampler in (first, second)]
     for request in requests:
         name = parse_sample(request)
@@ -126,7 +126,7 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
         samples.log.redis.zadd(age_keys.ends(), {result_keys.result(request): ends})
         samples.log.redis.hset(sample_keys.sample(request), "state", "done")
         samples.log.redis.zadd(sample_keys.completions(name.sampler, 0), {"0": 1})
-        deliveries.note(name, NOW)
+        deliveries.sent(A, request, name, NOW)
 
     def lives_ms() -> list[float]:
         return [life_ms(samples.log.redis, result_keys.result(request)) for request in requests]

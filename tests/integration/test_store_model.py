@@ -42,7 +42,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
-from cotrain_store.results.delivery import Unread
+from cotrain_store.results.delivery import DeliveryLog
 from tests.support.draws import examples
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
@@ -95,7 +95,7 @@ class LogMachine(RuleBasedStateMachine):
         self.async_redis = open_connection(self.server.url)
         self.spool = Spool(folder / "spool", new_writer("t"))
         self.intake = Intake(self.async_redis, self.spool, TenantLimits(ops=10_000))
-        self.unread = Unread(self.async_redis)
+        self.deliveries = DeliveryLog(self.async_redis)
         self.dispatch = Dispatch(self.async_redis, "scheduler-0")
         assert self.wait(self.dispatch.lead())
         self.workers = {worker: self.new_worker(worker) for worker in WORKERS}
@@ -239,8 +239,8 @@ class LogMachine(RuleBasedStateMachine):
         seq = which.choice(sorted(model.unread))
         del model.unread[seq]
         for _ in range(1 + twice):
-            self.unread.note_sent(record.tenant, request_id(record.id, seq))
-            self.wait(self.unread.tell())
+            self.deliveries.sent(record.tenant, request_id(record.id, seq), POOL, 0.0)
+            self.wait(self.deliveries.flush())
 
     def refuse(self, old: Execution, steps: list[Step]) -> None:
         """Let a process that was replaced try everything."""

@@ -1,7 +1,7 @@
 """Open a connection to Redis and refuse one that could lose acknowledged writes.
 
-No other file but `together` imports redis; the classes that own one role each (intake, dispatch,
-execution, futures, records, tenants, status, and those of sampling) all get their connection from here.
+The classes that own one role each (intake, dispatch, execution, futures, records, tenants, status, and
+those of sampling) all get their connection from here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
-#: What passes, and is waited for: Redis is away, or full for now (results expire, and make room).
+#: What passes, and is waited for: Redis is unavailable, or full for now (results expire).
 CONNECTION_LOST = (*_UNANSWERED, OutOfMemoryError)
 
-#: Whatever Redis may say. Only for tasks that live as long as their process: they log it, and go on.
+#: Any error of Redis. Only for tasks that live as long as their process: they log it, and go on.
 ANY_TROUBLE = (RedisError,)
 
 #: What Redis must be set to so that an acknowledged write survives a kill and a power cut.
@@ -109,22 +109,33 @@ async def check_store(connection: Connection, *, accept_data_loss: bool) -> None
         StoreUnavailable: Redis does not answer.
     """
     try:
-        found = {name: (await connection.config_get(name)).get(name) for name in DURABLE}
-        await connection.set(fleet_keys.schema(), fleet_keys.SCHEMA_VERSION, nx=True)
-        version = await connection.get(fleet_keys.schema())
+        answers = await _questions(connection).execute()
     except CONNECTION_LOST as lost:
         raise StoreUnavailable from lost
-    refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
+    _judge(answers, accept_data_loss=accept_data_loss)
 
 
 def check_store_sync(connection: SyncConnection, *, accept_data_loss: bool) -> None:
     """Do what `check_store` does, on a synchronous connection."""
     try:
-        found = {name: connection.config_get(name).get(name) for name in DURABLE}
-        connection.set(fleet_keys.schema(), fleet_keys.SCHEMA_VERSION, nx=True)
-        version = connection.get(fleet_keys.schema())
+        answers = _questions(connection).execute()
     except CONNECTION_LOST as lost:
         raise StoreUnavailable from lost
+    _judge(answers, accept_data_loss=accept_data_loss)
+
+
+def _questions(connection: Connection | SyncConnection) -> Any:
+    pipeline = connection.pipeline(transaction=False)
+    for name in DURABLE:
+        pipeline.config_get(name)
+    pipeline.set(fleet_keys.schema(), fleet_keys.SCHEMA_VERSION, nx=True)
+    pipeline.get(fleet_keys.schema())
+    return pipeline
+
+
+def _judge(answers: list[Any], *, accept_data_loss: bool) -> None:
+    *settings, _, version = answers
+    found = {name: found.get(name) for name, found in zip(DURABLE, settings, strict=True)}
     refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
 
 

@@ -1,55 +1,82 @@
-"""Listen to one channel for as long as a process lives, whatever Redis does meanwhile.
+"""Listen to one channel for as long as a process lives, even while Redis is unavailable.
 
-A message can be lost while the subscription is down: after each (re)subscription whoever listens is
-told to look at everything.
+A message can be lost while the subscription is down: after each (re)subscription the subscriber looks at
+everything.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 
-from cotrain_store.redis_client.connection import ANY_TROUBLE, CONNECTION_LOST
+from cotrain_store.redis_client.connection import ANY_TROUBLE, CONNECTION_LOST, stop_tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from cotrain_store.redis_client.connection import Connection
 
 log = structlog.get_logger()
 
-#: How soon to ask a Redis again that went away.
+#: How soon to ask an unavailable Redis again.
 RETRY_S = 0.2
 
 
-async def listen(
-    connection: Connection, channel: str, heard: Callable[[bytes | None], Awaitable[None]]
+class ChannelSubscriber:
+    """Calls `receive` with each message of a channel, and with None after each subscription.
+
+    `others` are tasks that run as long.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        channel: str,
+        receive: Callable[[bytes | None], Awaitable[None]],
+        *others: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        listening = partial(_listen, connection, channel, receive)
+        self._coroutines: list[Callable[[], Coroutine[Any, Any, None]]] = [listening, *others]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Start listening."""
+        self._tasks = [asyncio.create_task(coroutine()) for coroutine in self._coroutines]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop listening, and the other tasks."""
+        await stop_tasks(self._tasks)
+
+
+async def _listen(
+    connection: Connection, channel: str, receive: Callable[[bytes | None], Awaitable[None]]
 ) -> None:
-    """Call `heard` with each message, and with None after each subscription. Runs until cancelled."""
     while True:
         try:
             async with connection.pubsub(ignore_subscribe_messages=False) as subscription:
                 await subscription.subscribe(channel)
                 async for message in subscription.listen():
-                    await heard(None if message["type"] == "subscribe" else message["data"])
+                    await receive(None if message["type"] == "subscribe" else message["data"])
         except ANY_TROUBLE as trouble:
             note_trouble(f"listen {channel}", trouble)
             await asyncio.sleep(RETRY_S)
 
 
-async def repeat(name: str, every_s: float, turn: Callable[[], Awaitable[None]]) -> None:
-    """Take a turn every `every_s` seconds. Runs until cancelled: what Redis refuses ends one turn."""
+async def repeat(name: str, every_s: float, act: Callable[[], Awaitable[None]]) -> None:
+    """Act every `every_s` seconds. Runs until cancelled: an error of Redis ends one call."""
     while True:
         await asyncio.sleep(every_s)
         try:
-            await turn()
+            await act()
         except ANY_TROUBLE as trouble:
             note_trouble(name, trouble)
 
 
 def note_trouble(name: str, trouble: Exception) -> None:
-    """Log what Redis said, unless it is only away: others tell that, and it passes."""
+    """Log an error of Redis, unless it is unavailable: others log that, and it passes."""
     if not isinstance(trouble, CONNECTION_LOST):
-        log.error("redis_refuses", task=name, error=str(trouble))
+        log.error("redis_error", task=name, error=str(trouble))

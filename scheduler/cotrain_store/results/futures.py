@@ -26,15 +26,14 @@ from cotrain_store.messages.gaps import client_seq, still_waiting
 from cotrain_store.messages.ids import RequestId, WeightsRef, run_of
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.sample_ids import parse_sample
-from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.redis_client.store_clock import clock_ms
-from cotrain_store.redis_client.subscription import RETRY_S, listen, repeat
-from cotrain_store.results.delivery import Deliveries, SampleDeliveries, Unread
+from cotrain_store.redis_client.subscription import RETRY_S, ChannelSubscriber, repeat
+from cotrain_store.results.delivery import FLUSH_EVERY_S, DeliveryLog
 from cotrain_store.tenants.records import Records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
 
     from cotrain_store.disk.spool import Spool
     from cotrain_store.messages.ids import PoolId, TenantId
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
 SWEEP_S = 5.0
 #: A gap younger than this is a client that is still sending.
 GAP_NOTICE_S = 120.0
-#: Places in a run's order have at most this many digits; longer ones name nothing.
-_PLACE_DIGITS = 19
+#: Seqs have at most this many digits; longer ones name nothing.
+_SEQ_DIGITS = 19
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -65,32 +64,25 @@ class Futures:
         self._redis = connection
         self._spool = spool
         self._records = Records(connection)
-        self._deliveries = Deliveries(connection)
-        self._sample_deliveries = SampleDeliveries(connection)
-        self._unread = Unread(connection)
+        self._deliveries = DeliveryLog(connection)
+        self._subscriber = ChannelSubscriber(
+            connection, result_keys.notify_results(), self._receive,
+            lambda: repeat("sweep futures", SWEEP_S, self._sweep),
+            lambda: repeat("flush deliveries", FLUSH_EVERY_S, self._deliveries.flush),
+        )  # fmt: skip
         self._waiters: defaultdict[str, set[asyncio.Future[bytes | None]]] = defaultdict(set)
-        self._tasks: list[asyncio.Task[None]] = []
         self._released = False
 
     async def __aenter__(self) -> Self:
         """Start listening."""
-        self._tasks = [
-            asyncio.create_task(listen(self._redis, result_keys.notify_results(), self._heard)),
-            asyncio.create_task(repeat("sweep futures", SWEEP_S, self._sweep)),
-            asyncio.create_task(self._unread.keep_telling()),
-        ]
+        await self._subscriber.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        """Stop listening; whoever still waits gets Pending."""
+    async def __aexit__(self, *_: object) -> None:
+        """Stop listening; what still waits gets Pending."""
         self.release_all()
-        await stop_tasks(self._tasks)
-        await self._unread.tell()
+        await self._subscriber.__aexit__()
+        await self._deliveries.flush()
 
     @property
     def waiters(self) -> int:
@@ -132,30 +124,27 @@ class Futures:
         if name:
             return await self._sample_outcome(tenant, request, name, timeout_s)
         pool = await self._pool_of_own(tenant, request)
-        packed = await self._held(request, timeout_s)
-        if packed is None and self._released:
+        value = await self._awaited(request, timeout_s)
+        if value is None and self._released:
             return Pending()  # thousands leave at once, and the next process looks anyway
-        if packed is None:
+        if value is None:
             return await self._pending(pool, request)
-        self._deliveries.note(pool, run_of(request), request, time.monotonic())
-        self._unread.note_sent(tenant, request)
-        return await self._whole(packed, RequestNotFound("The result has expired."))
+        self._deliveries.sent(tenant, request, pool, time.monotonic())
+        return await self._whole(value, RequestNotFound("The result has expired."))
 
     async def _sample_outcome(
         self, tenant: TenantId, request: RequestId, name: SampleName, timeout_s: float
     ) -> Result | Pending:
         is_done = await self._is_sample_done(tenant, request, name)
-        packed = await self._held(request, 0.0 if is_done else timeout_s)
-        if packed is None and not await self._is_sample_done(tenant, request, name):
+        value = await self._awaited(request, 0.0 if is_done else timeout_s)
+        if value is None and not await self._is_sample_done(tenant, request, name):
             return Pending()
-        packed = packed or await self._redis.get(
-            result_keys.result(request)
-        )  # done between the two looks
-        if packed is None:
+        # Done between the two looks.
+        value = value or await self._redis.get(result_keys.result(request))
+        if value is None:
             raise SampleExpired
-        self._sample_deliveries.note(name, time.monotonic())
-        self._unread.note_sent(tenant, request)
-        return await self._whole(packed, SampleExpired())
+        self._deliveries.sent(tenant, request, name, time.monotonic())
+        return await self._whole(value, SampleExpired())
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
         """Look at a sample request; raises SampleExpired for one that may be asked for again."""
@@ -174,13 +163,13 @@ class Futures:
         except RunNotFound as foreign:
             raise RequestNotFound from foreign
 
-    async def _held(self, request: RequestId, timeout_s: float) -> bytes | None:
+    async def _awaited(self, request: RequestId, timeout_s: float) -> bytes | None:
         waiter: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._waiters[request].add(waiter)
         try:
-            packed: bytes | None = await self._redis.get(result_keys.result(request))
-            if packed is not None or self._released:
-                return packed
+            value: bytes | None = await self._redis.get(result_keys.result(request))
+            if value is not None or self._released:
+                return value
             # What `asyncio.wait_for` would do, with a future and a frame less for each of thousands.
             timer = asyncio.get_running_loop().call_later(timeout_s, _give_up, waiter)
             try:
@@ -200,11 +189,11 @@ class Futures:
             self._redis.zscore(run_keys.gaps(pool), run),
             clock_ms(self._redis),
         )
-        place = request.rpartition(":")[2]
-        is_place = place.isdecimal() and len(place) <= _PLACE_DIGITS
-        if log[0] is None or not is_place or int(place) > int(log[2]):
+        seq = request.rpartition(":")[2]
+        is_seq = seq.isdecimal() and len(seq) <= _SEQ_DIGITS
+        if log[0] is None or not is_seq or int(seq) > int(log[2]):
             raise RequestNotFound
-        if int(place) <= int(log[1]) and await self._has_expired(request):
+        if int(seq) <= int(log[1]) and await self._has_expired(request):
             raise RequestNotFound("The result has expired.")
         if since is not None and now_ms - since > GAP_NOTICE_S * 1000:
             missing = await client_seq(self._redis, pool, run, int(log[0]))
@@ -212,14 +201,14 @@ class Futures:
         return Pending()
 
     async def _has_expired(self, request: RequestId) -> bool:
-        """Tell whether a committed op has no result any more; one that owes its weights has none yet."""
-        # In this order: what is owed when we look first has its result when we look second.
+        """Tell whether a committed op has no result any more; one whose weights are unstored has none yet."""
+        # In this order: what is unstored when we look first has its result when we look second.
         if await self._redis.hexists(weights_keys.weights(WeightsRef(request)), "checkpoint"):
             return False
         return await self._redis.get(result_keys.result(request)) is None
 
-    async def _whole(self, packed: bytes, expired: RequestNotFound) -> Result:
-        result = Result.decode(packed)
+    async def _whole(self, value: bytes, expired: RequestNotFound) -> Result:
+        result = Result.decode(value)
         if not is_spooled(result):
             return result
         try:
@@ -227,27 +216,26 @@ class Futures:
         except SpoolCorrupt as gone:
             raise expired from gone
 
-    async def _heard(self, message: bytes | None) -> None:
-        """Look for who is named, or for everybody after a (re)subscription."""
+    async def _receive(self, message: bytes | None) -> None:
+        """Look for the requests that are named, or for all after a (re)subscription."""
         named = list(self._waiters) if message is None else message.decode().split("\n")
         await self._resolve(named)
 
     async def _sweep(self) -> None:
         await self._resolve(list(self._waiters))
         await self._deliveries.expire_read(time.monotonic())
-        await self._sample_deliveries.expire_read(time.monotonic())
 
     async def _resolve(self, requests: Iterable[str]) -> None:
         waiting = [request for request in requests if request in self._waiters]
         if not waiting:
             return
         values = await self._redis.mget([result_keys.result(RequestId(r)) for r in waiting])
-        for request, packed in zip(waiting, values, strict=True):
-            if packed is None:
+        for request, value in zip(waiting, values, strict=True):
+            if value is None:
                 continue
             for waiter in self._waiters.get(request, ()):
                 if not waiter.done():
-                    waiter.set_result(packed)
+                    waiter.set_result(value)
 
 
 def _give_up(waiter: asyncio.Future[bytes | None]) -> None:

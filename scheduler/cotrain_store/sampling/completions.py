@@ -1,6 +1,6 @@
 """Tell a client which of its sample requests have ended: one poll for all of them.
 
-Each client (a sampler and the number of its copy) has a list of its own. A cursor names a place in
+Each client (a sampler and the number of its copy) has a list of its own. A cursor names a position in
 it; what lies before a cursor that came back is forgotten.
 """
 
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Self
 from cotrain_store.keys import result_keys, sample_keys
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.sample_ids import parse_sample
-from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.redis_client.subscription import listen
+from cotrain_store.redis_client.subscription import ChannelSubscriber
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import TracebackType
 
     from cotrain_store.messages.ids import RequestId, SamplerId
     from cotrain_store.messages.samples import SamplerRecord
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 HOLD_S = 30.0
 #: A wake-up can be lost; look by ourselves this often.
 SWEEP_S = 5.0
-#: More than this are told by the next poll, or acknowledged by the next script.
+#: What is more goes with the next poll's answer, or is acknowledged by the next script.
 MOST = 1_000
 #: Scores of a sorted set are exact up to here.
 _LARGEST = 2**53
@@ -55,24 +54,20 @@ class Completions:
         self._redis = connection
         self._read = async_script(connection, "sample_read")
         self._waiters: defaultdict[tuple[SamplerId, int], set[asyncio.Event]] = defaultdict(set)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._subscriber = ChannelSubscriber(
+            connection, result_keys.notify_results(), self._receive
+        )
         self._released = False
 
     async def __aenter__(self) -> Self:
         """Start listening."""
-        listening = listen(self._redis, result_keys.notify_results(), self._heard)
-        self._tasks = [asyncio.create_task(listening)]
+        await self._subscriber.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        """Stop listening; whoever still waits is answered."""
+    async def __aexit__(self, *_: object) -> None:
+        """Stop listening; polls that still wait are answered."""
         self.release_all()
-        await stop_tasks(self._tasks)
+        await self._subscriber.__aexit__()
 
     @property
     def waiters(self) -> int:
@@ -89,7 +84,7 @@ class Completions:
     ) -> tuple[list[Completion], int]:
         """Hold until something ended after the cursor `after`, or `timeout_s` (HOLD_S) is over.
 
-        Returns what ended, oldest first, and the cursor behind it. The same is told again until a
+        Returns what ended, oldest first, and the cursor behind it. The same is answered again until a
         later call names that cursor. A Redis that does not answer is a pause, never an error.
         """
         deadline = time.monotonic() + (HOLD_S if timeout_s is None else timeout_s)
@@ -149,7 +144,7 @@ class Completions:
             if not waiting:
                 del self._waiters[sampler, clone]
 
-    async def _heard(self, message: bytes | None) -> None:
+    async def _receive(self, message: bytes | None) -> None:
         if message is None:
             self._wake(list(self._waiters))
             return

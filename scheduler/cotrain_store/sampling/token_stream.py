@@ -1,6 +1,6 @@
 """Carry the tokens of a streaming sample request from its worker to the API, as they come.
 
-Nothing is stored: who comes late, or too slowly, sees a hole in `before`, which the final result
+Nothing is stored: a follower that comes late, or reads too slowly, sees a hole in `before`, which the final result
 fills.
 """
 
@@ -14,12 +14,10 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Self
 
 from cotrain_store.keys import sample_keys
-from cotrain_store.redis_client.connection import stop_tasks
-from cotrain_store.redis_client.subscription import listen
+from cotrain_store.redis_client.subscription import ChannelSubscriber
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator
-    from types import TracebackType
 
     from cotrain_store.messages.ids import RequestId
     from cotrain_store.redis_client.connection import Connection, SyncConnection
@@ -46,7 +44,7 @@ class TokenPublisher:
         self._redis = connection
 
     def publish(self, request: RequestId, events: Iterable[StreamedTokens]) -> None:
-        """Tell whoever follows this request; nobody may."""
+        """Publish to the subscribers of this request, if any."""
         message = [request, [astuple(event) for event in events]]
         self._redis.publish(sample_keys.notify_tokens(), json.dumps(message, separators=(",", ":")))
 
@@ -58,7 +56,7 @@ class TokenFeed:
         self._unread: asyncio.Queue[StreamedTokens | None] = asyncio.Queue()
 
     def put(self, event: StreamedTokens) -> None:
-        """Add what was heard."""
+        """Add what came."""
         if self._unread.qsize() < MOST_UNREAD:
             self._unread.put_nowait(event)
 
@@ -76,25 +74,17 @@ class TokenStream:
     """The API's end: one subscription per process."""
 
     def __init__(self, connection: Connection) -> None:
-        self._redis = connection
         self._feeds: defaultdict[str, set[TokenFeed]] = defaultdict(set)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._subscriber = ChannelSubscriber(connection, sample_keys.notify_tokens(), self._receive)
 
     async def __aenter__(self) -> Self:
         """Start listening."""
-        self._tasks = [
-            asyncio.create_task(listen(self._redis, sample_keys.notify_tokens(), self._heard))
-        ]
+        await self._subscriber.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop listening; every feed ends."""
-        await stop_tasks(self._tasks)
+        await self._subscriber.__aexit__()
         for feeds in self._feeds.values():
             for feed in feeds:
                 feed.close()
@@ -115,7 +105,7 @@ class TokenStream:
             if not self._feeds[request]:
                 del self._feeds[request]
 
-    async def _heard(self, message: bytes | None) -> None:
+    async def _receive(self, message: bytes | None) -> None:
         if message is None:
             return  # what was missed is a hole that the final result fills
         request, events = json.loads(message)

@@ -33,7 +33,7 @@ async def test_what_redis_refuses_ends_one_turn_and_is_logged() -> None:
         await third.wait()
         await stop_tasks([task])
     assert [(entry["event"], entry["task"], entry["error"]) for entry in logs] == [
-        ("redis_refuses", "sweep", "MISCONF no")
+        ("redis_error", "sweep", "MISCONF no")
     ]
 
 
