@@ -11,7 +11,7 @@ from cotrain.wire.rest import MAX_PAGE, AccessScope
 from cotrain_server.services import Services
 from cotrain_store.messages.sessions import Tenant
 
-#: For the OpenAPI page; the check itself is the gate's.
+#: For the OpenAPI page; the check itself is made before the route.
 api_key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))
 
 

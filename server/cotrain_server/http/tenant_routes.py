@@ -51,17 +51,17 @@ class TenantRoute(APIRoute):
 
     @override
     def get_route_handler(self) -> Handler:
-        """Put the gate before the route."""
+        """Authenticate, then read the body, then run the route."""
         handle = super().get_route_handler()
 
-        async def pass_gate(request: Request) -> Response:
+        async def guarded(request: Request) -> Response:
             services: Services = request.app.state.services
             request.state.tenant = tenant = await authenticate(request, services)
             with services.body_memory.of(tenant.id) as take:
                 body = await read_body(request, self.body_limit(request, services.settings), take)
                 return await handle(CheckedRequest(request, body))
 
-        return pass_gate
+        return guarded
 
     def body_limit(self, request: Request, settings: ServerSettings) -> int:
         """Say how many bytes a body may have."""

@@ -1,1 +1,1 @@
-"""From the wire to an op, and whether it may be accepted; pure, no Redis, no HTTP."""
+"""From the wire to an op, whether it may be accepted, and its way into the log; knows no route."""

@@ -101,11 +101,11 @@ class UploadRoute(APIRoute):
         """Put the key before the route."""
         handle = super().get_route_handler()
 
-        async def pass_gate(request: Request) -> Response:
+        async def guarded(request: Request) -> Response:
             request.state.tenant = await authenticate(request, request.app.state.services)
             return await handle(request)
 
-        return pass_gate
+        return guarded
 
 
 router = APIRouter(

@@ -52,7 +52,7 @@ class InferenceRoute(DataRoute):
 
     @override
     def get_route_handler(self) -> Handler:
-        """Answer errors of the gate, too, in that shape."""
+        """Answer what comes before the route in that shape, too."""
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
