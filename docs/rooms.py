@@ -63,7 +63,7 @@ def docstring(file: Path) -> str:
 
 def _section(graph: grimp.ImportGraph, folder: str) -> str:
     rooms = sorted(path for path in (ROOT / folder).iterdir() if (path / "__init__.py").exists())
-    names = [room.name for room in rooms]
+    names = [path.name for path in rooms]
     edges = direct(_edges(graph, _module(folder), names))
     alone = [name for name in names if not any(name in edge for edge in edges)]
     arrows = [*(f"  {a} --> {b}" for a, b in edges), *(f"  {name}" for name in alone)]
@@ -77,18 +77,18 @@ def _section(graph: grimp.ImportGraph, folder: str) -> str:
             *(picture if rooms else []),
             "| where | what it knows |",
             "|---|---|",
-            *(row for room in rooms for row in _rows(room, folder)),
+            *(row for path in rooms for row in _rows(path, folder)),
             *(_row(file.name, file) for file in sorted((ROOT / folder).glob("[!_]*.py"))),
             "",
         ]
     )
 
 
-def _rows(room: Path, folder: str) -> Iterator[str]:
+def _rows(path: Path, folder: str) -> Iterator[str]:
     """Give a room's row and those of the rooms in it, unless these have a section."""
-    yield _row(f"{room.relative_to(ROOT / folder)}/", room / "__init__.py")
-    if str(room.relative_to(ROOT)) not in OWN_SECTION:
-        for inner in sorted(room.glob("*/__init__.py")):
+    yield _row(f"{path.relative_to(ROOT / folder)}/", path / "__init__.py")
+    if str(path.relative_to(ROOT)) not in OWN_SECTION:
+        for inner in sorted(path.glob("*/__init__.py")):
             yield from _rows(inner.parent, folder)
 
 

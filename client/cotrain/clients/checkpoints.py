@@ -1,4 +1,4 @@
-"""The checkpoints of an account: bring one, list, download and interpolate them."""
+"""The checkpoints of an account: bring one, list, copy, download and interpolate them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json
 from cotrain.transport.http import read
 from cotrain.transport.upload_archive import archive_of
-from cotrain.wire.checkpoints import ExternalWeightsUrlsResponse, UploadQuery, UploadResponse
+from cotrain.wire.checkpoints import (
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    ExternalWeightsUrlsResponse,
+    UploadQuery,
+    UploadResponse,
+)
 from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.mint import InterpolateResponse
 from cotrain.wire.rest import CheckpointsListResponse
@@ -91,6 +97,19 @@ class Checkpoints:
                 return checkpoints
             if len(checkpoints) >= page.cursor.total_count:
                 return checkpoints
+
+    async def copy(self, path: str, ttl_seconds: int | None, token: str | None) -> str:
+        """Give a checkpoint to this session, under a run of its own; its new path. Raises APIError."""
+        session_id, seq_id = await self._runs.reserve()
+        wanted = CopyWeightsRequest(
+            source_path=path,
+            session_id=session_id,
+            model_seq_id=seq_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=token,
+        )
+        answer = await self._transport.post("copy_weights", wanted)
+        return read(answer, CopyWeightsResponse).tinker_path
 
     async def download(
         self, path: str, folder: Path, progress: Progress | None = None

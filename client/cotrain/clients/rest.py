@@ -79,8 +79,7 @@ class RestClient:
 
     def get_server_capabilities(self) -> Future[GetServerCapabilitiesResponse]:
         """Ask which base models the server holds."""
-        asked = self._calls.get("get_server_capabilities", GetServerCapabilitiesResponse)
-        return self._start(asked)
+        return self._get("get_server_capabilities", GetServerCapabilitiesResponse)
 
     def whoami(self) -> Future[WhoamiResponse]:
         """Ask whose the API key is."""
@@ -155,9 +154,8 @@ class RestClient:
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Future[None]:
         """Delete a checkpoint; what was loaded from it stays. `checkpoint_id` is `<kind>/<name>`."""
-        return self.delete_checkpoint_from_tinker_path(
-            f"tinker://{training_run_id}/{checkpoint_id}"
-        )
+        path = f"tinker://{training_run_id}/{checkpoint_id}"
+        return self.delete_checkpoint_from_tinker_path(path)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Delete a checkpoint; what was loaded from it stays."""
@@ -241,9 +239,8 @@ class RestClient:
         self, starting_on: datetime | None = None, ending_before: datetime | None = None
     ) -> Future[UsageResponse]:
         """Ask what each run and sampler used; without limits, of all that the server remembers."""
-        return self._get(
-            "usage", UsageResponse, starting_on=starting_on, ending_before=ending_before
-        )
+        window = {"starting_on": starting_on, "ending_before": ending_before}
+        return self._get("usage", UsageResponse, **window)
 
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
@@ -256,9 +253,8 @@ class RestClient:
         self, project_id: str | None = None
     ) -> Future[StorageResponse]:
         """Ask how many bytes the checkpoints of each project hold now."""
-        return self._get(
-            "billing/usage/checkpoints/current", StorageResponse, project_id=project_id
-        )
+        path = "billing/usage/checkpoints/current"
+        return self._get(path, StorageResponse, project_id=project_id)
 
     def get_audit_log(
         self, event_type: AuditedResource = "all", day: date | None = None

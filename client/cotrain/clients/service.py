@@ -21,7 +21,6 @@ from cotrain.requests.futures import Future
 from cotrain.requests.sync_async import both_ways, submitted
 from cotrain.settings import client_settings
 from cotrain.transport.http import read
-from cotrain.wire.checkpoints import CopyWeightsRequest, CopyWeightsResponse
 from cotrain.wire.mint import InterpolateRequest
 from cotrain.wire.runs import LoraConfig
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
@@ -234,7 +233,7 @@ class ServiceClient:
 
         The bytes are shared. `weights_access_token` is as for `create_training_client_from_state`.
         """
-        copied = self._loop.start(self._copy(path, ttl_seconds, weights_access_token))
+        copied = self._loop.start(self._checkpoints.copy(path, ttl_seconds, weights_access_token))
         return Future(copied, copied, what=f"a copy of {path}")
 
     copy_weights_async = submitted(copy_weights)
@@ -284,18 +283,6 @@ class ServiceClient:
 
     async def __aexit__(self, error_class: type[BaseException] | None, *_: object) -> None:
         await asyncio.to_thread(self.close, "success" if error_class is None else "errored")
-
-    async def _copy(self, path: str, ttl_seconds: int | None, token: str | None) -> str:
-        session_id, seq_id = await self._runs.reserve()
-        wanted = CopyWeightsRequest(
-            source_path=path,
-            session_id=session_id,
-            model_seq_id=seq_id,
-            ttl_seconds=ttl_seconds,
-            weights_access_token=token,
-        )
-        answer = await self._transport.post("copy_weights", wanted)
-        return read(answer, CopyWeightsResponse).tinker_path
 
     async def _farewell(self, outcome: Outcome, detail: str | None) -> None:
         await self._session.finish(outcome, detail)

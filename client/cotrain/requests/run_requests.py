@@ -16,6 +16,7 @@ from cotrain.requests.chunks import chunks_of, combine
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
 from cotrain.transport.http import is_transient, read
+from cotrain.wire.datums import total_weight
 from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.model import SequencedRequest
 from cotrain.wire.pass_codec import encode_datums, wrap_datums
@@ -107,10 +108,10 @@ class RunRequests:
             )
             for chunk in self._cut(data)
         ]
-        total_weight = _total_weight(data) if loss_fn == "cross_entropy" else 0.0
+        weight_sum = total_weight(data) if loss_fn == "cross_entropy" else 0.0
 
         async def wait(request_ids: list[str]) -> ForwardBackwardOutput:
-            return (await self._pass_result(request_ids)).with_total_weight(total_weight)
+            return (await self._pass_result(request_ids)).with_total_weight(weight_sum)
 
         return self._send("forward_backward", requests, wait)
 
@@ -278,17 +279,6 @@ class RunRequests:
         # First come, first served: results come in about the order of acceptance.
         async with self._polls:
             return await poll(self._transport, request_id)
-
-
-def _total_weight(data: Sequence[Datum]) -> float:
-    """Add up the weights of datums; 0 where one has none."""
-    total = 0.0
-    for datum in data:
-        weights = datum.loss_fn_inputs.get("weights")
-        if weights is None:
-            return 0.0
-        total += sum(weights.data)
-    return total
 
 
 async def _shielded(work: concurrent.futures.Future[T]) -> T:

@@ -149,6 +149,17 @@ class Datum(BaseModel):
         return {name: as_tensor(name, value) for name, value in inputs.items()}
 
 
+def total_weight(data: Iterable[Datum]) -> float:
+    """Add up the weights of datums; 0 where one has none."""
+    total = 0.0
+    for datum in data:
+        weights = datum.loss_fn_inputs.get("weights")
+        if weights is None:
+            return 0.0
+        total += sum(weights.data)
+    return total
+
+
 def datums_of(data: Any) -> list[Datum]:
     """List what a caller gave as datums. Raises UnsupportedInput where one is something else."""
     if isinstance(data, Datum):  # which can be iterated over, like every pydantic model

@@ -1,1 +1,1 @@
-"""The settings of each process, free of torch: whoever starts it can read their names."""
+"""The settings of each process, free of torch: the supervisor reads their names."""
