@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cotrain_workers.checkpoints.files import WrittenFiles
     from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.ops import CycleOutput, Op
+    from cotrain_workers.recovery.replay import Restored
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
 
@@ -151,16 +152,16 @@ async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
     guilty, neighbour = await two_runs(server, 4)
     with worker(url, tmp_path, engine) as loop:
         breaks_at({(guilty.id, 1)})
-        ensure_as_before, calls = loop._keeper.ensure, 0
+        ensure_as_before, calls = loop._residents.ensure, 0
 
-        def ensure(run: Any) -> Yielding[int]:
+        def ensure(run: Any) -> Yielding[Restored | None]:
             nonlocal calls
             calls += run == guilty.id
             if run == guilty.id and calls > 1:
                 raise SpoolCorrupt("gone")
             return (yield from ensure_as_before(run))
 
-        loop._keeper.ensure = ensure  # type: ignore[method-assign]  # one that raises
+        loop._residents.ensure = ensure  # type: ignore[method-assign]  # one that raises
         for seq in range(1, 5):
             assert await server.result(guilty, request_id(guilty.id, seq)) == RUN_STOPPED
         answers = [request_id(neighbour.id, seq) for seq in range(1, 5)]

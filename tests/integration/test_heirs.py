@@ -134,12 +134,12 @@ async def test_a_run_that_was_elsewhere_meanwhile_is_not_gone_on_with_from_memor
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
         answers = await results(server, run, await submit(server, run, 1, STEP))
-        stale, debt = engine.adapters.state(run.id), loop._keeper._debts[run.id]
+        stale, debt = engine.adapters.state(run.id), loop._residents._backlogs[run.id]
         debt_before = type(debt)(debt.seq, used_at=debt.used_at)
         requests = await submit(server, run, STEP + 1, 2 * STEP - 1)
         answers += await results(server, run, requests)
         engine.adapters.restore(run.id, stale)
-        loop._keeper._debts[run.id] = debt_before
+        loop._residents._backlogs[run.id] = debt_before
         answers += await results(server, run, await submit(server, run, 2 * STEP, 2 * STEP))
     assert answers == expected
     assert restored_digest(url, tmp_path, engine, run.id) == digest

@@ -85,7 +85,7 @@ async def test_a_run_over_the_host_budget_leaves_memory_and_comes_back_the_same(
         for seq in range(1, len(PROGRAM) + 1):
             answers += await results(server, run, await submit(server, run, seq, seq))
             if seq % 4 == 1:
-                await until(lambda: loop._keeper.runs == 0)
+                await until(lambda: loop._residents.runs == 0)
                 assert run.id not in engine.adapters
                 assert snapshot_files(loop._execution._redis, run, tmp_path)
     assert answers == expected
@@ -107,7 +107,7 @@ async def test_a_run_rests_and_leaves_memory_while_the_host_s_time_is_set_back(
     run = await server.create("a", "a", LORA)
     with worker(empty_redis.url, tmp_path, engine, snapshot_idle_s=1e-6, evict_idle_s=1e-6) as loop:
         await results(server, run, await submit(server, run, 1, 1))
-        await until(lambda: loop._keeper.runs == 0)
+        await until(lambda: loop._residents.runs == 0)
 
 
 async def test_a_run_that_rests_leaves_memory_and_comes_back_the_same(
@@ -121,7 +121,7 @@ async def test_a_run_that_rests_leaves_memory_and_comes_back_the_same(
         for seq in range(1, len(PROGRAM) + 1):
             answers += await results(server, run, await submit(server, run, seq, seq))
             if seq % 4 == 1:
-                await until(lambda: loop._keeper.runs == 0)
+                await until(lambda: loop._residents.runs == 0)
                 assert run.id not in engine.adapters
     assert answers == expected
     assert restored_digest(url, tmp_path, engine, run.id) == digest
@@ -170,7 +170,9 @@ async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
         await server.result(run, await server.forward_backward(run, 5, large))
         assert int(redis.hvals(result_keys.spool_segment_refs())[0]) == 1
         await server.intake.close_run(run)
-        await until(lambda: not redis.exists(run_keys.ops(POOL, run.id)) and loop._keeper.runs == 0)
+        await until(
+            lambda: not redis.exists(run_keys.ops(POOL, run.id)) and loop._residents.runs == 0
+        )
         await until(lambda: not list((tmp_path / "snapshots").rglob("*.safetensors")))
     assert run.id not in engine.adapters
     assert redis.hlen(result_keys.spool_segment_refs()) == 0
@@ -209,8 +211,8 @@ async def test_files_that_look_old_and_are_not_wanted_yet_stay(
         os.utime(path, (0, 0))
     with worker(empty_redis.url, tmp_path, engine) as loop:
         await results(server, run, await submit(server, run, 1, 4))
-        assert not loop._keeper._sweep._segments.is_empty
-        assert not loop._keeper._sweep._copies.is_empty
+        assert not loop._residents._sweep._segments.is_empty
+        assert not loop._residents._sweep._copies.is_empty
     assert all(path.exists() for path in young)
 
 

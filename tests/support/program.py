@@ -100,7 +100,7 @@ def restored_digest(url: str, folder: Path, engine: Engine, run: RunId) -> str:
     """Bring a run back from what is stored, as a new worker would, and digest its state."""
     engine.adapters.drop(run)
     loop, spools = make_worker(url, folder, engine)
-    run_to_end(loop._keeper.ensure(run))
+    run_to_end(loop._residents.ensure(run))
     for spool in spools:
         spool.close()
     return engine.adapters.state(run).digest()

@@ -129,7 +129,7 @@ def worker(
     """Run a worker's loop in a thread; leaving the block ends it. `drains` leaves recovery copies."""
     loop, spools = make_worker(redis_url, data_dir, engine, **overrides)
     if not drains:
-        loop._keeper.drain = lambda deadline_s: None  # type: ignore[method-assign]  # as a kill would
+        loop._residents.drain = lambda deadline_s: None  # type: ignore[method-assign]  # as a kill would
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:

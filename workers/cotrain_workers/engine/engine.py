@@ -165,6 +165,7 @@ class Engine:
             padded_tokens=sum(group.padded_tokens for group in groups),
             wave_s=sum(group.wave_s for group in groups),
             optim_s=sum(group.optim_s for group in groups),
+            is_exact=all(group.is_exact for group in groups),
         )
 
     def decoder(
@@ -240,6 +241,7 @@ class Engine:
             padded_tokens=cost.padded_tokens,
             wave_s=prepared_s + cost.seconds,
             optim_s=time.perf_counter() - middle,
+            is_exact=not cost.cut_slices,
         )
 
     def _admit(

@@ -233,6 +233,7 @@ class CycleOutput:
     padded_tokens: int  # tokens plus the filler of every micro-batch
     wave_s: float  # forward/backward, without what others took at its yield points
     optim_s: float
+    is_exact: bool = True  # False: memory ran out so that an op has other last bits than with more
 
 
 def unknown_run() -> Failure:

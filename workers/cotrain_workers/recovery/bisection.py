@@ -9,6 +9,7 @@ processes died.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import RequestId
     from cotrain_store.oplog.execution import Execution
     from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Op, Output
-
-    Outputs = dict[tuple[str, int], Output]
+    from cotrain_workers.engine.ops import CycleOutput, Op, Output
 
 log = structlog.get_logger()
 
@@ -37,6 +36,20 @@ MAX_CRASHES = 2
 #: again, not even by a replay.
 CRASHED = Failure("Internal error: this request could not be run.", "server")
 POISON = Failure("Request repeatedly crashed the worker; it was not applied.", "server")
+
+
+@dataclass
+class Answers:
+    """What ops gave that ran in several engine cycles."""
+
+    outputs: dict[tuple[str, int], Output] = field(default_factory=dict)
+    is_exact: bool = True
+    """False: memory ran out in one of them, or in a replay (`CycleOutput.is_exact`)."""
+
+    def add(self, more: CycleOutput | Answers) -> None:
+        """Take what came of further ops."""
+        self.outputs.update(more.outputs)
+        self.is_exact = self.is_exact and more.is_exact
 
 
 class Risks:
@@ -97,24 +110,24 @@ def run_in_groups(
     engine: Engine,
     risks: Risks,
     ops: Sequence[Op],
-    run_separately: Callable[[str], Outputs],
-) -> Outputs:
+    run_separately: Callable[[str], Answers],
+) -> Answers:
     """Run a step that killed its processes: in halves, and without what kills.
 
     `run_separately` runs one run's ops from its last committed state (`run_alone`); asked where a group
     raises instead.
     """
-    outputs: Outputs = {}
+    answers = Answers()
     separate: set[str] = set()
     for group in groups_of(ops, {*risks.crashed_groups, name_of(ops)}):
         if group[0].run in separate:
             continue  # an earlier group of this run raised
         if len(group) == 1 and risks.is_poison(group[0]):
-            outputs[group[0].run, group[0].seq] = POISON
+            answers.outputs[group[0].run, group[0].seq] = POISON
             continue
         risks.note(group)
         try:
-            outputs.update(engine.run(group).outputs)
+            answers.add(engine.run(group))
         except Exception:
             log.exception("group_failed", group=name_of(group))
         else:
@@ -122,40 +135,40 @@ def run_in_groups(
             continue
         engine.check_device()
         for run in dict.fromkeys(op.run for op in group):
-            outputs.update(run_separately(run))
+            answers.add(run_separately(run))
             separate.add(run)
-    return outputs
+    return answers
 
 
 def run_alone(
-    engine: Engine, ops: Sequence[Op], start_over: Callable[[], None], risks: Risks | None
-) -> Outputs:
+    engine: Engine, ops: Sequence[Op], start_over: Callable[[], bool], risks: Risks | None
+) -> Answers:
     """Run one run's ops again and again, each time without one more that breaks the engine.
 
-    `start_over` brings the run back to its last committed state. With `risks` each op may kill.
+    `start_over` brings the run back to its last committed state, and tells whether to the bit. With
+    `risks` each op may kill.
     """
-    failed: Outputs = {
+    failed: dict[tuple[str, int], Output] = {
         (op.run, op.seq): POISON for op in ops if risks is not None and risks.is_poison(op)
     }
     while True:
-        start_over()
-        outputs: Outputs = {}
+        answers = Answers(dict(failed), is_exact=start_over())
         left = [op for op in ops if (op.run, op.seq) not in failed]
-        failing = _run_one_by_one(engine, left, outputs, risks)
+        failing = _run_one_by_one(engine, left, answers, risks)
         if failing is None:
-            return outputs | failed
+            return answers
         failed[failing.run, failing.seq] = CRASHED
 
 
 def _run_one_by_one(
-    engine: Engine, ops: Sequence[Op], outputs: Outputs, risks: Risks | None
+    engine: Engine, ops: Sequence[Op], answers: Answers, risks: Risks | None
 ) -> Op | None:
-    """Fill `outputs` up to the first op that breaks the engine, and return that one."""
+    """Fill `answers` up to the first op that breaks the engine, and return that one."""
     for op in ops:
         if risks is not None:
             risks.note([op])
         try:
-            outputs.update(engine.run([op]).outputs)
+            answers.add(engine.run([op]))
         except Exception:
             log.exception("op_failed", request=_request(op), run=op.run)
         else:

@@ -1,7 +1,7 @@
-"""Bring a run back: its snapshot, then its log from there to `done`.
+"""Restore a run: its snapshot, then its log from there to `done`.
 
-The state of a run is the fold of its ops, and the engine gives the same bits for the same ops whoever
-runs beside them, so that a run replayed alone ends where it was. The stored results prove it.
+The state of a run is the fold of its ops, and the engine gives the same bits for the same ops in any
+company, so that a run replayed alone ends where it was. The stored results prove it.
 """
 
 from __future__ import annotations
@@ -48,61 +48,144 @@ class ReplayDiverged(StoreError):
     """The replay of a run did not give the results that its clients already hold."""
 
 
-def restore(
-    engine: Engine,
-    execution: Execution,
-    weights: WeightsStore,
-    snapshots: Path,
-    run: RunId,
-    *,
-    exact: bool,
-) -> Yielding[Restored]:
-    """Load a run into the engine as of its committed `done`; yields as the engine's cycles do.
-
-    Saves whose weights were lost before they were on disk are among them: `weights` gets those again.
-
-    With `exact` a replayed result must equal the stored one to the bit: true on a CPU, where a run's
-    numbers do not depend on its neighbours. It is not asked of a log that other numerics wrote (another
-    CPU, another torch): there a replay is as good as it gets.
-
-    Raises:
-        ReplayDiverged: the run must not go on; its log says why.
-        SpoolCorrupt: a part of its log is missing, or of what the log goes on from.
-    """
-    position = execution.logs.position(run)
-    if position is None or position.state is RunState.FAILED:
-        raise SpoolCorrupt(f"Run {run} has no log to restore from.")
-    lost = SpoolCorrupt(f"Run {run} has no copy that can be read.")
-    for base in bases_of(position):
-        engine.adapters.drop(run)
-        try:
-            _load(engine, snapshots, run, base)
-            replayed = yield from _replay_from(
-                engine, execution, weights, run, base, position.done,
-                exact=exact and not _is_foreign(engine, base.numerics_id),
-            )  # fmt: skip
-        except (SnapshotUnreadable, SpoolCorrupt) as unusable:
-            log.error("base_unusable", run=run, seq=base.seq, reason=str(unusable))
-            lost = SpoolCorrupt(str(unusable))
-            continue
-        if replayed or base.file:
-            log.info(
-                "run_restored", run=run, snapshot=base.seq, replayed=replayed, done=position.done
-            )
-        return Restored(position, replayed, from_newest=base.seq == position.snap)
-    engine.adapters.drop(run)
-    raise lost
-
-
 @dataclass(frozen=True)
 class Restored:
-    """How a run was brought back."""
+    """How a run was restored."""
 
     position: LogPosition
     replayed: int
     """How many ops were run again."""
     from_newest: bool
     """False: its newest snapshot could not be used."""
+    is_exact: bool
+    """False: memory ran out, and the state may have other last bits than this engine's numerics stand for."""
+
+
+class Replay:
+    """Restores runs into one engine, from their logs and the recovery copies in `snapshots`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        execution: Execution,
+        weights: WeightsStore,
+        snapshots: Path,
+        *,
+        exact: bool,
+    ) -> None:
+        """With `exact` a replayed result must equal the stored one to the bit: true on a CPU, where a
+        run's numbers do not depend on its neighbours. It is not asked of a log that other numerics wrote
+        (another CPU, another torch): there a replay is as good as it gets.
+        """
+        self._engine = engine
+        self._execution = execution
+        self._weights = weights
+        self._snapshots = snapshots
+        self._exact = exact
+
+    def restore(self, run: RunId) -> Yielding[Restored]:
+        """Load a run into the engine as of its committed `done`; yields as the engine's cycles do.
+
+        Saves whose weights were lost before they were on disk are made again for the weights store.
+
+        Raises:
+            ReplayDiverged: the run must not go on; its log says why.
+            SpoolCorrupt: a part of its log is missing, or of what the log goes on from.
+        """
+        position = self._execution.logs.position(run)
+        if position is None or position.state is RunState.FAILED:
+            raise SpoolCorrupt(f"Run {run} has no log to restore from.")
+        lost = SpoolCorrupt(f"Run {run} has no copy that can be read.")
+        for base in bases_of(position):
+            self._engine.adapters.drop(run)
+            try:
+                self._load(run, base)
+                replayed, is_exact = yield from self._run_log(run, base, position.done)
+            except (SnapshotUnreadable, SpoolCorrupt) as unusable:
+                log.error("snapshot_unusable", run=run, seq=base.seq, reason=str(unusable))
+                lost = SpoolCorrupt(str(unusable))
+                continue
+            if replayed or base.file:
+                log.info(
+                    "run_restored",
+                    run=run,
+                    snapshot=base.seq,
+                    replayed=replayed,
+                    done=position.done,
+                )
+            return Restored(position, replayed, base.seq == position.snap, is_exact)
+        self._engine.adapters.drop(run)
+        raise lost
+
+    def _load(self, run: RunId, base: Base) -> None:
+        """Put a base's state into the engine; raises SnapshotUnreadable."""
+        if not base.file:
+            return  # its first op makes the run
+        state = read_snapshot(self._snapshots, base.file, base.sha256, run, base.seq)
+        try:
+            self._engine.adapters.restore(run, state)
+        except ValueError as foreign:
+            raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
+
+    def _run_log(self, run: RunId, base: Base, done: int) -> Yielding[tuple[int, bool]]:
+        """Run the log from a base to `done`; return how many ops were run, and whether bits count.
+
+        They count from the base on until memory first runs out.
+        """
+        ops = [
+            op
+            for op in self._execution.logs.logged_ops(run, base.seq + 1, done)
+            if op.kind not in _STATELESS
+            and (op.kind is not OpKind.SAVE or self._weights.is_lost(WeightsRef(op.request_id)))
+        ]
+        ops, is_exact = _from_last_load(ops), True
+        asks_for_bits = self._exact and not _is_foreign(self._engine, base.numerics_id)
+        for group in _cycles(ops):
+            bodies = _bodies(self._execution, group)
+            cycle = yield from self._engine.cycle(self._requests(group, bodies))
+            is_exact = is_exact and cycle.is_exact
+            self._check(group, cycle.outputs, exact=asks_for_bits and is_exact)
+            self._put_saves_again(group, bodies, cycle.outputs)
+        return len(ops), is_exact
+
+    def _requests(self, group: Sequence[QueuedOp], bodies: Sequence[bytes]) -> list[Op]:
+        """Decode what is to run again; what the client got wrong failed, and fails without a run."""
+        runnable: list[Op] = []
+        for op, body in zip(group, bodies, strict=True):
+            request = engine_op(op, body, self._weights)
+            if not isinstance(request, Failure):
+                runnable.append(request)
+            elif request.category == "server":  # it ran once, so this is no fault of its own
+                raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
+        return runnable
+
+    def _check(
+        self,
+        group: Sequence[QueuedOp],
+        outputs: Mapping[tuple[str, int], Output],
+        *,
+        exact: bool,
+    ) -> None:
+        """Hold what came out now against the stored results; raises ReplayDiverged."""
+        for op in group:
+            stored = self._execution.logs.stored_result(op)
+            output = outputs.get((op.run, op.seq))
+            if stored is None or output is None or isinstance(output, SaveOutput):
+                continue  # expired, or an op that never ran, or one whose result holds no numbers
+            if not same_result(stored, result_of(op, output, cycle=0), exact=exact):
+                raise ReplayDiverged(f"Run {op.run}: replaying seq {op.seq} gave another result.")
+
+    def _put_saves_again(
+        self,
+        group: Sequence[QueuedOp],
+        bodies: Sequence[bytes],
+        outputs: Mapping[tuple[str, int], Output],
+    ) -> None:
+        for op, body in zip(group, bodies, strict=True):
+            output = outputs.get((op.run, op.seq))
+            if isinstance(output, SaveOutput):
+                saved = saved_of(SaveRequest.parse(body), output)
+                self._weights.put_again(WeightsRef(op.request_id), saved)
 
 
 @dataclass(frozen=True)
@@ -117,7 +200,7 @@ class Base:
 
 
 def bases_of(position: LogPosition) -> list[Base]:
-    """List what a run can be brought back from, the newest first: two snapshots, or its beginning.
+    """List what a run can be restored from, the newest first: two snapshots, or its beginning.
 
     An older one costs a longer replay, and nothing else: the log reaches back to it. Pure.
     """
@@ -143,57 +226,14 @@ def _is_foreign(engine: Engine, numerics_id: str) -> bool:
     return numerics_id not in ("", engine.facts.numerics_id)
 
 
-def _load(engine: Engine, snapshots: Path, run: RunId, base: Base) -> None:
-    """Put a base's state into the engine; raises SnapshotUnreadable."""
-    if not base.file:
-        return  # its first op makes the run
-    state = read_snapshot(snapshots, base.file, base.sha256, run, base.seq)
-    try:
-        engine.adapters.restore(run, state)
-    except ValueError as foreign:
-        raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
-
-
-def _replay_from(
-    engine: Engine,
-    execution: Execution,
-    weights: WeightsStore,
-    run: RunId,
-    base: Base,
-    done: int,
-    *,
-    exact: bool,
-) -> Yielding[int]:
-    """Run the log from a base to `done`; return how many ops were run."""
-    ops = [
-        op
-        for op in execution.logs.logged_ops(run, base.seq + 1, done)
-        if op.kind not in _STATELESS
-        and (op.kind is not OpKind.SAVE or weights.is_lost(WeightsRef(op.request_id)))
-    ]
-    ops = _from_last_load(ops)
-    cuts = engine.cut_slices
-    for group in _cycles(ops):
-        bodies = _bodies(execution, group)
-        outputs = yield from _replay(
-            engine, execution, weights, group, bodies, exact=exact, cuts=cuts
-        )
-        for op, body in zip(group, bodies, strict=True):
-            output = outputs.get((op.run, op.seq))
-            if isinstance(output, SaveOutput):
-                saved = saved_of(SaveRequest.parse(body), output)
-                weights.put_again(WeightsRef(op.request_id), saved)
-    return len(ops)
-
-
 def _from_last_load(ops: list[QueuedOp]) -> list[QueuedOp]:
-    """Leave out what a load wiped out, but for what made the run and saves that are still owed.
+    """Leave out what a load wiped out, but for what made the run and saves that are still unstored.
 
     A load that failed is none: its commit left only its place in the log.
     """
     kinds = [op.kind for op in ops]
-    owed = kinds.index(OpKind.SAVE) if OpKind.SAVE in kinds else len(ops)
-    start = max((at for at in range(owed) if kinds[at] is OpKind.LOAD), default=0)
+    unstored = kinds.index(OpKind.SAVE) if OpKind.SAVE in kinds else len(ops)
+    start = max((at for at in range(unstored) if kinds[at] is OpKind.LOAD), default=0)
     return [op for op in ops[:start] if op.seq == 0] + ops[start:]
 
 
@@ -216,33 +256,3 @@ def _bodies(execution: Execution, group: Sequence[QueuedOp]) -> list[bytes]:
             raise SpoolCorrupt(f"The body of {op.request_id} is gone.")
         bodies.append(body)
     return bodies
-
-
-def _replay(
-    engine: Engine,
-    execution: Execution,
-    weights: WeightsStore,
-    group: Sequence[QueuedOp],
-    bodies: Sequence[bytes],
-    *,
-    exact: bool,
-    cuts: int,
-) -> Yielding[Mapping[tuple[str, int], Output]]:
-    """Run a part of the log; bits count as long as `cuts` is how often memory ran out so far."""
-    runnable: list[Op] = []
-    for op, body in zip(group, bodies, strict=True):
-        request = engine_op(op, body, weights)
-        if not isinstance(request, Failure):
-            runnable.append(request)
-        elif request.category == "server":  # it ran once, so it does not fail by itself
-            raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
-    outputs = (yield from engine.cycle(runnable)).outputs
-    exact = exact and engine.cut_slices == cuts
-    for op in group:
-        stored = execution.logs.stored_result(op)
-        output = outputs.get((op.run, op.seq))
-        if stored is None or output is None or isinstance(output, SaveOutput):
-            continue  # expired, or an op that never ran, or one whose result holds no numbers
-        if not same_result(stored, result_of(op, output, cycle=0), exact=exact):
-            raise ReplayDiverged(f"Run {op.run}: replaying seq {op.seq} gave another result.")
-    return outputs

@@ -1,4 +1,4 @@
-"""Keep the runs of one worker recoverable: restore them, copy them out, let them go.
+"""Keep the runs of one worker recoverable: restore them, copy them out, evict them.
 
 Copies are taken between cycles (a copy to host memory) and written by a background thread, so that
 training never waits for a disk.
@@ -18,10 +18,10 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind
 from cotrain_workers.recovery.orphan_sweep import Sweep
-from cotrain_workers.recovery.replay import has_other_numerics, restore
+from cotrain_workers.recovery.replay import Replay, has_other_numerics
 from cotrain_workers.recovery.rollback import roll_back
 from cotrain_workers.recovery.snapshot_file import Snapshot, remove_snapshots, write_snapshot
-from cotrain_workers.recovery.snapshot_policy import Debt, may_leave, needs_snapshot
+from cotrain_workers.recovery.snapshot_policy import ReplayBacklog, may_leave, needs_snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.adapters.bank import StateCopy
     from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.recovery.replay import Restored
 
 log = structlog.get_logger()
 
@@ -40,7 +41,7 @@ log = structlog.get_logger()
 COPIES_AT_ONCE = 4
 
 
-class Keeper:
+class ResidentRuns:
     """Owns which runs are in the engine's memory, and their recovery copies."""
 
     def __init__(
@@ -56,8 +57,8 @@ class Keeper:
         self._execution = execution
         self._weights = weights
         self._settings = settings
-        self._exact = exact
-        self._debts: dict[RunId, Debt] = {}
+        self._replay = Replay(engine, execution, weights, settings.snapshots_dir, exact=exact)
+        self._backlogs: dict[RunId, ReplayBacklog] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._sweep = Sweep(execution, settings)
@@ -66,37 +67,31 @@ class Keeper:
     @property
     def runs(self) -> int:
         """How many runs are in memory."""
-        return len(self._debts)
+        return len(self._backlogs)
 
-    def ensure(self, run: RunId) -> Yielding[int]:
-        """Have a run in the engine, restored if need be; return how many ops were replayed.
+    def ensure(self, run: RunId) -> Yielding[Restored | None]:
+        """Have a run in the engine, restored if need be; None: it is there.
 
         Yields after each micro-batch of the replay.
 
         Raises:
             ReplayDiverged, SpoolCorrupt: the run cannot go on.
         """
-        if run in self._debts:
-            return 0
+        if run in self._backlogs:
+            return None
         self._await_copy(run)
         self._weights.reload()
-        restored = yield from restore(
-            self._engine,
-            self._execution,
-            self._weights,
-            self._settings.snapshots_dir,
-            run,
-            exact=self._exact,
-        )
+        restored = yield from self._replay.restore(run)
         position = restored.position
-        debt = Debt(position.done, ops=restored.replayed, used_at=time.monotonic())
-        debt.entries = position.done - position.snap
+        backlog = ReplayBacklog(position.done, ops=restored.replayed, used_at=time.monotonic())
+        backlog.entries = position.done - position.snap
         if has_other_numerics(self._engine, position):
-            debt.compute_s = math.inf  # copy it out at once: a log mixes no numerics
+            backlog.compute_s = math.inf  # copy it out at once: a log mixes no numerics
         if not restored.from_newest:
-            debt.ops, debt.compute_s = max(1, debt.ops), math.inf  # and for want of a good copy
-        self._debts[run] = debt
-        return restored.replayed
+            # And for want of a good copy.
+            backlog.ops, backlog.compute_s = max(1, backlog.ops), math.inf
+        self._backlogs[run] = backlog
+        return restored
 
     def roll_back(self, run: RunId) -> bool:
         """Let a run whose newest state is lost go on from its newest checkpoint; False if it has none.
@@ -104,47 +99,47 @@ class Keeper:
         It is not in memory then: `ensure` brings it back.
         """
         self.forget_state(run)
-        self._writing.pop(run, None)  # of the lost state, and late: the log holds an owed save
+        self._writing.pop(run, None)  # of the lost state, and late: the log holds an unstored save
         return roll_back(
             self._engine, self._execution, self._weights, self._settings.snapshots_dir, run
         )
 
     def done(self, run: RunId) -> int:
         """Name the last seq whose effect is in memory; -1 for a run that is not there."""
-        debt = self._debts.get(run)
-        return debt.seq if debt else -1
+        backlog = self._backlogs.get(run)
+        return backlog.seq if backlog else -1
 
     def forget_state(self, run: RunId) -> None:
         """Drop a run from memory, so that `ensure` brings it back from its log."""
         self._engine.adapters.drop(run)
-        self._debts.pop(run, None)
+        self._backlogs.pop(run, None)
 
     def committed(self, step: Step, compute_s: float) -> None:
         """Count a committed step; copy out the runs whose log has grown long."""
         now = time.monotonic()
         tokens = sum(op.tokens for op in step.ops) or 1
         for op in step.ops:
-            debt = self._debts.get(op.run)
-            if debt is None:
+            backlog = self._backlogs.get(op.run)
+            if backlog is None:
                 continue
             if op.kind in (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED):
-                debt.pass_by(op.seq, now)
+                backlog.pass_by(op.seq, now)
             else:
-                debt.add(op.seq, op.size, compute_s * op.tokens / tokens, now)
-        self.tend()
+                backlog.add(op.seq, op.size, compute_s * op.tokens / tokens, now)
+        self.maintain()
 
-    def tend(self) -> None:
-        """Do what is due between cycles: register finished copies, start new ones, let runs go."""
+    def maintain(self) -> None:
+        """Do what is due between cycles: register finished copies, start new ones, evict runs."""
         now = time.monotonic()
         self._register_finished()
-        for run, debt in list(self._debts.items()):
-            if needs_snapshot(debt, self._settings, now):
-                self._copy_out(run, debt)
-            elif may_leave(debt, self._settings, now) and run not in self._writing:
+        for run, backlog in list(self._backlogs.items()):
+            if needs_snapshot(backlog, self._settings, now):
+                self._copy_out(run, backlog)
+            elif may_leave(backlog, self._settings, now) and run not in self._writing:
                 self.forget_state(run)
-                log.info("run_left_memory", run=run)
+                log.info("run_evicted", run=run)
         for name in self._engine.adapters.over_budget():
-            self._let_go(RunId(name))
+            self._evict(RunId(name))
         for run in self._execution.runs_to_drop():
             if run not in self._writing and self._execution.forget(run):
                 self.forget_state(run)
@@ -155,11 +150,11 @@ class Keeper:
     def drain(self, deadline_s: float) -> None:
         """Copy out every run that changed, so that the next start has nothing to replay."""
         until = time.monotonic() + deadline_s
-        for run, debt in sorted(self._debts.items(), key=lambda item: -item[1].compute_s):
-            if debt.ops:
+        for run, backlog in sorted(self._backlogs.items(), key=lambda item: -item[1].compute_s):
+            if backlog.ops:
                 while self._is_busy and time.monotonic() < until:
                     self._wait_for_one(until)
-                self._copy_out(run, debt)
+                self._copy_out(run, backlog)
         self.await_writes(until)
         self._register_finished()
         self._writer.shutdown(wait=False, cancel_futures=True)
@@ -186,46 +181,48 @@ class Keeper:
             wait([self._writing[run][1]])
             self._register_finished()
 
-    def _let_go(self, run: RunId) -> None:
+    def _evict(self, run: RunId) -> None:
         """Drop a run for which there is no host memory, as soon as a copy holds all of it."""
-        debt = self._debts.get(run)
-        if debt is None or run in self._writing:
+        backlog = self._backlogs.get(run)
+        if backlog is None or run in self._writing:
             return
-        if debt.ops:
-            self._copy_out(run, debt)
+        if backlog.ops:
+            self._copy_out(run, backlog)
         else:
             self.forget_state(run)
-            log.info("run_left_memory", run=run, reason="host_bytes")
+            log.info("run_evicted", run=run, reason="host_bytes")
 
-    def _copy_out(self, run: RunId, debt: Debt) -> None:
+    def _copy_out(self, run: RunId, backlog: ReplayBacklog) -> None:
         if run in self._writing or self._is_busy or run not in self._engine.adapters:
             return
         copy = self._engine.adapters.copy_out(run)
         numerics = self._engine.facts.numerics_id
         folder, writer = self._settings.snapshots_dir, self._execution.writer
-        writing = self._writer.submit(_write, folder, run, debt.seq, writer, numerics, copy)
-        self._writing[run] = (debt.seq, writing)
-        self._debts[run] = Debt(seq=debt.seq, used_at=debt.used_at, copy_s=debt.copy_s)
+        writing = self._writer.submit(_write, folder, run, backlog.seq, writer, numerics, copy)
+        self._writing[run] = (backlog.seq, writing)
+        self._backlogs[run] = ReplayBacklog(
+            seq=backlog.seq, used_at=backlog.used_at, copy_s=backlog.copy_s
+        )
 
     def _register_finished(self) -> None:
         for run, (seq, writing) in list(self._writing.items()):
-            owed = self._weights.first_unstored(run)
-            if not writing.done() or (owed is not None and owed <= seq):
+            unstored = self._weights.first_unstored(run)
+            if not writing.done() or (unstored is not None and unstored <= seq):
                 continue  # the log makes the weights of a save again until they are on disk
             try:
                 snapshot, copy_s = writing.result()
             except OSError as failed:
                 del self._writing[run]
                 log.error("snapshot_failed", run=run, reason=str(failed))
-                if run in self._debts:
-                    self._debts[run].ops += 1  # still owed
+                if run in self._backlogs:
+                    self._backlogs[run].ops += 1  # still to be copied out
                 continue
             failpoint("snapshot.before_register", run)
             registered = self._execution.register_snapshot(run, seq, snapshot.file, snapshot.sha256)
-            # Only now: while Redis is away it stays finished and unregistered.
+            # Only now: while Redis is unavailable it stays finished and unregistered.
             del self._writing[run]
-            if run in self._debts:
-                self._debts[run].copy_s = copy_s
+            if run in self._backlogs:
+                self._backlogs[run].copy_s = copy_s
             if registered:
                 failpoint("snapshot.registered", run)
                 self._keep_two(run)

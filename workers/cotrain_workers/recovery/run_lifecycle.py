@@ -1,9 +1,10 @@
-"""Have runs in memory, brought back from their logs if need be; stop those that cannot be, alone."""
+"""Have runs in memory, restored from their logs if need be; stop those that cannot be, alone."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
@@ -16,12 +17,16 @@ from cotrain_workers.engine.ops import Failure
 from cotrain_workers.recovery.replay import ReplayDiverged
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cotrain_store.messages.ids import RunId, TenantId
+    from cotrain_store.messages.ops import Step
     from cotrain_store.messages.weights import WeightsRecord
     from cotrain_store.oplog.execution import Execution
     from cotrain_workers.checkpoints.weights_store import WeightsStore
     from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.recovery.resident_runs import Keeper
+    from cotrain_workers.recovery.replay import Restored
+    from cotrain_workers.recovery.resident_runs import ResidentRuns
 
 log = structlog.get_logger()
 
@@ -29,71 +34,119 @@ log = structlog.get_logger()
 WRITES_S = 30.0
 
 
-class Runs:
+@dataclass(frozen=True)
+class Ready:
+    """A run is in memory, as of its last committed op."""
+
+    is_exact: bool = True
+    """False: restoring it, memory ran out; its state may have other last bits (`Restored.is_exact`)."""
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """A run lost its newest state and goes on from a checkpoint: what was sent for that state fails."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run cannot go on."""
+
+    failure: Failure
+    """The answer to all its requests."""
+
+
+@dataclass(frozen=True)
+class StepRuns:
+    """The runs of a step: all in memory, or stopped."""
+
+    stopped: Mapping[RunId, Failure]
+    is_exact: bool
+
+
+class RunLifecycle:
     """The runs of one worker, as its loop needs them."""
 
-    def __init__(self, execution: Execution, keeper: Keeper, weights: WeightsStore) -> None:
+    def __init__(
+        self, execution: Execution, residents: ResidentRuns, weights: WeightsStore
+    ) -> None:
         self._execution = execution
-        self._keeper = keeper
+        self._residents = residents
         self._weights = weights
         self.replayed_ops = 0
-        self.rollbacks = 0
         self.uncounted: Counter[str] = Counter()
-        """For the pool's totals; whoever has written them clears it."""
+        """For the pool's totals; cleared once a commit has written them."""
 
-    def ensure(
-        self, run: RunId, tenant: TenantId, *, before: int | None = None
-    ) -> Yielding[Failure | None]:
-        """Have a run in memory; a Failure for all its requests if it had to be stopped.
-
-        What is in memory serves only as the state right before seq `before`: another worker may have
-        had the run since.
-        """
-        if before is not None and self._keeper.done(run) != before - 1:
-            self._keeper.forget_state(run)
-        try:
-            yield from self._restore(run)
-        except ReplayDiverged as diverged:
-            return self.stop(run, tenant, diverged)
-        except SpoolCorrupt as lost:
-            if not self._keeper.roll_back(run):
-                return self.stop(run, tenant, lost)
-            self._note_rollback(run)
-        return None
-
-    def start_over(self, run: RunId) -> None:
-        """Bring a run back to its last committed state; raises ReplayDiverged, SpoolCorrupt."""
-        self._keeper.forget_state(run)
-        run_to_end(self._restore(run))
+    def restore(self, step: Step) -> Yielding[StepRuns | RolledBack]:
+        """Have every run of a step in memory; those that cannot be restored fail alone."""
+        stopped: dict[RunId, Failure] = {}
+        is_exact = True
+        rolled_back: RolledBack | None = None
+        first = {op.run: op.seq for op in reversed(step.ops)}
+        for run in dict.fromkeys(op.run for op in step.ops):
+            match (yield from self._ensure(run, step.tenant_by_run[run], before=first[run])):
+                case Stopped(failure):
+                    stopped[run] = failure
+                case RolledBack() as rolled_back:
+                    pass
+                case Ready(exactly):
+                    is_exact = is_exact and exactly
+        return rolled_back or StepRuns(stopped, is_exact)
 
     def make_again(self, weights: WeightsRecord) -> Yielding[None]:
         """Replay the run whose saved weights were lost before they were on disk."""
-        yield from self.ensure(weights.run, weights.tenant)
+        yield from self._ensure(weights.run, weights.tenant)
         if self._weights.is_lost(weights.ref):
             self._weights.give_up(weights.ref)
+
+    def start_over(self, run: RunId) -> bool:
+        """Bring a run back to its last committed state; False where its bits may be others.
+
+        Raises ReplayDiverged, SpoolCorrupt.
+        """
+        self._residents.forget_state(run)
+        return self._note_restored(run, run_to_end(self._residents.ensure(run)))
 
     def await_writes(self) -> None:
         """Wait until no save and no copy is being written, at most WRITES_S."""
         until = time.monotonic() + WRITES_S
         self._weights.await_writes(until)
-        self._keeper.await_writes(until)
+        self._residents.await_writes(until)
 
     def stop(self, run: RunId, tenant: TenantId, broken: ReplayDiverged | SpoolCorrupt) -> Failure:
         """Stop a run that cannot go on."""
         log.error("run_failed", run=run, reason=str(broken))
         self.uncounted["diverged_runs"] += isinstance(broken, ReplayDiverged)
         self._execution.fail_run(run, tenant)
-        self._keeper.forget_state(run)
+        self._residents.forget_state(run)
         return Failure(RUN_STOPPED.json()["error"], "server")
 
-    def _note_rollback(self, run: RunId) -> None:
-        self.rollbacks += 1
-        for owed in self._weights.lost():
-            if owed.run == run:  # the log that would have made them again is gone
-                self._weights.give_up(owed.ref)
+    def _ensure(
+        self, run: RunId, tenant: TenantId, *, before: int | None = None
+    ) -> Yielding[Ready | RolledBack | Stopped]:
+        """Have a run in memory.
 
-    def _restore(self, run: RunId) -> Yielding[None]:
-        replayed = yield from self._keeper.ensure(run)
+        What is in memory serves only as the state right before seq `before`: another worker may have
+        had the run since.
+        """
+        if before is not None and self._residents.done(run) != before - 1:
+            self._residents.forget_state(run)
+        try:
+            restored = yield from self._residents.ensure(run)
+        except ReplayDiverged as diverged:
+            return Stopped(self.stop(run, tenant, diverged))
+        except SpoolCorrupt as lost:
+            if not self._residents.roll_back(run):
+                return Stopped(self.stop(run, tenant, lost))
+            for record in self._weights.lost():
+                if record.run == run:  # the log that would have made them again is gone
+                    self._weights.give_up(record.ref)
+            return RolledBack()
+        return Ready(self._note_restored(run, restored))
+
+    def _note_restored(self, run: RunId, restored: Restored | None) -> bool:
+        """Count what was replayed; return whether the state has this engine's bits."""
         failpoint("worker.replayed", run)
+        replayed = restored.replayed if restored else 0
         self.replayed_ops += replayed
         self.uncounted["replayed_ops"] += replayed
+        return restored is None or restored.is_exact

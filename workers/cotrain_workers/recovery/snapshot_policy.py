@@ -16,7 +16,7 @@ COPY_SHARE = 10.0
 
 
 @dataclass
-class Debt:
+class ReplayBacklog:
     """What would have to be done again for one run if this worker died now."""
 
     seq: int
@@ -43,20 +43,20 @@ class Debt:
         self.entries += 1
 
 
-def needs_snapshot(debt: Debt, settings: WorkerSettings, now: float) -> bool:
+def needs_snapshot(backlog: ReplayBacklog, settings: WorkerSettings, now: float) -> bool:
     """Tell whether replaying would take too long, too much room, or the run is at rest."""
-    if debt.entries >= LOG_ENTRIES:
+    if backlog.entries >= LOG_ENTRIES:
         return True
-    if not debt.ops:
+    if not backlog.ops:
         return False
     return (
-        debt.compute_s >= max(settings.snapshot_debt_s, COPY_SHARE * debt.copy_s)
-        or debt.ops >= settings.snapshot_debt_ops
-        or debt.bytes >= settings.snapshot_debt_bytes
-        or now - debt.used_at >= settings.snapshot_idle_s
+        backlog.compute_s >= max(settings.snapshot_debt_s, COPY_SHARE * backlog.copy_s)
+        or backlog.ops >= settings.snapshot_debt_ops
+        or backlog.bytes >= settings.snapshot_debt_bytes
+        or now - backlog.used_at >= settings.snapshot_idle_s
     )
 
 
-def may_leave(debt: Debt, settings: WorkerSettings, now: float) -> bool:
+def may_leave(backlog: ReplayBacklog, settings: WorkerSettings, now: float) -> bool:
     """Tell whether a run has rested so long, with nothing to replay, that memory can be freed."""
-    return not debt.ops and now - debt.used_at >= settings.evict_idle_s
+    return not backlog.ops and now - backlog.used_at >= settings.evict_idle_s

@@ -28,12 +28,11 @@ from cotrain_workers.engine.ops import Create, Datum, Pass
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.recorder.recorder import Recorder
-from cotrain_workers.recovery.resident_runs import Keeper
+from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 from cotrain_workers.worker.batch_size_cache import BatchSizeCache
 from cotrain_workers.worker.loop import WorkerLoop
-from cotrain_workers.worker.time_sharing import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,27 +188,18 @@ def enter_pool(
         TokenPublisher(connection),
         engine.facts.eos_token_ids,
     )
-    return WorkerLoop(
+    recorder = Recorder(
         engine,
-        execution,
-        Keeper(engine, execution, weights, settings, exact=record.device == "cpu"),
         weights,
-        sampler,
-        Share(settings.sampling_share),
-        Recorder(
-            engine,
-            weights,
-            settings.recorder_dir / record.id / worker,
-            pool=record.id,
-            base_model=record.base_model,
-            epoch=epoch,
-            kept=settings.record_cycles,
-        ),
+        settings.recorder_dir / record.id / worker,
+        pool=record.id,
         base_model=record.base_model,
-        device=record.device,
-        tokens_per_s=record.tokens_per_s,
-        grace_s=settings.stop_grace_s,
+        epoch=epoch,
+        kept=settings.record_cycles,
     )
+    exact = record.device == "cpu"
+    residents = ResidentRuns(engine, execution, weights, settings, exact=exact)
+    return WorkerLoop(engine, execution, residents, weights, sampler, recorder, record, settings)
 
 
 def decoder_factory(

@@ -23,27 +23,27 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.backpressure import SaveBackpressure
 from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.device import is_out_of_memory
-from cotrain_workers.recovery.run_lifecycle import Runs
+from cotrain_workers.recovery.run_lifecycle import RolledBack, RunLifecycle
 from cotrain_workers.worker.cycle_log import log_cycle
 from cotrain_workers.worker.heartbeat import Heartbeat, resident_bytes
 from cotrain_workers.worker.prefetch import Prefetcher
-from cotrain_workers.worker.step_commit import outcome_of
+from cotrain_workers.worker.step_commit import StepTimes, commit_of
 from cotrain_workers.worker.step_runner import StepRunner
-from cotrain_workers.worker.time_sharing import TimeSharing
+from cotrain_workers.worker.time_sharing import Share, TimeSharing
 
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import RunId
     from cotrain_store.messages.ops import Step
+    from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.oplog.execution import Execution
+    from cotrain_store.settings.worker import WorkerSettings
     from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import CycleOutput, Failure
+    from cotrain_workers.engine.ops import CycleOutput
     from cotrain_workers.recorder.recorder import Recorder
-    from cotrain_workers.recovery.resident_runs import Keeper
+    from cotrain_workers.recovery.resident_runs import ResidentRuns
     from cotrain_workers.sampling.service import SamplingService
-    from cotrain_workers.worker.step_commit import Outcome
-    from cotrain_workers.worker.time_sharing import Share
+    from cotrain_workers.worker.step_commit import StepCommit
 
 log = structlog.get_logger()
 
@@ -64,7 +64,7 @@ PAUSES = (*CONNECTION_LOST, OSError)
 
 
 class WorkerLoop:
-    """Runs one worker's steps until told to stop, or replaced by another process (Fenced).
+    """Runs one worker's steps until it is stopped, or replaced by another process (Fenced).
 
     Sample requests are run when no step is open, and between the micro-batches of one.
     """
@@ -73,34 +73,28 @@ class WorkerLoop:
         self,
         engine: Engine,
         execution: Execution,
-        keeper: Keeper,
+        residents: ResidentRuns,
         weights: WeightsStore,
         sampler: SamplingService,
-        share: Share,
         recorder: Recorder,
-        *,
-        base_model: str,
-        device: str,
-        tokens_per_s: float,
-        grace_s: float,
+        record: PoolRecord,
+        settings: WorkerSettings,
     ) -> None:
-        """`grace_s` is the time between SIGTERM and SIGKILL."""
         self._engine = engine
         self._execution = execution
-        self._keeper = keeper
+        self._residents = residents
         self._weights = weights
-        self._runs = Runs(execution, keeper, weights)
+        self._runs = RunLifecycle(execution, residents, weights)
         self._prefetcher = Prefetcher(execution)
         self._runner = StepRunner(engine, execution, self._runs, weights, self._prefetcher)
         self._sampler = sampler
         self._recorder = recorder
-        self._base_model = base_model
-        self._device = device
-        self._tokens_per_s = tokens_per_s
-        self._grace_s = grace_s
+        self._record = record
+        self._tokens_per_s = record.tokens_per_s
+        self._grace_s = settings.stop_grace_s
         self._drain_until = math.inf
         self._stopping = threading.Event()
-        self._time_sharing = TimeSharing(sampler, share, self._stopping)
+        self._time_sharing = TimeSharing(sampler, Share(settings.sampling_share), self._stopping)
         self._maintained_at = time.monotonic()
         self._heartbeat = Heartbeat(execution, self._describe, self._stopping)
         self._backpressure = SaveBackpressure(weights, self._heartbeat.send)
@@ -139,7 +133,7 @@ class WorkerLoop:
         self._sampler.drain()
         # First: no recovery copy counts before the saves it covers.
         self._weights.drain(self._left_s())
-        self._keeper.drain(self._left_s())
+        self._residents.drain(self._left_s())
         self._execution.leave()
 
     def _left_s(self) -> float:
@@ -164,62 +158,57 @@ class WorkerLoop:
     def _maintain(self) -> None:
         self._sampler.forget(self._weights.maintain())
         self._backpressure.publish()
-        self._keeper.tend()
+        self._residents.maintain()
         self._maintained_at = time.monotonic()
 
     def execute(self, step: Step) -> None:
         """Run one step and commit it. It may be another worker's, which died with it open."""
         started, began = time.time(), time.monotonic()
         self._time_sharing.training_begins()
-        deaths = self._runner.suspicion(step).deaths
-        rollbacks, cuts = self._runs.rollbacks, self._engine.cut_slices
-        # Nothing beside a step that a dead predecessor left open: a request of either kind could be
-        # blamed for the deaths that one of the other caused.
-        at_yield = _nothing if deaths else self._at_yield_point
-        lost, _ = drive(self._restore_runs(step), at_yield)
-        if self._runs.rollbacks > rollbacks:
+        # Nothing runs at the yield points of a step that a dead predecessor left open: a request of
+        # either kind could be blamed for the deaths that one of the other caused.
+        has_crashed = self._runner.crashes(step).count > 0
+        at_yield = _nothing if has_crashed else self._at_yield_point
+        runs, _ = drive(self._runs.restore(step), at_yield)
+        if isinstance(runs, RolledBack):
             return  # some of its ops are given up: it is to be read anew
         # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
-        ops = tuple(op for op in step.ops if op.seq > self._keeper.done(op.run))
+        ops = tuple(op for op in step.ops if op.seq > self._residents.done(op.run))
         step = replace(step, ops=ops, worker=self._execution.worker)
         try:
-            bodies = self._runner.bodies(step, lost)
+            bodies, runs = self._runner.read(step, runs)
             self._recorder.begin(step, bodies)
-            # Not behind a step that killed: what is decoded ahead could be blamed on it.
-            with nullcontext() if deaths else self._prefetcher.during(step):
-                ran, sampling_s = drive(self._runner.run(step, bodies, lost), at_yield)
-            outputs, cost = ran
+            # Nothing is prefetched during a step that killed: what is decoded could be blamed on it.
+            with nullcontext() if has_crashed else self._prefetcher.during(step):
+                ran, sampling_s = drive(self._runner.run(step, bodies, runs), at_yield)
             failpoint("worker.after_run", (op.request_id for op in step.ops))
-            finished = started + time.monotonic() - began
-            outcome = outcome_of(
-                step, bodies, outputs, cost, sampling_s, (started, finished),
-                self._execution.pool, self._base_model,
-            )  # fmt: skip
-            self._commit(step, outcome, is_exact=self._engine.cut_slices == cuts)
+            times = StepTimes(started, started + time.monotonic() - began, sampling_s)
+            commit = commit_of(step, bodies, ran, times, self._record)
+            self._commit(step, commit)
         except PAUSES:
             # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
             for run in {op.run for op in step.ops}:
-                self._keeper.forget_state(run)
+                self._residents.forget_state(run)
             raise
-        self._recorder.finish(step, outputs)
-        self._measure(cost, sampling_s)
-        self._keeper.committed(step, finished - started)
+        self._recorder.finish(step, ran.outputs)
+        self._measure(ran.cost, sampling_s)
+        self._residents.committed(step, times.duration_s)
         self._time_sharing.training_ends()
         names = self._execution.tenant_names.of(set(step.tenant_by_run.values()))
-        log_cycle(step, outputs, outcome.record, names)
+        log_cycle(step, ran.outputs, commit.record, names)
 
-    def _commit(self, step: Step, outcome: Outcome, *, is_exact: bool) -> None:
+    def _commit(self, step: Step, commit: StepCommit) -> None:
         """Commit a step. While Redis is unavailable, or the disk full, it waits: the work is done."""
-        counted = {**outcome.counted, **self._runs.uncounted}
+        counted = {**commit.counted, **self._runs.uncounted}
         failpoint("worker.before_commit", (op.request_id for op in step.ops))
         while True:
             try:
-                self._backpressure.publish(save.saved for save in outcome.saves.values())
-                for run in outcome.ended:
+                self._backpressure.publish(save.saved for save in commit.saves.values())
+                for run in commit.ended:
                     self._execution.close_run(run, step.tenant_by_run[run])
                 self._execution.commit(
-                    step, outcome.results, outcome.record, counted,
-                    outcome.crashed, outcome.records, outcome.usage, is_exact=is_exact,
+                    step, commit.results, commit.record, counted,
+                    commit.crashed, commit.records, commit.usage, is_exact=commit.is_exact,
                 )  # fmt: skip
             except PAUSES as pause:
                 log.warning("commit_retrying", cycle=step.cycle, reason=str(pause))
@@ -229,7 +218,7 @@ class WorkerLoop:
                 break
         failpoint("worker.after_commit", (op.request_id for op in step.ops))
         self._runs.uncounted.clear()
-        for save in outcome.saves.values():
+        for save in commit.saves.values():
             self._weights.put(save.records.weights, save.saved)
 
     def _at_yield_point(self) -> None:
@@ -247,22 +236,10 @@ class WorkerLoop:
                 raise
             log.warning("prefetch_without_memory")
 
-    def _restore_runs(self, step: Step) -> Yielding[dict[RunId, Failure]]:
-        """Have every run of the step in memory; those that cannot be restored fail alone."""
-        lost: dict[RunId, Failure] = {}
-        first: dict[RunId, int] = {}
-        for op in step.ops:
-            first.setdefault(op.run, op.seq)
-        for run, seq in first.items():
-            failure = yield from self._runs.ensure(run, step.tenant_by_run[run], before=seq)
-            if failure:
-                lost[run] = failure
-        return lost
-
     def _measure(self, cost: CycleOutput | None, sampling_s: float) -> None:
         if cost is None or cost.tokens < _MEASURABLE_TOKENS:
             return
-        # What sampled beside it counts: a cycle shall not last longer for that.
+        # The time of sampling counts: a cycle shall not last longer for that.
         measured = cost.tokens / (cost.wave_s + cost.optim_s + sampling_s)
         self._tokens_per_s += _SMOOTHING * (measured - self._tokens_per_s)
 
@@ -271,9 +248,9 @@ class WorkerLoop:
             id=self._execution.worker,
             epoch=self._execution.epoch,
             state="serving",
-            device=self._device,
+            device=self._record.device,
             tokens_per_s=self._tokens_per_s,
-            runs=self._keeper.runs,
+            runs=self._residents.runs,
             parked_runs=self._engine.adapters.offloaded,
             takes_saves=self._backpressure.takes_saves,
             memory_bytes=resident_bytes(),

@@ -15,16 +15,18 @@ from cotrain_workers.recorder.fingerprints import fingerprint_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain_store.messages.ids import OpId, PoolId, RunId
+    from cotrain_store.messages.ids import OpId, RunId
     from cotrain_store.messages.ops import QueuedOp, Step
+    from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.messages.results import Result
     from cotrain_store.messages.saves import SaveRecords
     from cotrain_workers.checkpoints.save_records import DoneSave
     from cotrain_workers.engine.ops import CycleOutput, Output
+    from cotrain_workers.worker.step_runner import StepRun
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepCommit:
     """All that the commit of a step takes, and the saves that follow it."""
 
     results: Mapping[OpId, Result]
@@ -35,6 +37,8 @@ class Outcome:
     usage: Mapping[RunId, RunUsage]
     ended: tuple[RunId, ...]
     """Runs whose last save failed."""
+    is_exact: bool
+    """As `StepRun` has it."""
 
     @property
     def records(self) -> dict[OpId, SaveRecords]:
@@ -42,46 +46,57 @@ class Outcome:
         return {at: save.records for at, save in self.saves.items()}
 
 
-def outcome_of(
+@dataclass(frozen=True)
+class StepTimes:
+    """When a step ran, in seconds of the wall clock."""
+
+    started: float
+    finished: float
+    sampling_s: float
+    """What the decoder and others took of it, at yield points."""
+
+    @property
+    def duration_s(self) -> float:
+        """How long it took."""
+        return self.finished - self.started
+
+
+def commit_of(
     step: Step,
     bodies: Mapping[tuple[str, int], bytes],
-    outputs: Mapping[tuple[str, int], Output],
-    cost: CycleOutput | None,
-    sampling_s: float,
-    times: tuple[float, float],
-    pool: PoolId,
-    base_model: str,
-) -> Outcome:
-    """Sum up a step that ran from `times[0]` to `times[1]`; `cost` is None where it ran op by op.
-
-    `sampling_s` is what others took at its yield points.
-    """
-    saves = saves_of(step, bodies, outputs, pool, base_model)
+    ran: StepRun,
+    times: StepTimes,
+    record: PoolRecord,
+) -> StepCommit:
+    """Sum up a step that ran."""
+    outputs, cost = ran.outputs, ran.cost
+    saves = saves_of(step, bodies, outputs, record.id, record.base_model)
     results = {
         (op.run, op.seq): saves[op.run, op.seq].result
         if (op.run, op.seq) in saves
         else result_of(op, outputs[op.run, op.seq], step.cycle)
         for op in step.ops
     }
-    record = cycle_record(step, outputs, cost, sampling_s, *times)
-    compute_s = cost.wave_s + cost.optim_s if cost else times[1] - times[0]
+    cycle = cycle_record(step, outputs, cost, times)
+    compute_s = cost.wave_s + cost.optim_s if cost else times.duration_s
     failed = [op for op in step.ops if isinstance(outputs[op.run, op.seq], Failure)]
-    return Outcome(
+    return StepCommit(
         results=results,
-        record=record,
-        counted=counted_cycle(step, outputs, cost, record),
+        record=cycle,
+        counted=counted_cycle(step, outputs, cost, cycle),
         crashed=frozenset((op.run, op.seq) for op in failed if runs_once(op, outputs)),
         saves=saves,
         usage=usage_of(step, outputs, compute_s),
         ended=tuple(op.run for op in failed if is_last(op, bodies[op.run, op.seq])),
+        is_exact=ran.is_exact,
     )
 
 
 def runs_once(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> bool:
     """Tell whether a failed op must never run again: it might not fail next time, or kill.
 
-    What fails by itself (category user) fails in a replay, too; a load is left out of one without a
-    look at what became of it (`recovery.py`).
+    What is the request's own fault (category user) fails in a replay, too; a load is left out of one without a
+    look at what became of it (`recovery/replay.py`).
     """
     output = outputs[op.run, op.seq]
     return op.kind is OpKind.LOAD or (isinstance(output, Failure) and output.category == "server")
@@ -115,9 +130,7 @@ def cycle_record(
     step: Step,
     outputs: Mapping[tuple[str, int], Output],
     cost: CycleOutput | None,
-    sampling_s: float,
-    started: float,
-    finished: float,
+    times: StepTimes,
 ) -> dict[str, Any]:
     """Sum a cycle up for its history: who was in it, how much, how long each wave took.
 
@@ -138,11 +151,11 @@ def cycle_record(
         "cycle": step.cycle,
         "worker": step.worker,
         "planned_at": step.planned_at,
-        "started_at": started,
-        "duration_ms": round((finished - started) * 1000, 3),
+        "started_at": times.started,
+        "duration_ms": round(times.duration_s * 1000, 3),
         "wave_ms": round(cost.wave_s * 1000, 3) if cost else None,
         "optim_ms": round(cost.optim_s * 1000, 3) if cost else None,
-        "sampling_ms": round(sampling_s * 1000, 3) if cost else None,
+        "sampling_ms": round(times.sampling_s * 1000, 3) if cost else None,
         "tokens": sum(op.tokens for op in step.ops),
         "padded_tokens": cost.padded_tokens if cost else None,
         "forwards": cost.forwards if cost else None,

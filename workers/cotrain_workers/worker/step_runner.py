@@ -1,12 +1,12 @@
-"""Give a step's ops to the engine; whatever they do to it, each gets its answer, and only the guilty fail.
+"""Give a step's ops to the engine; whatever they do to it, each gets its answer, and only what broke it fails.
 
-Three ways, from the fastest to the surest: all at once; after an exception, each run by itself; and a
-step over which processes died, in ever smaller parts.
+Three ways, from the fastest to the surest: all at once; after an exception, each run alone; and a step
+during which processes died, in ever smaller groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,14 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.op_codec import engine_op
-from cotrain_workers.recovery.bisection import MAX_CRASHES, POISON, Risks, run_alone, run_in_groups
+from cotrain_workers.recovery.bisection import (
+    MAX_CRASHES,
+    POISON,
+    Answers,
+    Risks,
+    run_alone,
+    run_in_groups,
+)
 from cotrain_workers.recovery.replay import ReplayDiverged
 
 if TYPE_CHECKING:
@@ -29,24 +36,33 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import CycleOutput, Op, Output
-    from cotrain_workers.recovery.run_lifecycle import Runs
+    from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
     from cotrain_workers.worker.prefetch import Prefetcher
 
-    Place = tuple[str, int]  # a request's run and seq
-    Outputs = dict[Place, Output]
 
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True)
+class StepRun:
+    """A step that ran: an answer to each op, and what it took."""
+
+    outputs: Mapping[tuple[str, int], Output]
+    cost: CycleOutput | None
+    """None: it did not run as a whole."""
+    is_exact: bool
+    """False: memory ran out so that some op has other last bits than this worker's numerics stand for."""
+
+
 @dataclass
-class Suspicion:
-    """What is held against a step, for as long as this process tries to commit it."""
+class CrashHistory:
+    """What is known of a step's crashes, for as long as this process tries to commit it."""
 
     cycle: int
-    deaths: int
+    count: int
     """How many processes died with it open."""
     _execution: Execution
-    _runs: Runs
+    _runs: RunLifecycle
 
     @cached_property
     def risks(self) -> Risks:
@@ -56,7 +72,7 @@ class Suspicion:
     @property
     def is_deadly(self) -> bool:
         """Tell whether so many died that it cannot be chance any more."""
-        return self.deaths >= MAX_CRASHES
+        return self.count >= MAX_CRASHES
 
 
 class StepRunner:
@@ -66,7 +82,7 @@ class StepRunner:
         self,
         engine: Engine,
         execution: Execution,
-        runs: Runs,
+        runs: RunLifecycle,
         weights: WeightsStore,
         prefetcher: Prefetcher,
     ) -> None:
@@ -75,44 +91,40 @@ class StepRunner:
         self._execution = execution
         self._runs = runs
         self._weights = weights
-        self._suspicion: Suspicion | None = None
+        self._crashes: CrashHistory | None = None
 
-    def suspicion(self, step: Step) -> Suspicion:
-        """Look up what is held against a step; a start counts once for each process."""
-        if self._suspicion is None or self._suspicion.cycle != step.cycle:
+    def crashes(self, step: Step) -> CrashHistory:
+        """Look up how often a step crashed; a start counts once for each process."""
+        if self._crashes is None or self._crashes.cycle != step.cycle:
             starts = self._execution.starts(step)
-            self._suspicion = Suspicion(step.cycle, starts, self._execution, self._runs)
-        return self._suspicion
+            self._crashes = CrashHistory(step.cycle, starts, self._execution, self._runs)
+        return self._crashes
 
-    def bodies(self, step: Step, lost: dict[RunId, Failure]) -> dict[Place, bytes]:
-        """Read the step's bodies; a run of which one is gone joins the lost."""
-        bodies: dict[Place, bytes] = {}
+    def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
+        """Read the step's bodies; a run of which one is missing is stopped as well."""
+        bodies: dict[tuple[str, int], bytes] = {}
+        stopped = dict(runs.stopped)
         for op, body in zip(step.ops, self._execution.bodies(step.ops), strict=True):
-            if body is None and op.run not in lost:
-                gone = SpoolCorrupt("A body is gone.")
-                lost[op.run] = self._runs.stop(op.run, step.tenant_by_run[op.run], gone)
+            if body is None and op.run not in stopped:
+                missing = SpoolCorrupt("A body is gone.")
+                stopped[op.run] = self._runs.stop(op.run, step.tenant_by_run[op.run], missing)
             bodies[op.run, op.seq] = body or b""
-        return bodies
+        return bodies, replace(runs, stopped=stopped)
 
     def run(
-        self,
-        step: Step,
-        bodies: Mapping[Place, bytes],
-        lost: Mapping[RunId, Failure],
-    ) -> Yielding[tuple[Outputs, CycleOutput | None]]:
-        """Return an answer to each op, and what the step cost; None where it ran in parts.
-
-        Yields after each micro-batch, as long as the step runs as a whole.
+        self, step: Step, bodies: Mapping[tuple[str, int], bytes], runs: StepRuns
+    ) -> Yielding[StepRun]:
+        """Run a step's ops; yields after each micro-batch, as long as the step runs as a whole.
 
         Raises:
             DeviceLost: this process cannot compute any more.
         """
-        outputs: Outputs = {}
+        outputs: dict[tuple[str, int], Output] = {}
         runnable: list[Op] = []
         for op in step.ops:
             body = bodies[op.run, op.seq]
             request = (
-                lost.get(op.run)
+                runs.stopped.get(op.run)
                 or self._prefetcher.take(op, body)
                 or engine_op(op, body, self._weights)
             )
@@ -120,37 +132,40 @@ class StepRunner:
                 outputs[op.run, op.seq] = request
             else:
                 runnable.append(request)
-        if self.suspicion(step).is_deadly and runnable:
-            log.error("cycle_keeps_killing", cycle=step.cycle)
-            return outputs | self._in_parts(runnable, step), None
+        if self.crashes(step).is_deadly and runnable:
+            log.error("step_crash_loop", cycle=step.cycle)
+            answers = self._in_groups(runnable, step)
+            return StepRun(outputs | answers.outputs, None, runs.is_exact and answers.is_exact)
         failpoint("worker.before_run", (op.request_id for op in step.ops))
         try:
             cost = yield from self._engine.cycle(runnable)
-        except Exception:  # the guilty request, whatever it did, is found and fails alone
+        except Exception:  # the request that broke it is found and fails alone
             log.exception("cycle_failed", cycle=step.cycle)
         else:
-            return outputs | dict(cost.outputs), cost
+            return StepRun(outputs | dict(cost.outputs), cost, runs.is_exact and cost.is_exact)
         self._engine.check_device()
-        # Here the exception is gone, and with it what its frames held.
+        # Only here is the exception released, with what its frames kept.
+        answers = Answers(outputs, runs.is_exact)
         for run in dict.fromkeys(op.run for op in runnable):
-            outputs |= self._by_itself(runnable, step, None, run)
-        return outputs, None
+            answers.add(self._alone(runnable, step, None, run))
+        return StepRun(answers.outputs, None, answers.is_exact)
 
-    def _in_parts(self, ops: Sequence[Op], step: Step) -> Outputs:
-        risks = self.suspicion(step).risks
+    def _in_groups(self, ops: Sequence[Op], step: Step) -> Answers:
+        risks = self.crashes(step).risks
         side_by_side = [
             op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run
         ]
-        by_itself = partial(self._by_itself, ops, step, risks)
-        outputs = run_in_groups(self._engine, risks, side_by_side, by_itself)
-        self._runs.uncounted["poison_ops"] += sum(each is POISON for each in outputs.values())
-        return outputs
+        alone = partial(self._alone, ops, step, risks)
+        answers = run_in_groups(self._engine, risks, side_by_side, alone)
+        poison = sum(each is POISON for each in answers.outputs.values())
+        self._runs.uncounted["poison_ops"] += poison
+        return answers
 
-    def _by_itself(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Outputs:
-        """Run one run's ops one by one, from its last committed state; blame what still fails."""
-        run, mine = RunId(name), [op for op in ops if op.run == name]
+    def _alone(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Answers:
+        """Run one run's ops one by one, from its last committed state; what still fails breaks it."""
+        run, of_run = RunId(name), [op for op in ops if op.run == name]
         try:
-            return run_alone(self._engine, mine, partial(self._runs.start_over, run), risks)
+            return run_alone(self._engine, of_run, partial(self._runs.start_over, run), risks)
         except (ReplayDiverged, SpoolCorrupt) as broken:
             failure = self._runs.stop(run, step.tenant_by_run[run], broken)
-            return dict.fromkeys(((op.run, op.seq) for op in mine), failure)
+            return Answers(dict.fromkeys(((op.run, op.seq) for op in of_run), failure))

@@ -15,7 +15,7 @@ from cotrain_store.disk.spool import Spool
 from cotrain_store.redis_client.embedded_server import LOG_FOLDER
 from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.files import CheckpointFiles
-from cotrain_workers.recovery.resident_runs import Keeper
+from cotrain_workers.recovery.resident_runs import ResidentRuns
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_all_that_must_outlive_a_power_cut_is_in_folders_with_durable_names(
     files = CheckpointFiles.below(data, "some/model")
     nothing = cast("Any", None)
     settings = WorkerSettings(redis_url="unix:///nowhere", data_dir=data, base_model="some/model")
-    Keeper(nothing, nothing, nothing, settings, exact=True)
+    ResidentRuns(nothing, nothing, nothing, settings, exact=True)
     needed = {settings.snapshots_dir, data, folder.redis, folder.redis / LOG_FOLDER, data / "spool"}
     assert needed | {files.adapters, files.optimizers, files.external} <= durable(synced)
 

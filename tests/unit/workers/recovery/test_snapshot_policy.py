@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from cotrain_store.settings.worker import WorkerSettings
-from cotrain_workers.recovery.snapshot_policy import LOG_ENTRIES, Debt, may_leave, needs_snapshot
+from cotrain_workers.recovery.snapshot_policy import (
+    LOG_ENTRIES,
+    ReplayBacklog,
+    may_leave,
+    needs_snapshot,
+)
 
 NOW = 1_000.0
 SETTINGS = WorkerSettings(
@@ -21,53 +26,53 @@ SETTINGS = WorkerSettings(
 
 
 def test_committed_ops_add_up() -> None:
-    debt = Debt(seq=3)
-    debt.add(4, size=100, compute_s=1.5, now=NOW)
-    debt.add(5, size=50, compute_s=0.5, now=NOW + 1)
-    debt.pass_by(6, now=NOW + 2)
-    assert debt == Debt(6, ops=2, bytes=150, compute_s=2.0, used_at=NOW + 2, entries=3)
+    backlog = ReplayBacklog(seq=3)
+    backlog.add(4, size=100, compute_s=1.5, now=NOW)
+    backlog.add(5, size=50, compute_s=0.5, now=NOW + 1)
+    backlog.pass_by(6, now=NOW + 2)
+    assert backlog == ReplayBacklog(6, ops=2, bytes=150, compute_s=2.0, used_at=NOW + 2, entries=3)
 
 
 @pytest.mark.parametrize(
-    ("debt", "is_due"),
+    ("backlog", "is_due"),
     [
-        (Debt(5, ops=1, used_at=NOW), False),
-        (Debt(5, ops=9, bytes=999, compute_s=29.9, used_at=NOW - 59), False),
-        (Debt(5, ops=10, used_at=NOW), True),
-        (Debt(5, ops=1, bytes=1_000, used_at=NOW), True),
-        (Debt(5, ops=1, compute_s=30.0, used_at=NOW), True),
-        (Debt(5, ops=1, compute_s=30.0, used_at=NOW, copy_s=3.0), True),
-        (Debt(5, ops=1, compute_s=30.0, used_at=NOW, copy_s=3.1), False),
-        (Debt(5, ops=1, compute_s=31.0, used_at=NOW, copy_s=3.1), True),
-        (Debt(5, ops=1, used_at=NOW - 60), True),
-        (Debt(5, ops=0, used_at=NOW - 9_999), False),
-        (Debt(5, ops=0, entries=LOG_ENTRIES - 1, used_at=NOW), False),
-        (Debt(5, ops=0, entries=LOG_ENTRIES, used_at=NOW), True),
+        (ReplayBacklog(5, ops=1, used_at=NOW), False),
+        (ReplayBacklog(5, ops=9, bytes=999, compute_s=29.9, used_at=NOW - 59), False),
+        (ReplayBacklog(5, ops=10, used_at=NOW), True),
+        (ReplayBacklog(5, ops=1, bytes=1_000, used_at=NOW), True),
+        (ReplayBacklog(5, ops=1, compute_s=30.0, used_at=NOW), True),
+        (ReplayBacklog(5, ops=1, compute_s=30.0, used_at=NOW, copy_s=3.0), True),
+        (ReplayBacklog(5, ops=1, compute_s=30.0, used_at=NOW, copy_s=3.1), False),
+        (ReplayBacklog(5, ops=1, compute_s=31.0, used_at=NOW, copy_s=3.1), True),
+        (ReplayBacklog(5, ops=1, used_at=NOW - 60), True),
+        (ReplayBacklog(5, ops=0, used_at=NOW - 9_999), False),
+        (ReplayBacklog(5, ops=0, entries=LOG_ENTRIES - 1, used_at=NOW), False),
+        (ReplayBacklog(5, ops=0, entries=LOG_ENTRIES, used_at=NOW), True),
     ],
 )
 def test_a_copy_is_due_when_a_replay_would_cost_too_much_or_the_run_rests(
-    debt: Debt, is_due: bool
+    backlog: ReplayBacklog, is_due: bool
 ) -> None:
-    assert needs_snapshot(debt, SETTINGS, NOW) == is_due
+    assert needs_snapshot(backlog, SETTINGS, NOW) == is_due
 
 
 @pytest.mark.parametrize(
-    ("debt", "may"),
+    ("backlog", "may"),
     [
-        (Debt(5, ops=0, used_at=NOW - 120), True),
-        (Debt(5, ops=0, used_at=NOW - 119), False),
-        (Debt(5, ops=1, used_at=NOW - 9_999), False),
+        (ReplayBacklog(5, ops=0, used_at=NOW - 120), True),
+        (ReplayBacklog(5, ops=0, used_at=NOW - 119), False),
+        (ReplayBacklog(5, ops=1, used_at=NOW - 9_999), False),
     ],
 )
 def test_a_run_leaves_memory_when_it_rested_long_and_has_nothing_to_replay(
-    debt: Debt, may: bool
+    backlog: ReplayBacklog, may: bool
 ) -> None:
-    assert may_leave(debt, SETTINGS, NOW) == may
+    assert may_leave(backlog, SETTINGS, NOW) == may
 
 
 def test_a_run_with_something_to_replay_is_copied_out_before_it_may_leave() -> None:
     assert SETTINGS.snapshot_idle_s < SETTINGS.evict_idle_s
-    debt = Debt(5, ops=1, used_at=NOW)
+    backlog = ReplayBacklog(5, ops=1, used_at=NOW)
     later = NOW + SETTINGS.evict_idle_s
-    assert needs_snapshot(debt, SETTINGS, later)
-    assert not may_leave(debt, SETTINGS, later)
+    assert needs_snapshot(backlog, SETTINGS, later)
+    assert not may_leave(backlog, SETTINGS, later)

@@ -9,7 +9,7 @@ from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.metrics import POOL_COUNTERS
 from cotrain_workers.engine.ops import CycleOutput, Failure, Output, PassOutput, StepOutput
-from cotrain_workers.worker.step_commit import counted_cycle, cycle_record
+from cotrain_workers.worker.step_commit import StepTimes, counted_cycle, cycle_record
 
 A, B = RunId("a"), RunId("b")
 STEP = Step(
@@ -30,10 +30,11 @@ OUTPUTS: dict[tuple[str, int], Output] = {
     (B, 1): StepOutput(0.5),
 }
 COST = CycleOutput(OUTPUTS, forwards=2, tokens=42, padded_tokens=64, wave_s=0.5, optim_s=0.25)
+TIMES = StepTimes(started=101.0, finished=101.8, sampling_s=0.125)
 
 
 def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
-    record = cycle_record(STEP, OUTPUTS, COST, sampling_s=0.125, started=101.0, finished=101.8)
+    record = cycle_record(STEP, OUTPUTS, COST, TIMES)
     assert (record["cycle"], record["worker"], record["planned_at"]) == (4, "w0", 100.0)
     assert (record["tokens"], record["padded_tokens"], record["forwards"]) == (42, 64, 2)
     assert (record["duration_ms"], record["wave_ms"], record["optim_ms"]) == (800.0, 500.0, 250.0)
@@ -57,7 +58,7 @@ def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
 def test_equal_outputs_have_equal_digests_and_others_do_not() -> None:
     def digest(loss: float, cycle: int) -> str:
         outputs = {**OUTPUTS, (A, 1): PassOutput([np.zeros(2, np.float32)], loss)}
-        record = cycle_record(replace(STEP, cycle=cycle), outputs, COST, 0.0, 0.0, 1.0)
+        record = cycle_record(replace(STEP, cycle=cycle), outputs, COST, StepTimes(0.0, 1.0, 0.0))
         of_op: str = record["runs"][0]["digests"]["1"]
         return of_op
 
@@ -65,14 +66,14 @@ def test_equal_outputs_have_equal_digests_and_others_do_not() -> None:
 
 
 def test_a_cycle_that_broke_has_no_cost_and_says_so() -> None:
-    record = cycle_record(STEP, OUTPUTS, None, sampling_s=0.125, started=101.0, finished=101.8)
+    record = cycle_record(STEP, OUTPUTS, None, TIMES)
     assert (record["outcome"], record["wave_ms"], record["forwards"]) == ("isolated", None, None)
     counted = counted_cycle(STEP, OUTPUTS, None, record)
     assert (counted["forwards"], counted["padding_tokens"], counted["tokens"]) == (0, 0, 42)
 
 
 def test_what_is_counted_is_shown() -> None:
-    record = cycle_record(STEP, OUTPUTS, COST, sampling_s=0.125, started=101.0, finished=101.8)
+    record = cycle_record(STEP, OUTPUTS, COST, TIMES)
     counted = counted_cycle(STEP, OUTPUTS, COST, record)
     assert counted == {
         "cycles": 1,
