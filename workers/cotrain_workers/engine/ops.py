@@ -216,6 +216,7 @@ class Failure:
 
     message: str
     category: Literal["user", "server"]
+    code: Literal["not_finite"] | None = None  # what is counted apart; no client sees it
 
 
 Output = (

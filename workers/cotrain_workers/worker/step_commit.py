@@ -181,7 +181,7 @@ def counted_cycle(
         "optim_steps": _count(step.ops, OpKind.OPTIM_STEP),
         "resolved_ops": len(step.ops),
         "failed_ops": len(failed),
-        "nonfinite": sum("not finite" in failure.message for failure in failed),
+        "nonfinite": sum(failure.code == "not_finite" for failure in failed),
     }
 
 

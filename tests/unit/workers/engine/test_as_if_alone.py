@@ -148,9 +148,11 @@ def test_a_neighbour_with_nan_inputs_changes_no_bit(new_engine: NewEngine) -> No
 
     assert same_bits(beside.adapters.state(victim.run), alone.adapters.state(victim.run))
     assert mixed.outputs[neighbour.run, 1] == Failure(
-        "Loss is not finite (seq 1); the gradient was discarded.", "user"
+        "Loss is not finite (seq 1); the gradient was discarded.", "user", "not_finite"
     )
-    assert mixed.outputs[neighbour.run, 2] == Failure("Loss is not finite (seq 2).", "user")
+    assert mixed.outputs[neighbour.run, 2] == Failure(
+        "Loss is not finite (seq 2).", "user", "not_finite"
+    )
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped"])

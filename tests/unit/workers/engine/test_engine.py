@@ -264,7 +264,9 @@ def test_a_gradient_that_overflows_in_the_sum_is_discarded_at_the_step(
 
     output = engine.run([STEP]).outputs["a", 9]
 
-    assert output == Failure("Gradient is not finite (seq 9); it was discarded.", "user")
+    assert output == Failure(
+        "Gradient is not finite (seq 9); it was discarded.", "user", "not_finite"
+    )
     after = engine.adapters.state("a")
     assert torch.equal(after.weights, state.weights)
     assert (after.step, after.grads_pending) == (0, False)

@@ -23,7 +23,7 @@ STEP = Step(
     planned_at=100.0,
     tenant_by_run={A: TenantId("t"), B: TenantId("u")},
 )
-NOT_FINITE = Failure("Loss is not finite (seq 1).", "user")
+NOT_FINITE = Failure("Loss is not finite (seq 1).", "user", "not_finite")
 OUTPUTS: dict[tuple[str, int], Output] = {
     (A, 1): NOT_FINITE,
     (A, 2): StepOutput(0.5),

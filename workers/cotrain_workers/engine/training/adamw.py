@@ -156,4 +156,6 @@ def take_steps(
 
 def not_finite(op: OptimStep) -> Failure:
     """Return the answer to a step whose gradient is not finite."""
-    return Failure(f"Gradient is not finite (seq {op.seq}); it was discarded.", "user")
+    return Failure(
+        f"Gradient is not finite (seq {op.seq}); it was discarded.", "user", "not_finite"
+    )

@@ -164,7 +164,7 @@ def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray]) -> Failure:
     """Return the answer to a pass whose loss, log-probabilities or gradient are not finite."""
     kept = "; the gradient was discarded" if op.needs_grad else ""
     why = too_far_apart(op, found) if isinstance(op, Pass) else ""
-    return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user")
+    return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user", "not_finite")
 
 
 def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:

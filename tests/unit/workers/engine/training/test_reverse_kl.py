@@ -218,7 +218,7 @@ def test_a_poisoned_one_fails_alone(new_engine: NewEngine, poison: str) -> None:
     mixed = beside.run([bad, good, *(op for ops in runs.values() for op in ops)])
 
     assert mixed.outputs["bad", 1] == Failure(
-        "Loss is not finite (seq 1); the gradient was discarded.", "user"
+        "Loss is not finite (seq 1); the gradient was discarded.", "user", "not_finite"
     )
     assert not beside.adapters.state("bad").grads_pending
     assert_same_answers("good", mixed, alone.run([good]))
