@@ -73,6 +73,8 @@ class Host:
     settings: Mapping[str, str] = field(default_factory=dict)
     workers: Sequence[str] = ("w0",)
     long_poll_s: float = 10.0
+    snapshot_ops: int = 3
+    """A worker copies a run out after so many requests."""
     deaths: list[Death] = field(default_factory=list)
     before_restart: Callable[[str], None] = lambda _: None
     """Called with the name of what died, before it is started again."""
@@ -126,9 +128,9 @@ class Host:
 
     def add_worker(self, name: str, worker_id: str, **settings: str) -> None:
         """Start a worker, under a name of the host's own."""
-        self._keep(name, "cotrain_workers", self._environment(
+        self._keep(name, f"cotrain_workers --snapshot-ops {self.snapshot_ops}", self._environment(
             BASE_MODEL=f"{MODEL}={self.folder}", WORKER_ID=worker_id, TORCH_THREADS="1",
-            OFFLINE="true", DEVICE="cpu", SNAPSHOT_DEBT_OPS="3", KV_CACHE_TOKENS="4096",
+            OFFLINE="true", DEVICE="cpu", KV_CACHE_TOKENS="4096",
         ) | {f"COTRAIN_{key}": value for key, value in settings.items()})  # fmt: skip
         self.workers = (*(one for one in self.workers if one != name), name)
 

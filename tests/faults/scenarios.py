@@ -38,6 +38,7 @@ class Scenario:
     disturb: Callable[[Host], Coroutine[Any, Any, None]] | None = None
     limit_s: float = LIMIT_S
     long_poll_s: float = 10.0
+    snapshot_ops: int = 3
 
     async def run(
         self, nursery: Nursery, folder: Path, expected: Ending, asked: Sequence[Program] = PROGRAMS
@@ -46,13 +47,14 @@ class Scenario:
         return await trial(
             nursery, folder, asked, expected=expected, disturb=self.disturb, limit_s=self.limit_s,
             settings=self.settings, long_poll_s=self.long_poll_s,
+            snapshot_ops=self.snapshot_ops,
         )  # fmt: skip
 
 
-def killed_at(*moments: str, **settings: str) -> Scenario:
+def killed_at(*moments: str, snapshot_ops: int = 3) -> Scenario:
     """Kill at moments, `name@nth`."""
     faults = ",".join(moment.replace("@", "=kill@") for moment in moments)
-    return Scenario({"FAILPOINTS": faults, **settings})
+    return Scenario({"FAILPOINTS": faults}, snapshot_ops=snapshot_ops)
 
 
 async def until_reached(host: Host, failpoint: str, count: int) -> None:
@@ -130,7 +132,7 @@ def spoil(path: Path) -> None:
 
 SCENARIOS = {
     "killed after a commit": killed_at(
-        "worker.after_commit@4", "worker.after_commit@7", SNAPSHOT_DEBT_OPS="1000"
+        "worker.after_commit@4", "worker.after_commit@7", snapshot_ops=1000
     ),
     "killed before a commit": killed_at("worker.before_commit@4", "worker.before_commit@7"),
     "killed behind a recovery copy": killed_at(
@@ -153,9 +155,9 @@ SCENARIOS = {
                 *(f"spool.before_sync={fault}@{nth}" for nth in (1, 2, 3) for fault in ("sleep:0.5", "kill")),
                 *(f"worker.before_commit=sleep:1.5@{nth}" for nth in range(1, 10)),
             ]),
-            "SNAPSHOT_DEBT_OPS": "1000",
         },
         _power_lost,
+        snapshot_ops=1000,
     ),
     "files look two days old": Scenario(
         {

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROGRAMS = with_large_results(programs(1, runs=3, parts=1))
 JUMPS_H = (26, -26, 0, 26)
 #: Sweeps that look often find what should not be found.
-SETTINGS = {"SNAPSHOT_DEBT_OPS": "3", "ORPHAN_AGE_S": "1"}
+SETTINGS = {"ORPHAN_AGE_S": "1"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -122,7 +122,7 @@ async def test_a_slow_disk_is_a_pause_and_no_loss_to_kills_and_power_cuts(
 async def test_a_power_cut_shows_every_sync_that_a_server_leaves_out(
     nursery: Mains, folder: Path
 ) -> None:
-    outcome = await trial(nursery, folder, PROGRAMS, settings={"SNAPSHOT_DEBT_OPS": "1000"})
+    outcome = await trial(nursery, folder, PROGRAMS, snapshot_ops=1000)
     assert outcome.violations == []
     nursery.disk.leave(folder, folder / "whole")
     with server_below(folder / "whole") as store:

@@ -68,13 +68,14 @@ async def trial(
     workers: Sequence[str] = ("w0",),
     excused: tuple[str, ...] = (),
     long_poll_s: float = 10.0,
+    snapshot_ops: int = 3,
 ) -> Outcome:
     """Play programs to a new server below `folder` while `disturb` runs; stop it, and look.
 
     No violation is what begins as one that is `excused`.
     """
     outcome = Outcome()
-    async with Host(nursery, folder, settings or {}, workers, long_poll_s) as host:
+    async with Host(nursery, folder, settings or {}, workers, long_poll_s, snapshot_ops) as host:
         watch = Watch(host.redis_url, MODEL)
         watching = asyncio.create_task(watch.run())
         clients = [client_of(host.address, seed * 100 + n, n) for n in range(len(programs))]

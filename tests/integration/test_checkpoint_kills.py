@@ -15,7 +15,7 @@ from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.weights.checkpoints import Checkpoints
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
-from tests.support.processes import Process, settings_of, stack_of
+from tests.support.processes import WORKER, Process, settings_of, stack_of
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, stack
@@ -62,7 +62,7 @@ async def opened(redis: EmbeddedRedis, folder: Path, model: Path) -> AsyncIterat
     connection, spool = open_connection(redis.url), Spool(folder / "spool", new_writer("api"))
     with (
         Process("cotrain_scheduler", shared, folder / "scheduler.log") as scheduler,
-        Process("cotrain_workers", settings, folder / "worker.log") as trainer,
+        Process(WORKER, settings, folder / "worker.log") as trainer,
     ):
         async with Futures(connection, spool) as futures:
             server = stack_of(connection, spool, futures)

@@ -15,6 +15,7 @@ from cotrain_store.messages.runs import RunState
 from cotrain_store.results.futures import Pending
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.weights_store import LOST
+from cotrain_workers.worker.bootstrap import Tuning
 from tests.support.bodies import sequences
 from tests.support.checkpoints import (
     checkpoint_of,
@@ -26,7 +27,7 @@ from tests.support.checkpoints import (
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.sampling import base_sampler, ended, submit_sample
-from tests.support.stack import POOL, Stack, worker
+from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
@@ -94,10 +95,10 @@ async def test_a_run_goes_on_from_a_checkpoint_wherever_its_worker_is_killed(
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
     run, checkpoint = await train_and_save(server, url, tmp_path, engine)
     requests = await go_back_and_on(server, run, checkpoint)
-    async with dying_worker(url, tmp_path, engine, failpoint, snapshot_debt_ops=2):
+    async with dying_worker(url, tmp_path, engine, failpoint, tuning=snapshots(ops=2)):
         pass
     engine.adapters.drop(run.id)
-    with worker(url, tmp_path, engine, snapshot_debt_ops=2):
+    with worker(url, tmp_path, engine, tuning=snapshots(ops=2)):
         assert await results(server, run, requests[:-1]) == expected[STEP:]
         saved = await checkpoint_of(server, run, requests[-1])
         other = await run_from(server, "a", "other", saved)
@@ -245,7 +246,7 @@ async def test_a_full_disk_delays_the_runs_whose_saves_have_no_room_in_memory_an
 
     monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RETRY_S", 0.01)
     run = await server.create("a", "a", LORA)
-    with worker(empty_redis.url, tmp_path, engine, owed_memory_bytes=1) as loop:
+    with worker(empty_redis.url, tmp_path, engine, tuning=Tuning(unstored_memory_bytes=1)) as loop:
         with monkeypatch.context() as broken:
             broken.setattr("cotrain_workers.checkpoints.files.write_optimizer", full)
             await submit(server, run, 1, STEP)

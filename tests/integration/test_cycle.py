@@ -14,7 +14,7 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.settings.scheduler import ClockMode
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
-from tests.support.stack import stack, worker
+from tests.support.stack import snapshots, stack, worker
 from tests.support.tiny_models import build_tiny_qwen3
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ async def test_a_worker_restarted_from_nothing_goes_on_with_the_same_numbers(
         run = await server.create(tenant, tenant, LoraSpec(rank=4, seed=7))
         metrics: list[dict[str, float]] = []
         for half in range(2):
-            with worker(empty_redis.url, tmp_path, engine, snapshot_debt_ops=3 + 100 * half):
+            with worker(empty_redis.url, tmp_path, engine, tuning=snapshots(ops=3 + 100 * half)):
                 for step in range(3 * half, 3 * half + 3):
                     first = await server.forward_backward(run, 2 * step + 1, data)
                     second = await server.optim_step(run, 2 * step + 2)

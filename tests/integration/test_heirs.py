@@ -14,7 +14,7 @@ from tests.support.checkpoints import checkpoint_of, run_from, submit_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.sampling import ended, submit_sample, submit_save
-from tests.support.stack import POOL, Stack, worker
+from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ async def test_an_heir_goes_on_with_the_same_numbers_and_owes_the_same_saves(
     requests = await submit(server, run, 1, STEP)
     save = await submit_state(server, run, STEP + 1)
     requests += await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
-    async with dying_worker(url, tmp_path, engine, failpoint, snapshot_debt_ops=2):
+    async with dying_worker(url, tmp_path, engine, failpoint, tuning=snapshots(ops=2)):
         pass
     engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine, worker_id=HEIR):

@@ -29,7 +29,7 @@ from tests.support.program import (
     submit,
     undisturbed,
 )
-from tests.support.stack import POOL, worker
+from tests.support.stack import POOL, snapshots, worker
 from tests.support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ async def test_a_run_rests_and_leaves_memory_while_the_host_s_time_is_set_back(
     )
     monkeypatch.setattr(keeper_module, "time", clocks)
     run = await server.create("a", "a", LORA)
-    with worker(empty_redis.url, tmp_path, engine, snapshot_idle_s=1e-6, evict_idle_s=1e-6) as loop:
+    with worker(
+        empty_redis.url, tmp_path, engine, tuning=snapshots(idle_s=1e-6, evict_idle_s=1e-6)
+    ) as loop:
         await results(server, run, await submit(server, run, 1, 1))
         await until(lambda: loop._residents.runs == 0)
 
@@ -117,7 +119,7 @@ async def test_a_run_that_rests_leaves_memory_and_comes_back_the_same(
     expected, digest = await undisturbed(server, url, tmp_path, engine)
     run = await server.create("a", "a", LORA)
     answers = []
-    with worker(url, tmp_path, engine, snapshot_idle_s=1e-6, evict_idle_s=1e-6) as loop:
+    with worker(url, tmp_path, engine, tuning=snapshots(idle_s=1e-6, evict_idle_s=1e-6)) as loop:
         for seq in range(1, len(PROGRAM) + 1):
             answers += await results(server, run, await submit(server, run, seq, seq))
             if seq % 4 == 1:
@@ -130,7 +132,7 @@ async def test_a_run_that_rests_leaves_memory_and_comes_back_the_same(
 async def test_a_long_log_is_cut_and_two_copies_are_kept(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
-    with worker(empty_redis.url, tmp_path, engine, snapshot_debt_ops=2):
+    with worker(empty_redis.url, tmp_path, engine, tuning=snapshots(ops=2)):
         run = await server.create("a", "a", LORA)
         for seq in range(1, len(PROGRAM) + 1):
             await results(server, run, await submit(server, run, seq, seq))
@@ -163,7 +165,7 @@ async def test_a_run_that_only_evaluates_does_not_keep_a_line_for_every_forward(
 async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
-    with worker(empty_redis.url, tmp_path, engine, snapshot_debt_ops=1) as loop:
+    with worker(empty_redis.url, tmp_path, engine, tuning=snapshots(ops=1)) as loop:
         run = await server.create("a", "a", LORA)
         await results(server, run, await submit(server, run, 1, 4))
         large = sequences(0, 4, 1500)
@@ -247,7 +249,7 @@ async def test_a_copy_that_cannot_be_written_is_tried_again(
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    with worker(empty_redis.url, tmp_path, engine, snapshot_debt_ops=1):
+    with worker(empty_redis.url, tmp_path, engine, tuning=snapshots(ops=1)):
         with monkeypatch.context() as broken:
             broken.setattr("cotrain_workers.recovery.resident_runs.write_snapshot", full)
             run = await server.create("a", "a", LORA)

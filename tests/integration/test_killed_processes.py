@@ -9,7 +9,7 @@ from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.redis_client.connection import open_connection
 from cotrain_store.results.futures import Futures
 from cotrain_workers.recovery.bisection import MAX_CRASHES
-from tests.support.processes import Process, settings_of, stack_of
+from tests.support.processes import WORKER, Process, settings_of, stack_of
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import LONG, sample, sampled, saved_sampler, submit_sample
@@ -40,7 +40,7 @@ async def test_killed_processes_change_no_number(
         connection, spool = open_connection(url), Spool(tmp_path / "spool", new_writer("api"))
         with (
             Process("cotrain_scheduler", shared, tmp_path / "scheduler.log") as scheduler,
-            Process("cotrain_workers", settings, tmp_path / "worker.log") as trainer,
+            Process(WORKER, settings, tmp_path / "worker.log") as trainer,
         ):
             async with Futures(connection, spool) as futures:
                 server = stack_of(connection, spool, futures)
@@ -86,7 +86,7 @@ async def test_a_killed_worker_loses_no_saved_weights_and_no_sample(
         connection, spool = open_connection(url), Spool(tmp_path / "spool", new_writer("api"))
         with (
             Process("cotrain_scheduler", shared, tmp_path / "scheduler.log"),
-            Process("cotrain_workers", settings, tmp_path / "worker.log") as victim,
+            Process(WORKER, settings, tmp_path / "worker.log") as victim,
         ):
             async with Futures(connection, spool) as futures:
                 server = stack_of(connection, spool, futures)
@@ -135,7 +135,7 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left
             others = await submit(server, neighbour, 1, 3)
             with (
                 Process("cotrain_scheduler", shared, tmp_path / "scheduler.log") as scheduler,
-                Process("cotrain_workers", settings, tmp_path / "worker.log") as trainer,
+                Process(WORKER, settings, tmp_path / "worker.log") as trainer,
             ):
                 # As planned, twice; its run's part of the step, once; alone, twice.
                 for _ in range(2 + 1 + MAX_CRASHES):

@@ -24,7 +24,7 @@ from tests.support.program import (
     submit,
     undisturbed,
 )
-from tests.support.stack import POOL, Stack, worker
+from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ async def test_a_worker_killed_anywhere_leaves_no_trace_in_the_numbers(
     expected, digest = await undisturbed(server, url, tmp_path, engine)
     run = await server.create("a", "a", LORA)
     requests = await submit(server, run, 1, len(PROGRAM))
-    async with dying_worker(url, tmp_path, engine, failpoint, snapshot_debt_ops=2):
+    async with dying_worker(url, tmp_path, engine, failpoint, tuning=snapshots(ops=2)):
         pass
-    with worker(url, tmp_path, engine, snapshot_debt_ops=2):
+    with worker(url, tmp_path, engine, tuning=snapshots(ops=2)):
         assert await results(server, run, requests) == expected
     assert engine.adapters.state(run.id).digest() == digest
 
@@ -87,10 +87,12 @@ async def test_a_gradient_that_waits_for_its_step_survives(
     requests = await submit(server, run, 1, 3)
     if is_killed:
         after_commit = Failpoint("commit", 1, after=True)
-        async with dying_worker(url, tmp_path, engine, after_commit, snapshot_debt_ops=debt_ops):
+        async with dying_worker(
+            url, tmp_path, engine, after_commit, tuning=snapshots(ops=debt_ops)
+        ):
             pass
     else:
-        with worker(url, tmp_path, engine, snapshot_debt_ops=debt_ops):
+        with worker(url, tmp_path, engine, tuning=snapshots(ops=debt_ops)):
             await results(server, run, requests)
     engine.adapters.drop(run.id)
     requests += await submit(server, run, 4, 4)

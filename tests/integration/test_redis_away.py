@@ -24,7 +24,7 @@ from tests.support.sampling import (
     saved_sampler,
     submit_sample,
 )
-from tests.support.stack import POOL, make_worker, stack, worker
+from tests.support.stack import POOL, make_worker, snapshots, stack, worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ async def test_a_lost_connection_applies_nothing_twice(
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine)
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine, snapshot_debt_ops=2) as loop:
+    with worker(url, tmp_path, engine, tuning=snapshots(ops=2)) as loop:
         lossy: dict[str, Any] = {"losses": 2, "then_does": then_does, "lost": lambda: None}
         role = loop._execution if hasattr(Execution, method) else loop._execution.logs
         unreliable(role, method, **lossy)
@@ -120,7 +120,7 @@ async def test_training_goes_on_with_the_same_numbers_across_kills_of_redis(
         async with stack(url, tmp_path) as server:
             expected, digest = await undisturbed(server, url, tmp_path, engine)
             run = await server.create("a", "a", LORA)
-            with worker(url, tmp_path, engine, snapshot_debt_ops=3):
+            with worker(url, tmp_path, engine, tuning=snapshots(ops=3)):
                 answers = []
                 for seq in range(1, len(PROGRAM) + 1):
                     (request,) = await submit(server, run, seq, seq)
@@ -255,7 +255,7 @@ async def test_a_worker_gives_signs_of_life_again_once_redis_has_memory(
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
     crowded = Crowded(empty_redis)
     with worker(empty_redis.url, tmp_path, engine) as loop:
-        crowded.until_asked_twice_more(loop._execution, "beat")
+        crowded.until_asked_twice_more(loop._execution, "heartbeat")
         async with asyncio.timeout(60):
             while crowded.refused < 3:  # noqa: ASYNC110  # another thread's doing
                 await asyncio.sleep(0.01)

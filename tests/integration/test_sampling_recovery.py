@@ -25,7 +25,7 @@ from tests.support.sampling import (
     submit_sample,
     submit_save,
 )
-from tests.support.stack import POOL, Stack, make_worker, worker
+from tests.support.stack import POOL, Stack, make_worker, snapshots, worker
 from tests.support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ async def test_saved_weights_survive_a_worker_killed_anywhere(
     expected = await undisturbed_sample(server, url, tmp_path, engine, 4)
     run = await server.create("a", "a", LORA)
     await train_and_save(server, run)
-    async with dying_worker(url, tmp_path, engine, failpoint, snapshot_debt_ops=1):
+    async with dying_worker(url, tmp_path, engine, failpoint, tuning=snapshots(ops=1)):
         pass
-    with worker(url, tmp_path, engine, snapshot_debt_ops=1):
+    with worker(url, tmp_path, engine, tuning=snapshots(ops=1)):
         samplers = []
         for number, seq in enumerate((5, 10)):
             await server.result(run, request_id(run.id, seq))
@@ -113,7 +113,7 @@ async def test_weights_whose_file_was_never_written_are_made_again(
         slow.setattr(
             "cotrain_workers.checkpoints.files.write_folder", lambda *_: blocked.wait(PATIENCE_S)
         )
-        loop, spools = make_worker(url, tmp_path, engine, snapshot_debt_ops=1)
+        loop, spools = make_worker(url, tmp_path, engine, tuning=snapshots(ops=1))
         life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
         await train_and_save(server, run)
         await server.result(run, request_id(run.id, 11))
@@ -128,7 +128,7 @@ async def test_weights_whose_file_was_never_written_are_made_again(
     loop._weights._writer.shutdown(wait=False, cancel_futures=True)
     blocked.set()  # its writer ends with it
     engine.adapters.drop(run.id)
-    with worker(url, tmp_path, engine, snapshot_debt_ops=1) as loop:
+    with worker(url, tmp_path, engine, tuning=snapshots(ops=1)) as loop:
         assert await sample(server, sampler, 2) == before
         await until(lambda: not loop._weights._unstored)
         await submit(server, run, 10, 12, place=12)

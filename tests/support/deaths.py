@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.support.stack import make_worker
+from tests.support.stack import TUNING, make_worker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.disk.spool import Spool
     from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.worker.bootstrap import Tuning
     from cotrain_workers.worker.loop import WorkerLoop
 
 
@@ -71,10 +72,16 @@ def live(loop: WorkerLoop, spools: Sequence[Spool]) -> bool:
 
 @contextlib.asynccontextmanager
 async def dying_worker(
-    redis_url: str, data_dir: Path, engine: Engine, failpoint: Failpoint, **settings: float | str
+    redis_url: str,
+    data_dir: Path,
+    engine: Engine,
+    failpoint: Failpoint,
+    *,
+    tuning: Tuning = TUNING,
+    **settings: float | str,
 ) -> AsyncIterator[WorkerLoop]:
     """Run a worker until it dies at `failpoint`; leaving the block waits for that."""
-    loop, spools = make_worker(redis_url, data_dir, engine, **settings)
+    loop, spools = make_worker(redis_url, data_dir, engine, tuning, **settings)
     failpoint.arm(loop)
     life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
     try:

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT / folder) for folder in ("client", "scheduler", "server", "workers")]
 PATIENCE_S = 300
+#: A worker that copies its runs out often.
+WORKER = "cotrain_workers --snapshot-ops 4"
 
 
 class Process:
     """One of our processes; `kill` is SIGKILL, `start` starts it (again). None outlives its block."""
 
     def __init__(self, module: str, settings: dict[str, str], log: Path) -> None:
-        self._command = [sys.executable, "-m", module]
+        self._command = [sys.executable, "-m", *module.split()]
         self._environment = environment_of(settings)
         self._log = log
         self.start()
@@ -94,7 +96,6 @@ def settings_of(url: str, data_dir: Path, model: Path) -> dict[str, str]:
         "COTRAIN_BASE_MODEL": f"{MODEL}={model}",
         "COTRAIN_TORCH_THREADS": "1",
         "COTRAIN_OFFLINE": "true",
-        "COTRAIN_SNAPSHOT_DEBT_OPS": "4",
         "OMP_NUM_THREADS": "1",
     }
 

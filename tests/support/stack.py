@@ -24,7 +24,8 @@ from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_store.tenants.records import Records
-from cotrain_workers.worker.bootstrap import enter_pool
+from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
+from cotrain_workers.worker.bootstrap import Tuning, enter_pool
 from tests.support.bodies import optim_body, pass_body
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from cotrain_workers.worker.loop import WorkerLoop
 
 MODEL = "tiny"
+#: As a worker is that nothing was passed to.
+TUNING = Tuning()
 POOL = pool_of(MODEL)
 
 
@@ -124,10 +127,11 @@ def worker(
     engine: Engine,
     *,
     drains: bool = True,
+    tuning: Tuning = TUNING,
     **overrides: float | str,
 ) -> Iterator[WorkerLoop]:
     """Run a worker's loop in a thread; leaving the block ends it. `drains` leaves recovery copies."""
-    loop, spools = make_worker(redis_url, data_dir, engine, **overrides)
+    loop, spools = make_worker(redis_url, data_dir, engine, tuning, **overrides)
     if not drains:
         loop._residents.drain = lambda deadline_s: None  # type: ignore[method-assign]  # as a kill would
     thread = threading.Thread(target=loop.run)
@@ -142,7 +146,11 @@ def worker(
 
 
 def make_worker(
-    redis_url: str, data_dir: Path, engine: Engine, **overrides: float | str
+    redis_url: str,
+    data_dir: Path,
+    engine: Engine,
+    tuning: Tuning = TUNING,
+    **overrides: float | str,
 ) -> tuple[WorkerLoop, tuple[Spool, Spool]]:
     """Build a worker's loop without running it."""
     settings = WorkerSettings.model_validate(
@@ -152,7 +160,12 @@ def make_worker(
     writer = new_writer("w0")
     spools = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
     record = replace(pool_record_for_tests(), numerics_id=engine.facts.numerics_id)
-    return enter_pool(engine, connection, spools, record, settings, text=None), spools
+    return enter_pool(engine, connection, spools, record, settings, None, tuning), spools
+
+
+def snapshots(**policy: float) -> Tuning:
+    """Tune when a worker copies its runs out (`SnapshotPolicy`)."""
+    return replace(TUNING, snapshots=SnapshotPolicy(**policy))  # type: ignore[arg-type]  # one is an int
 
 
 def pool_record_for_tests() -> PoolRecord:

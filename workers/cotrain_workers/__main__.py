@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -26,7 +27,9 @@ from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel
 from cotrain_workers.engine.progress import listen, report
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
+from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
 from cotrain_workers.worker.bootstrap import (
+    Tuning,
     device_of,
     enter_pool,
     measured_engine,
@@ -38,7 +41,7 @@ from cotrain_workers.worker.tokenizer import publish_tokenizer
 log = structlog.get_logger()
 
 
-def serve(settings: WorkerSettings) -> int:
+def serve(settings: WorkerSettings, tuning: Tuning) -> int:
     """Load the base model and serve its pool until stopped."""
     pool, worker = pool_of(settings.model_name), WorkerId(settings.worker_id)
     lock_worker_id(settings.data_dir / "run", pool, worker)
@@ -61,7 +64,7 @@ def serve(settings: WorkerSettings) -> int:
     writer = new_writer(settings.worker_id)
     spools = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
     text = tokenizer.text if tokenizer else None
-    loop = enter_pool(engine, connection, spools, record, settings, text)
+    loop = enter_pool(engine, connection, spools, record, settings, text, tuning)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: loop.stop())
     log.info(
@@ -84,12 +87,13 @@ def serve(settings: WorkerSettings) -> int:
 def main() -> None:
     """Start the process; exit status 2 (`refusal.EXIT_CODE`) where starting it again would not help."""
     start_logs("worker")
+    tuning = _tuning()
     settings = read_settings(WorkerSettings)
     start_logs(f"worker-{settings.worker_id}", settings.log_level)
     listen(lambda doing: log.info("starting", doing=doing))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        sys.exit(serve(settings))
+        sys.exit(serve(settings, tuning))
     except WorkerIdInUse as taken:
         refuse("worker_id_in_use", str(taken))
     except UnsafeRedis as unsafe:
@@ -101,6 +105,17 @@ def main() -> None:
     except StoreUnavailable:
         log.error("redis_unavailable")  # the supervisor starts this process again
         sys.exit(1)
+
+
+def _tuning() -> Tuning:
+    """Read what a test sets, and no operator."""
+    parser = argparse.ArgumentParser(prog="python -m cotrain_workers")
+    policy = SnapshotPolicy()
+    parser.add_argument(
+        "--snapshot-ops", type=int, default=policy.ops,
+        help="copy a run out once replaying it would run so many ops",
+    )  # fmt: skip
+    return Tuning(replace(policy, ops=parser.parse_args().snapshot_ops))
 
 
 if __name__ == "__main__":

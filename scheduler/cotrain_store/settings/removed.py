@@ -25,9 +25,18 @@ REPLACED_BY: Mapping[str, str] = MappingProxyType(
         "CHUNK_BYTES": "lower COTRAIN_MAX_BODY_BYTES: a chunk is half of it at most",
         "CHUNK_DATUMS": _CONSTANT,
         "COMPRESS_REQUESTS": _CONSTANT,
+        "EVICT_IDLE_S": _CONSTANT,
+        "FUSION": _CONSTANT,
         "LISTEN_FD": "start `python -m cotrain_server --listen-fd FD`",
         "LONG_POLL_S": _CONSTANT,
+        "LORA_BACKEND": _CONSTANT,
+        "OWED_MEMORY_BYTES": _CONSTANT,
         **{f"QUOTA_{name.upper()}": f"write {name}=NUMBER into COTRAIN_QUOTAS" for name in _QUOTAS},
+        "RECOMPUTE": _CONSTANT,
+        "SNAPSHOT_DEBT_BYTES": "set COTRAIN_SNAPSHOT_DEBT_S",
+        "SNAPSHOT_DEBT_OPS": "set COTRAIN_SNAPSHOT_DEBT_S",
+        "SNAPSHOT_IDLE_S": _CONSTANT,
+        "WEIGHTS_MEMORY_BYTES": _CONSTANT,
     }
 )
 

@@ -22,7 +22,7 @@ class WorkerSettings(StoreSettings):
     base_model: str
     """A hub id, a local folder, or `NAME=FOLDER` to serve a folder under another name."""
     worker_id: str = Field(default="w0", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Its place in the pool. A second process with the same id does not start while the first one lives."""
+    """Its name in the pool. A second process with the same id does not start while the first one lives."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: float32 on the CPU, bfloat16 on CUDA."""
@@ -31,31 +31,17 @@ class WorkerSettings(StoreSettings):
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=256)] = "auto"
     """Tokens one pass of the base model holds at most. `auto`: 8,192 on the CPU; on CUDA what memory
     allows, measured once and written down."""
-    recompute: Literal["auto", "always", "never"] = "auto"
-    """Compute decoder layers a second time instead of keeping what backward needs; `auto`: where it does
-    not fit otherwise. Moves no bit."""
-    lora_backend: Literal["auto", "seg", "grouped"] = "auto"
-    """How LoRA is computed: `seg`, a loop over adapters; `grouped`, one product for all of them; `auto`:
-    `seg` on the CPU, on CUDA by the size of the micro-batch. Part of what makes numbers repeat."""
     adapter_bytes: int = Field(default=0, ge=0)
-    """Device memory for adapters; 0: a share of a GPU, no limit on a CPU. Runs at rest are parked in
+    """Device memory for adapters; 0: a share of a GPU, no limit on a CPU. Runs at rest are offloaded to
     host memory when it is full, so that it does not limit how many there may be."""
     host_bytes: int = Field(default=0, ge=0)
     """Host memory for adapters at rest; 0: half of what is free at the start. Above it, those used
     least recently leave for the disk."""
-    fusion: bool = True
-    """Compile the base model's norms, gates and rotations, on CUDA."""
     max_rank: int = Field(default=128, ge=1, le=1024)
     offline: bool = False
     """Never ask a hub: the base model must be a folder or in the local cache."""
     snapshot_debt_s: float = Field(default=30.0, gt=0)
     """Take a recovery copy of a run once replaying its log would take this long."""
-    snapshot_debt_ops: int = Field(default=512, ge=1)
-    snapshot_debt_bytes: int = Field(default=256 * 1024**2, ge=1)
-    snapshot_idle_s: float = Field(default=600.0, gt=0)
-    """Take a recovery copy of a run that changed and then rested this long."""
-    evict_idle_s: float = Field(default=1800.0, gt=0)
-    """Drop a run that rested this long from memory; its next request brings it back."""
     orphan_age_s: float = Field(default=ORPHAN_AGE_S, ge=0)
     """Remove a file once this process has seen for so long that nothing refers to it."""
     record_cycles: int = Field(default=0, ge=0)
@@ -63,15 +49,11 @@ class WorkerSettings(StoreSettings):
     stop_grace_s: float = Field(default=60.0, gt=0)
     """Time between SIGTERM and SIGKILL: what the drain of a worker is planned by."""
     sampler: Literal["engine", "vllm"] = "engine"
-    """What generates tokens: this process beside its training, or a vLLM server."""
+    """What generates tokens: this process, sharing its time with training, or a vLLM server."""
     sampling_share: float = Field(default=0.5, ge=0, le=0.9)
     """The part of the processor that sampling may use while there is training to do."""
     kv_cache_tokens: int = Field(default=0, ge=0)
     """Tokens that all sequences being generated can hold in memory; 0 takes what there is room for."""
-    weights_memory_bytes: int = Field(default=2 * 1024**3, ge=0)
-    """Host memory for saved weights that are on disk already."""
-    owed_memory_bytes: int = Field(default=8 * 1024**3, ge=0)
-    """Host memory for saves that are not on disk yet: above it, saves wait for the disk."""
     vllm_url: str = ""
     vllm_api_key: SecretStr = SecretStr("")
 

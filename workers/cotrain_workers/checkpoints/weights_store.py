@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+#: Host memory for saved weights that are on disk already, and for saves that are not: above the latter,
+#: saves wait for the disk.
+MEMORY_BYTES = 2 * 1024**3
+UNSTORED_BYTES = 8 * 1024**3
 #: A write that failed (a full disk, most likely) is tried again after so long.
 RETRY_S = 5.0
 #: Unstored weights of a dead worker, whose successor this one may be, are looked for this often.
@@ -67,8 +71,8 @@ class WeightsStore:
         saved: SavedWeights,
         files: CheckpointFiles,
         layout_of: LayoutOf,
-        memory_bytes: int,
-        unstored_bytes: int,
+        memory_bytes: int = MEMORY_BYTES,
+        unstored_bytes: int = UNSTORED_BYTES,
         orphan_age_s: float = ORPHAN_AGE_S,
     ) -> None:
         """`memory_bytes` is for weights that are on disk too, `unstored_bytes` for what is not.

@@ -21,7 +21,7 @@ from cotrain_workers.recovery.orphan_sweep import Sweep
 from cotrain_workers.recovery.replay import Replay, has_other_numerics
 from cotrain_workers.recovery.rollback import roll_back
 from cotrain_workers.recovery.snapshot_file import Snapshot, remove_snapshots, write_snapshot
-from cotrain_workers.recovery.snapshot_policy import ReplayBacklog, may_leave, needs_snapshot
+from cotrain_workers.recovery.snapshot_policy import ReplayBacklog
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.recovery.replay import Restored
+    from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
 
 log = structlog.get_logger()
 
@@ -50,6 +51,7 @@ class ResidentRuns:
         execution: Execution,
         weights: WeightsStore,
         settings: WorkerSettings,
+        policy: SnapshotPolicy,
         *,
         exact: bool,
     ) -> None:
@@ -57,6 +59,7 @@ class ResidentRuns:
         self._execution = execution
         self._weights = weights
         self._settings = settings
+        self._policy = policy
         self._replay = Replay(engine, execution, weights, settings.snapshots_dir, exact=exact)
         self._backlogs: dict[RunId, ReplayBacklog] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
@@ -133,9 +136,9 @@ class ResidentRuns:
         now = time.monotonic()
         self._register_finished()
         for run, backlog in list(self._backlogs.items()):
-            if needs_snapshot(backlog, self._settings, now):
+            if self._policy.needs_snapshot(backlog, now):
                 self._copy_out(run, backlog)
-            elif may_leave(backlog, self._settings, now) and run not in self._writing:
+            elif self._policy.may_evict(backlog, now) and run not in self._writing:
                 self.forget_state(run)
                 log.info("run_evicted", run=run)
         for name in self._engine.adapters.over_budget():

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cotrain_store.settings.worker import WorkerSettings
 
 #: A log longer than this is cut however cheap its replay: a run that only evaluates would otherwise
 #: keep a line for every forward it ever asked for.
@@ -43,20 +39,34 @@ class ReplayBacklog:
         self.entries += 1
 
 
-def needs_snapshot(backlog: ReplayBacklog, settings: WorkerSettings, now: float) -> bool:
-    """Tell whether replaying would take too long, too much room, or the run is at rest."""
-    if backlog.entries >= LOG_ENTRIES:
-        return True
-    if not backlog.ops:
-        return False
-    return (
-        backlog.compute_s >= max(settings.snapshot_debt_s, COPY_SHARE * backlog.copy_s)
-        or backlog.ops >= settings.snapshot_debt_ops
-        or backlog.bytes >= settings.snapshot_debt_bytes
-        or now - backlog.used_at >= settings.snapshot_idle_s
-    )
+@dataclass(frozen=True)
+class SnapshotPolicy:
+    """When a run is copied out, and when it leaves memory. An operator sets `replay_s`, and no more."""
 
+    replay_s: float = 30.0
+    """Copy a run out once replaying its log would take this long…"""
+    ops: int = 512
+    """… or run so many ops…"""
+    bytes: int = 256 * 1024**2
+    """… or read so many bytes of bodies."""
+    idle_s: float = 600.0
+    """Copy a run out that changed and then rested this long."""
+    evict_idle_s: float = 1800.0
+    """Drop a run that rested this long from memory; its next request brings it back."""
 
-def may_leave(backlog: ReplayBacklog, settings: WorkerSettings, now: float) -> bool:
-    """Tell whether a run has rested so long, with nothing to replay, that memory can be freed."""
-    return not backlog.ops and now - backlog.used_at >= settings.evict_idle_s
+    def needs_snapshot(self, backlog: ReplayBacklog, now: float) -> bool:
+        """Tell whether replaying would take too long, too much disk, or the run is at rest."""
+        if backlog.entries >= LOG_ENTRIES:
+            return True
+        if not backlog.ops:
+            return False
+        return (
+            backlog.compute_s >= max(self.replay_s, COPY_SHARE * backlog.copy_s)
+            or backlog.ops >= self.ops
+            or backlog.bytes >= self.bytes
+            or now - backlog.used_at >= self.idle_s
+        )
+
+    def may_evict(self, backlog: ReplayBacklog, now: float) -> bool:
+        """Tell whether a run has rested so long, with nothing to replay, that memory can be freed."""
+        return not backlog.ops and now - backlog.used_at >= self.evict_idle_s

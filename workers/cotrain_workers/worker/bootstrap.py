@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_store.weights.saved_weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
-from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.checkpoints.weights_store import MEMORY_BYTES, UNSTORED_BYTES, WeightsStore
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.host_memory import free_host_bytes
@@ -29,6 +29,7 @@ from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
+from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 from cotrain_workers.worker.batch_size_cache import BatchSizeCache
@@ -46,6 +47,17 @@ if TYPE_CHECKING:
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
 _PROBE_TOKENS = 1024
+#: Recomputation, LoRA backend and fusion were settings; files that were written then are still right.
+_ONCE_SETTINGS = ("auto", "auto", True)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What no operator has reason to change; tests and benchmarks pass other values."""
+
+    snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)
+    weights_memory_bytes: int = MEMORY_BYTES
+    unstored_memory_bytes: int = UNSTORED_BYTES
 
 
 def device_of(settings: WorkerSettings) -> str:
@@ -79,9 +91,6 @@ def load_engine(settings: WorkerSettings, device: str) -> Engine:
         device=device,
         dtype=_DTYPES[settings.dtype],
         micro_batch_tokens=(known.tokens(circumstances) if asked == "auto" else None) or asked,
-        recompute=settings.recompute,
-        lora_backend=settings.lora_backend,
-        fusion=settings.fusion,
         adapter_bytes=settings.adapter_bytes or None,
         host_bytes=settings.host_bytes or free_host_bytes() // 2,
         local_files_only=settings.offline,
@@ -98,8 +107,7 @@ def _circumstances(settings: WorkerSettings, device: str) -> str:
         str(each)
         for each in (
             settings.model_source, hardware, settings.dtype, torch.__version__,
-            settings.adapter_bytes, settings.recompute, settings.lora_backend,
-            settings.fusion,
+            settings.adapter_bytes, *_ONCE_SETTINGS,
         )
     )  # fmt: skip
 
@@ -151,6 +159,7 @@ def enter_pool(
     record: PoolRecord,
     settings: WorkerSettings,
     text: TextOf | None,
+    tuning: Tuning,
 ) -> WorkerLoop:
     """Take this worker's place in its pool; what a predecessor ran is run again.
 
@@ -163,9 +172,9 @@ def enter_pool(
     weights = WeightsStore(
         SavedWeights(connection, record.id, worker, epoch),
         CheckpointFiles.below(settings.data_dir, record.base_model),
-        engine.adapters.layout_of,
-        settings.weights_memory_bytes,
-        settings.owed_memory_bytes,
+        engine.layout_of,
+        tuning.weights_memory_bytes,
+        tuning.unstored_memory_bytes,
         settings.orphan_age_s,
     )
     make_decoder = decoder_factory(engine, settings, weights, text)
@@ -198,7 +207,8 @@ def enter_pool(
         kept=settings.record_cycles,
     )
     exact = record.device == "cpu"
-    residents = ResidentRuns(engine, execution, weights, settings, exact=exact)
+    policy = replace(tuning.snapshots, replay_s=settings.snapshot_debt_s)
+    residents = ResidentRuns(engine, execution, weights, settings, policy, exact=exact)
     return WorkerLoop(engine, execution, residents, weights, sampler, recorder, record, settings)
 
 

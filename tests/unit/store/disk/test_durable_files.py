@@ -16,6 +16,7 @@ from cotrain_store.redis_client.embedded_server import LOG_FOLDER
 from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.recovery.resident_runs import ResidentRuns
+from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_all_that_must_outlive_a_power_cut_is_in_folders_with_durable_names(
     files = CheckpointFiles.below(data, "some/model")
     nothing = cast("Any", None)
     settings = WorkerSettings(redis_url="unix:///nowhere", data_dir=data, base_model="some/model")
-    ResidentRuns(nothing, nothing, nothing, settings, exact=True)
+    ResidentRuns(nothing, nothing, nothing, settings, SnapshotPolicy(), exact=True)
     needed = {settings.snapshots_dir, data, folder.redis, folder.redis / LOG_FOLDER, data / "spool"}
     assert needed | {files.adapters, files.optimizers, files.external} <= durable(synced)
 

@@ -1,28 +1,15 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.recovery.snapshot_policy import (
     LOG_ENTRIES,
     ReplayBacklog,
-    may_leave,
-    needs_snapshot,
+    SnapshotPolicy,
 )
 
 NOW = 1_000.0
-SETTINGS = WorkerSettings(
-    redis_url="unix:///x",
-    data_dir=Path("/data"),
-    base_model="tiny",
-    snapshot_debt_s=30.0,
-    snapshot_debt_ops=10,
-    snapshot_debt_bytes=1_000,
-    snapshot_idle_s=60.0,
-    evict_idle_s=120.0,
-)
+POLICY = SnapshotPolicy(replay_s=30.0, ops=10, bytes=1_000, idle_s=60.0, evict_idle_s=120.0)
 
 
 def test_committed_ops_add_up() -> None:
@@ -53,7 +40,7 @@ def test_committed_ops_add_up() -> None:
 def test_a_copy_is_due_when_a_replay_would_cost_too_much_or_the_run_rests(
     backlog: ReplayBacklog, is_due: bool
 ) -> None:
-    assert needs_snapshot(backlog, SETTINGS, NOW) == is_due
+    assert POLICY.needs_snapshot(backlog, NOW) == is_due
 
 
 @pytest.mark.parametrize(
@@ -67,12 +54,12 @@ def test_a_copy_is_due_when_a_replay_would_cost_too_much_or_the_run_rests(
 def test_a_run_leaves_memory_when_it_rested_long_and_has_nothing_to_replay(
     backlog: ReplayBacklog, may: bool
 ) -> None:
-    assert may_leave(backlog, SETTINGS, NOW) == may
+    assert POLICY.may_evict(backlog, NOW) == may
 
 
 def test_a_run_with_something_to_replay_is_copied_out_before_it_may_leave() -> None:
-    assert SETTINGS.snapshot_idle_s < SETTINGS.evict_idle_s
+    assert POLICY.idle_s < POLICY.evict_idle_s
     backlog = ReplayBacklog(5, ops=1, used_at=NOW)
-    later = NOW + SETTINGS.evict_idle_s
-    assert needs_snapshot(backlog, SETTINGS, later)
-    assert not may_leave(backlog, SETTINGS, later)
+    later = NOW + POLICY.evict_idle_s
+    assert POLICY.needs_snapshot(backlog, later)
+    assert not POLICY.may_evict(backlog, later)
