@@ -69,8 +69,8 @@ MUTANTS = {
         [
             Edit(
                 f"{WORKERS}/recovery/replay.py",
-                "    ops = _from_last_load(ops)\n",
-                "    ops = []\n",
+                "ops, is_exact = _from_last_load(ops), True\n",
+                "ops, is_exact = [], True\n",
             )
         ],
         "killed after a commit",
@@ -80,7 +80,7 @@ MUTANTS = {
             Edit(
                 f"{WORKERS}/recovery/resident_runs.py",
                 "        copy = self._engine.adapters.copy_out(run)\n",
-                "        copy, debt = self._engine.adapters.copy_out(run), Debt(debt.seq - 1)\n",
+                "        copy, backlog = self._engine.adapters.copy_out(run), ReplayBacklog(backlog.seq - 1)\n",
             )
         ],
         "killed behind a recovery copy",
@@ -99,10 +99,10 @@ MUTANTS = {
         [
             Edit(
                 f"{WORKERS}/worker/loop.py",
-                "            self._commit(step, outcome",
-                "            self._keeper.committed(step, 1e9)\n"
-                "            self._keeper.drain(9.0)\n"
-                "            self._commit(step, outcome",
+                "            self._commit(step, commit)",
+                "            self._residents.committed(step, 1e9)\n"
+                "            self._residents.drain(9.0)\n"
+                "            self._commit(step, commit)",
             ),
             Edit(
                 f"{WORKERS}/recovery/resident_runs.py",
@@ -140,7 +140,7 @@ MUTANTS = {
             Edit(
                 f"{WORKERS}/worker/loop.py",
                 '        failpoint("worker.before_commit"',
-                "        for (run, seq), told in outcome.results.items():\n"
+                "        for (run, seq), told in commit.results.items():\n"
                 "            self._execution._redis.set(\n"
                 "                f'cotrain:result:{run}:{seq}', told.encode(), nx=True\n"
                 "            )\n"

@@ -1,0 +1,14 @@
+"""A mutant whose line has moved on would test nothing: found here, long before `make mutants`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.mutants import MUTANTS
+from tests.support.processes import ROOT
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_lines_that_a_mutant_spoils_are_in_the_sources(name: str) -> None:
+    for edit in MUTANTS[name].edits:
+        assert edit.old in (ROOT / edit.file).read_text(), edit.file
