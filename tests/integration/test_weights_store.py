@@ -80,7 +80,7 @@ async def test_memory_holds_what_was_used_last_and_the_rest_comes_from_disk(
         store.put(record, weights_of(float(record.ref[-1])))
     assert len(store._unstored) == 3  # none is let go before it is on disk
     written(store)
-    assert len(store._recent) == 2
+    assert len(store._cache._weights) == 2
     for record in records:
         assert store.host(record.ref).flat[0] == float(record.ref[-1])
 

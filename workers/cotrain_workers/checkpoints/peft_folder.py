@@ -172,9 +172,8 @@ def _write_files(
     (folder / TENSORS).write_bytes(contents[TENSORS])
     failpoint("weights.half_written")
     (folder / CONFIG).write_bytes(contents[CONFIG])
-    (folder / SUMS).write_text(
-        sums_of(contents)
-    )  # for who sends files and cannot tell their digest
+    # For the API, which sends the files and cannot compute their digest.
+    (folder / SUMS).write_text(sums_of(contents))
     for path in (folder / TENSORS, folder / CONFIG, folder / SUMS, folder):
         _sync(path)
 

@@ -9,7 +9,6 @@ answered. If the process dies, the log makes them again, which is why no log is 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S, Unwanted
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.checkpoints.optimizer_file import OptimizerUnreadable
 from cotrain_workers.checkpoints.peft_folder import FolderUnreadable
+from cotrain_workers.checkpoints.weights_cache import WeightsCache
 from cotrain_workers.engine.ops import WeightsMissing
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from cotrain_workers.checkpoints.files import CheckpointFiles, Saved, WrittenFiles
     from cotrain_workers.checkpoints.peft_folder import LayoutOf
     from cotrain_workers.engine.ops import HostOptimizer, HostWeights
-    from cotrain_workers.engine.spec import AdapterSpec, Layout
 
 log = structlog.get_logger()
 
@@ -82,12 +81,11 @@ class WeightsStore:
         """
         self._saved = saved
         self._files = files
-        self._layout_of = layout_of
-        self._memory_bytes = memory_bytes
+        self.layout_of = layout_of
         self._unstored_bytes = unstored_bytes
         self._unstored: dict[WeightsRef, _Unstored] = {}
         self._given_up: set[WeightsRef] = set()
-        self._recent: OrderedDict[WeightsRef, HostWeights] = OrderedDict()
+        self._cache = WeightsCache(memory_bytes)
         self._digests: dict[WeightsRef, str] = {}
         self._orphan_age_s = orphan_age_s
         self._unwanted = Unwanted(orphan_age_s)
@@ -160,12 +158,11 @@ class WeightsStore:
         entry = self._unstored.get(ref)
         if entry and entry.saved:
             return entry.saved.weights
-        if ref in self._recent:
-            self._recent.move_to_end(ref)
-            return self._recent[ref]
-        weights = self._read(ref)
-        self._remember(ref, weights)
-        return weights
+        cached = self._cache.get(ref)
+        if cached is None:
+            cached = self._read(ref)
+            self._cache.put(ref, cached)
+        return cached
 
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
         """Give the optimizer state that was saved with the weights; None: they were saved without.
@@ -182,14 +179,10 @@ class WeightsStore:
         if not record.has_optimizer:
             return None
         try:
-            return self._files.read_optimizer(record.optimizer_digest, self._layout_of)
+            return self._files.read_optimizer(record.optimizer_digest, self.layout_of)
         except OptimizerUnreadable as unreadable:
             log.error("optimizer_unreadable", weights=ref, reason=str(unreadable))
             raise WeightsMissing(ref) from unreadable
-
-    def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return where the matrices of such an adapter lie in its arena."""
-        return self._layout_of(spec)
 
     def path(self, ref: WeightsRef) -> Path | None:
         """Name the folder of weights; None while it is being written.
@@ -207,7 +200,7 @@ class WeightsStore:
         if ref in self._unstored or not self.is_known(ref):
             raise WeightsMissing(ref)
         try:
-            return self._files.read_adapter(self._digests[ref], self._layout_of)
+            return self._files.read_adapter(self._digests[ref], self.layout_of)
         except FolderUnreadable as unreadable:
             log.error("weights_unreadable", weights=ref, reason=str(unreadable))
             raise WeightsMissing(ref) from unreadable
@@ -256,7 +249,7 @@ class WeightsStore:
         unused = [record.ref for record in self._saved.unused_weights()]
         for ref in (*unused, *self._given_up):
             self._saved.forget_weights(ref)
-            self._recent.pop(ref, None)
+            self._cache.drop(ref)
             self._digests.pop(ref, None)
         if unused:
             log.info("weights_forgotten", count=len(unused))
@@ -264,7 +257,7 @@ class WeightsStore:
 
     def _write(self, entry: _Unstored) -> None:
         assert entry.saved is not None
-        layout = self._layout_of(entry.saved.weights.spec)
+        layout = self.layout_of(entry.saved.weights.spec)
         entry.writing = self._writer.submit(
             self._files.write, entry.record.ref, entry.saved, layout
         )
@@ -289,15 +282,8 @@ class WeightsStore:
         if not is_wanted:
             return  # forgotten, or their commit found that their name was in use
         self._digests[ref] = written.digest
-        self._remember(ref, entry.saved.weights)
+        self._cache.put(ref, entry.saved.weights)
         log.info("weights_stored", weights=ref, digest=written.digest, size=written.size)
-
-    def _remember(self, ref: WeightsRef, weights: HostWeights) -> None:
-        self._recent[ref] = weights
-        kept_bytes = sum(each.flat.nbytes for each in self._recent.values())
-        while kept_bytes > self._memory_bytes:
-            _, oldest = self._recent.popitem(last=False)
-            kept_bytes -= oldest.flat.nbytes
 
 
 def _size(saved: Saved | None) -> int:

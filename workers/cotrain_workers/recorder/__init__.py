@@ -1,1 +1,1 @@
-"""The flight recorder: cycles as files, and `cotrain replay`."""
+"""The flight recorder: cycles as files, and `cotrain replay`; knows no Redis."""

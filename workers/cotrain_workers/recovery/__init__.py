@@ -1,1 +1,1 @@
-"""What a death costs: snapshots, replay, rollback, bisection."""
+"""What a crash costs: snapshots, replay, rollback, bisection; knows no commit and no schedule."""

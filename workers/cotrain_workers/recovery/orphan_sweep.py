@@ -54,9 +54,8 @@ class Sweep:
 
     def _sweep_segments(self, now: float) -> None:
         free = unwritten_segments(self._spool_dir)
-        referenced = set(
-            self._execution.referenced_segments()
-        )  # after that: nothing is added to them
+        # After that: nothing is added to them.
+        referenced = set(self._execution.referenced_segments())
         unwanted = [path for path in free if path.name not in referenced]
         uncounted = [path for path in unwanted if path.name.startswith(UNCOUNTED)]
         counted = [path for path in unwanted if not path.name.startswith(UNCOUNTED)]

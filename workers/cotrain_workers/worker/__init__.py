@@ -1,1 +1,1 @@
-"""The process: takes a step, runs it, commits it, and shows that it lives."""
+"""The process: takes steps, runs and commits them, sends heartbeats; knows no tensors and no files."""

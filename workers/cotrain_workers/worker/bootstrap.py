@@ -172,7 +172,7 @@ def enter_pool(
     weights = WeightsStore(
         SavedWeights(connection, record.id, worker, epoch),
         CheckpointFiles.below(settings.data_dir, record.base_model),
-        engine.layout_of,
+        engine.adapters.layout_of,
         tuning.weights_memory_bytes,
         tuning.unstored_memory_bytes,
         settings.orphan_age_s,

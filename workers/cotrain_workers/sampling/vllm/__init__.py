@@ -1,1 +1,1 @@
-"""A vLLM server as the sampler: its protocol, and whether its answers are right."""
+"""A vLLM server as the sampler: its protocol, and whether its answers are right; knows no Redis."""
