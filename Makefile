@@ -46,7 +46,7 @@ demo: $(INSTALLED) ## Train four tenants at once on this machine, then a policy 
 test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (ARGS="-n 0": one process)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-cookbook: $(INSTALLED) ## Run programs of tinker_cookbook, unmodified, against a live server
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh

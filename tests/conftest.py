@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 # each wait for one another on a machine of two cores, and take several times as long when it is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-#: Below these folders all tests share servers, or what a first one found out.
-SHARING = (Path("tests/conformance"), Path("tests/faults"))
-
+#: What the one file's tests found out for minutes, the other's tests read: they run in one process.
+READS_WHAT = {
+    "tests/conformance/test_cotrain_extras.py": "tests/conformance/test_official_sdks.py",
+    "tests/conformance/test_export_sdks.py": "tests/conformance/test_checkpoint_sdks.py",
+}
 
 #: What Redis and the spool sync waits for no disk here; that a power cut loses nothing is proven by shims
 #: (tests/faults/power_*), not by a disk.
@@ -43,12 +45,12 @@ settings.load_profile("steady")
 
 
 class WhatShares(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types here
-    """Has what shares an expensive fixture run in one process, in order, where `-n` makes several."""
+    """Has the tests of a file run in one process, in order, where `-n` makes several."""
 
     @override
     def _split_scope(self, nodeid: str) -> str:
-        path = Path(nodeid.partition("::")[0])
-        return str(path.parent if path.parent in SHARING else path)
+        file = nodeid.partition("::")[0]
+        return READS_WHAT.get(file, file)
 
 
 # xdist has a mark for this (`--dist loadgroup`), which its 3.8.0 loses under pytest 9.
