@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 async def serve(settings: SchedulerSettings) -> int:
-    """Schedule until told to stop; the exit status is 0 unless this Redis is refused."""
+    """Schedule until a signal stops it; the exit status is 0 unless this Redis is refused."""
     connection = open_connection(settings.redis_url)
     await check_store(connection, accept_data_loss=settings.accept_data_loss)
     name = f"{socket.gethostname()}-{os.getpid()}"
@@ -49,7 +49,7 @@ def main() -> None:
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
     except StoreUnavailable:
-        log.error("redis_away")  # whoever started this process starts it again
+        log.error("redis_unavailable")  # the supervisor starts this process again
         sys.exit(1)
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_scheduler import cycle_start as beat
-from cotrain_scheduler import planner
+from cotrain_scheduler import cycle_start, planner
 from cotrain_scheduler import reassignment as fleet
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.failpoints import failpoint
@@ -50,7 +49,7 @@ class _WorkerClock:
     """What the clock remembers of one worker between cycles."""
 
     fairness: planner.Fairness = field(default_factory=planner.Fairness)
-    last: beat.LastCycle = field(default_factory=beat.LastCycle)
+    last: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
     planned_at: float | None = None
     """When the step in work was planned; None while the worker is free."""
 
@@ -68,8 +67,8 @@ class Clock:
         self._stopping = False
         self._renewed_at = 0.0
         self._gaps_at = 0.0
-        self._beat = self._beat_number(time.time())
-        self._ahead_s = time.time() - time.monotonic()
+        self._last_period = self._period_number(time.time())
+        self._offset_s = time.time() - time.monotonic()
 
     def stop(self) -> None:
         """Stop after the present tick."""
@@ -77,7 +76,7 @@ class Clock:
         self._woken.set()
 
     async def run(self) -> None:
-        """Tick until stopped. A Redis that is away is a pause."""
+        """Tick until stopped. An unavailable Redis is a pause."""
         listener = asyncio.create_task(self._listen())
         try:
             while not self._stopping:
@@ -85,7 +84,7 @@ class Clock:
                 try:
                     wait_s = await self._tick(now) - now
                 except CONNECTION_LOST:
-                    log.warning("redis_lost")
+                    log.warning("redis_disconnected")
                     wait_s = _RETRY_S
                 except Fenced:
                     log.warning("scheduler_fenced")
@@ -99,9 +98,9 @@ class Clock:
 
     def _now(self) -> float:
         """Read the host's time. Once that jumped, what was noted before cannot be compared with it."""
-        ahead_s = time.time() - time.monotonic()
-        jumped_s, self._ahead_s = ahead_s - self._ahead_s, ahead_s
-        now = time.monotonic() + ahead_s
+        offset_s = time.time() - time.monotonic()
+        jumped_s, self._offset_s = offset_s - self._offset_s, offset_s
+        now = time.monotonic() + offset_s
         if abs(jumped_s) > _JUMP_S:
             log.warning("time_jumped", by_s=round(jumped_s, 1))
             self._forget_times(now)
@@ -110,16 +109,16 @@ class Clock:
     def _forget_times(self, now: float) -> None:
         """Begin anew with everything that waits for some time to pass; whose turn it is stays."""
         self._renewed_at = self._gaps_at = 0.0
-        self._beat = self._beat_number(now)
+        self._last_period = self._period_number(now)
         self._empty_since.clear()
         for clock in self._clocks.values():
-            clock.last = beat.LastCycle()
+            clock.last = cycle_start.LastCycle()
             clock.planned_at = clock.planned_at and now
 
     async def _tick(self, now: float) -> float:
         """Plan whatever may start now; return when to look again at the latest."""
         self._woken.clear()
-        self._has_free_worker = True  # until this tick knows: what becomes ready meanwhile counts
+        self._has_free_worker = True  # until this tick knows: what becomes ready during it counts
         if now - self._renewed_at > RENEW_S:
             if not await self._dispatch.lead():
                 return now + RENEW_S
@@ -137,16 +136,19 @@ class Clock:
         return min(again, default=now + SWEEP_S)
 
     async def _tick_metronome(self, pools: Sequence[PoolId], now: float) -> float:
-        """Plan on a new beat only; what comes in between waits for the next one."""
-        number = self._beat_number(now)
-        again = [await self._tick_pool(pool, now) for pool in pools if number > self._beat]
+        """Plan when a new period begins, and only then; what comes later waits for the next one."""
+        number = self._period_number(now)
+        next_look = min((number + 1) * self._settings.clock_period_s, now + RENEW_S)
+        if number == self._last_period:
+            return next_look
+        again = [await self._tick_pool(pool, now) for pool in pools]
         if any(start <= now + _REPLAN_S for start in again):
-            return now + _REPLAN_S  # the queue changed under a plan: the beat is not over
-        self._beat = number
-        return min((number + 1) * self._settings.clock_period_s, now + RENEW_S)
+            return now + _REPLAN_S  # the queue changed under a plan: the period is not done with
+        self._last_period = number
+        return next_look
 
-    def _beat_number(self, now: float) -> int:
-        return beat.beat_number(now, self._settings.clock_period_s)
+    def _period_number(self, now: float) -> int:
+        return cycle_start.period_number(now, self._settings.clock_period_s)
 
     async def _tick_pool(self, pool: PoolId, now: float) -> float:
         slots = await self._dispatch.worker_slots(pool)
@@ -199,7 +201,7 @@ class Clock:
         if settings.clock_mode is ClockMode.METRONOME:
             return now
         ready = [queue.run for queue in queues]
-        return beat.eager_start(clock.last, ready, now, settings.gather_ms / 1000)
+        return cycle_start.eager_start(clock.last, ready, now, settings.gather_ms / 1000)
 
     async def _plan(
         self, pool: PoolId, worker: WorkerHeartbeat, queues: Sequence[RunQueue], now: float
@@ -212,7 +214,7 @@ class Clock:
             takes_saves=worker.takes_saves,
         )  # fmt: skip
         if not chosen.ops:
-            return True  # nothing but saves, for which there is no room
+            return True  # nothing but saves, which the worker takes none of now
         tenants = {queue.run: queue.tenant for queue in queues}
         cycle = await self._dispatch.last_cycle(pool) + 1
         runs = frozenset(op.run for op in chosen.ops)
@@ -224,7 +226,7 @@ class Clock:
             return False
         failpoint("scheduler.after_plan")
         clock.fairness, clock.planned_at = chosen.fairness, now
-        clock.last = beat.LastCycle(runs)
+        clock.last = cycle_start.LastCycle(runs)
         total = sum(op.tokens for op in chosen.ops)
         log_requests(
             log, "cycle_planned", [op.request_id for op in chosen.ops], cycle=cycle,
@@ -247,7 +249,7 @@ class Clock:
             try:
                 async for is_free in self._dispatch.wakes():
                     # While every worker is busy, a new request changes nothing; nor does anything
-                    # between two beats.
+                    # within a period.
                     if self._settings.clock_mode is ClockMode.EAGER and (
                         is_free or self._has_free_worker
                     ):

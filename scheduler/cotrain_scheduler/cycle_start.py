@@ -27,7 +27,7 @@ class LastCycle:
 def eager_start(last: LastCycle, ready: Collection[RunId], now: float, gather_s: float) -> float:
     """Say when an eager cycle starts, given who is ready now.
 
-    At once when everybody of the last cycle is back, hence always for a run on its own. Otherwise
+    At once when all runs of the last cycle are back, hence always for a run on its own. Otherwise
     those just answered get a few milliseconds, or a tenth of the last cycle, to send their next
     request: a cycle without them would make them wait for a whole one.
     """
@@ -36,6 +36,6 @@ def eager_start(last: LastCycle, ready: Collection[RunId], now: float, gather_s:
     return max(now, last.ended_at + max(gather_s, GATHER_SHARE * last.duration_s))
 
 
-def beat_number(now: float, period_s: float) -> int:
-    """Number the metronome's beats: a cycle starts on a multiple of the period, or not at all."""
+def period_number(now: float, period_s: float) -> int:
+    """Number the metronome's periods: a cycle starts on a multiple of the period, or not at all."""
     return math.floor(now / period_s)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import RunId, TenantId, WorkerId
     from cotrain_store.messages.ops import QueuedOp, RunQueue
 
-#: Tokens a tenant may take per visit. Small against a cycle, so that a cycle visits everybody.
+#: Tokens a tenant may take per visit. Small against a cycle, so that a cycle visits all tenants.
 QUANTUM_TOKENS = 2_048
 #: These run last in a cycle, in order…
 _TAIL = (OpKind.SAVE, OpKind.LOAD)
@@ -64,7 +64,7 @@ def select(
 ) -> Selection:
     """Choose ops worth at most `budget_tokens`; one op larger than that goes alone.
 
-    Something is always chosen when something can run, so that nothing waits for ever. Without
+    Something is always chosen when something can run, so that nothing waits permanently. Without
     `takes_saves` no save can, nor what its run has behind it.
     """
     backlog = _backlog(queues, takes_saves=takes_saves)

@@ -8,7 +8,7 @@ StoreError
 │   │   └── SampleExpired
 │   ├── SamplerNotFound
 │   ├── CheckpointNotFound
-│   ├── WeightsGone
+│   ├── WeightsDeleted
 │   └── BaseModelNotServed
 ├── AuthenticationFailed
 │   ├── InvalidKey
@@ -78,8 +78,8 @@ class CheckpointNotFound(NotFound):
     """Checkpoint not found."""
 
 
-class WeightsGone(NotFound):
-    """The weights of this checkpoint are gone: it was deleted meanwhile."""
+class WeightsDeleted(NotFound):
+    """The weights of this checkpoint no longer exist: it was deleted."""
 
 
 class BaseModelNotServed(NotFound):
@@ -159,7 +159,7 @@ class SessionQuotaReached(Busy):
 
 
 class SamplerQuotaReached(Busy):
-    """Sampler quota reached; those without use end by themselves."""
+    """Sampler quota reached; those without use expire."""
 
     retry_after_s = 30.0
 

@@ -34,7 +34,7 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
         "spool.before_write": "Bodies wait to be written to a segment.",
         "spool.half_written": "Half a record is in a segment.",
         "spool.before_sync": "Records are written and not durable.",
-        "spool.after_sync": "Records are durable, and nobody knows where they are.",
+        "spool.after_sync": "Records are durable, and no process knows where they are.",
         "scheduler.before_plan": "A cycle is chosen and not written.",
         "scheduler.after_plan": "A cycle is written, and its scheduler does not know.",
         "reassign.before": "A worker is dead for long, and what it had is not given away.",
@@ -47,8 +47,8 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
         "worker.after_run": "A step was computed; memory is ahead of the log.",
         "worker.before_commit": "A step is about to be committed.",
         "worker.after_commit": "A step was committed, and its worker does not know.",
-        "worker.before_risk": "A suspected request is about to be run alone.",
-        "worker.after_risk": "A suspected request was survived, and that is not noted.",
+        "worker.before_risk": "A request that may have crashed a worker is about to be run alone.",
+        "worker.after_risk": "A request run alone did not crash its worker, and that is not noted.",
         "snapshot.before_write": "A run was copied to the host for its recovery copy.",
         "snapshot.half_written": "Half a recovery copy is in its temporary file.",
         "snapshot.before_rename": "A recovery copy is whole under its temporary name.",
@@ -57,15 +57,15 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
         "snapshot.registered": "The log was cut; copies that are too old are still there.",
         "weights.half_written": "Half a save's adapter is in its temporary folder.",
         "weights.before_rename": "A save's adapter is whole under its temporary name.",
-        "weights.renamed": "A save's adapter has its name, and nobody knows.",
+        "weights.renamed": "A save's adapter has its name, and no process knows.",
         "weights.before_stored": "A save's files are durable, and the log does not know.",
         "weights.stored": "A save's files are known, and its worker does not know.",
         "optimizer.half_written": "Half a save's optimizer state is in its temporary file.",
         "optimizer.before_rename": "A save's optimizer state is whole under its temporary name.",
-        "optimizer.renamed": "A save's optimizer state has its name, and nobody knows.",
+        "optimizer.renamed": "A save's optimizer state has its name, and no process knows.",
         "external.half_written": "Some files of an export are encrypted.",
         "external.before_rename": "An export is whole under its temporary name.",
-        "external.renamed": "An export has its name, and nobody knows.",
+        "external.renamed": "An export has its name, and no process knows.",
         "sample.claimed": "Sample requests were claimed, and their worker does not know.",
         "sample.before_resolve": "Samples are drawn and not stored.",
         "sample.after_resolve": "Samples are stored, and their worker does not know.",
@@ -139,7 +139,7 @@ class Faults:
         return cls(parse_faults(text) if text else [], log) if text or log else None
 
     def reach(self, name: str, about: str) -> None:
-        """Note a moment, and strike if it is time. Raises ValueError for a name nobody registered."""
+        """Note a moment, and strike if it is time. Raises ValueError for a name that is not registered."""
         if name not in FAILPOINTS:
             raise ValueError(f"{name!r} is no failpoint.")
         with self._lock:

@@ -44,8 +44,8 @@ def read_settings(kind: type[Settings]) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = f"{PREFIX}{first['loc'][0]}: ".upper() if first["loc"] else ""
-        said = first["msg"].removeprefix("Value error, ").rstrip(".")
-        refuse("settings_refused", f"{name}{said}.")
+        reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+        refuse("settings_refused", f"{name}{reason}.")
 
 
 def last_reason(lines: Sequence[str]) -> str | None:

@@ -211,7 +211,7 @@ MUTANTS = {
     ),
     "sweeps by mtime": Mutant(
         [
-            Edit(f"{STORE}/disk/spool.py", " if not _is_held(path)]", "]"),
+            Edit(f"{STORE}/disk/spool.py", " if not _is_locked(path)]", "]"),
             Edit(
                 f"{STORE}/disk/orphan_ages.py",
                 "        return [path for path, (_, since) in self._since.items() if now - since",

@@ -16,7 +16,7 @@ import pytest
 from cotrain.transport.http import Transport
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link, Signer
 from cotrain_store.disk.checksums import SUMS, sums_of
-from cotrain_store.errors import WeightsGone
+from cotrain_store.errors import WeightsDeleted
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.weights import external_folder
 from tests.support.http_api import ALICE, BOB, running_api
@@ -120,7 +120,7 @@ async def test_a_damaged_file_is_not_sent_alone_nor_in_an_archive(
     for content in (bytes(damaged), CONTENTS[name][:-1], b""):
         (folder / name).write_bytes(content)
         for url in (urls[name], archive):
-            assert said(await fetch(api, url)) == (404, str(WeightsGone()))
+            assert said(await fetch(api, url)) == (404, str(WeightsDeleted()))
             assert said(await fetch(api, url, Range="bytes=0-0"))[0] == 404
     (other,) = CONTENTS.keys() - {name}
     assert (await fetch(api, urls[other])).content == CONTENTS[other]

@@ -195,7 +195,7 @@ async def test_weights_that_go_between_the_look_and_the_load_fail_it_alone(
     monkeypatch.setattr(api.services.records, "weights", look_and_lose)
     failed = await result(api, worker, await load(api, run, 2, path))
     assert failed["category"] == "user"
-    assert "deleted meanwhile" in failed["error"]
+    assert "it was deleted" in failed["error"]
     assert (await start(api, path)).status_code == 404
     assert "path" in await save(api, worker, run, 3)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.errors import RunClosed, SeqConflict, WeightsGone
+from cotrain_store.errors import RunClosed, SeqConflict, WeightsDeleted
 from cotrain_store.keys import run_keys, sample_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import WeightsRef
@@ -128,9 +128,9 @@ async def test_weights_that_are_gone_or_owed_cannot_be_loaded(samples: Samples) 
     owed = saves[run.id, 2].weights.ref
     before = samples.log.everything()
     for refs in ((owed,), (stored.weights, owed), (UNKNOWN,)):
-        with pytest.raises(WeightsGone):
+        with pytest.raises(WeightsDeleted):
             await load(samples, other, 1, *refs)
-    with pytest.raises(WeightsGone):
+    with pytest.raises(WeightsDeleted):
         await samples.log.intake.create_run(
             record_of("a", "new"), kind=OpKind.LOAD, body=body_of(owed), uses=[owed]
         )

@@ -1,6 +1,6 @@
 """The body of an IMPORT op: an adapter that was made elsewhere, read but for the numbers in it.
 
-Whoever accepts it has read its configuration and its tensors' names and shapes; what is left for the
+The API that accepts it has read its configuration and its tensors' names and shapes; what is left for the
 worker is to compare them with its base model and to scale.
 """
 

@@ -1,4 +1,4 @@
-"""The SHA-256 of a folder's files, in a file beside them: written with them, checked before they go out.
+"""The SHA-256 of a folder's files, in a file next to them: written with them, checked before they go out.
 
 In the form of `sha256sum`, so that `sha256sum -c SHA256SUMS` checks a folder as well.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SUMS = "SHA256SUMS"
-_PIECE_BYTES = 1024**2
+_READ_BYTES = 1024**2
 
 
 def sums_of(contents: Mapping[str, bytes]) -> str:
@@ -39,7 +39,7 @@ def read_sums(folder: Path) -> dict[str, str]:
 def sum_of(content: BinaryIO) -> str:
     """Hash an open file from its beginning; its place is the beginning again. Raises OSError."""
     hasher = hashlib.sha256()
-    while piece := content.read(_PIECE_BYTES):
-        hasher.update(piece)
+    while block := content.read(_READ_BYTES):
+        hasher.update(block)
     content.seek(0)
     return hasher.hexdigest()

@@ -1,4 +1,4 @@
-"""How long files have been unwanted: told by what one process saw of them, and by no clock that can be set.
+"""How long files have been unwanted: measured by what one process saw of them, by no clock that can be set.
 
 A host's time of day jumps: it is set, the host sleeps, a virtual machine goes on from an image. So a
 file's date says nothing of its age.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Larger bodies go to the spool, smaller ones beside their op in Redis.
+#: Larger bodies go to the spool, smaller ones lie with their op in Redis.
 INLINE_LIMIT_BYTES = 16 * 1024
 SEGMENT_BYTES = 64 * 1024**2
 #: A writer adds to no segment that rested this long, so that it can be swept.
@@ -43,7 +43,7 @@ REST_S = 300.0
 #: Segments of results start so, and did before these were counted.
 RESULTS = "answers-"
 UNCOUNTED = "results-"
-#: How often a batch is written again whose file was removed meanwhile.
+#: How often a batch is written again whose file was removed before it was synced.
 _TRIES = 3
 
 _HEADER = struct.Struct("<4sQ16s")
@@ -96,7 +96,7 @@ class Spool:
         self._segment_bytes = segment_bytes
         self._waiting: queue.SimpleQueue[tuple[bytes, Future[str]] | None] = queue.SimpleQueue()
         self._segment: _Segment | None = None
-        self._held: dict[str, _Segment] = {}
+        self._kept: dict[str, _Segment] = {}
         self._holding = threading.Lock()
         self._count = 0
         make_folder(folder)
@@ -116,7 +116,7 @@ class Spool:
         """Say that references are accepted or given up. Those of other writers are left alone."""
         with self._holding:
             for ref in refs:
-                if segment := self._held.get(SpoolRef.parse(ref).segment):
+                if segment := self._kept.get(SpoolRef.parse(ref).segment):
                     segment.unsettled -= 1
                     self._let_go(segment)
 
@@ -159,9 +159,9 @@ class Spool:
             self._write(batch)
         self._leave_segment()
         with self._holding:
-            for segment in self._held.values():
+            for segment in self._kept.values():
                 os.close(segment.file)
-            self._held.clear()
+            self._kept.clear()
 
     def _next(self) -> tuple[bytes, Future[str]] | None:
         try:
@@ -227,7 +227,7 @@ class Spool:
         except OSError:
             os.close(file)
             raise
-        self._segment = self._held[name] = _Segment(name, file)
+        self._segment = self._kept[name] = _Segment(name, file)
         return self._segment
 
     def _leave_segment(self) -> None:
@@ -239,7 +239,7 @@ class Spool:
 
     def _let_go(self, segment: _Segment) -> None:
         if segment is not self._segment and segment.unsettled <= 0:
-            del self._held[segment.name]
+            del self._kept[segment.name]
             os.close(segment.file)
 
 
@@ -252,10 +252,10 @@ def _has_its_name(path: Path, file: int) -> bool:
 
 def unwritten_segments(folder: Path) -> list[Path]:
     """List the segments that no process holds: they get no new references, ever."""
-    return [path for path in sorted(folder.iterdir()) if not _is_held(path)]
+    return [path for path in sorted(folder.iterdir()) if not _is_locked(path)]
 
 
-def _is_held(segment: Path) -> bool:
+def _is_locked(segment: Path) -> bool:
     try:
         file = os.open(segment, os.O_RDONLY)
     except FileNotFoundError:  # another worker has just removed it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def clock() -> str:
-    """Name the store's clock, in ms; lives for ever, and only grows.
+    """Name the store's clock, in ms; lives permanently, and only grows.
 
     It began at the time of day. Since then the scheduler that leads counts on a clock that is never set.
     """
@@ -12,5 +12,5 @@ def clock() -> str:
 
 
 def ends() -> str:
-    """Name the sorted set of keys that end by themselves (score: when, by `clock`)."""
+    """Name the sorted set of keys that end (score: when, by `clock`)."""
     return "cotrain:ends"

@@ -18,12 +18,12 @@ CYCLES_KEPT = 1_000
 
 
 def schema() -> str:
-    """Name the schema version key; lives for ever."""
+    """Name the schema version key; lives permanently."""
     return "cotrain:schema"
 
 
 def name() -> str:
-    """Name the key with this Redis' own random name, which its data folder holds, too; lives for ever."""
+    """Name the key with this Redis' own random name, which its data folder holds, too; lives permanently."""
     return "cotrain:name"
 
 
@@ -43,7 +43,7 @@ def hash_tag(pool: PoolId) -> str:
 
 
 def scheduler_lease() -> str:
-    """Name the scheduler's lease; expires by itself."""
+    """Name the scheduler's lease; expires unless renewed."""
     return "cotrain:scheduler:lease"
 
 
@@ -63,7 +63,7 @@ def notify_worker(pool: PoolId, worker: WorkerId) -> str:
 
 
 def workers(pool: PoolId) -> str:
-    """Name the set of worker ids that serve this pool; one that is gone for long is struck off.
+    """Name the set of worker ids that serve this pool; one that is dead for long is struck off.
 
     A run whose worker is none of these has none.
     """
@@ -71,7 +71,7 @@ def workers(pool: PoolId) -> str:
 
 
 def worker(pool: PoolId, worker_id: WorkerId) -> str:
-    """Name a worker's beat (JSON); expires by itself."""
+    """Name a worker's heartbeat (JSON); expires unless renewed."""
     return f"{prefix(pool)}worker:{worker_id}"
 
 
@@ -91,12 +91,12 @@ def drops(pool: PoolId, worker: WorkerId) -> str:
 
 
 def starts(pool: PoolId) -> str:
-    """Name the hash cycle → how many processes died over it; a field goes with its step."""
+    """Name the hash cycle → how many processes crashed during it; a field goes with its step."""
     return f"{prefix(pool)}starts"
 
 
 def crash_counts(pool: PoolId) -> str:
-    """Name the hash part of a step → how many processes died over it; a field goes with its step.
+    """Name the hash part of a step → how many processes crashed during it; a field goes with its step.
 
     A part is named by the request that it begins with, and anything behind.
     """

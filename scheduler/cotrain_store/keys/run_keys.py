@@ -16,7 +16,7 @@ def run(run_id: RunId) -> str:
 
 
 def log(pool: PoolId, run_id: RunId) -> str:
-    """Name a run's place in its log (next, done, snap, worker, state); kept with the run.
+    """Name where a run's log stands (next, done, snap, worker, state); kept with the run.
 
     While ops behind a gap are given up: `given_up_ops`, `given_up_bytes` and `given_up_since`.
     """
@@ -36,15 +36,15 @@ def bodies(pool: PoolId, run_id: RunId) -> str:
 def digests(pool: PoolId, run_id: RunId) -> str:
     """Name the hash seq → digest of what was accepted; the last 1,024 outlive their ops.
 
-    Riders: also `key:<idempotency key>` → seq, and `rider:<seq>` → idempotency key.
+    Of unnumbered ops also `key:<idempotency key>` → seq, and `rider:<seq>` → idempotency key.
     """
     return f"{prefix(pool)}digests:{run_id}"
 
 
 def unnumbered_ops(pool: PoolId, run_id: RunId) -> str:
-    """Name the sorted set of a run's riders (score: the first seq of the client behind it).
+    """Name the sorted set of a run's unnumbered ops (score: the first seq of the client behind it).
 
-    A seq of the client has its place behind all riders with a score up to it. Goes with the log.
+    A seq of the client lies in the log behind all of them with a score up to it. Goes with the log.
     """
     return f"{prefix(pool)}riders:{run_id}"
 

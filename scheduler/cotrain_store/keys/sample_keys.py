@@ -15,9 +15,9 @@ SAMPLE_RECORD_EXTRA_MS = 3600 * 1000
 EPHEMERAL_SAMPLER_IDLE_MS = 6 * 3600 * 1000
 #: … and any other sampler after this long.
 SAMPLER_IDLE_MS = 30 * 24 * 3600 * 1000
-#: That a sample request has ended is told for this long, to a client that slept.
+#: That a sample request has ended is published for this long, to a client that slept.
 COMPLETION_TTL_MS = 24 * 3600 * 1000
-#: The lane of sample requests that any worker of the pool may run; no worker has this id.
+#: The queue of sample requests that any worker of the pool may run; no worker has this id.
 ANY_WORKER = "*"
 
 
@@ -37,13 +37,13 @@ def sample(request: RequestId) -> str:
 
 
 def sample_ring(pool: PoolId) -> str:
-    """Name the list of tenants with waiting sample requests: whose turn is next stands first."""
+    """Name the list of tenants with waiting sample requests: the one to be served next stands first."""
     return f"{prefix(pool)}sample_ring"
 
 
-def waiting_samples(pool: PoolId, lane: str, tenant: TenantId) -> str:
-    """Name the list of a tenant's waiting sample requests that one lane may run."""
-    return f"{prefix(pool)}waiting:{lane}:{tenant}"
+def waiting_samples(pool: PoolId, queue: str, tenant: TenantId) -> str:
+    """Name the list of a tenant's waiting sample requests that one worker may run, or any (ANY_WORKER)."""
+    return f"{prefix(pool)}waiting:{queue}:{tenant}"
 
 
 def sample_load(pool: PoolId, tenant: TenantId) -> str:

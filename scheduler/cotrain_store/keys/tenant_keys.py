@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import SessionId, TenantId
 
-#: A session that sent no heartbeat for this long is shown as gone; the SDK beats every 10 s and
+#: A session that sent no heartbeat for this long is shown as ended; the SDK sends one every 10 s and
 #: itself warns after 120 s.
 SESSION_HEARTBEAT_TTL_MS = 180_000
-#: What a tenant used is told for this long after its hour.
+#: What a tenant used is kept for this long after its hour.
 USAGE_TTL_S = 100 * 24 * 3600
 
 
@@ -20,17 +20,17 @@ def api_key(key_id: str) -> str:
 
 
 def api_keys() -> str:
-    """Name the set of the ids of issued API keys; lives for ever."""
+    """Name the set of the ids of issued API keys; lives permanently."""
     return "cotrain:keys"
 
 
 def tenant_names() -> str:
-    """Name the hash of tenant id → what people call it: the name of its first key; lives for ever."""
+    """Name the hash of tenant id → what people call it: the name of its first key; lives permanently."""
     return "cotrain:tenants:names"
 
 
 def chosen_keys() -> str:
-    """Name the hash of a chosen key's digest → id and tenant (JSON); lives for ever, opens nothing."""
+    """Name the hash of a chosen key's digest → id and tenant (JSON); lives permanently, opens nothing."""
     return "cotrain:keys:chosen"
 
 
@@ -50,7 +50,7 @@ def session(session_id: SessionId) -> str:
 
 
 def session_heartbeat(session_id: SessionId) -> str:
-    """Name a session's sign of life; expires by itself."""
+    """Name a session's heartbeat; expires unless renewed."""
     return f"cotrain:session:{session_id}:beat"
 
 
@@ -60,7 +60,7 @@ def session_runs(session_id: SessionId) -> str:
 
 
 def session_samplers(session_id: SessionId) -> str:
-    """Name the set of a session's samplers; one that expired goes when somebody looks."""
+    """Name the set of a session's samplers; one that expired is struck off when they are read."""
     return f"cotrain:session:{session_id}:samplers"
 
 
@@ -98,7 +98,7 @@ def sampler_bytes(tenant: TenantId) -> str:
 
 
 def record_bytes(tenant: TenantId) -> str:
-    """Name the number of bytes of a tenant's records of sessions and runs, which live for ever."""
+    """Name the number of bytes of a tenant's records of sessions and runs, which live permanently."""
     return f"cotrain:tenant:{tenant}:record_bytes"
 
 

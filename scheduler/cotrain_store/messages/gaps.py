@@ -1,4 +1,4 @@
-"""What is told of a gap: a seq that never came, and requests that wait behind it."""
+"""What a client reads of a gap: a seq that never came, and requests that wait behind it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from cotrain_store.redis_client.connection import Connection
 
 
-async def client_seq(connection: Connection, pool: PoolId, run: RunId, place: int) -> int:
-    """Count like the client, which knows nothing of the riders before a place."""
-    riders = await connection.zrange(run_keys.unnumbered_ops(pool, run), 0, -1)
-    return place - sum(int(rider) < place for rider in riders)
+async def client_seq(connection: Connection, pool: PoolId, run: RunId, log_seq: int) -> int:
+    """Count like the client, which knows nothing of the unnumbered ops before a seq of the log."""
+    unnumbered = await connection.zrange(run_keys.unnumbered_ops(pool, run), 0, -1)
+    return log_seq - sum(int(op) < log_seq for op in unnumbered)
 
 
 def still_waiting(missing: int) -> str:

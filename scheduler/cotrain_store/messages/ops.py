@@ -33,7 +33,7 @@ class OpKind(StrEnum):
     SAVE = "save"
     #: Replace the adapter, and the optimizer state, by a checkpoint's. As seq 0 it makes the run.
     LOAD = "load"
-    #: A request that failed validation: it only takes its place in the order and fails.
+    #: A request that failed validation: it only takes its seq in the order and fails.
     REJECTED = "rejected"
 
 
@@ -46,7 +46,7 @@ class QueuedOp:
     kind: OpKind
     tokens: int
     ref: str
-    """Where the body is: `inline` (beside the op, in Redis) or a spool reference."""
+    """Where the body is: `inline` (with the op, in Redis) or a spool reference."""
     size: int
     """Bytes of the body."""
     accepted_at: float

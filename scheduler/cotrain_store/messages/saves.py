@@ -30,9 +30,9 @@ class SaveRequest:
     ttl_seconds: int | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
     age_recipients: tuple[str, ...] = ()
-    """Of kind `external_weights`: whom the files are encrypted to; nobody: they are as they are."""
+    """Of kind `external_weights`: whom the files are encrypted to; without one they are as they are."""
     answer: dict[str, Any] = field(default_factory=dict)
-    """Added to the result of the save, over what it says by itself."""
+    """Added to the result of the save, over what it says anyway."""
     last: bool = False
     """The run ends when this is stored."""
 

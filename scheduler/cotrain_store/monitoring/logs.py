@@ -92,11 +92,11 @@ class _AsEvent(logging.Handler):
     @override
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            said = record.getMessage()
+            text = record.getMessage()
         except Exception:  # noqa: BLE001  # of a library's own making: its template still says something
-            said = str(record.msg)
+            text = str(record.msg)
         level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)
-        log.log(level, said, logger=record.name, exc_info=record.exc_info or None)
+        log.log(level, text, logger=record.name, exc_info=record.exc_info or None)
 
 
 def _take_over_loggers() -> None:

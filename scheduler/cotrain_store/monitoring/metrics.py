@@ -60,7 +60,7 @@ POOL_COUNTERS = {
     ),
     "poison_ops": (
         "cotrain_poison_ops_total",
-        "Requests given up: processes died over them alone.",
+        "Requests given up: processes crashed during them alone.",
     ),
     "rollbacks": (
         "cotrain_rollbacks_total",

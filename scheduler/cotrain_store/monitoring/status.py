@@ -43,7 +43,7 @@ class PoolStatus:
     workers: tuple[WorkerHeartbeat, ...]
     workers_known: int
     workers_unavailable: tuple[WorkerId, ...]
-    """Known places whose process gives no sign of life."""
+    """Known worker ids whose process gives no heartbeat."""
     open_cycles: int
     last_cycle: int
     queues: tuple[QueueStatus, ...]
@@ -83,7 +83,7 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
         pipeline.hmget(run_keys.queue(pool, tenant), ["ops", "tokens", "bytes"])
         pipeline.hmget(sample_keys.sample_load(pool, tenant), ["waiting", "running"])
     ready, gaps, clock, cycle, counters, *rows = await pipeline.execute()
-    beats, opened = rows[0 : 2 * len(ids) : 2], rows[1 : 2 * len(ids) : 2]
+    heartbeats, opened = rows[0 : 2 * len(ids) : 2], rows[1 : 2 * len(ids) : 2]
     loads = rows[2 * len(ids) :]
     queues = [
         QueueStatus(tenant, *(int(value or 0) for value in [*ops, *samples]))
@@ -91,10 +91,12 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
     ]
     return PoolStatus(
         pool=pool,
-        workers=tuple(decode(WorkerHeartbeat, json.loads(beat)) for beat in beats if beat),
+        workers=tuple(
+            decode(WorkerHeartbeat, json.loads(heartbeat)) for heartbeat in heartbeats if heartbeat
+        ),
         workers_known=len(ids),
         workers_unavailable=tuple(
-            worker for worker, beat in zip(ids, beats, strict=True) if beat is None
+            worker for worker, heartbeat in zip(ids, heartbeats, strict=True) if heartbeat is None
         ),
         open_cycles=sum(opened),
         last_cycle=int(cycle or 0),

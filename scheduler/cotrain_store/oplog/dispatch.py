@@ -32,7 +32,7 @@ MAX_RUNS = 4_096
 MAX_OPS_PER_RUN = 64
 #: The store's clock goes on by at most this at once.
 MAX_STEP_S = 10.0
-#: Keys that end by one call; Redis does nothing else meanwhile. Others have their turn between the
+#: Keys that end by one call; Redis does nothing else during it. Others are served between the
 #: calls of one second, which end more than a store can accept in that time.
 ENDS_AT_ONCE = 1_000
 _CALLS_AT_ONCE = 10
@@ -159,7 +159,7 @@ class Dispatch:
         return int(await self._redis.get(fleet_keys.cycle_counter(pool)) or 0)
 
     async def plan(self, pool: PoolId, step: Step) -> None:
-        """Write a step; it is then fixed, whatever dies. The worker is told.
+        """Write a step; it is then fixed, whatever dies. The worker is woken.
 
         Raises:
             Fenced: a newer scheduler leads.

@@ -106,7 +106,7 @@ class Execution:
 
     def open_steps(self) -> list[Step]:
         """Read the planned and not yet committed steps, oldest first; those of a dead worker, too,
-        whose heir this one is.
+        whose successor this one is.
         """
         rows = self._redis.hvals(fleet_keys.open_steps(self.pool, self.worker))
         steps = sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)

@@ -26,7 +26,7 @@ from cotrain_store.errors import (
     SeqTooFar,
     StoreUnavailable,
     UnreadQuotaReached,
-    WeightsGone,
+    WeightsDeleted,
 )
 from cotrain_store.failpoints import failpoint
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
@@ -98,7 +98,7 @@ class Intake:
 
         Raises:
             SeqConflict: the same run id with other settings.
-            WeightsGone: some of `uses` are forgotten.
+            WeightsDeleted: some of `uses` are forgotten.
             RecordQuotaReached: for good.
             RunQuotaReached, QueueFull, UnreadQuotaReached, StoreFull, DiskReserveReached,
             StoreUnavailable: later.
@@ -132,7 +132,7 @@ class Intake:
 
         Raises:
             SeqConflict: this seq, or key, was used with other content.
-            WeightsGone: some of `uses` are forgotten.
+            WeightsDeleted: some of `uses` are forgotten.
             SeqTooFar: more than MAX_SEQ_GAP ops before it are missing.
             RunClosed, RunFailed, RunNotFound: the run takes no more ops.
             QueueFull, UnreadQuotaReached, SamplerQuotaReached, StoreFull, DiskReserveReached,
@@ -264,7 +264,7 @@ async def _stored(
 _REFUSALS: dict[str, Callable[[str], Exception]] = {
     "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
     "FAR": lambda what: SeqTooFar(f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."),
-    "WEIGHTS": lambda _: WeightsGone(),
+    "WEIGHTS": lambda _: WeightsDeleted(),
     "GONE": lambda _: RunNotFound(),
     "CLOSED": lambda _: RunClosed(),
     "FAILED": lambda _: RunFailed(),

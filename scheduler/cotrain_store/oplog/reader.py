@@ -125,10 +125,10 @@ class RunLogs:
 
     def stored_result(self, op: QueuedOp) -> Result | None:
         """Read the committed result of an op, whole, if it has not expired and its file is there."""
-        packed = self._redis.get(result_keys.result(op.request_id))
-        if not packed:
+        value = self._redis.get(result_keys.result(op.request_id))
+        if not value:
             return None
-        result = Result.decode(packed)
+        result = Result.decode(value)
         try:
             return whole_result(result, self._results) if is_spooled(result) else result
         except SpoolCorrupt:

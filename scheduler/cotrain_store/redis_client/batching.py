@@ -1,4 +1,5 @@
-"""A connection whose callers share their way to Redis: what is asked for meanwhile goes together.
+"""A connection whose callers share their way to Redis: what is asked for while a batch is on its way
+goes with the next one.
 
 While one batch is on its way the next one gathers. Under load a request then costs a share of a round
 trip, and of an fsync (with `appendfsync always` Redis syncs once for all that came in together); alone
@@ -52,10 +53,8 @@ class BatchingRedis(redis.asyncio.Redis):
                     _give(answer, value)
         finally:
             self._sending = None
-            for _, _, answer in [
-                *batch,
-                *self._asked,
-            ]:  # this process ends: nobody may wait for ever
+            # This process ends: no caller may wait permanently.
+            for _, _, answer in [*batch, *self._asked]:
                 answer.cancel()
 
     async def _answers(self, batch: Sequence[_Asked]) -> list[Any]:
@@ -65,7 +64,7 @@ class BatchingRedis(redis.asyncio.Redis):
             try:
                 answers: list[Any] = await pipeline.execute(raise_on_error=False)
             except RedisError as lost:
-                # One each: an exception keeps the stack of everybody who raised it.
+                # One each: an exception keeps the stack of each caller that raised it.
                 return [type(lost)(*lost.args) for _ in batch]
             return answers
 

@@ -19,6 +19,6 @@ async def clock_ms(connection: Connection) -> int:
     return parse_ms(await connection.get(age_keys.clock()))
 
 
-def parse_ms(told: bytes | None) -> int:
-    """Read what was told at `age_keys.clock`."""
-    return int(time.time() * 1000) if told is None else int(told)
+def parse_ms(value: bytes | None) -> int:
+    """Read the value of `age_keys.clock`."""
+    return int(time.time() * 1000) if value is None else int(value)

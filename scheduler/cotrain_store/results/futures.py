@@ -213,8 +213,8 @@ class Futures:
             return result
         try:
             return await asyncio.to_thread(whole_result, result, self._spool)
-        except SpoolCorrupt as gone:
-            raise expired from gone
+        except SpoolCorrupt as missing:
+            raise expired from missing
 
     async def _receive(self, message: bytes | None) -> None:
         """Look for the requests that are named, or for all after a (re)subscription."""

@@ -45,9 +45,9 @@ class ClaimedSample:
     """None: it is gone or cannot be read."""
     accepted_at: float
     starts: int
-    """How many processes died while they held it."""
+    """How many processes crashed while they had claimed it."""
     deaths: int
-    """How many processes died over it alone (`risk`)."""
+    """How many processes crashed during it alone (`risk`)."""
 
 
 class SampleClaims:
@@ -106,7 +106,7 @@ class SampleClaims:
         return claimed
 
     def risk(self, request: RequestId) -> None:
-        """Count a death over this claimed request in advance: nobody may be left to do it after."""
+        """Count a crash during this claimed request in advance: the process may not live to do it after."""
         self._redis.hincrby(sample_keys.sample(request), "deaths", 1)
 
     def resolve(

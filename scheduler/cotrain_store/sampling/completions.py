@@ -103,9 +103,9 @@ class Completions:
     async def acknowledge(self, sampler: SamplerRecord, requests: Iterable[str]) -> None:
         """Shorten the lives of results that their client holds; ids of others are left alone."""
         named = {request: parse_sample(request) for request in requests}
-        held = [request for request, name in named.items() if name and name.sampler == sampler.id]
-        for start in range(0, len(held), MOST):
-            some = held[start : start + MOST]
+        own = [request for request, name in named.items() if name and name.sampler == sampler.id]
+        for start in range(0, len(own), MOST):
+            some = own[start : start + MOST]
             args = {
                 "requests": some,
                 "ttl_ms": result_keys.READ_RESULT_TTL_MS,

@@ -1,4 +1,4 @@
-"""Settings that are none any more: who still sets one is told at the start what to do instead."""
+"""Settings that are none any more: a process that is given one says at its start what to do instead."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Tenants:
         return [decode(KeyRecord, json.loads(record)) for record in found]
 
     async def _whose(self, chosen: ChosenKey) -> KeyRecord:
-        """Find whose a chosen key is, or make it a tenant of its own, for ever."""
+        """Find whose a chosen key is, or make it a tenant of its own, permanently."""
         digest = digest_of_key(chosen.api_key)
         fresh = KeyRecord(
             id=secrets.token_hex(8),
@@ -189,7 +189,7 @@ class Tenants:
         """Read the row of an issued key; empty where there is none."""
         found = await self._redis.hgetall(tenant_keys.api_key(key_id))
         row = {field.decode(): value.decode() for field, value in found.items()}
-        # Earlier versions wrote rows for keys of the settings as well, and took those keys for ever.
+        # Earlier versions wrote rows for keys of the settings as well, and took those keys permanently.
         is_chosen = bool(row) and row["tenant"] == _tenant_by_digest(row["digest"])
         return {} if is_chosen else row
 

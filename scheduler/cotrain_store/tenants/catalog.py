@@ -1,6 +1,6 @@
 """Lists of what a tenant has, newest first: runs, checkpoints, sessions.
 
-A page is cut by place (`offset`). What is added while somebody pages moves everything one place on: a
+A page is cut by position (`offset`). What is added while a client pages moves everything one on: a
 page then repeats the end of the one before, and nothing is left out. What is deleted moves it back.
 """
 
@@ -183,7 +183,7 @@ class Catalog:
         return [run_record(row) for row in await pipeline.execute()]
 
     async def _checkpoint_records(self, members: Iterable[str]) -> list[CheckpointRecord]:
-        """Read checkpoints; one that was deleted meanwhile is left out."""
+        """Read checkpoints; one that was deleted since it was listed is left out."""
         names = [weights_keys.checkpoint(*_parts(member)) for member in members]
         rows = await self._redis.mget(names) if names else []
         return [decode(CheckpointRecord, json.loads(row)) for row in rows if row]

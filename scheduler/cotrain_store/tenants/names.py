@@ -1,4 +1,4 @@
-"""What people call tenants, beside the ids that records hold: for operators, in status and logs."""
+"""What people call tenants, in addition to the ids that records hold: for operators, in status and logs."""
 
 from __future__ import annotations
 

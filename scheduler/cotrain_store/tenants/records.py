@@ -1,6 +1,6 @@
 """Sessions, runs, samplers, checkpoints and pools, always read through a tenant: there is no call without one.
 
-A foreign id and an unknown id give the same error, so that nobody learns what exists.
+A foreign id and an unknown id give the same error, so that no client learns what exists.
 """
 
 from __future__ import annotations
@@ -301,5 +301,5 @@ class Records:
 
 
 def _settings(sampler: SamplerRecord) -> tuple[str, str | None, bool]:
-    """Name what a repeat must have in common; a name may have moved to other weights meanwhile."""
+    """Name what a repeat must have in common; a name may have moved to other weights since."""
     return sampler.base_model, sampler.model_path, sampler.ephemeral

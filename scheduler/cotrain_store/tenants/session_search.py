@@ -21,8 +21,8 @@ _MICROSECONDS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place between two sessions in a tenant's list: behind this one, towards the older ones."""
+class Cursor:
+    """A cursor between two sessions in a tenant's list: behind this one, towards the older ones."""
 
     created_at_us: int
     session: str
@@ -32,10 +32,10 @@ class Place:
 class SessionEntry:
     """One session and how it is doing."""
 
-    place: Place
+    cursor: Cursor
     record: SessionRecord
     is_alive: bool
-    """Its client was heard of within SESSION_HEARTBEAT_TTL_MS."""
+    """Its client gave a heartbeat within SESSION_HEARTBEAT_TTL_MS."""
     failed_run: RunId | None
     """A run of it that the server stopped."""
 
@@ -58,14 +58,16 @@ class SessionSearch:
         self._redis = connection
         self._checkpoints = checkpoints
 
-    async def behind(self, tenant: TenantId, place: Place | None, count: int) -> list[SessionEntry]:
-        """Read up to `count` sessions behind a place, from the newest one without it.
+    async def behind(
+        self, tenant: TenantId, cursor: Cursor | None, count: int
+    ) -> list[SessionEntry]:
+        """Read up to `count` sessions behind a cursor, from the newest one without it.
 
-        What is added meanwhile stands before every place: a walk sees each older session once.
+        What is added later stands before every cursor: a walk sees each older session once.
         """
-        places = await self._places(tenant, place, count)
+        cursors = await self._cursors(tenant, cursor, count)
         pipeline = self._redis.pipeline(transaction=False)
-        for found in places:
+        for found in cursors:
             session = SessionId(found.session)
             pipeline.hgetall(tenant_keys.session(session))
             pipeline.exists(tenant_keys.session_heartbeat(session))
@@ -75,9 +77,9 @@ class SessionSearch:
         failed = await self._first_failed(runs)
         return [
             SessionEntry(
-                found, session_record(row), bool(beat), failed.get(SessionId(found.session))
+                found, session_record(row), bool(heartbeat), failed.get(SessionId(found.session))
             )
-            for found, row, beat in zip(places, answers[::3], answers[1::3], strict=True)
+            for found, row, heartbeat in zip(cursors, answers[::3], answers[1::3], strict=True)
         ]
 
     async def stored(self, tenant: TenantId) -> dict[SessionId, Stored]:
@@ -90,14 +92,14 @@ class SessionSearch:
             by_session[session] = by_session.get(session, Stored()) + Stored(1, int(size))
         return by_session
 
-    async def _places(self, tenant: TenantId, place: Place | None, count: int) -> list[Place]:
-        """Read places; those of the same µs as `place` are read again, and left out if not behind it."""
+    async def _cursors(self, tenant: TenantId, cursor: Cursor | None, count: int) -> list[Cursor]:
+        """Read cursors; those of the same µs as `cursor` are read again, and left out if not behind it."""
         name = tenant_keys.tenant_sessions(tenant)
-        if place is None:
+        if cursor is None:
             rows = await self._redis.zrange(name, 0, count - 1, desc=True, withscores=True)
-            return [_place(*row) for row in rows]
-        newest = (place.created_at_us + 1) / _MICROSECONDS
-        same = await self._redis.zcount(name, (place.created_at_us - 1) / _MICROSECONDS, newest)
+            return [_cursor(*row) for row in rows]
+        newest = (cursor.created_at_us + 1) / _MICROSECONDS
+        same = await self._redis.zcount(name, (cursor.created_at_us - 1) / _MICROSECONDS, newest)
         rows = await self._redis.zrange(
             name,
             newest,
@@ -108,9 +110,9 @@ class SessionSearch:
             offset=0,
             num=count + same,
         )
-        behind = (place.created_at_us, place.session)
-        places = [_place(*row) for row in rows]
-        return [at for at in places if (at.created_at_us, at.session) < behind][:count]
+        behind = (cursor.created_at_us, cursor.session)
+        cursors = [_cursor(*row) for row in rows]
+        return [at for at in cursors if (at.created_at_us, at.session) < behind][:count]
 
     async def _first_failed(self, runs: list[RunId]) -> dict[SessionId, RunId]:
         """Of each session, find the first run that the server stopped."""
@@ -122,5 +124,5 @@ class SessionSearch:
         return {SessionId(run.partition(":")[0]): run for run, state in states if state == failed}
 
 
-def _place(session: bytes, created_at_s: float) -> Place:
-    return Place(round(created_at_s * _MICROSECONDS), session.decode())
+def _cursor(session: bytes, created_at_s: float) -> Cursor:
+    return Cursor(round(created_at_s * _MICROSECONDS), session.decode())

@@ -71,7 +71,7 @@ class SavedWeights:
         refused because its name was in use. The first digest stays.
         """
         pool, now = self._pool, time.time()
-        checkpoint, result = self._held_back(ref, size)
+        checkpoint, result = self._kept_back(ref, size)
         tenant = checkpoint.tenant if checkpoint else TenantId("")
         script_keys = [
             self._epoch_key, weights_keys.weights(ref), weights_keys.weights_users(ref),
@@ -93,7 +93,7 @@ class SavedWeights:
             raise Fenced
         return bool(answer == b"OK")
 
-    def _held_back(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
+    def _kept_back(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
         """Read what a named save holds back: its checkpoint and result, now that its size is known.
 
         This worker alone changes them; a script that finds them deleted reads neither.

@@ -20,7 +20,7 @@ from starlette.responses import FileResponse, StreamingResponse
 from typing_extensions import override
 
 from cotrain_store.disk.checksums import read_sums, sum_of
-from cotrain_store.errors import CheckpointNotFound, StoreUnavailable, WeightsGone
+from cotrain_store.errors import CheckpointNotFound, StoreUnavailable, WeightsDeleted
 from cotrain_store.messages.weights import external_folder
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ async def open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
 
     Raises:
         CheckpointNotFound: one is not there any more.
-        WeightsGone: one is damaged.
+        WeightsDeleted: one is damaged.
         StoreUnavailable: one cannot be read now.
     """
     return await asyncio.to_thread(_open_files, folder, names)
@@ -121,7 +121,7 @@ def _check(folder: Path, files: Sequence[OpenFile]) -> None:
         raise StoreUnavailable("The file cannot be read now.") from error
     if damaged:
         log.error("file_damaged", folder=folder.name, files=damaged)
-        raise WeightsGone
+        raise WeightsDeleted
 
 
 def _is_whole(file: OpenFile, expected: str | None) -> bool:

@@ -12,7 +12,7 @@ from cotrain_store.errors import (
     AuthenticationFailed,
     CheckpointNotFound,
     MalformedPath,
-    WeightsGone,
+    WeightsDeleted,
 )
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 #: What a tenant can get wrong about a path; an op of a run's order takes its place and fails.
-WRONG_PATH = (Invalid, MalformedPath, CheckpointNotFound, WeightsGone)
+WRONG_PATH = (Invalid, MalformedPath, CheckpointNotFound, WeightsDeleted)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from cotrain_store.tenants.session_search import Stored
 if TYPE_CHECKING:
     from cotrain_server.services import Services
     from cotrain_store.messages.ids import TenantId
-    from cotrain_store.tenants.session_search import Place, SessionEntry
+    from cotrain_store.tenants.session_search import Cursor, SessionEntry
 
 router = APIRouter(
     prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]
@@ -51,14 +51,14 @@ async def search_sessions(
 
 async def _look(
     wanted: SessionSearchRequest, services: Services, tenant: TenantId
-) -> tuple[list[SessionEntry], Place | None]:
+) -> tuple[list[SessionEntry], Cursor | None]:
     """Find a page of sessions, and the position to go on from; None where nothing is left."""
     position = position_of(wanted.cursor) if wanted.cursor else None
     found: list[SessionEntry] = []
     for _ in range(LOOKED_AT // READ_AT_ONCE):
         entries = await services.session_search.behind(tenant, position, READ_AT_ONCE)
         for number, entry in enumerate(entries, 1):
-            position = entry.place
+            position = entry.cursor
             if matches(wanted, entry):
                 found.append(entry)
             if len(found) == wanted.limit:

@@ -22,7 +22,7 @@ from cotrain.wire.rest import (
 )
 from cotrain_server.views.records import text_by_name
 from cotrain_store.errors import RunFailed
-from cotrain_store.tenants.session_search import Place, Stored
+from cotrain_store.tenants.session_search import Cursor, Stored
 
 if TYPE_CHECKING:
     from cotrain.wire.rest import SearchOwner, SessionSearchRequest, StatusQuery
@@ -54,7 +54,7 @@ def summary_of(entry: SessionEntry, tenant: TenantId, stored: Stored) -> Session
     session = entry.record
     return SessionSummary(
         session_id=session.id,
-        created_at=_time_of(entry.place),
+        created_at=_time_of(entry.cursor),
         owner=tenant,
         project_id=session.project_id or "",
         status=status_of(entry),
@@ -77,14 +77,14 @@ def status_of(entry: SessionEntry) -> SessionStatus | None:
     return SessionActive() if entry.is_alive else None
 
 
-def cursor_at(position: Place) -> SessionSearchCursor:
+def cursor_at(position: Cursor) -> SessionSearchCursor:
     """Show a position in the list of sessions."""
     return SessionSearchCursor(last_created_at=_time_of(position), last_session_id=position.session)
 
 
-def position_of(cursor: SessionSearchCursor) -> Place:
+def position_of(cursor: SessionSearchCursor) -> Cursor:
     """Read `cursor_at` back."""
-    return Place((cursor.last_created_at - _EPOCH) // _MICROSECOND, cursor.last_session_id)
+    return Cursor((cursor.last_created_at - _EPOCH) // _MICROSECOND, cursor.last_session_id)
 
 
 def _is_named(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
@@ -115,5 +115,5 @@ def _asks_for(query: StatusQuery, status: SessionStatus | None) -> bool:
     return False
 
 
-def _time_of(position: Place) -> datetime:
+def _time_of(position: Cursor) -> datetime:
     return _EPOCH + _MICROSECOND * position.created_at_us

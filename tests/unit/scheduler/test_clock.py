@@ -211,7 +211,7 @@ async def test_a_worker_that_is_gone_for_long_loses_its_work_once(store: InMemor
 
 async def test_a_metronome_plans_on_the_beat_and_only_then(store: InMemory) -> None:
     clock = clock_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
-    clock._beat = int(NOW // 10)
+    clock._last_period = int(NOW // 10)
     store.submit("a")
     assert await clock._tick(NOW + 1) == NOW + 1 + RENEW_S
     assert await clock._tick(NOW + 9.5) == NOW + 10
@@ -225,7 +225,7 @@ async def test_a_metronome_takes_one_cycle_for_a_whole_step_and_two_for_a_naive_
     store: InMemory, submits_whole_steps: bool, cycles: int
 ) -> None:
     clock = clock_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
-    clock._beat = int(NOW // 10)
+    clock._last_period = int(NOW // 10)
     steps, now = 3, NOW
     todo = [OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP] * steps
     while todo:
@@ -242,7 +242,7 @@ async def test_a_queue_that_changed_is_read_again_soon_within_the_same_beat(
     store: InMemory,
 ) -> None:
     clock = clock_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
-    clock._beat = int(NOW // 10)
+    clock._last_period = int(NOW // 10)
     store.submit("a")
     store.outdated = 1
     again = await clock._tick(NOW + 10.01)

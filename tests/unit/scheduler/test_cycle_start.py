@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cotrain_scheduler.cycle_start import LastCycle, beat_number, eager_start
+from cotrain_scheduler.cycle_start import LastCycle, eager_start, period_number
 from cotrain_store.messages.ids import RunId
 
 A, B, C = RunId("a"), RunId("b"), RunId("c")
@@ -23,11 +23,11 @@ def test_those_just_answered_get_a_tenth_of_the_last_cycle_to_come_back() -> Non
     assert eager_start(last, [A], now=100.3, gather_s=0.005) == 100.3
 
 
-def test_a_newcomer_does_not_wait_for_tenants_that_are_gone() -> None:
+def test_a_newcomer_does_not_wait_for_tenants_that_left() -> None:
     last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
     assert eager_start(last, [C], now=500.0, gather_s=0.005) == 500.0
 
 
-def test_beats_fall_on_multiples_of_the_period() -> None:
-    assert beat_number(9.99, 10.0) == 0
-    assert beat_number(10.0, 10.0) == 1
+def test_periods_begin_on_multiples_of_their_length() -> None:
+    assert period_number(9.99, 10.0) == 0
+    assert period_number(10.0, 10.0) == 1

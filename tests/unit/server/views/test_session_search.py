@@ -20,7 +20,7 @@ from cotrain_server.views.session_search import (
 )
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
 from cotrain_store.messages.sessions import SessionRecord
-from cotrain_store.tenants.session_search import Place, SessionEntry, Stored
+from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
 
 ALICE = TenantId("t-alice")
 RECORD = SessionRecord(
@@ -31,7 +31,7 @@ RECORD = SessionRecord(
     project_id="p1",
     display_name="Nightly SFT run",
 )
-ALIVE = SessionEntry(Place(1_000_500_000, "s1"), RECORD, is_alive=True, failed_run=None)
+ALIVE = SessionEntry(Cursor(1_000_500_000, "s1"), RECORD, is_alive=True, failed_run=None)
 QUIET = replace(ALIVE, is_alive=False)
 FINISHED = replace(QUIET, record=replace(RECORD, finished_at=2_000.0, finish_reason="errored"))
 FAILED = replace(FINISHED, failed_run=RunId("s1:train:0"))
@@ -104,6 +104,6 @@ def test_a_session_is_shown_with_what_it_stored_and_with_its_metadata_as_text() 
 def test_a_cursor_comes_back_as_the_position_it_was_made_of(
     created_at_us: int, session: str
 ) -> None:
-    position = Place(created_at_us, session)
+    position = Cursor(created_at_us, session)
     sent = cursor_at(position).model_dump_json()
     assert position_of(type(cursor_at(position)).model_validate_json(sent)) == position
