@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding import model_runner as packed_step
+from cotrain_workers.engine.decoding import model_runner as model_runner
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import (
@@ -63,8 +63,8 @@ def test_graphs_are_used_and_agree_with_the_plain_steps(
     decoder = engine.decoder(weights.__getitem__, kv_tokens=8192, text=None)
     with_graphs = output(decoder, mine)
     report = graph_report(decoder)
-    monkeypatch.setattr(packed_step, "kernel_takes", lambda *args: False)
-    monkeypatch.setattr(packed_step, "groups_take", lambda *args: False)
+    monkeypatch.setattr(model_runner, "kernel_takes", lambda *args: False)
+    monkeypatch.setattr(model_runner, "groups_take", lambda *args: False)
     plain = output(engine.decoder(weights.__getitem__, kv_tokens=8192, text=None), mine)
 
     if "plain steps" in report:

@@ -41,7 +41,7 @@ def test_a_mixed_cycle_equals_plain_peft(folder: Path) -> None:
     assert parity.logprob_error < 2e-5
 
 
-def test_a_run_beside_others_equals_the_run_alone(folder: Path) -> None:
+def test_a_run_among_others_equals_the_run_alone(folder: Path) -> None:
     # Not to the bit: cuBLAS chooses kernels by shape. Two AdamW steps multiply a rounding error where a
     # gradient is near zero.
     assert mixed_against_alone(folder, "cuda", torch.float32).weight_error < 1e-4

@@ -62,8 +62,8 @@ def test_grouped_equals_seg_in_fp32() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     for is_grouped in (False, True):
         generator = torch.Generator().manual_seed(3)
-        held = [random_adapter(spec, device, torch.float32, generator) for spec in SPECS]
-        segments = segments_of(held, (1, 9, 40, 8, 30, 70))
+        sources = [random_adapter(spec, device, torch.float32, generator) for spec in SPECS]
+        segments = segments_of(sources, (1, 9, 40, 8, 30, 70))
         lora = GroupedLora(segments, 192, torch.float32) if is_grouped else SegmentLora(segments)
         results.append(run(lora, segments, 192, device, torch.float32))
 
@@ -75,7 +75,7 @@ def test_a_mixed_cycle_equals_plain_peft(folder: Path) -> None:
     assert parity_with_peft(folder, "cuda", torch.float32, "grouped").gradient_error < 1e-5
 
 
-def test_a_run_beside_others_equals_the_run_alone(folder: Path) -> None:
+def test_a_run_among_others_equals_the_run_alone(folder: Path) -> None:
     # Not to the bit: cuBLAS chooses kernels by shape.
     assert mixed_against_alone(folder, "cuda", torch.float32, "grouped").weight_error < 1e-4
 

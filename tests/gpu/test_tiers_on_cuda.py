@@ -56,7 +56,7 @@ def filled(bank: AdapterBank, run: str, value: float) -> Adapter:
     return adapter
 
 
-def test_parked_adapters_come_back_the_same_beside_a_computation() -> None:
+def test_offloaded_adapters_come_back_the_same_during_a_computation() -> None:
     bank = AdapterBank(TARGETS, CUDA, torch.bfloat16, adapter_bytes=2 * BYTES)
     for at, run in enumerate("abcd"):
         filled(bank, run, 10.0 * at)
@@ -88,11 +88,11 @@ def test_idle_adapters_take_no_device_memory() -> None:
 
     assert bank.offloaded == 10
     assert torch.cuda.memory_allocated() - empty <= 2 * BYTES
-    parked = bank["0"].on_host
-    assert parked is not None
-    pieces = parked.blocks_by_arena["weights"]
-    assert len(pieces) == 2
-    assert all(piece.is_pinned() for piece in pieces)
+    on_host = bank["0"].on_host
+    assert on_host is not None
+    blocks = on_host.blocks_by_arena["weights"]
+    assert len(blocks) == 2
+    assert all(block.is_pinned() for block in blocks)
 
 
 def test_a_state_is_copied_out_while_the_device_goes_on() -> None:

@@ -1,4 +1,4 @@
-"""The promise of the project: a run beside others equals the run alone, to the bit on CPU fp32."""
+"""The promise of the project: a run among others equals the run alone, to the bit on CPU fp32."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_same_answers(run: str, mixed: CycleOutput, alone: CycleOutput) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
-def test_a_run_beside_others_equals_the_run_alone_to_the_bit(
+def test_a_run_among_others_equals_the_run_alone_to_the_bit(
     new_engine: NewEngine, family: str, micro_batch_tokens: int
 ) -> None:
     rng = np.random.default_rng(7)
@@ -140,13 +140,13 @@ def poisoned(op: Op) -> Op:
 
 def test_a_neighbour_with_nan_inputs_changes_no_bit(new_engine: NewEngine) -> None:
     victim, neighbour = MIX[4], MIX[0]
-    beside, alone = new_engine(), new_engine()
+    among, alone = new_engine(), new_engine()
     bad = [poisoned(op) if isinstance(op, Pass) else op for op in neighbour.ops(0)]
 
-    mixed = beside.run([*bad, *victim.ops(0)])
+    mixed = among.run([*bad, *victim.ops(0)])
     assert_same_answers(victim.run, mixed, alone.run(victim.ops(0)))
 
-    assert same_bits(beside.adapters.state(victim.run), alone.adapters.state(victim.run))
+    assert same_bits(among.adapters.state(victim.run), alone.adapters.state(victim.run))
     assert mixed.outputs[neighbour.run, 1] == Failure(
         "Loss is not finite (seq 1); the gradient was discarded.", "user", "not_finite"
     )
@@ -158,17 +158,17 @@ def test_a_neighbour_with_nan_inputs_changes_no_bit(new_engine: NewEngine) -> No
 @pytest.mark.parametrize("lora", ["seg", "grouped"])
 def test_a_neighbour_with_nan_weights_changes_no_bit(new_engine: NewEngine, lora: str) -> None:
     victim, neighbour = MIX[4], MIX[0]
-    beside, alone = new_engine(lora_backend=lora), new_engine(lora_backend=lora)
-    beside.run([Create(neighbour.run, 0, neighbour.spec)])
-    ruined = beside.adapters.state(neighbour.run)
-    beside.adapters.restore(
+    among, alone = new_engine(lora_backend=lora), new_engine(lora_backend=lora)
+    among.run([Create(neighbour.run, 0, neighbour.spec)])
+    ruined = among.adapters.state(neighbour.run)
+    among.adapters.restore(
         neighbour.run, replace(ruined, weights=torch.full_like(ruined.weights, np.nan))
     )
 
-    mixed = beside.run([*neighbour.ops(0)[1:], *victim.ops(0)])
+    mixed = among.run([*neighbour.ops(0)[1:], *victim.ops(0)])
     assert_same_answers(victim.run, mixed, alone.run(victim.ops(0)))
 
-    assert same_bits(beside.adapters.state(victim.run), alone.adapters.state(victim.run))
+    assert same_bits(among.adapters.state(victim.run), alone.adapters.state(victim.run))
     assert isinstance(mixed.outputs[neighbour.run, 1], Failure)
 
 

@@ -23,10 +23,10 @@ def computation(caught: list[BaseException]) -> Yielding[str]:
     return "done"
 
 
-def test_others_have_their_turn_at_every_yield_point() -> None:
-    turns: list[int] = []
-    result, elsewhere_s = drive(computation([]), lambda: turns.append(1))
-    assert (result, len(turns)) == ("done", 2)
+def test_the_callback_runs_at_every_yield_point() -> None:
+    yields: list[int] = []
+    result, elsewhere_s = drive(computation([]), lambda: yields.append(1))
+    assert (result, len(yields)) == ("done", 2)
     assert elsewhere_s > 0
 
 
@@ -36,11 +36,11 @@ def test_alone_it_runs_to_its_end() -> None:
 
 def test_what_fails_at_a_yield_point_is_raised_in_the_computation() -> None:
     caught: list[BaseException] = []
-    held: list[object] = []
+    kept: list[object] = []
 
     def fail() -> None:
         large = object()
-        held.append(large)
+        kept.append(large)
         raise RuntimeError("decoder")
 
     assert drive(computation(caught), fail)[0] == "failed"

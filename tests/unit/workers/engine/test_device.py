@@ -83,7 +83,7 @@ def test_values_arrive_in_their_own_type_or_the_one_asked_for(source: np.ndarray
     assert to_device(source, CPU, torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_a_device_reads_pinned_memory_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_reads_pinned_memory_and_the_host_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
     def pin(self: torch.Tensor) -> torch.Tensor:

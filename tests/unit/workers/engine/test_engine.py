@@ -69,15 +69,15 @@ def test_several_micro_batches_equal_one(new_engine: NewEngine) -> None:
         assert relative_error(ours, theirs) < 1e-6  # other pieces, another order of summation
 
 
-def test_an_op_of_several_pieces_equals_itself_alone(new_engine: NewEngine) -> None:
-    beside, alone = new_engine(micro_batch_tokens=64), new_engine(micro_batch_tokens=64)
+def test_an_op_of_several_slices_equals_itself_alone(new_engine: NewEngine) -> None:
+    together, alone = new_engine(micro_batch_tokens=64), new_engine(micro_batch_tokens=64)
     large: list[Op] = [Create("large", 0, SPEC), pass_of("large", 1, *range(30, 40))]
     small: list[Op] = [Create("small", 0, SPEC), pass_of("small", 1, 50, seed=1)]
 
-    beside.run([*small, *large])
+    together.run([*small, *large])
     alone.run(large)
 
-    assert same_bits(beside.adapters.state("large"), alone.adapters.state("large"))
+    assert same_bits(together.adapters.state("large"), alone.adapters.state("large"))
 
 
 def test_only_forwards_leave_no_trace(new_engine: NewEngine) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.decoding import model_runner as packed_step
+from cotrain_workers.engine.decoding import model_runner as model_runner
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
@@ -99,9 +99,9 @@ def test_only_deterministic_algorithms_would_have_to_sort(
     cuda: Rehearsal, model_folder: ModelFolder
 ) -> None:
     load(model_folder("qwen3"))
-    places, rows = torch.arange(3).pin_memory(), torch.zeros(8, 2, device=DEVICE)
+    indices, rows = torch.arange(3).pin_memory(), torch.zeros(8, 2, device=DEVICE)
 
-    rows.index_copy_(0, places.to(DEVICE, non_blocking=True), torch.ones(3, 2, device=DEVICE))
+    rows.index_copy_(0, indices.to(DEVICE, non_blocking=True), torch.ones(3, 2, device=DEVICE))
 
     assert torch.are_deterministic_algorithms_enabled()
     assert cuda.waits[-1] == "aten.index_copy_, sorted"
@@ -148,7 +148,7 @@ def repeat(cuda: Rehearsal) -> Callable[..., Any]:
 def test_a_decoder_step_is_captured_and_samples_what_a_cpu_does(
     cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_step, "CudaRecorder", lambda: repeat(cuda))
+    monkeypatch.setattr(model_runner, "CudaRecorder", lambda: repeat(cuda))
     # Tensors that wrap others cannot be viewed in inference mode.
     step = inspect.unwrap(EngineDecoder.step)
     monkeypatch.setattr(EngineDecoder, "step", torch.no_grad()(step))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     lines: list[str] = []
     monkeypatch.setattr(progress, "_listeners", [])
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
@@ -25,14 +25,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logging.set_tqdm_hook(None)
 
 
-def test_a_bar_of_the_library_is_told_in_percent(told: list[str]) -> None:
+def test_a_bar_of_the_library_is_reported_in_percent(reported: list[str]) -> None:
     for _ in logging.tqdm(range(4), desc="Loading weights"):
         pass
-    assert told == ["Loading weights: 25%", "Loading weights: 50%", "Loading weights: 75%"]
+    assert reported == ["Loading weights: 25%", "Loading weights: 50%", "Loading weights: 75%"]
 
 
 def test_nothing_is_drawn(
-    told: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
+    reported: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with progress.ReportedProgress(total=3, unit="B", desc="model.safetensors") as bar:
         bar.update(1)
@@ -41,6 +41,6 @@ def test_nothing_is_drawn(
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert told[0] == "model.safetensors: 33%"
-    assert len(told) > 1
+    assert reported[0] == "model.safetensors: 33%"
+    assert len(reported) > 1
     assert "".join(capfd.readouterr()) == ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cotrain_workers.engine.adapters import copy_streams as lanes
+from cotrain_workers.engine.adapters import copy_streams as copy_streams
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.adapters.copy_streams import InLine, SideStream, carry_in, carry_out
 from cotrain_workers.engine.spec import AdapterSpec, Target
@@ -21,51 +21,51 @@ TARGETS = (Target("q_proj", "attn", 24, 16),)
 
 
 class FakeStream:
-    def __init__(self, name: str, told: list[str]) -> None:
+    def __init__(self, name: str, log: list[str]) -> None:
         self._name = name
-        self._told = told
+        self._log = log
 
     def wait_stream(self, other: FakeStream) -> None:
-        self._told.append(f"{self._name} waits for {other._name}")
+        self._log.append(f"{self._name} waits for {other._name}")
 
     def wait_event(self, event: FakeEvent) -> None:
-        self._told.append(f"{self._name} waits for copies {event.number}")
+        self._log.append(f"{self._name} waits for copies {event.number}")
 
 
 class FakeEvent:
-    def __init__(self, number: int, told: list[str]) -> None:
+    def __init__(self, number: int, log: list[str]) -> None:
         self.number = number
-        self._told = told
+        self._log = log
 
     def record(self, stream: FakeStream) -> None:
-        self._told.append(f"copies {self.number} are queued")
+        self._log.append(f"copies {self.number} are queued")
 
     def synchronize(self) -> None:
-        self._told.append(f"host waits for copies {self.number}")
+        self._log.append(f"host waits for copies {self.number}")
 
 
 class FakeCuda:
-    """What of `torch.cuda` a lane uses, writing down what it was asked."""
+    """What of `torch.cuda` a copy stream uses, writing down what it was asked."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.log: list[str] = []
         self._events = 0
 
     def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802  # torch's name
-        return FakeStream("side", self.told)
+        return FakeStream("side", self.log)
 
     def Event(self) -> FakeEvent:  # noqa: N802  # torch's name
         self._events += 1
-        return FakeEvent(self._events, self.told)
+        return FakeEvent(self._events, self.log)
 
     def current_stream(self, device: torch.device) -> FakeStream:
-        return FakeStream("compute", self.told)
+        return FakeStream("compute", self.log)
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.told.append("on the side {")
+        self.log.append("on the side {")
         yield
-        self.told.append("}")
+        self.log.append("}")
 
 
 class Side(SideStream):
@@ -89,31 +89,31 @@ def banked(cuda: Any, runs: str, budget_in_adapters: int) -> AdapterBank:
 def test_the_computation_waits_for_a_prefetched_adapter_only_when_it_needs_it() -> None:
     cuda = FakeCuda()
     bank = banked(cuda, "ab", 1)  # `b` has taken the place of `a`
-    cuda.told.clear()
+    cuda.log.clear()
 
     bank.prefetch(["a"])
-    ahead = list(cuda.told)
+    prefetched = list(cuda.log)
     bank.bring_in(["a"])
 
     copies = ["side waits for compute", "on the side {"]
-    assert ahead == [*copies, "copies 2 are queued", "}", *copies, "copies 3 are queued", "}"]
-    assert cuda.told[len(ahead) :] == ["compute waits for copies 3"]
+    assert prefetched == [*copies, "copies 2 are queued", "}", *copies, "copies 3 are queued", "}"]
+    assert cuda.log[len(prefetched) :] == ["compute waits for copies 3"]
     bank.bring_in(["a"])
-    assert len(cuda.told) == len(ahead) + 1
+    assert len(cuda.log) == len(prefetched) + 1
 
 
 def test_what_is_in_use_is_not_parked_for_the_next_cycle() -> None:
     cuda = FakeCuda()
     bank = banked(cuda, "ab", 1)
     bank.bring_in(["a"])
-    cuda.told.clear()
+    cuda.log.clear()
 
     bank.prefetch(["b"])
 
-    assert cuda.told == []
+    assert cuda.log == []
     bank.release()
     bank.prefetch(["b"])
-    assert cuda.told
+    assert cuda.log
 
 
 def test_the_host_waits_for_a_state_only_when_it_reads_it() -> None:
@@ -121,24 +121,24 @@ def test_the_host_waits_for_a_state_only_when_it_reads_it() -> None:
     bank = banked(cuda, "a", 1)
 
     copy = bank.copy_out("a")
-    assert not [line for line in cuda.told if line.startswith("host")]
+    assert not [line for line in cuda.log if line.startswith("host")]
     copy.state()
-    assert cuda.told[-1] == "host waits for copies 1"
+    assert cuda.log[-1] == "host waits for copies 1"
 
     bank.bring_in(["a"])  # may be written to from here on
-    assert cuda.told[-1] == "compute waits for copies 1"
+    assert cuda.log[-1] == "compute waits for copies 1"
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 100])
-def test_arenas_come_back_the_same_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "BLOCK_BYTES", 64)
+def test_arenas_come_back_the_same_in_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_streams, "BLOCK_BYTES", 64)
     arenas = {"weights": torch.randn(size), "m": torch.randn(size)}
 
-    parked = carry_out(InLine(), arenas)
-    back, _ = carry_in(InLine(), parked, CPU)
+    on_host = carry_out(InLine(), arenas)
+    back, _ = carry_in(InLine(), on_host, CPU)
 
-    assert parked.bytes == 2 * 4 * size
-    assert {len(each) for each in parked.blocks_by_arena.values()} == {-(-size // 16)}
+    assert on_host.bytes == 2 * 4 * size
+    assert {len(each) for each in on_host.blocks_by_arena.values()} == {-(-size // 16)}
     for name, arena in arenas.items():
         assert torch.equal(back[name], arena)
-        assert torch.equal(parked.whole()[name], arena)
+        assert torch.equal(on_host.whole()[name], arena)

@@ -104,7 +104,7 @@ def test_a_load_without_optimizer_state_starts_adam_anew(new_engine: Callable[..
     assert same_bits(engine.adapters.state(TENANT.run), fresh.adapters.state(TENANT.run))
 
 
-def test_a_gradient_that_waits_is_gone_after_a_load(new_engine: Callable[..., Engine]) -> None:
+def test_a_pending_gradient_is_dropped_by_a_load(new_engine: Callable[..., Engine]) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
     before, save = engine.adapters.state(TENANT.run), saved(engine)
@@ -178,7 +178,7 @@ def test_saves_and_loads_of_one_cycle_run_in_their_order(
     assert again.optimizer.step == first.optimizer.step == 1
 
 
-def test_runs_that_load_beside_others_change_no_bit_of_theirs_or_their_own(
+def test_runs_that_load_among_others_change_no_bit_of_theirs_or_their_own(
     new_engine: Callable[..., Engine],
 ) -> None:
     """Two of the mix load, one begins by a load, the others train: each as if alone."""
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(
     assert same_bits(engine.adapters.state(TENANT.run), before)
 
 
-def test_a_run_whose_creation_failed_tells_so_to_every_later_op(
+def test_a_run_whose_creation_failed_says_so_to_every_later_op(
     new_engine: Callable[..., Engine],
 ) -> None:
     engine = new_engine()

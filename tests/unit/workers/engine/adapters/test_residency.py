@@ -14,38 +14,40 @@ from cotrain_workers.engine.adapters.residency import (
 )
 
 
-def seats(on_device: str, parked: str = "") -> list[AdapterSize]:
+def sizes(on_device: str, on_host: str = "") -> list[AdapterSize]:
     """Return adapters of one byte each, the least used first."""
-    return [AdapterSize(run, 1, is_on_device=run in on_device) for run in (*parked, *on_device)]
+    return [AdapterSize(run, 1, is_on_device=run in on_device) for run in (*on_host, *on_device)]
 
 
-def test_what_is_needed_takes_the_place_of_the_least_used() -> None:
-    assert moves_for(seats("abcd", "e"), ["e", "a"], 4) == Moves(["b"], ["e"])
+def test_what_is_needed_replaces_the_least_used() -> None:
+    assert moves_for(sizes("abcd", "e"), ["e", "a"], 4) == Moves(["b"], ["e"])
 
 
-def test_nothing_moves_while_there_is_room() -> None:
-    assert moves_for(seats("abc", "e"), ["e"], 4) == Moves([], ["e"])
-    assert moves_for(seats("abc", "e"), ["a"], 4) == Moves([], [])
-    assert moves_for(seats("abcdefgh"), ["a"], None) == Moves([], [])
+def test_nothing_moves_while_all_fits() -> None:
+    assert moves_for(sizes("abc", "e"), ["e"], 4) == Moves([], ["e"])
+    assert moves_for(sizes("abc", "e"), ["a"], 4) == Moves([], [])
+    assert moves_for(sizes("abcdefgh"), ["a"], None) == Moves([], [])
 
 
 def test_what_is_needed_comes_in_even_if_it_does_not_fit() -> None:
-    assert moves_for(seats("a", "bcd"), ["b", "c", "d"], 2) == Moves(["a"], ["b", "c", "d"])
+    assert moves_for(sizes("a", "bcd"), ["b", "c", "d"], 2) == Moves(["a"], ["b", "c", "d"])
 
 
 def test_a_budget_that_new_runs_have_exceeded_is_kept_again() -> None:
-    assert moves_for(seats("abcd"), ["d"], 2) == Moves(["a", "b"], [])
+    assert moves_for(sizes("abcd"), ["d"], 2) == Moves(["a", "b"], [])
 
 
-def test_the_next_cycles_come_in_as_far_as_they_fit_beside_this_one() -> None:
-    held = seats("abcd", "efg")
+def test_the_next_cycles_come_in_as_far_as_they_fit_with_this_one() -> None:
+    adapters = sizes("abcd", "efg")
 
-    assert prefetch_moves(held, ["e", "f", "g"], in_use="cd", budget=4) == Moves(
+    assert prefetch_moves(adapters, ["e", "f", "g"], in_use="cd", budget=4) == Moves(
         ["a", "b"], ["e", "f"]
     )
-    assert prefetch_moves(held, ["e"], in_use="abcd", budget=4) == Moves([], [])
-    assert prefetch_moves(held, ["e"], in_use="", budget=0) == Moves([], [])
-    assert prefetch_moves(held, ["c", "unknown", "e"], in_use="", budget=4) == Moves(["a"], ["e"])
+    assert prefetch_moves(adapters, ["e"], in_use="abcd", budget=4) == Moves([], [])
+    assert prefetch_moves(adapters, ["e"], in_use="", budget=0) == Moves([], [])
+    assert prefetch_moves(adapters, ["c", "unknown", "e"], in_use="", budget=4) == Moves(
+        ["a"], ["e"]
+    )
 
 
 def test_a_cycle_is_cut_only_where_its_adapters_do_not_fit() -> None:
@@ -74,5 +76,5 @@ def test_the_share_of_a_gpu_is_the_same_after_a_restart(noise: int) -> None:
     assert adapter_budget(150_000_000_000, 16_400_000_000 + noise) == 24 * GIB
 
 
-def test_a_full_gpu_leaves_room_for_an_adapter_all_the_same() -> None:
+def test_a_full_gpu_leaves_memory_for_an_adapter_all_the_same() -> None:
     assert adapter_budget(16 * GIB, 15 * GIB) == GIB

@@ -67,7 +67,7 @@ def test_two_saves_of_one_cycle_are_equal(new_engine: NewEngine) -> None:
 
 
 def test_a_run_that_is_not_here_cannot_be_saved(new_engine: NewEngine) -> None:
-    output = new_engine().run([Save("nobody", 1)]).outputs["nobody", 1]
+    output = new_engine().run([Save("unknown", 1)]).outputs["unknown", 1]
 
     assert isinstance(output, Failure)
     assert output.category == "user"
@@ -75,20 +75,20 @@ def test_a_run_that_is_not_here_cannot_be_saved(new_engine: NewEngine) -> None:
 
 
 def test_others_work_after_every_micro_batch(new_engine: NewEngine) -> None:
-    engine, turns = new_engine(micro_batch_tokens=64), []
+    engine, yields = new_engine(micro_batch_tokens=64), []
 
     ops = [op for tenant in MIX for op in tenant.ops(0)]
-    cycle, _ = drive(engine.cycle(ops), lambda: turns.append(1))
+    cycle, _ = drive(engine.cycle(ops), lambda: yields.append(1))
 
-    assert len(turns) == cycle.forwards > 3
+    assert len(yields) == cycle.forwards > 3
 
 
-def test_without_passes_nobody_gets_a_turn(new_engine: NewEngine) -> None:
-    engine, turns = new_engine(), []
+def test_without_passes_there_is_no_yield_point(new_engine: NewEngine) -> None:
+    engine, yields = new_engine(), []
 
-    drive(engine.cycle([Create("run", 0, MIX[0].spec)]), lambda: turns.append(1))
+    drive(engine.cycle([Create("run", 0, MIX[0].spec)]), lambda: yields.append(1))
 
-    assert turns == []
+    assert yields == []
 
 
 def test_what_ends_a_generation_is_read_from_the_model(new_engine: NewEngine) -> None:

@@ -1,4 +1,4 @@
-"""Adapters at rest are in host memory, and nobody's bits tell."""
+"""Adapters at rest are in host memory, and no bit differs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def most_on_device(engine: Engine) -> Callable[[], int]:
 
     def measured(moves: Any) -> None:
         make(moves)
-        held = [arena for a in bank._adapter_by_run.values() for arena in a.arenas.values()]
-        most[0] = max(most[0], sum(arena.nbytes for arena in held))
+        on_device = [arena for a in bank._adapter_by_run.values() for arena in a.arenas.values()]
+        most[0] = max(most[0], sum(arena.nbytes for arena in on_device))
 
     bank._make = measured  # type: ignore[method-assign]  # one that counts
     return lambda: most[0]
@@ -84,12 +84,12 @@ def test_a_thousand_idle_runs_take_no_more_of_the_device_than_eight(new_engine: 
     assert engine.adapters.state("run-1").digest() == fresh_state(engine, 1).digest()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # fp64 is promised to nobody
-def test_a_cycle_that_does_not_fit_runs_in_shifts_to_the_same_bits(
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # fp64 is not promised
+def test_a_cycle_that_does_not_fit_runs_in_device_groups_to_the_same_bits(
     new_engine: NewEngine, dtype: torch.dtype
 ) -> None:
     together = new_engine(dtype=dtype)
-    tight = new_engine(dtype=dtype, adapter_bytes=1)  # each adapter is a shift by itself
+    tight = new_engine(dtype=dtype, adapter_bytes=1)  # each adapter is a device group of its own
 
     for number in range(3):
         ops = [op for tenant in MIX for op in tenant.ops(number)]
@@ -133,7 +133,7 @@ def test_a_parked_run_can_be_saved_and_loaded(new_engine: NewEngine) -> None:
     assert torch.equal(engine.adapters.state("b").weights, engine.adapters.state("a").weights)
 
 
-def test_a_dropped_run_leaves_room_wherever_it_was(new_engine: NewEngine) -> None:
+def test_a_dropped_run_frees_its_memory_wherever_it_was(new_engine: NewEngine) -> None:
     engine = new_engine(adapter_bytes=1)
     engine.run([Create("a", 0, SPEC), Create("b", 0, SPEC)])
     assert engine.adapters.offloaded == 1

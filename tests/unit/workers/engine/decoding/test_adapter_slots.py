@@ -33,10 +33,10 @@ def host(rank: int, seed: int = 0, **families: bool) -> HostWeights:
     return HostWeights(spec, torch.randn(size, generator=torch.Generator().manual_seed(seed)))
 
 
-def slots_of(stored: Mapping[str, HostWeights], room: int | None = None) -> WeightSlots:
+def slots_of(stored: Mapping[str, HostWeights], capacity: int | None = None) -> WeightSlots:
     """Return a cache with room for some adapters of rank 8 (a slot of a pool is always zero)."""
     one = slot_layout(TARGETS, 8).size * 4
-    limit = None if room is None else (room + 1) * one
+    limit = None if capacity is None else (capacity + 1) * one
     loads.clear()
 
     def load(key: str) -> HostWeights:
@@ -116,7 +116,7 @@ def test_modules_that_an_adapter_does_not_train_stay_as_they_are() -> None:
 
 def test_the_least_used_is_evicted_and_never_one_in_use() -> None:
     stored = {key: host(8, at) for at, key in enumerate("abcd")}
-    slots = slots_of(stored, room=2)
+    slots = slots_of(stored, capacity=2)
     slots.pin("a")
     slots.pin("b")
     assert slots.pin("c") is None
@@ -141,9 +141,9 @@ def test_what_is_cached_is_not_loaded_again() -> None:
     assert loads == ["a"]
 
 
-def test_pools_that_nobody_uses_make_room_for_another_rank() -> None:
+def test_unused_pools_are_given_up_for_another_rank() -> None:
     stored = {"a": host(8), "b": host(8, 1), "large": host(16)}
-    slots = slots_of(stored, room=3)
+    slots = slots_of(stored, capacity=3)
     slots.pin("a")
     slots.pin("b")
     slots.unpin("a")
@@ -154,8 +154,8 @@ def test_pools_that_nobody_uses_make_room_for_another_rank() -> None:
     assert slots.pin("a") is not None
 
 
-def test_an_adapter_larger_than_the_cache_gets_its_turn_alone() -> None:
-    slots = slots_of({"a": host(64), "b": host(32)}, room=0)
+def test_an_adapter_larger_than_the_cache_is_served_alone() -> None:
+    slots = slots_of({"a": host(64), "b": host(32)}, capacity=0)
     assert slots.pin("a") is not None
     assert slots.pin("b") is None
 
@@ -193,6 +193,6 @@ def test_weights_of_another_model_are_refused() -> None:
         slots_of({"a": bad}).pin("a")
 
 
-def test_unknown_weights_are_gone() -> None:
+def test_unknown_weights_are_missing() -> None:
     with pytest.raises(WeightsMissing):
         slots_of({}).pin("a")

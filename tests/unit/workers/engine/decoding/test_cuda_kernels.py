@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine.decoding import cuda_kernels as cuda_step
-from cotrain_workers.engine.decoding import model_runner as packed_step
+from cotrain_workers.engine.decoding import model_runner as model_runner
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 from cotrain_workers.engine.decoding.cuda_kernels import grouped_lora
 from cotrain_workers.engine.decoding.requests import SampleOutput
@@ -76,9 +76,9 @@ def plain_kernel(
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a decoder on CPU take every decision as on CUDA."""
     names = {*cuda_step.NEEDED, "num_splits"}
-    monkeypatch.setattr(packed_step, "kernel_takes", lambda *args: True)
-    monkeypatch.setattr(packed_step, "groups_take", lambda *args: True)
-    monkeypatch.setattr(packed_step, "CudaRecorder", lambda: repeat)
+    monkeypatch.setattr(model_runner, "kernel_takes", lambda *args: True)
+    monkeypatch.setattr(model_runner, "groups_take", lambda *args: True)
+    monkeypatch.setattr(model_runner, "CudaRecorder", lambda: repeat)
     monkeypatch.setattr(cuda_step, "varlen_kernel", lambda: plain_kernel)
     monkeypatch.setattr(cuda_step, "varlen_parameters", lambda: frozenset(names))
 
@@ -162,7 +162,7 @@ def test_a_graph_that_differs_is_not_used(
         output = work() * 1.5
         return (lambda: None), output
 
-    monkeypatch.setattr(packed_step, "CudaRecorder", lambda: wrong)
+    monkeypatch.setattr(model_runner, "CudaRecorder", lambda: wrong)
     decoder = decoder_of(engine, weights)
     found = finish(decoder, requests())
 
@@ -177,7 +177,7 @@ def test_a_graph_that_cannot_be_captured_is_not_used(
     def fails(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(packed_step, "CudaRecorder", lambda: fails)
+    monkeypatch.setattr(model_runner, "CudaRecorder", lambda: fails)
     engine = new_engine()
     decoder = decoder_of(engine, trained_weights(engine))
     found = finish(decoder, requests())
@@ -220,8 +220,8 @@ def test_grouped_lora_is_row_lora(new_engine: NewEngine) -> None:
     slots = WeightSlots(
         engine._base.targets, device, torch.float32, weights.__getitem__, limit_bytes=None
     )
-    held = sorted((slots.pin(run) for run in RUNS), key=slot_order)
-    rows = [None, None, *(slot for slot in held for _ in range(3))]
+    pinned = sorted((slots.pin(run) for run in RUNS), key=slot_order)
+    rows = [None, None, *(slot for slot in pinned for _ in range(3))]
     for target in engine._base.targets[-8:]:
         x = torch.randn(32, target.inputs)
         ours, theirs = torch.zeros(32, target.outputs), torch.zeros(32, target.outputs)
@@ -248,13 +248,13 @@ def test_a_kernel_over_pages_that_is_off_is_not_used(
     engine = new_engine()
     assert graph_report(decoder_of(engine, {})) == "0 in use"
     assert not caplog.records
-    for kernel, said in ((forgets_the_window, "is off by"), (cannot, "cannot run")):
+    for kernel, reason in ((forgets_the_window, "is off by"), (cannot, "cannot run")):
         monkeypatch.setattr(cuda_step, "varlen_kernel", lambda kernel=kernel: kernel)
         assert graph_report(decoder_of(engine, {})) == "none: the plain steps run"
-        assert said in caplog.text
+        assert reason in caplog.text
 
 
-def test_why_the_kernel_over_pages_is_not_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_why_the_kernel_over_pages_is_not_used_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     class OnCuda:
         is_cuda, dtype = True, torch.float32
 

@@ -154,7 +154,7 @@ def test_greedy_output_is_what_transformers_generates(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "gemma3"])
-def test_decoding_between_micro_batches_leaves_training_bit_equal(
+def test_decoding_at_yield_points_leaves_training_bit_equal(
     new_engine: NewEngine, family: str
 ) -> None:
     alone = new_engine(family, micro_batch_tokens=64)

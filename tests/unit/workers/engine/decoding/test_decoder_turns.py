@@ -51,7 +51,7 @@ def test_preemption_changes_no_bit(new_engine: NewEngine) -> None:
         assert_same(ours, expected)
 
 
-def test_two_hundred_requests_over_eight_adapters_finish_in_room_for_sixteen(
+def test_two_hundred_requests_over_eight_adapters_finish_in_memory_for_sixteen(
     new_engine: NewEngine,
 ) -> None:
     engine = new_engine()

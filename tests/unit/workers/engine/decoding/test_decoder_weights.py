@@ -88,7 +88,7 @@ def test_weights_that_cannot_be_read_now_are_waited_for(new_engine: NewEngine) -
     assert next(reads, None) is None
 
 
-def test_weights_that_are_gone_fail_their_request_alone(new_engine: NewEngine) -> None:
+def test_missing_weights_fail_their_request_alone(new_engine: NewEngine) -> None:
     engine = new_engine()
 
     def weights(key: str) -> HostWeights:
@@ -113,7 +113,7 @@ def test_weights_of_another_model_fail_their_request_alone(new_engine: NewEngine
     assert isinstance(found["base"], SampleOutput)
 
 
-def test_more_adapters_than_fit_take_turns(new_engine: NewEngine) -> None:
+def test_more_adapters_than_fit_alternate(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     requests = [request(f"r-{run}", np.arange(30), run) for run in RUNS for _ in (0,)]

@@ -14,7 +14,7 @@ def stored(pages: Pages, index: PrefixIndex, weights: str | None, chunks: list[b
     nodes = index.match(Origin(weights, "t"), chunks)
     for node in nodes:
         pages.hold(node.page)
-    held = [node.page for node in nodes]
+    own_pages = [node.page for node in nodes]
     parent = nodes[-1] if nodes else None
     for chunk in chunks[len(nodes) :]:
         page = pages.take()
@@ -23,8 +23,8 @@ def stored(pages: Pages, index: PrefixIndex, weights: str | None, chunks: list[b
         if page is None:
             break
         parent = index.insert(Origin(weights, "t"), parent, chunk, page)
-        held.append(page)
-    return held
+        own_pages.append(page)
+    return own_pages
 
 
 def test_a_page_is_free_when_its_last_holder_lets_go() -> None:
@@ -51,9 +51,9 @@ def test_nothing_is_taken_when_nothing_is_free() -> None:
 def test_a_prompt_is_found_as_far_as_it_is_known() -> None:
     pages = Pages(8)
     index = PrefixIndex(pages)
-    held = stored(pages, index, "w", [b"a", b"b", b"c"])
+    own_pages = stored(pages, index, "w", [b"a", b"b", b"c"])
 
-    assert [node.page for node in index.match(W, [b"a", b"b", b"x", b"c"])] == held[:2]
+    assert [node.page for node in index.match(W, [b"a", b"b", b"x", b"c"])] == own_pages[:2]
     assert index.match(Origin("other", "t"), [b"a"]) == []
     assert index.match(Origin(None, "t"), [b"a"]) == []
     assert index.match(Origin("w", "another"), [b"a"]) == []
@@ -97,7 +97,7 @@ def test_a_page_computed_twice_is_indexed_once() -> None:
 def test_below_a_dropped_page_nothing_is_indexed() -> None:
     pages = Pages(4)
     index = PrefixIndex(pages)
-    held = stored(pages, index, "w", [b"a"])
+    own_pages = stored(pages, index, "w", [b"a"])
     parent = index.find(W, None, b"a")
     index.drop("w")
     page = pages.take()
@@ -105,7 +105,7 @@ def test_below_a_dropped_page_nothing_is_indexed() -> None:
 
     assert index.insert(W, parent, b"b", page) is None
 
-    for each in (*held, page):
+    for each in (*own_pages, page):
         pages.release(each)
     assert pages.free == 4
 
@@ -121,19 +121,19 @@ def test_pages_are_never_lost_and_never_shared_by_accident(
     index = PrefixIndex(pages)
     running: list[list[int]] = []
     for weights, chunks, drops in prompts:
-        held = stored(pages, index, weights, chunks)
-        running.append(held)
+        own_pages = stored(pages, index, weights, chunks)
+        running.append(own_pages)
         if len(running) > 2:
             for page in running.pop(0):
                 pages.release(page)
         if drops:
             index.drop(weights)
-        in_use = {page for held in running for page in held}
+        in_use = {page for own_pages in running for page in own_pages}
         assert pages.free + pages.idle + len(in_use) == count
         for node in list(index._nodes.values()):
             check_parents(index, node)
-    for held in running:
-        for page in held:
+    for own_pages in running:
+        for page in own_pages:
             pages.release(page)
     assert pages.free + pages.idle == count
     while index.evict():

@@ -68,14 +68,14 @@ class Pretender:
         prompt_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
         assert prompt_tokens <= BUDGET
         assert len(plan.rows) + prompt_tokens <= BUDGET + MOST
-        places = set()
+        kv_slots = set()
         for work in plan.work:
             assert work.sequence in runs
             for position in range(work.start, work.stop):
                 page = work.sequence.pages[position // PAGE]
                 assert not self.pages.is_shared(page)
-                assert (page, position % PAGE) not in places
-                places.add((page, position % PAGE))
+                assert (page, position % PAGE) not in kv_slots
+                kv_slots.add((page, position % PAGE))
         for sequence in runs:
             assert_continues(sequence, plan)
 

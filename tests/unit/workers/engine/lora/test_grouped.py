@@ -57,9 +57,9 @@ def came_out(
 
 @pytest.mark.parametrize("rows", [ROWS, 184])  # with and without filler behind the last segment
 def test_grouped_equals_seg_whatever_ranks_and_targets(rows: int) -> None:
-    held = adapters()
-    expected = came_out("seg", segments_of(held, LENGTHS), rows, torch.float32)
-    found = came_out("grouped", segments_of(held, LENGTHS), rows, torch.float32)
+    sources = adapters()
+    expected = came_out("seg", segments_of(sources, LENGTHS), rows, torch.float32)
+    found = came_out("grouped", segments_of(sources, LENGTHS), rows, torch.float32)
 
     assert expected.keys() == found.keys()
     for name, values in expected.items():
@@ -93,12 +93,14 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def same_class(count: int) -> tuple[list[RandomAdapter], list[Segment]]:
     generator = torch.Generator().manual_seed(5)
-    held = [random_adapter(AdapterSpec(4, 0), CPU, torch.float32, generator) for _ in range(count)]
+    sources = [
+        random_adapter(AdapterSpec(4, 0), CPU, torch.float32, generator) for _ in range(count)
+    ]
     segments = []
-    for at, each in enumerate(held):
+    for at, each in enumerate(sources):
         grads = each.layout.views(torch.zeros_like(each.weights))
         segments.append(Segment(8 * at, 8 * at + 3, each, 2.0, grads))
-    return held, segments
+    return sources, segments
 
 
 def test_the_number_of_products_does_not_grow_with_that_of_adapters(
@@ -132,14 +134,14 @@ def test_more_segments_than_a_product_has_groups_are_several_products(
 def test_a_neighbour_full_of_nan_changes_no_bit() -> None:
     clean = segments_of(adapters(), LENGTHS)
     broken = segments_of(adapters(), LENGTHS)
-    guilty = broken[2]
-    guilty.source.weights.fill_(torch.nan)
+    failing = broken[2]
+    failing.source.weights.fill_(torch.nan)
 
     expected = came_out("grouped", clean, ROWS, torch.float32)
     found = came_out("grouped", broken, ROWS, torch.float32)
 
     rows = torch.ones(ROWS, dtype=torch.bool)
-    rows[guilty.start : -(-guilty.stop // 8) * 8] = False  # its filler is nobody's
+    rows[failing.start : -(-failing.stop // 8) * 8] = False  # its filler has no owner
     for name, values in expected.items():
         if "output" in name or "gradient of x" in name:
             assert torch.equal(found[name][0, rows], values[0, rows]), name
@@ -148,14 +150,17 @@ def test_a_neighbour_full_of_nan_changes_no_bit() -> None:
         assert ours.grads is not None
         assert theirs.grads is not None
         same = [torch.equal(ours.grads[name].a, theirs.grads[name].a) for name in ours.grads]
-        assert all(same) == (ours is not guilty)
+        assert all(same) == (ours is not failing)
 
 
-def test_two_pieces_of_one_op_are_added_one_after_the_other() -> None:
+def test_two_slices_of_one_op_are_added_one_after_the_other() -> None:
     _, segments = same_class(3)
     again = replace(segments[0], start=24, stop=30)
 
-    assert [[at for at, _ in turn] for turn in find_rounds([*segments, again])] == [[0, 1, 2], [3]]
+    assert [[at for at, _ in each_round] for each_round in find_rounds([*segments, again])] == [
+        [0, 1, 2],
+        [3],
+    ]
 
     no_grads = [replace(segment, grads=None) for segment in segments]
     assert find_rounds(no_grads) == []
@@ -183,7 +188,7 @@ def test_a_mixed_cycle_equals_plain_peft(model_folder: ModelFolder, family: str)
 
 
 @pytest.mark.parametrize("hidden", [64, 72])
-def test_a_run_beside_others_equals_the_run_alone_to_the_bit(tmp_path: Path, hidden: int) -> None:
+def test_a_run_among_others_equals_the_run_alone_to_the_bit(tmp_path: Path, hidden: int) -> None:
     folder = build_tiny("qwen3", tmp_path, hidden=hidden, vocab=131)
 
     assert mixed_against_alone(folder, "cpu", torch.float32, "grouped").is_bit_equal
@@ -218,14 +223,14 @@ def test_recomputing_layers_changes_no_bit(new_engine: NewEngine) -> None:
         )
 
 
-def test_the_weights_are_not_held_twice(new_engine: NewEngine) -> None:
+def test_the_weights_are_in_memory_once(new_engine: NewEngine) -> None:
     engine = new_engine(lora_backend="grouped", dtype=torch.bfloat16)
     engine.run([op for tenant in MIX for op in tenant.ops(0)])
 
     assert all(engine.adapters[tenant.run]._compute is None for tenant in MIX)
 
 
-def test_an_op_of_two_pieces_in_one_micro_batch_has_both_gradients(new_engine: NewEngine) -> None:
+def test_an_op_of_two_slices_in_one_micro_batch_has_both_gradients(new_engine: NewEngine) -> None:
     rng = np.random.default_rng(0)
     datums = [random_datum(rng, "cross_entropy", 9, columns=columns) for columns in (0, 2)]
     states = []

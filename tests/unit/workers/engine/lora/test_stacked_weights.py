@@ -34,36 +34,36 @@ TARGETS = tuple(
 
 
 @dataclass(frozen=True)
-class Held:
+class Kept:
     layout: Layout
     weights: torch.Tensor
     compute: Mapping[str, Pair]
 
 
-def adapter(rank: int, seed: int) -> Held:
+def adapter(rank: int, seed: int) -> Kept:
     layout = plan_layout(AdapterSpec(rank, seed), TARGETS)
     weights = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
-    return Held(layout, weights, layout.views(weights))
+    return Kept(layout, weights, layout.views(weights))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pack_holds_every_matrix_padded_with_zeros(dtype: torch.dtype) -> None:
+def test_a_stack_has_every_matrix_padded_with_zeros(dtype: torch.dtype) -> None:
     adapters = [adapter(rank, seed) for seed, rank in enumerate((8, 5, 1, 8))]
-    pack = StackedWeights(plan_stack(8, TARGETS), adapters, dtype)
+    stack = StackedWeights(plan_stack(8, TARGETS), adapters, dtype)
 
     for target in TARGETS:
-        siblings = pack.layout.siblings[target.name]
+        siblings = stack.layout.siblings[target.name]
         at = siblings.index(target.name)
-        a = pack.a(siblings)[:, 8 * at : 8 * (at + 1)]
-        b = pack.b(target.name)
+        a = stack.a(siblings)[:, 8 * at : 8 * (at + 1)]
+        b = stack.b(target.name)
         assert (a.shape, b.shape) == ((5, 8, target.inputs), (5, 8, target.outputs))
-        for slot, held in enumerate(adapters):
-            rank, pair = held.layout.rank, held.compute[target.name]
+        for slot, source in enumerate(adapters):
+            rank, pair = source.layout.rank, source.compute[target.name]
             assert torch.equal(a[slot, :rank], pair.a.to(dtype))
             assert torch.equal(b[slot, :rank], pair.b.t().to(dtype))
             assert not a[slot, rank:].any()
             assert not b[slot, rank:].any()
-            own = pack.pair(target.name, slot, rank)
+            own = stack.pair(target.name, slot, rank)
             assert torch.equal(own.a, pair.a.to(dtype))
             assert torch.equal(own.b, pair.b.to(dtype))
         assert not a[-1].any()
@@ -79,7 +79,7 @@ def test_modules_that_read_one_x_lie_side_by_side() -> None:
     assert siblings["0.mlp.down_proj"] == ("0.mlp.down_proj",)
 
 
-def test_what_goes_into_one_pack_has_one_padded_rank_and_the_same_modules() -> None:
+def test_what_goes_into_one_stack_has_one_padded_rank_and_the_same_modules() -> None:
     assert [padded_rank(rank) for rank in (1, 8, 9, 16, 40, 64, 100)] == [
         *(8, 8, 16, 16, 64, 64, 128)
     ]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     NewEngine = Callable[..., Engine]
     ModelFolder = Callable[..., Path]
 
-LENGTHS = (17, 5, 40, 40, 1, 33)  # beside windows of 16 tokens
+LENGTHS = (17, 5, 40, 40, 1, 33)  # and windows of 16 tokens
 
 
 def datums() -> list[Datum]:
@@ -41,7 +41,7 @@ def datums() -> list[Datum]:
     return [random_datum(rng, "cross_entropy", length) for length in LENGTHS]
 
 
-def packed_logprobs(engine: Engine, datums: Sequence[Datum]) -> np.ndarray:
+def together_logprobs(engine: Engine, datums: Sequence[Datum]) -> np.ndarray:
     ops: list[Op] = [
         Create("run", 0, AdapterSpec(4, seed=0)),
         Pass("run", 1, datums, "cross_entropy", {}, needs_grad=False),
@@ -63,20 +63,20 @@ def unpacked_logprobs(folder: Path, datums: Sequence[Datum]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_equals_unpacked(
+def test_sequences_in_one_row_equal_each_alone(
     new_engine: NewEngine, model_folder: ModelFolder, family: str
 ) -> None:
-    packed = packed_logprobs(new_engine(family), datums())
+    together = together_logprobs(new_engine(family), datums())
 
-    unpacked = unpacked_logprobs(model_folder(family), datums())
-    np.testing.assert_allclose(packed, unpacked, rtol=0, atol=1e-5)
+    alone = unpacked_logprobs(model_folder(family), datums())
+    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_that_comparison_sees_wrong_positions_and_leaks(
     new_engine: NewEngine, model_folder: ModelFolder, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unpacked = unpacked_logprobs(model_folder(family), datums())
+    alone = unpacked_logprobs(model_folder(family), datums())
     right = forward.token_row
 
     def positions_run_on(*args: Any) -> TokenRow:
@@ -90,8 +90,8 @@ def test_that_comparison_sees_wrong_positions_and_leaks(
 
     for wrong in (positions_run_on, one_long_sequence):
         monkeypatch.setattr(wave, "token_row", wrong)
-        packed = packed_logprobs(new_engine(family), datums())
-        assert np.abs(packed - unpacked).max() > 1e-2, wrong.__name__
+        together = together_logprobs(new_engine(family), datums())
+        assert np.abs(together - alone).max() > 1e-2, wrong.__name__
 
 
 def test_the_model_does_not_run_without_a_segment_table(new_engine: NewEngine) -> None:
@@ -205,7 +205,7 @@ def test_every_signature_of_the_ragged_kernel_means_the_same(
 
     sizes = [s.sequences * s.length for s in table.equal_lengths]
     rows = zip(table.equal_lengths, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
-    outs = [attn.attend(stretch, q, k, v, table, rule) for stretch, q, k, v in rows]
+    outs = [attn.attend(group, q, k, v, table, rule) for group, q, k, v in rows]
     torch.testing.assert_close(ragged, torch.cat(outs), rtol=1e-5, atol=1e-6)
 
 

@@ -59,9 +59,9 @@ def test_flex_attention_equals_the_dense_path(
 
     ours = flex.attention(q, k, v, table, rule)
 
-    sizes = [stretch.sequences * stretch.length for stretch in table.equal_lengths]
+    sizes = [group.sequences * group.length for group in table.equal_lengths]
     rows = zip(table.equal_lengths, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
-    theirs = torch.cat([attn.attend(stretch, a, b, c, table, rule) for stretch, a, b, c in rows])
+    theirs = torch.cat([attn.attend(group, a, b, c, table, rule) for group, a, b, c in rows])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)  # fp32, sums of up to 1,000
     unlike = flex.attention(q, k, v, table, AttentionRule(0.2, window, 4.0))
     assert (unlike - theirs).abs().max() > 1e-3

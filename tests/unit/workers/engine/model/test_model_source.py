@@ -73,7 +73,9 @@ def test_a_type_that_the_library_does_not_know_is_refused_in_the_same_words(mode
     assert why_not(model, UnsupportedModel).startswith("models of type 'qwen9' cannot be trained")
 
 
-def test_a_folder_that_is_no_model_is_told_what_it_is(model: Path, tmp_path: Path) -> None:
+def test_for_a_folder_that_is_no_model_the_error_says_what_it_is(
+    model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file.gguf").touch()
     assert why_not(tmp_path / "file.gguf").startswith("it is a file: give the folder of a model")
     (tmp_path / "empty").mkdir()
@@ -120,24 +122,24 @@ def test_weights_of_another_shape_are_refused(model: Path) -> None:
     )
 
 
-def test_a_name_that_no_hub_would_take_is_told(tmp_path: Path) -> None:
+def test_a_name_that_no_hub_would_take_is_reported(tmp_path: Path) -> None:
     for name in ("a b", "x/y/z", str(tmp_path / "nowhere")):
         assert why_not(name).startswith("there is no such folder, and a hub id looks like")
 
 
 def test_a_hub_that_is_not_to_be_asked_is_not_blamed() -> None:
-    said = why_not("somebody/misspelt")
-    assert "the cache of this host has no model of that name" in said
-    assert "COTRAIN_OFFLINE, HF_HUB_OFFLINE" in said
+    message = why_not("someone/misspelt")
+    assert "the cache of this host has no model of that name" in message
+    assert "COTRAIN_OFFLINE, HF_HUB_OFFLINE" in message
 
 
-def test_what_a_hub_answers_is_told_apart(tmp_path: Path) -> None:
+def test_the_answers_of_a_hub_are_distinguished(tmp_path: Path) -> None:
     script = """
 import torch
 from cotrain_workers.engine.model.base_model import load_base_model
 for name in ("absent", "gated", "adapter"):
     try:
-        load_base_model("somebody/" + name, device=torch.device("cpu"), dtype=torch.float32,
+        load_base_model("someone/" + name, device=torch.device("cpu"), dtype=torch.float32,
                         local_files_only=False)
     except OSError as error:
         print(str(error).partition("served: ")[2])
@@ -166,7 +168,7 @@ def test_a_model_that_is_larger_than_the_memory_is_refused_before_it_is_read(
     )
 
 
-def test_memory_that_runs_out_while_it_is_read_is_told(
+def test_memory_that_runs_out_while_it_is_read_is_reported(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:

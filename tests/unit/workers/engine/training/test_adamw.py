@@ -98,12 +98,12 @@ GROUPS = (
 )
 
 
-def due_steps(held: AdapterBank, chosen: tuple[int, ...]) -> list[Due]:
+def due_steps(adapter_bank: AdapterBank, chosen: tuple[int, ...]) -> list[Due]:
     """Make adapters that have taken some steps, with a gradient each, and the steps they are due."""
     adapters = []
     for at in chosen:
         _, rank, taken = GROUPS[at]
-        adapter = held.create(f"run-{at}", AdapterSpec(rank, seed=at))
+        adapter = adapter_bank.create(f"run-{at}", AdapterSpec(rank, seed=at))
         adapter.step = taken
         for number, arena in enumerate((adapter.gradient.flat, adapter.m, adapter.v), 10 * at):
             arena.copy_(torch.rand(len(arena), generator=torch.Generator().manual_seed(number)))
@@ -138,8 +138,8 @@ def test_there_is_one_launch_for_each_set_of_parameters(monkeypatch: pytest.Monk
         adamw(weights, *args, **settings)
 
     monkeypatch.setattr(adam, "adamw", counted)
-    held = bank()
-    steps = due_steps(held, tuple(range(len(GROUPS))))
+    adapter_bank = bank()
+    steps = due_steps(adapter_bank, tuple(range(len(GROUPS))))
     adamw_steps(steps)
 
     assert sorted(launches) == [2, 3]
@@ -162,8 +162,8 @@ class HostTransfers(TorchDispatchMode):
 
 
 def test_all_norms_come_to_the_host_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = bank()
-    adapters = [due.adapter for due in due_steps(held, (0, 1, 2))]
+    adapter_bank = bank()
+    adapters = [due.adapter for due in due_steps(adapter_bank, (0, 1, 2))]
     read: list[tuple[int, ...]] = []
     plain = torch.Tensor.tolist
 

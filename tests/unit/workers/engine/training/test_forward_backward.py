@@ -87,7 +87,7 @@ def test_memory_that_runs_out_in_backward_leaves_no_half_sums(
     assert_same_states(troubled, untroubled)
 
 
-def test_an_op_keeps_the_pieces_of_earlier_micro_batches(
+def test_an_op_keeps_the_slices_of_earlier_micro_batches(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     troubled, untroubled = (new_engine(micro_batch_tokens=64) for _ in range(2))
@@ -163,11 +163,11 @@ def test_a_datum_too_large_for_memory_fails_its_op_alone_and_leaves_nothing(
     small, alone = new_engine(), new_engine()
     limit_rows(small, 128)
     spec = AdapterSpec(4, seed=0)
-    guilty, others = one_op("wide", lengths, spec), one_op("narrow", [9, 8], spec)
-    earlier = guilty[:1]
+    failing, others = one_op("wide", lengths, spec), one_op("narrow", [9, 8], spec)
+    earlier = failing[:1]
     if gradient_waits:
         earlier += one_op("wide", [20], spec)[1:]
-    later = replace(guilty[1], seq=2)
+    later = replace(failing[1], seq=2)
     for engine in (small, alone):
         engine.run(earlier)
 

@@ -127,7 +127,7 @@ def test_no_tensor_of_all_rows_times_the_vocabulary_exists() -> None:
     assert largest <= 2 * chunk_rows * vocab * 4 < rows * vocab * 4
 
 
-def piece(start: int, length: int, name: str, *, needs_grad: bool) -> tuple[HeadInput, Pair]:
+def slice_of_op(start: int, length: int, name: str, *, needs_grad: bool) -> tuple[HeadInput, Pair]:
     """Return a piece of random targets, and where its LoRA gradients go."""
     g = torch.Generator().manual_seed(start)
     pair = Pair(torch.randn(RANK, 64, generator=g) / 8, torch.randn(VOCAB, RANK, generator=g) / 8)
@@ -146,7 +146,7 @@ def piece(start: int, length: int, name: str, *, needs_grad: bool) -> tuple[Head
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk_rows", [32, 64, 1024])
-def test_pieces_that_share_a_product_get_the_bits_they_get_alone(
+def test_slices_that_share_a_product_get_the_bits_they_get_alone(
     chunk_rows: int, softcap: float | None
 ) -> None:
     g = torch.Generator().manual_seed(3)
@@ -157,9 +157,9 @@ def test_pieces_that_share_a_product_get_the_bits_they_get_alone(
         hidden_grad = torch.zeros_like(hidden)
         found = []
         for company in companies:
-            pieces = [piece(*each, needs_grad=each[0] != 8) for each in company]
-            answers = head.run([given for given, _ in pieces], hidden, hidden_grad)
-            for (_, grads), answer in zip(pieces, answers, strict=True):
+            op_slices = [slice_of_op(*each, needs_grad=each[0] != 8) for each in company]
+            answers = head.run([given for given, _ in op_slices], hidden, hidden_grad)
+            for (_, grads), answer in zip(op_slices, answers, strict=True):
                 found += [answer.found, answer.loss, *grads]
         results.append([*found, hidden_grad])
 
@@ -180,10 +180,10 @@ def test_neighbours_share_one_product_with_the_frozen_weight(
 
     monkeypatch.setattr(head_module, "raw_logits", counted)
     hidden, weight = torch.randn(320, 64), torch.randn(VOCAB, 64)
-    pieces = [piece(start, 8, "ppo", needs_grad=True)[0] for start in range(0, 320, 16)]
-    Head(weight, None, 1024).run(pieces[:1], hidden, torch.zeros_like(hidden))
+    op_slices = [slice_of_op(start, 8, "ppo", needs_grad=True)[0] for start in range(0, 320, 16)]
+    Head(weight, None, 1024).run(op_slices[:1], hidden, torch.zeros_like(hidden))
     assert products == [32]  # rows of one piece, and filler: fewer would be other bits
 
-    touching = [piece(start, 5, "ppo", needs_grad=True)[0] for start in range(0, 320, 8)]
+    touching = [slice_of_op(start, 5, "ppo", needs_grad=True)[0] for start in range(0, 320, 8)]
     Head(weight, None, 128).run(touching, hidden, torch.zeros_like(hidden))
     assert products[1:] == [125, 125, 61]

@@ -45,8 +45,8 @@ def importance_sampling(lp: float, q: float, a: float) -> tuple[float, float]:
 
 def ppo(lp: float, q: float, a: float) -> tuple[float, float]:
     r = math.exp(lp - q)
-    held = min(r * a, clip(r) * a) != r * a
-    return -min(r * a, clip(r) * a), 0.0 if held else -r * a
+    is_clipped = min(r * a, clip(r) * a) != r * a
+    return -min(r * a, clip(r) * a), 0.0 if is_clipped else -r * a
 
 
 def cispo(lp: float, q: float, a: float) -> tuple[float, float]:
@@ -107,9 +107,9 @@ def test_gspo_uses_one_ratio_per_datum_and_a_slope_per_token(
     losses = [-min(s * row[2], clip(s) * row[2]) for row in rows]
     assert float(total) == pytest.approx(sum(losses), rel=1e-9, abs=1e-9)
     for row, got in zip(rows, slope.tolist(), strict=True):
-        held = min(s * row[2], clip(s) * row[2]) != s * row[2]
+        is_clipped = min(s * row[2], clip(s) * row[2]) != s * row[2]
         if inside(s) or abs(s - clip(s)) > 1e-6:
-            assert got == pytest.approx(0.0 if held else -s * row[2], rel=1e-9, abs=1e-9)
+            assert got == pytest.approx(0.0 if is_clipped else -s * row[2], rel=1e-9, abs=1e-9)
 
 
 # (log-ratio, A, slope): where the ratio counts only as its bound, and where it counts as it is.
@@ -206,10 +206,10 @@ def test_the_slope_of_ppo_in_float32_is_that_of_a_finite_difference(
     _, slope = value_and_slope(LOSSES["ppo"], lp.float(), narrow, BOUNDS)
 
     assert slope.isfinite().all()
-    for place, got in enumerate(slope.tolist()):
+    for index, got in enumerate(slope.tolist()):
         above, below = lp.clone(), lp.clone()
-        above[place] += step
-        below[place] -= step
+        above[index] += step
+        below[index] -= step
         rise = value(LOSSES["ppo"], above, inputs, BOUNDS) - value(
             LOSSES["ppo"], below, inputs, BOUNDS
         )

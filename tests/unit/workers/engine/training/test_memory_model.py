@@ -51,22 +51,22 @@ def test_memory_that_does_not_grow_is_no_measurement(measured: list[tuple[int, i
 
 
 def test_nothing_is_recomputed_where_enough_tokens_fit_without() -> None:
-    room = int(KEPT.fixed_bytes + KEPT.bytes_per_token * (ENOUGH_TOKENS + 100))
+    free_bytes = int(KEPT.fixed_bytes + KEPT.bytes_per_token * (ENOUGH_TOKENS + 100))
 
-    found = budget(BOTH, room, "auto")
+    found = budget(BOTH, free_bytes, "auto")
 
     assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, ENOUGH_TOKENS)
-    assert budget(BOTH, room, "never") == found
+    assert budget(BOTH, free_bytes, "never") == found
 
 
 def test_where_fewer_fit_the_larger_micro_batches_are_recomputed() -> None:
-    room = int(KEPT.fixed_bytes + KEPT.bytes_per_token * (ENOUGH_TOKENS - 100))
+    free_bytes = int(KEPT.fixed_bytes + KEPT.bytes_per_token * (ENOUGH_TOKENS - 100))
 
-    found = budget(BOTH, room, "auto")
+    found = budget(BOTH, free_bytes, "auto")
 
     assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, 3072)
-    assert budget(BOTH, room, "never").tokens == 3072
-    assert budget(BOTH, room, "always").keep_tokens == 0
+    assert budget(BOTH, free_bytes, "never").tokens == 3072
+    assert budget(BOTH, free_bytes, "always").keep_tokens == 0
 
 
 def test_a_large_device_gets_no_micro_batch_without_end() -> None:
@@ -83,12 +83,12 @@ def test_a_probe_that_fits_only_recomputed_is_an_answer(choice: Choice) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "always", "never"])
 @pytest.mark.parametrize("both", [BOTH, Activations(None, None)])
-@pytest.mark.parametrize("room", [GB, -GB])
+@pytest.mark.parametrize("free_bytes", [GB, -GB])
 def test_where_nothing_fits_it_says_what_is_missing(
-    choice: Choice, both: Activations, room: int
+    choice: Choice, both: Activations, free_bytes: int
 ) -> None:
     with pytest.raises(TooLittleMemory, match="micro-batch"):
-        budget(both, room, choice)
+        budget(both, free_bytes, choice)
 
 
 def test_sizes_are_few_and_far_apart() -> None:
@@ -101,13 +101,13 @@ def test_sizes_are_few_and_far_apart() -> None:
 
 
 def test_a_given_size_says_only_how_much_of_it_is_kept() -> None:
-    room = int(KEPT.fixed_bytes + KEPT.bytes_per_token * 5000)
+    free_bytes = int(KEPT.fixed_bytes + KEPT.bytes_per_token * 5000)
 
-    assert kept_tokens(BOTH, room, "auto") == 5000
-    assert kept_tokens(BOTH, room, "always") == 0
+    assert kept_tokens(BOTH, free_bytes, "auto") == 5000
+    assert kept_tokens(BOTH, free_bytes, "always") == 0
 
 
-def test_adapters_and_key_value_memory_keep_their_room() -> None:
+def test_adapters_and_key_value_memory_keep_their_bytes() -> None:
     free = micro_batch_bytes(141 * GB, 17 * GB, 0)
 
     assert micro_batch_bytes(141 * GB, 17 * GB, 10 * GB) == pytest.approx(free - 9.5 * GB)
@@ -120,7 +120,7 @@ def test_adapters_and_key_value_memory_keep_their_room() -> None:
     ("total", "tokens", "adapters", "kv_tokens"),
     [(150_100_000_000, 8192, 31, 180_000), (85_000_000_000, 4096, 15, 80_000)],  # H200, H100
 )
-def test_all_that_shares_a_gpu_fits_beside_qwen3_8b(
+def test_all_that_shares_a_gpu_fits_next_to_qwen3_8b(
     total: int, tokens: int, adapters: int, kv_tokens: int
 ) -> None:
     shape = SHAPES["8b"]

@@ -54,7 +54,7 @@ def test_what_is_measured_is_a_line_and_recomputing_makes_it_flat(new_engine: Ne
     assert "probe" not in bank
 
 
-def test_a_probe_that_does_not_fit_is_told(new_engine: NewEngine) -> None:
+def test_a_probe_that_does_not_fit_is_reported(new_engine: NewEngine) -> None:
     base = new_engine()._base
     bank = AdapterBank(base.targets, torch.device("cpu"), torch.float32)
 

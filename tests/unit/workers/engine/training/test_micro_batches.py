@@ -10,39 +10,39 @@ lengths = st.lists(st.integers(1, 40), max_size=12)
 
 
 @given(lengths=lengths, limit=st.integers(1, 64), columns=st.lists(st.integers(1, 2), min_size=12))
-def test_pieces_cover_an_op_in_order_and_never_split_a_datum(
+def test_slices_cover_an_op_in_order_and_never_split_a_datum(
     lengths: list[int], limit: int, columns: list[int]
 ) -> None:
     op_slices = list(cut(0, lengths, columns, limit, needs_grad=True))
 
-    covered = [at for piece in op_slices for at in range(piece.first, piece.last)]
+    covered = [at for op_slice in op_slices for at in range(op_slice.first, op_slice.last)]
     assert covered == list(range(len(lengths)))
-    for piece in op_slices:
-        assert piece.tokens == sum(lengths[piece.first : piece.last])
-        assert piece.tokens <= limit or piece.last - piece.first == 1
-        assert len(set(columns[piece.first : piece.last])) == 1
+    for op_slice in op_slices:
+        assert op_slice.tokens == sum(lengths[op_slice.first : op_slice.last])
+        assert op_slice.tokens <= limit or op_slice.last - op_slice.first == 1
+        assert len(set(columns[op_slice.first : op_slice.last])) == 1
 
 
 @given(
     ops=st.lists(st.tuples(lengths, st.booleans()), max_size=6),
     limit=st.integers(1, 64),
 )
-def test_micro_batches_hold_every_piece_once_gradients_first(
+def test_micro_batches_have_every_slice_once_gradients_first(
     ops: list[tuple[list[int], bool]], limit: int
 ) -> None:
     op_slices = [
-        piece
+        op_slice
         for owner, (op, needs_grad) in enumerate(ops)
-        for piece in cut(owner, op, [1] * len(op), limit, needs_grad=needs_grad)
+        for op_slice in cut(owner, op, [1] * len(op), limit, needs_grad=needs_grad)
     ]
 
     batches = fill(op_slices, limit)
 
-    packed = [piece for batch in batches for piece in batch.op_slices]
-    assert packed == sorted(op_slices, key=lambda piece: not piece.needs_grad)
+    in_batches = [op_slice for batch in batches for op_slice in batch.op_slices]
+    assert in_batches == sorted(op_slices, key=lambda op_slice: not op_slice.needs_grad)
     for batch in batches:
         assert batch.tokens <= limit or len(batch.op_slices) == 1
-        assert batch.needs_grad == any(piece.needs_grad for piece in batch.op_slices)
+        assert batch.needs_grad == any(op_slice.needs_grad for op_slice in batch.op_slices)
 
 
 @given(st.integers(1, 100_000))

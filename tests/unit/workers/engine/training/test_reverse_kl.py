@@ -1,4 +1,4 @@
-"""Reverse KL in the engine: against a dense oracle, beside others, and when things go wrong."""
+"""Reverse KL in the engine: against a dense oracle, among others, and when things go wrong."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def kl_runs(engine: Engine) -> dict[str, list[Op]]:
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
-def test_a_run_beside_others_equals_the_run_alone_to_the_bit(
+def test_a_run_among_others_equals_the_run_alone_to_the_bit(
     new_engine: NewEngine, micro_batch_tokens: int
 ) -> None:
     together, alone = (new_engine(micro_batch_tokens=micro_batch_tokens) for _ in range(2))
@@ -198,34 +198,34 @@ def test_a_run_beside_others_equals_the_run_alone_to_the_bit(
 
 @pytest.mark.parametrize("poison", ["reference", "run", "weights"])
 def test_a_poisoned_one_fails_alone(new_engine: NewEngine, poison: str) -> None:
-    beside, alone = new_engine(), new_engine()
-    runs = kl_runs(beside)
-    for engine in (beside, alone):
+    among, alone = new_engine(), new_engine()
+    runs = kl_runs(among)
+    for engine in (among, alone):
         for run in ("bad", "good"):
             started(engine, run)
-    bad = op_of("bad", 1, random_weights(NO_HEAD, beside.adapters.layout_of))
+    bad = op_of("bad", 1, random_weights(NO_HEAD, among.adapters.layout_of))
     if poison == "reference":
         assert bad.reference is not None
         bad.reference.flat.fill_(np.nan)
     elif poison == "run":
-        ruined = beside.adapters.state("bad")
+        ruined = among.adapters.state("bad")
         ruined.weights.fill_(np.nan)
-        beside.adapters.restore("bad", ruined)
+        among.adapters.restore("bad", ruined)
     else:
         bad.datums[0].weights[0] = np.nan
-    good = op_of("good", 1, random_weights(WHOLE, beside.adapters.layout_of))
+    good = op_of("good", 1, random_weights(WHOLE, among.adapters.layout_of))
 
-    mixed = beside.run([bad, good, *(op for ops in runs.values() for op in ops)])
+    mixed = among.run([bad, good, *(op for ops in runs.values() for op in ops)])
 
     assert mixed.outputs["bad", 1] == Failure(
         "Loss is not finite (seq 1); the gradient was discarded.", "user", "not_finite"
     )
-    assert not beside.adapters.state("bad").grads_pending
+    assert not among.adapters.state("bad").grads_pending
     assert_same_answers("good", mixed, alone.run([good]))
-    assert same_bits(beside.adapters.state("good"), alone.adapters.state("good"))
+    assert same_bits(among.adapters.state("good"), alone.adapters.state("good"))
     for run, ops in runs.items():
         alone.run(ops)
-        assert same_bits(beside.adapters.state(run), alone.adapters.state(run)), run
+        assert same_bits(among.adapters.state(run), alone.adapters.state(run)), run
 
 
 def test_references_of_one_wave_share_a_forward(new_engine: NewEngine) -> None:
@@ -329,7 +329,7 @@ GOOD = kl_datum(np.random.default_rng(0), 3, 4, 5)
         ),
     ],
 )
-def test_a_bad_one_is_refused_with_its_place(
+def test_a_bad_one_is_refused_with_its_position(
     new_engine: NewEngine, change: dict[str, Any], reason: str
 ) -> None:
     op = ReverseKl("a", 1, [GOOD], None, 1.0)

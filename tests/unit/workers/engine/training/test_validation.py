@@ -69,7 +69,7 @@ def test_inputs_that_the_loss_does_not_read_are_ignored() -> None:
         (replace(PPO, loss_config={"epsilon": 0.2}), "Loss 'ppo' has no setting 'epsilon'."),
     ],
 )
-def test_a_bad_pass_is_refused_with_its_place(op: Pass, reason: str) -> None:
+def test_a_bad_pass_is_refused_with_its_position(op: Pass, reason: str) -> None:
     assert refusal(op) == reason
 
 
