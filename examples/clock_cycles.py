@@ -1,7 +1,7 @@
 """The clock made visible: one training, its loop written in three ways, and the cycles each takes.
 
 A server does its work in clock cycles. Under a metronome, as at the hosted services, a cycle starts on a
-beat, and a request that misses it waits for the next one: `--mode metronome`. An eager server starts when
+tick, and a request that misses it waits for the next one: `--mode metronome`. An eager server starts when
 there is work; a loop that waits leaves it idle then: `--mode eager`. Either way the picture shows who
 waited for whom. Preparing a batch takes time in any real loop; `--prepare-s` says how much it takes here.
 """
@@ -25,7 +25,7 @@ PERIOD_S = 1.0
 PREPARE_S = 0.1
 TOKENS = 48
 ROWS_BY_MODE = {"metronome": 8, "eager": 64}
-"""Under a metronome a pass must be well within a beat: what does not fit, a cycle does not hold. An eager
+"""Under a metronome a pass must be well within a period: what does not fit, a cycle does not hold. An eager
 server should take longer for a pass than the next batch takes to prepare."""
 
 
@@ -45,7 +45,7 @@ def main() -> None:
         data = [of_tokens(row) for row in range(ROWS_BY_MODE[options.mode])]
         for name, loop in counted("Running each loop", LOOPS.items(), len(LOOPS)):
             run.forward_backward(data, "cross_entropy")
-            run.optim_step(ADAM).result()  # from here on we move with the beat
+            run.optim_step(ADAM).result()  # from here on we move with the ticks
             watched, started_at = Watched(run, options.prepare_s), time.monotonic()
             numbers = loop(watched, data, options.steps)  # of the cycles its passes were in
             took_s = time.monotonic() - started_at

@@ -1,6 +1,6 @@
 """How many clock cycles a training step takes, by how its loop is written.
 
-Run against a server in metronome mode, whose cycles start on a beat, as those of hosted services do.
+Run against a server in metronome mode, whose cycles start on a tick, as those of hosted services do.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ LOOPS: Mapping[str, TrainLoop] = {
 
 
 def _cost(loop: TrainLoop, run: TrainingClient, data: list[Datum]) -> Cost:
-    _wait(_send(run, data))  # from here on we move with the beat
+    _wait(_send(run, data))  # from here on we move with the ticks
     started_at = time.monotonic()
     cycles = loop(run, data, STEPS)
     elapsed_s = time.monotonic() - started_at
