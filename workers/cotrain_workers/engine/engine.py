@@ -70,9 +70,8 @@ class Engine:
         # All since the engine was loaded:
         self.base_forwards = 0
         self.halvings = 0  # of micro-batches that did not fit into memory
-        self.cut_slices = (
-            0  # of ops, among those; such an op has other last bits than with more memory
-        )
+        # Of ops, among those halvings; such an op has other last bits than with more memory.
+        self.cut_slices = 0
         self._base = base
         self._forward_backward = forward_backward
 
