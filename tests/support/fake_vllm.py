@@ -48,7 +48,7 @@ class FakeVllm:
         self.fails: dict[int, list[Answer]] = {}
         """Token → what to answer first to prompts that have it."""
         self.generating = self.most_generating = self.aborted = self.most_loaded = 0
-        self.pulled_away: list[str] = []
+        self.pulled: list[str] = []
         """Adapters that were unloaded while a sequence was being generated with them."""
         self._using: Counter[str] = Counter()
         self._changed = threading.Condition()
@@ -181,7 +181,7 @@ class FakeVllm:
 
     def _unload(self, name: str) -> Answer:
         with self._changed:
-            self.pulled_away += [name] * self._using[name]
+            self.pulled += [name] * self._using[name]
         gone = self._model.adapted.pop(name, None)
         self._note()
         return (200, "Success") if gone else _error(404, "The lora adapter cannot be found.")

@@ -85,7 +85,7 @@ def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
         read_optimizer(tmp_path, written.digest, layout_of)
 
 
-def test_a_file_that_is_gone_or_of_another_base_model_is_unreadable(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_of_another_base_model_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(OptimizerUnreadable, match="cannot be read"):
         read_optimizer(tmp_path, "0" * 64, layout_of)
     written = write_optimizer(tmp_path, a_state(), "m")

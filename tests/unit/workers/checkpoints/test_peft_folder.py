@@ -244,7 +244,7 @@ def test_an_adapter_under_anothers_name_is_refused(tmp_path: Path) -> None:
         read_folder(other.path, layout_of)
 
 
-def test_a_folder_that_is_gone_is_unreadable(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(FolderUnreadable, match="cannot be read"):
         read_folder(folder_of(tmp_path, "0" * 64), layout_of)
 

@@ -68,7 +68,7 @@ def test_a_save_to_train_on_from_keeps_the_optimizer_and_says_so() -> None:
     assert done.result.json() == {"path": path, "type": "save_weights"}
 
 
-def test_an_export_knows_whom_it_is_encrypted_to_and_answers_what_it_was_told_to() -> None:
+def test_an_export_knows_whom_it_is_encrypted_to_and_answers_what_it_was_asked_to() -> None:
     request = SaveRequest(
         name="out", kind="external_weights", age_recipients=("age1x",), answer={"type": "other"}
     )

@@ -106,7 +106,7 @@ def test_an_optim_step_carries_its_numbers() -> None:
     assert made == OptimStep("r", 1, 0.5, 0.9, 0.95, 1e-8, 0.0, 0.0)
 
 
-def test_a_rejected_op_fails_with_what_was_said_at_the_door() -> None:
+def test_a_rejected_op_fails_with_the_refusal_at_the_door() -> None:
     body = Result.failed("rank must be…", "user").payload
     assert engine_op(op(OpKind.REJECTED), body) == Failure("rank must be…", "user")
 

@@ -69,7 +69,7 @@ def test_a_request_is_read_with_its_reference(
     assert datum.weights.tolist() == [1.0, 0.5]
 
 
-def test_a_reference_that_is_gone_is_the_servers_fault() -> None:
+def test_a_reference_that_is_missing_is_the_servers_fault() -> None:
     assert read(REF, Shelf({})) == Failure(
         "The weights of the reference cannot be read on the server.", "server"
     )

@@ -78,10 +78,10 @@ def test_a_replay_as_json_has_the_same_verdicts_and_the_same_exit_code(
     flight: Flight, tmp_path: Path
 ) -> None:
     done = cotrain("replay", flight.files[1], "--json")
-    told = json.loads(done.stdout)
-    assert (done.exit_code, told["diverged"], told["other_numerics"]) == (0, 0, [])
-    assert (told["worker"], told["cycle"], told["runs"], told["ops"]) == ("w0", 2, [A, B], 3)
-    assert [row["verdict"] for row in told["compared"]] == ["equal"] * 5
+    shown = json.loads(done.stdout)
+    assert (done.exit_code, shown["diverged"], shown["other_numerics"]) == (0, 0, [])
+    assert (shown["worker"], shown["cycle"], shown["runs"], shown["ops"]) == ("w0", 2, [A, B], 3)
+    assert [row["verdict"] for row in shown["compared"]] == ["equal"] * 5
     cycle = read_cycle(flight.files[1])
     damaged = tmp_path / "damaged.zip"
     write_cycle(damaged, replace(cycle, bodies=[*cycle.bodies[:2], a_pass(B, 9)[3]]))
@@ -102,7 +102,7 @@ def test_a_recording_of_another_machine_is_compared_with_a_tolerance_and_says_so
     assert "compared with a tolerance" in result.output
 
 
-def test_a_cycle_without_an_outcome_says_that_its_process_died(flight: Flight) -> None:
+def test_a_cycle_without_an_outcome_says_that_its_process_crashed(flight: Flight) -> None:
     flight.begin(a_pass(A, 3))
     result = cotrain("replay", flight.files[2])
     assert result.exit_code == 0, result.output
@@ -110,7 +110,7 @@ def test_a_cycle_without_an_outcome_says_that_its_process_died(flight: Flight) -
     assert result.stdout.endswith("Nothing to compare with.\n")
 
 
-def test_what_cannot_be_run_again_is_said_in_one_line(flight: Flight, tmp_path: Path) -> None:
+def test_what_cannot_be_run_again_is_answered_in_one_line(flight: Flight, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing.zip"
     nothing.write_bytes(b"PK")
     for arguments in ([nothing], [flight.files[1], "--base-model", str(tmp_path)]):
@@ -145,8 +145,8 @@ def test_one_run_is_handed_out_without_its_neighbours(flight: Flight, tmp_path: 
     assert A.encode() not in output.read_bytes()
     assert read_cycle(output).before.keys() == {RunId(B)}
     assert cotrain("replay", output).exit_code == 0
-    refused = cotrain("recorder", "export", flight.files[1], output, "--run", "nobody")
-    assert (refused.exit_code, refused.output) == (2, "Run nobody is not in this cycle.\n")
+    refused = cotrain("recorder", "export", flight.files[1], output, "--run", "unknown")
+    assert (refused.exit_code, refused.output) == (2, "Run unknown is not in this cycle.\n")
 
 
 def test_a_replay_needs_no_redis_not_even_its_library() -> None:

@@ -54,7 +54,7 @@ def test_every_number_of_an_output_counts() -> None:
     assert differences(one, two, LOOSE) == ["gradient norm: 0.5 became 0.75"]
 
 
-def test_what_was_said_counts_with_any_tolerance() -> None:
+def test_text_counts_with_any_tolerance() -> None:
     one = fingerprint_of(Failure("Loss is not finite (seq 1).", "user"))
     assert differences(one, of_pass(-1), LOOSE) == [
         "'user error: Loss is not finite (seq 1).' became 'pass'"

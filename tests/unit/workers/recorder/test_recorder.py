@@ -76,7 +76,7 @@ def test_only_its_owner_can_read_a_file(flight: Flight) -> None:
     assert flight.files[0].stat().st_mode & 0o777 == 0o600
 
 
-def test_the_oldest_cycles_make_room(new_engine: NewEngine, tmp_path: Path) -> None:
+def test_the_oldest_cycles_are_removed(new_engine: NewEngine, tmp_path: Path) -> None:
     flight = Flight(new_engine(), tmp_path, kept=2)
     flight.cycle(create(A, rank=4))
     for seq in (1, 2, 3):
@@ -129,7 +129,7 @@ def test_a_flipped_byte_is_found_before_anything_runs(flight: Flight, member: st
         read_cycle(path)
 
 
-def test_a_torn_file_is_said_to_be_one(flight: Flight) -> None:
+def test_a_torn_file_is_reported_as_one(flight: Flight) -> None:
     flight.cycle(create(A, rank=4))
     path = flight.files[0]
     path.write_bytes(path.read_bytes()[:-40])
@@ -143,7 +143,7 @@ def test_a_torn_file_is_said_to_be_one(flight: Flight) -> None:
     [(8, 0x01), (10, 99), (10, 8), (10, 14)],
     ids=["encrypted", "unknown compression", "no deflate", "no lzma"],
 )
-def test_a_file_made_to_break_its_reader_is_said_to_be_broken(
+def test_a_file_made_to_break_its_reader_is_reported_as_broken(
     tmp_path: Path, offset: int, value: int
 ) -> None:
     path = tmp_path / "hostile.zip"
@@ -159,7 +159,7 @@ def test_a_file_made_to_break_its_reader_is_said_to_be_broken(
 
 
 @pytest.mark.parametrize("facts", ["[" * 100_000, "[]", "1", '{"format": "cotrain-cycle-1"}'])
-def test_facts_that_are_none_are_said_to_be_unreadable(tmp_path: Path, facts: str) -> None:
+def test_facts_that_are_none_are_reported_as_unreadable(tmp_path: Path, facts: str) -> None:
     path = tmp_path / "hostile.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("cycle.json", facts)

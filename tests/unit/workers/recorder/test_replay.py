@@ -179,5 +179,5 @@ def test_a_replay_shows_the_digests_that_the_cycles_record_has(
 ) -> None:
     assert second_cycle.found
     shown = {(row.run, row.seq): row.digest for row in replayed(second_cycle)}
-    for place, fingerprint in second_cycle.found.by_op.items():
-        assert shown[place] == fingerprint.digest
+    for op_id, fingerprint in second_cycle.found.by_op.items():
+        assert shown[op_id] == fingerprint.digest

@@ -50,14 +50,14 @@ def test_a_state_is_read_back_to_the_bit(
     assert (read.spec, read.step, read.grads_pending) == (state.spec, 12, grads_pending)
 
 
-def test_a_copy_tells_its_size_and_lies_where_it_says(tmp_path: Path) -> None:
+def test_a_copy_knows_its_size_and_lies_where_it_says(tmp_path: Path) -> None:
     snapshot = written(tmp_path, a_state())
     assert (tmp_path / snapshot.file).stat().st_size == snapshot.size
     assert (tmp_path / snapshot.file).parent.stat().st_mode & 0o777 == 0o700
     assert RUN not in snapshot.file  # a run's name is a client's, a path is ours
 
 
-def test_a_replaced_worker_never_writes_over_a_file_of_its_successor_or_heir(
+def test_a_replaced_worker_never_writes_over_a_file_of_its_successor(
     tmp_path: Path,
 ) -> None:
     writers = ("w0-1", "w0-2", "w1-1")
@@ -74,7 +74,7 @@ def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
         read_snapshot(tmp_path, snapshot.file, snapshot.sha256, RUN, 7)
 
 
-def test_a_file_that_is_gone_is_unreadable(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(SnapshotUnreadable, match="cannot be read"):
         read_snapshot(tmp_path, "x/7-1.safetensors", "0" * 64, RUN, 7)
 
@@ -92,10 +92,10 @@ def test_a_write_that_breaks_off_leaves_no_file_under_the_final_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def power_cut(_: int) -> None:
-        raise OSError("the disk is gone")
+        raise OSError("the disk is orphan")
 
     monkeypatch.setattr(os, "fsync", power_cut)
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="orphan"):
         written(tmp_path, a_state())
     assert list(tmp_path.rglob("*.safetensors")) == []
 
@@ -129,14 +129,14 @@ def test_equal_digests_mean_equal_everything() -> None:
 
 
 def test_only_files_that_no_log_goes_on_from_are_orphans(tmp_path: Path) -> None:
-    kept, gone = (written(tmp_path, a_state(), seq=seq).file for seq in (1, 2))
-    damaged, half = ((tmp_path / gone).with_name(name) for name in ("3-x-1.x", "4-x-1.tmp"))
+    kept, orphan = (written(tmp_path, a_state(), seq=seq).file for seq in (1, 2))
+    damaged, half = ((tmp_path / orphan).with_name(name) for name in ("3-x-1.x", "4-x-1.tmp"))
     for path in (damaged, half):
         path.write_bytes(b"torn")
 
     found = orphans(tmp_path, lambda run: frozenset({kept} if run == RUN else ()), lambda *_: False)
 
-    assert found == sorted([tmp_path / gone, half])
+    assert found == sorted([tmp_path / orphan, half])
 
 
 def test_what_a_worker_may_be_about_to_register_is_no_orphan(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_targets_of_a_prompt_with_nothing_to_score_are_a_matrix_all_the_same(
     assert made.target_prompt_logprobs.shape == (len(prompt) - 1, 0)
 
 
-def test_an_output_is_told_as_the_wire_tells_it() -> None:
+def test_an_output_is_encoded_as_the_wire_has_it() -> None:
     sequence = SampledSequence(
         np.array([4, 7], np.int32), np.array([-1, -2], np.float32), "stop", None
     )

@@ -35,8 +35,8 @@ class Failing:
 
 def heartbeat_of(store: Failing) -> tuple[Heartbeat, threading.Event]:
     stopping = threading.Event()
-    beat = cast("WorkerHeartbeat", object())
-    return Heartbeat(cast("Execution", store), lambda: beat, stopping), stopping
+    facts = cast("WorkerHeartbeat", object())
+    return Heartbeat(cast("Execution", store), lambda: facts, stopping), stopping
 
 
 def test_heartbeats_go_on_after_what_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def beat_of(host: str) -> WorkerHeartbeat:
+def heartbeat_of(host: str) -> WorkerHeartbeat:
     return WorkerHeartbeat(WorkerId("w0"), 1, "serving", "cpu", 1.0, 0, 0, 0.0, host=host)
 
 
-def test_a_place_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
+def test_a_worker_id_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib; from cotrain_workers.worker.instance_lock import lock_worker_id;"
         "lock_worker_id(pathlib.Path(sys.argv[1]), 'pool', 'w0'); print('taken', flush=True); sys.stdin.read()"
@@ -43,23 +43,23 @@ def test_a_place_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
 def test_a_process_that_is_just_ending_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = lock_worker_id(tmp_path, "pool", "w0")
-    monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: os.close(held))
+    lock = lock_worker_id(tmp_path, "pool", "w0")
+    monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: os.close(lock))
     os.close(lock_worker_id(tmp_path, "pool", "w0"))
 
 
-@pytest.mark.parametrize("beat", [None, beat_of("here"), beat_of("")])
-def test_nobody_elsewhere_is_waited_for(beat: WorkerHeartbeat | None) -> None:
-    """A beat of this host is of a process that is gone: it held the lock."""
-    await_absence(lambda: beat, "here", patience_s=0)
+@pytest.mark.parametrize("heartbeat", [None, heartbeat_of("here"), heartbeat_of("")])
+def test_no_process_elsewhere_is_no_reason_to_wait(heartbeat: WorkerHeartbeat | None) -> None:
+    """A heartbeat of this host is of a process that is gone: it lock the lock."""
+    await_absence(lambda: heartbeat, "here", patience_s=0)
 
 
-def test_a_beat_from_another_host_that_goes_on_is_refused() -> None:
+def test_a_heartbeat_from_another_host_that_goes_on_is_refused() -> None:
     with pytest.raises(WorkerIdInUse, match="on host there, is worker w0"):
-        await_absence(lambda: beat_of("there"), "here", patience_s=0)
+        await_absence(lambda: heartbeat_of("there"), "here", patience_s=0)
 
 
-def test_a_last_beat_from_another_host_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_heartbeat_from_another_host_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: None)
-    beats = iter([beat_of("there"), beat_of("there"), None])
-    await_absence(lambda: next(beats), "here")
+    heartbeats = iter([heartbeat_of("there"), heartbeat_of("there"), None])
+    await_absence(lambda: next(heartbeats), "here")

@@ -102,17 +102,17 @@ def test_a_sampler_that_can_read_nothing_now_does_no_harm_to_training(
 def test_over_any_prefix_each_keeps_its_share_up_to_one_step(
     sampling_share: float, visits: list[tuple[float, list[float]]]
 ) -> None:
-    """Each visit: a stretch of training, then decode steps (of these lengths, again and again)."""
+    """Each visit: a period of training, then decode steps (of these lengths, again and again)."""
     share = Share(sampling_share)
-    trained = decoded = longest_stretch = longest_step = 0.0
-    for stretch, steps in visits:
-        longest_stretch = max(longest_stretch, stretch)
-        trained += stretch
-        share.trained(stretch)
-        assert decoded >= sampling_share * (trained + decoded - longest_stretch) - 1e-6
+    trained = decoded = longest_period = longest_step = 0.0
+    for period, steps in visits:
+        longest_period = max(longest_period, period)
+        trained += period
+        share.trained(period)
+        assert decoded >= sampling_share * (trained + decoded - longest_period) - 1e-6
         at = 0
         while share.may_decode and at < 10_000:
-            step = max(steps[at % len(steps)], stretch / 100)
+            step = max(steps[at % len(steps)], period / 100)
             at += 1
             longest_step = max(longest_step, step)
             decoded += step
@@ -141,8 +141,8 @@ def test_what_a_long_decode_step_took_too_much_is_paid_back_before_the_next() ->
     assert share.may_decode
 
 
-@pytest.mark.parametrize("stretch", [0.0, 1.0, 1e6])
-def test_with_no_share_the_decoder_waits_until_training_rests(stretch: float) -> None:
+@pytest.mark.parametrize("period", [0.0, 1.0, 1e6])
+def test_with_no_share_the_decoder_waits_until_training_is_idle(period: float) -> None:
     share = Share(0.0)
-    share.trained(stretch)
+    share.trained(period)
     assert not share.may_decode

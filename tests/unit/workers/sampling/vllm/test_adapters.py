@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     NewDecoder = Callable[..., VllmDecoder]
 
 
-def test_many_requests_over_many_adapters_all_finish_with_room_for_two(
+def test_many_requests_over_many_adapters_all_finish_with_two_at_once(
     new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
 ) -> None:
     requests = [
@@ -33,7 +33,7 @@ def test_many_requests_over_many_adapters_all_finish_with_room_for_two(
         each.id: each.num_samples for each in requests
     }
     assert vllm.most_loaded == 2
-    assert vllm.pulled_away == []
+    assert vllm.pulled == []
     assert vllm.most_generating <= 8
     names = {body["lora_name"] for body in vllm.bodies("/v1/load_lora_adapter")}
     assert {path.name for path in trained.folders.values()} < names  # and those of the check
@@ -48,13 +48,13 @@ def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
     decoder.add(request("one", "run-1"))
     vllm.wait_until(generating=1)
     decoder.add(request("two", "run-2"))
-    decoder.add(request("three", "run-1"))  # not before its turn: else "two" might wait for ever
+    decoder.add(request("three", "run-1"))  # not earlier: else "two" might wait forever
     for _, step in zip(range(100), steps(decoder), strict=False):
         assert not step.finished
     assert vllm.generating == 1
     vllm.may_generate.set()
     assert finish(decoder).keys() == {"one", "two", "three"}
-    assert vllm.pulled_away == []
+    assert vllm.pulled == []
     assert vllm.most_loaded == 1
 
 
@@ -100,7 +100,7 @@ def test_a_request_waits_until_the_folder_of_its_weights_is_written(
     assert tokens(finish(decoder)["waits"])
 
 
-def test_weights_that_are_gone_fail_their_request_alone(new_decoder: NewDecoder) -> None:
+def test_weights_that_are_missing_fail_their_request_alone(new_decoder: NewDecoder) -> None:
     def folder(key: str) -> Path:
         raise WeightsMissing(key)
 
@@ -128,7 +128,7 @@ def test_dropped_weights_are_unloaded_once_nobody_uses_them(
     vllm.may_generate.set()
     assert finish(decoder).keys() == {"one", "two"}
     vllm.wait_until(unloaded=name)
-    assert vllm.pulled_away == []
+    assert vllm.pulled == []
 
 
 def test_folders_are_named_so_that_the_server_finds_them_from_anywhere(

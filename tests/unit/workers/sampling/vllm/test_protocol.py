@@ -186,7 +186,7 @@ def test_only_the_prompts_own_next_tokens_can_be_targets() -> None:
     assert reason is not None
 
 
-def test_a_prompt_needs_room_for_one_token() -> None:
+def test_a_prompt_leaves_one_token_at_least() -> None:
     assert refusal(replace(REQUEST, prompt=np.ones(9, np.int64)), 99, FACTS) is None
     assert refusal(replace(REQUEST, prompt=np.ones(10, np.int64)), 99, FACTS) is not None
     assert refusal(replace(REQUEST, prompt=np.ones(10, np.int64)), 99, None) is None

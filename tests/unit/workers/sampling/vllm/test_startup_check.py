@@ -122,7 +122,7 @@ def test_something_else_than_vllm_is_recognised(
         check(vllm, targets, tmp_path)
 
 
-def test_a_server_that_is_away_or_still_starts_is_no_broken_server(
+def test_a_server_that_is_unavailable_or_still_starts_is_no_broken_server(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
     vllm.answers["/v1/models"] = [(503, "starting")]
@@ -142,7 +142,7 @@ def test_workers_that_check_one_server_at_once_do_not_take_each_other_for_its_fa
             vllm.unload(name)
         return 404, {"error": {"message": "The model does not exist."}}
 
-    # after the log-probs at two temperatures, and those of the base model beside the first probe
+    # after the log-probs at two temperatures, and those of the base model with the first probe
     vllm.answers["/v1/completions"] = [None, None, None, lose_the_probe]
     with pytest.raises(VllmUnavailable, match="lost a probe"):
         check(vllm, targets, tmp_path)
