@@ -4,7 +4,8 @@
 
 All four roles run in this process, on a real Redis and a tiny model: our client, the API behind a real
 socket, the scheduler's clock and a worker. A first pass warms caches; the second one is recorded, call
-by call, from `forward_backward()` to its result. A *move* is a call into another file than the last
+by call, from `forward_backward()` to its result; of the worker only its step, from restoring to commit, as
+what it looks after between two steps is no part of the way. A *move* is a call into another file than the last
 call of the same thread; a *return* is a move into a file that this thread had been in before. In the
 worker, files that run once per layer or per key (KERNELS) are left out, as a reader steps over them.
 """
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("client", "scheduler", "server", "workers")
+STEP = "WorkerLoop.execute"
 KEY = "tml-walk_secret-of-the-walk"
 KERNELS = re.compile(
-    r"engine/(model|lora|routing|device)|keys/|messages/(ids|encoding)|failpoints"
+    r"engine/(model|lora|routing|sequence_table|device)|keys/|messages/(ids|encoding)|failpoints"
     r"|cotrain_workers/(attn|flex|route|lora\w*|packs|forward|projection|recompute|transfer)\.py"
 )
 
@@ -52,9 +54,14 @@ class Recorder:
         self.calls: dict[str, list[str]] = {}
         self.functions: set[tuple[str, str]] = set()
         self.is_on = False
+        self.in_step = False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if not self.is_on or event != "call":
+        if not self.is_on:
+            return
+        if event in {"call", "return"} and frame.f_code.co_qualname == STEP:
+            self.in_step = event == "call"
+        if event != "call" or (threading.current_thread().name == "worker" and not self.in_step):
             return
         path = frame.f_code.co_filename
         if not path.startswith(str(ROOT)) or not (own := path[len(str(ROOT)) + 1 :]).startswith(
