@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import structlog
 
 from cotrain_scheduler.clock import Clock
+from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.oplog.dispatch import Dispatch
@@ -21,12 +23,12 @@ from cotrain_store.settings.scheduler import SchedulerSettings
 log = structlog.get_logger()
 
 
-async def serve(settings: SchedulerSettings) -> int:
+async def serve(settings: SchedulerSettings, quantum_tokens: int = QUANTUM_TOKENS) -> int:
     """Schedule until a signal stops it; the exit status is 0 unless this Redis is refused."""
     connection = open_connection(settings.redis_url)
     await check_store(connection, accept_data_loss=settings.accept_data_loss)
     name = f"{socket.gethostname()}-{os.getpid()}"
-    clock = Clock(Dispatch(connection, name), settings)
+    clock = Clock(Dispatch(connection, name), settings, quantum_tokens=quantum_tokens)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, clock.stop)
@@ -41,11 +43,17 @@ async def serve(settings: SchedulerSettings) -> int:
 
 def main() -> None:
     """Start the process."""
+    parser = argparse.ArgumentParser(prog="cotrain_scheduler")
+    # Small for trials of fairness with small requests: no operator has reason to change it.
+    parser.add_argument(
+        "--quantum-tokens", type=int, default=QUANTUM_TOKENS, help=argparse.SUPPRESS
+    )
+    asked = parser.parse_args()
     start_logs("scheduler")
     settings = read_settings(SchedulerSettings)
     start_logs("scheduler", settings.log_level)
     try:
-        sys.exit(asyncio.run(serve(settings)))
+        sys.exit(asyncio.run(serve(settings, asked.quantum_tokens)))
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
     except StoreUnavailable:

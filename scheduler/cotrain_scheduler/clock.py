@@ -57,9 +57,18 @@ class _WorkerClock:
 class Clock:
     """Drives every pool until `stop`; stands by while another scheduler leads."""
 
-    def __init__(self, dispatch: Dispatch, settings: SchedulerSettings) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        settings: SchedulerSettings,
+        *,
+        gather_s: float = cycle_start.GATHER_S,
+        quantum_tokens: int = planner.QUANTUM_TOKENS,
+    ) -> None:
         self._dispatch = dispatch
         self._settings = settings
+        self._gather_s = gather_s
+        self._quantum_tokens = quantum_tokens
         self._clocks: defaultdict[tuple[PoolId, WorkerId], _WorkerClock] = defaultdict(_WorkerClock)
         self._empty_since: defaultdict[PoolId, fleet.Absences] = defaultdict(dict)
         self._woken = asyncio.Event()
@@ -201,7 +210,7 @@ class Clock:
         if settings.clock_mode is ClockMode.METRONOME:
             return now
         ready = [queue.run for queue in queues]
-        return cycle_start.eager_start(clock.last, ready, now, settings.gather_ms / 1000)
+        return cycle_start.eager_start(clock.last, ready, now, self._gather_s)
 
     async def _plan(
         self, pool: PoolId, worker: WorkerHeartbeat, queues: Sequence[RunQueue], now: float
@@ -210,7 +219,7 @@ class Clock:
         clock = self._clocks[pool, worker.id]
         tokens = planner.budget(worker, self._settings.clock_period_s)
         chosen = planner.select(
-            queues, clock.fairness, tokens, self._settings.quantum_tokens,
+            queues, clock.fairness, tokens, self._quantum_tokens,
             takes_saves=worker.takes_saves,
         )  # fmt: skip
         if not chosen.ops:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.ids import RunId
 
+#: How long an eager cycle waits for the runs of the last one to come back, at least.
+GATHER_S = 0.005
 #: Waiting for the others of the last cycle may cost this share of what it took.
 GATHER_SHARE = 0.1
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 import httpx
 import redis as redis_client
 
+from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from tests.support.waiting import until
 
@@ -75,6 +76,8 @@ class Host:
     long_poll_s: float = 10.0
     snapshot_ops: int = 3
     """A worker copies a run out after so many requests."""
+    quantum_tokens: int = QUANTUM_TOKENS
+    """What a tenant may take of a cycle per visit."""
     deaths: list[Death] = field(default_factory=list)
     before_restart: Callable[[str], None] = lambda _: None
     """Called with the name of what died, before it is started again."""
@@ -110,7 +113,7 @@ class Host:
         await self._redis_up.wait()
         for worker in self.workers:
             self.add_worker(worker, worker)
-        self._keep("scheduler", "cotrain_scheduler", self._environment())
+        self.add_scheduler("scheduler")
         run = f"cotrain_server --listen-fd {listener} --long-poll-s {self.long_poll_s:g}"
         self._keep("api", run, self._environment(API_KEYS=",".join(KEYS)))
         await self.until_ready()
@@ -136,7 +139,8 @@ class Host:
 
     def add_scheduler(self, name: str) -> None:
         """Start one more scheduler."""
-        self._keep(name, "cotrain_scheduler", self._environment())
+        run = f"cotrain_scheduler --quantum-tokens {self.quantum_tokens}"
+        self._keep(name, run, self._environment())
 
     def retire(self, name: str) -> asyncio.Task[None]:
         """Start a process no more once it has ended, which is what is waited for by what this gives."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cotrain_store.disk.spool import SpoolRef
 from tests.faults.host_clock import age_files
 from tests.faults.traffic import programs, without_samples
-from tests.faults.trial import CROWDED, LIMIT_S, trial
+from tests.faults.trial import LIMIT_S, trial
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Scenario:
     limit_s: float = LIMIT_S
     long_poll_s: float = 10.0
     snapshot_ops: int = 3
+    crowded: bool = False
 
     async def run(
         self, nursery: Nursery, folder: Path, expected: Ending, asked: Sequence[Program] = PROGRAMS
@@ -48,6 +49,7 @@ class Scenario:
             nursery, folder, asked, expected=expected, disturb=self.disturb, limit_s=self.limit_s,
             settings=self.settings, long_poll_s=self.long_poll_s,
             snapshot_ops=self.snapshot_ops,
+            crowded=self.crowded,
         )  # fmt: skip
 
 
@@ -146,7 +148,7 @@ SCENARIOS = {
     ),
     "nobody asks twice": Scenario(limit_s=38, long_poll_s=40.0),
     "a place is taken": Scenario({"FAILPOINTS": "worker.before_run=stop@4"}, _place_taken),
-    "a full house": Scenario(CROWDED),
+    "a full house": Scenario(crowded=True),
     "the lead is taken": Scenario({"FAILPOINTS": "scheduler.before_plan=stop@4"}, _lead_taken),
     "power is lost before the spool is synced": Scenario(
         {

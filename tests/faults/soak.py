@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.faults.orders import Nursery
 from tests.faults.traffic import programs
-from tests.faults.trial import CROWDED, Outcome, random_kills, trial
+from tests.faults.trial import Outcome, random_kills, trial
 
 #: Each set of programs is played undisturbed once, and then disturbed this often.
 PLAYS = 8
@@ -48,7 +48,7 @@ async def _trials(nursery: Nursery, folder: Path, seed: int, until: float) -> in
             mean_s = random.Random(seed).choice([0.3, 0.5, 1.0])
             outcome = await trial(
                 nursery, here, asked, seed=seed, expected=calm.ending,
-                disturb=random_kills(seed, mean_s), settings=CROWDED,
+                disturb=random_kills(seed, mean_s), crowded=True,
             )  # fmt: skip
             print(f"{outcome.killed.total()} deaths; so far {nursery.tally}", flush=True)
             if not _is_fine(outcome, here):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.scenarios import PROGRAMS, until_reached
-from tests.faults.trial import CROWDED, trial
+from tests.faults.trial import trial
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +50,7 @@ async def test_what_a_dead_worker_had_is_given_away_whatever_the_scheduler_dies_
 
 
 async def test_two_workers_give_equal_turns_to_their_runs(nursery: Nursery, folder: Path) -> None:
-    outcome = await trial(nursery, folder, PROGRAMS, workers=WORKERS, settings=CROWDED)
+    outcome = await trial(nursery, folder, PROGRAMS, workers=WORKERS, crowded=True)
     assert outcome.violations == []
     assert outcome.passed_over > 0
 

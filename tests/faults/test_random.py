@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.traffic import programs
-from tests.faults.trial import CROWDED, random_kills, trial
+from tests.faults.trial import random_kills, trial
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ async def test_deaths_at_random_moments_change_nothing(
         seed=seed,
         expected=await calm(asked),
         disturb=random_kills(seed, mean_s=0.2),
-        settings=CROWDED,
+        crowded=True,
     )
     assert outcome.violations == []
     assert outcome.deaths

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from tests.faults.fairness import turns
 from tests.faults.fencing import accepted_from_replaced
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 #: A trial that takes longer has lost something (I1).
 LIMIT_S = 400.0
 #: Cycles so short that not everybody's work is in each.
-CROWDED = {"CLOCK_PERIOD_S": "0.001", "QUANTUM_TOKENS": "8"}
+CROWDED = {"CLOCK_PERIOD_S": "0.001"}
+CROWDED_QUANTUM_TOKENS = 8
 
 
 @dataclass
@@ -69,13 +71,18 @@ async def trial(
     excused: tuple[str, ...] = (),
     long_poll_s: float = 10.0,
     snapshot_ops: int = 3,
+    crowded: bool = False,
 ) -> Outcome:
     """Play programs to a new server below `folder` while `disturb` runs; stop it, and look.
 
     No violation is what begins as one that is `excused`.
     """
     outcome = Outcome()
-    async with Host(nursery, folder, settings or {}, workers, long_poll_s, snapshot_ops) as host:
+    quantum_tokens = CROWDED_QUANTUM_TOKENS if crowded else QUANTUM_TOKENS
+    given = {**(settings or {}), **(CROWDED if crowded else {})}
+    async with Host(
+        nursery, folder, given, workers, long_poll_s, snapshot_ops, quantum_tokens
+    ) as host:
         watch = Watch(host.redis_url, MODEL)
         watching = asyncio.create_task(watch.run())
         clients = [client_of(host.address, seed * 100 + n, n) for n in range(len(programs))]
@@ -86,7 +93,7 @@ async def trial(
                 await host.calm()
                 played = await asyncio.gather(*(player.finish() for player in players))
             await host.stop()
-            await _look(host, played, outcome)
+            await _look(host, played, outcome, crowded=crowded)
         except Refused as refused:
             outcome.violations.append(f"I1 {refused}")
         except TimeoutError:
@@ -112,7 +119,7 @@ async def trial(
     return outcome
 
 
-async def _look(host: Host, played: Sequence[Played], outcome: Outcome) -> None:
+async def _look(host: Host, played: Sequence[Played], outcome: Outcome, *, crowded: bool) -> None:
     """Look at a server that was stopped, once what nothing refers to has been cleared away."""
     with host.store() as store:
         look = Look(store, host.folder, MODEL)
@@ -120,10 +127,10 @@ async def _look(host: Host, played: Sequence[Played], outcome: Outcome) -> None:
         outcome.ending = look.ending(played)
         outcome.violations += look.violations()
         outcome.violations += [f"I5 nobody refers to {path}" for path in look.leftovers()]
-        if quantum := host.settings.get("QUANTUM_TOKENS"):
+        if crowded:
             accepted = {one.run: one.accepted for one in played}
             restarted_s = [death.at_s for death in host.deaths if death.name == "scheduler"]
-            seen = turns(look.cycles(), accepted, int(quantum), restarted_s)
+            seen = turns(look.cycles(), accepted, host.quantum_tokens, restarted_s)
             outcome.violations += seen.violations
             outcome.passed_over = seen.passed_over
 

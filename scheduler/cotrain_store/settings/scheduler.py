@@ -23,12 +23,8 @@ class SchedulerSettings(StoreSettings):
 
     clock_mode: ClockMode = ClockMode.EAGER
     clock_period_s: float = Field(default=10.0, gt=0, le=3600)
-    """A cycle holds no more work than a worker does in this time; in metronome mode, the beat."""
-    gather_ms: float = Field(default=5.0, ge=0, le=1000)
-    """How long an eager cycle waits for the runs of the last one to come back, at least."""
-    quantum_tokens: int = Field(default=2048, ge=1)
-    """Tokens a tenant may take per turn of the fair share."""
+    """A cycle holds no more work than a worker does in this time; in metronome mode, when one starts."""
     reassign_after_s: float = Field(default=30.0, gt=0)
-    """A worker that is gone for this long loses its work to another one of its pool."""
+    """A worker without a heartbeat for this long loses its work to another one of its pool."""
     gap_limit_s: float = Field(default=900.0, gt=0)
     """After this long behind a missing seq_id, waiting requests fail instead of waiting on."""

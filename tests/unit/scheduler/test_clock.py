@@ -13,6 +13,7 @@ import pytest
 
 from cotrain_scheduler import clock as clock_module
 from cotrain_scheduler.clock import RENEW_S, SWEEP_S, Clock
+from cotrain_scheduler.cycle_start import GATHER_S
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
@@ -118,13 +119,13 @@ def store() -> InMemory:
     return InMemory()
 
 
-def clock_on(store: Any, **settings: Any) -> Clock:
+def clock_on(store: Any, *, gather_s: float = GATHER_S, **settings: Any) -> Clock:
     given = {"redis_url": "redis://", "data_dir": Path("/nowhere"), **settings}
-    return Clock(store, SchedulerSettings.model_validate(given))
+    return Clock(store, SchedulerSettings.model_validate(given), gather_s=gather_s)
 
 
 async def test_a_single_tenant_never_waits_for_the_gather_window(store: InMemory) -> None:
-    clock = clock_on(store, gather_ms=1000)
+    clock = clock_on(store, gather_s=1.0)
     now = NOW
     for _ in range(5):
         store.submit("alone")
@@ -137,7 +138,7 @@ async def test_a_single_tenant_never_waits_for_the_gather_window(store: InMemory
 
 
 async def test_those_just_answered_are_waited_for_and_then_no_longer(store: InMemory) -> None:
-    clock = clock_on(store, gather_ms=20)
+    clock = clock_on(store, gather_s=0.02)
     for run in ("a", "b"):
         store.submit(run)
     await clock._tick(NOW)
