@@ -29,7 +29,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/cli.md na
 PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kind>/<name>")]
 
 #: A person waits for the answer: say soon that there is no server. One that answers may take its time.
-PATIENCE = RetryPolicy(give_up_on_a_stranger_after_s=5.0, longest_delay_s=2.0)
+PATIENCE = RetryPolicy(give_up_unanswered_after_s=5.0, longest_delay_s=2.0)
 #: Ids and paths are there to be copied, so no cell is ever cut or wrapped; a terminal wraps lines.
 WIDTH = 10_000
 #: In markup, which help is, the colons of a run's id would make it an emoji; nothing in bold parts them.

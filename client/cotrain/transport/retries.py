@@ -33,7 +33,7 @@ class RetryPolicy:
     """How long, and how fast, a call is tried again."""
 
     give_up_after_s: float = 300.0
-    give_up_on_a_stranger_after_s: float = 30.0
+    give_up_unanswered_after_s: float = 30.0
     """Of a server that has never answered anything."""
     first_delay_s: float = 0.5
     longest_delay_s: float = 10.0
@@ -141,7 +141,7 @@ class Patience:
 
     def _limit_s(self, error: APIError) -> float:
         if isinstance(error, APIConnectionError) and not self.contact.is_known:
-            return min(self.policy.give_up_after_s, self.policy.give_up_on_a_stranger_after_s)
+            return min(self.policy.give_up_after_s, self.policy.give_up_unanswered_after_s)
         return self.policy.give_up_after_s
 
     def _enough(self, error: APIError, tried_s: float) -> APIError:

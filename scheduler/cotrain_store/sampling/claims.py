@@ -152,7 +152,7 @@ class SampleClaims:
         return sorted(RequestId(member.decode()) for member in members)
 
     def depth(self) -> int:
-        """Count the requests that wait in this pool, whoever may run them."""
+        """Count the requests that wait in this pool, for any of its workers."""
         pipeline = self._redis.pipeline(transaction=False)
         for tenant in self._redis.lrange(sample_keys.sample_ring(self._pool), 0, -1):
             pipeline.hget(sample_keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")

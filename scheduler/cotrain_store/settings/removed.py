@@ -35,8 +35,9 @@ REPLACED_BY: Mapping[str, str] = MappingProxyType(
         **{f"QUOTA_{name.upper()}": f"write {name}=NUMBER into COTRAIN_QUOTAS" for name in _QUOTAS},
         "QUANTUM_TOKENS": _CONSTANT,
         "RECOMPUTE": _CONSTANT,
-        "SNAPSHOT_DEBT_BYTES": "set COTRAIN_SNAPSHOT_DEBT_S",
-        "SNAPSHOT_DEBT_OPS": "set COTRAIN_SNAPSHOT_DEBT_S",
+        "SNAPSHOT_DEBT_BYTES": "set COTRAIN_REPLAY_BACKLOG_S",
+        "SNAPSHOT_DEBT_OPS": "set COTRAIN_REPLAY_BACKLOG_S",
+        "SNAPSHOT_DEBT_S": "set COTRAIN_REPLAY_BACKLOG_S",
         "SNAPSHOT_IDLE_S": _CONSTANT,
         "WEIGHTS_MEMORY_BYTES": _CONSTANT,
     }

@@ -40,7 +40,7 @@ class WorkerSettings(StoreSettings):
     max_rank: int = Field(default=128, ge=1, le=1024)
     offline: bool = False
     """Never ask a hub: the base model must be a folder or in the local cache."""
-    snapshot_debt_s: float = Field(default=30.0, gt=0)
+    replay_backlog_s: float = Field(default=30.0, gt=0)
     """Take a recovery copy of a run once replaying its log would take this long."""
     orphan_age_s: float = Field(default=ORPHAN_AGE_S, ge=0)
     """Remove a file once this process has seen for so long that nothing refers to it."""

@@ -207,7 +207,7 @@ def enter_pool(
         kept=settings.record_cycles,
     )
     exact = record.device == "cpu"
-    policy = replace(tuning.snapshots, replay_s=settings.snapshot_debt_s)
+    policy = replace(tuning.snapshots, replay_s=settings.replay_backlog_s)
     residents = ResidentRuns(engine, execution, weights, settings, policy, exact=exact)
     return WorkerLoop(engine, execution, residents, weights, sampler, recorder, record, settings)
 

@@ -56,7 +56,7 @@ def test_a_worker_may_be_named_like_a_host(worker_id: str) -> None:
         {"micro_batch_tokens": 255},
         {"micro_batch_tokens": "many"},
         {"max_rank": 0},
-        {"snapshot_debt_s": 0},
+        {"replay_backlog_s": 0},
         {"torch_threads": -1},
         {"sampler": "sglang"},
         {"sampling_share": 1.0},
