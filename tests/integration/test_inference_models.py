@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
+from tests.support.samples import count_waiting
 from tests.support.stand_in import StandIn, stand_in
 from tests.support.talking import write_language
 from tests.support.waiting import until
@@ -121,4 +122,6 @@ async def test_a_server_that_stops_gives_its_requests_up(empty_redis: EmbeddedRe
         answer = await asking
         assert answer.status_code == 503
         assert float(answer.headers["retry-after"]) > 0
-        await until(lambda: not worker.sampling.depth())  # cancelled behind our back
+        await until(
+            lambda: not count_waiting(worker.sampling._redis, POOL.id)
+        )  # cancelled behind our back

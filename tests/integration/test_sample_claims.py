@@ -17,7 +17,7 @@ from cotrain_store.messages.results import Result, ResultKind
 from tests.support.full_table import no_descriptor
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
-from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
+from tests.support.samples import BODY, LARGE_BODY, RESULT, count_waiting, sampler_record
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ async def test_a_body_that_cannot_be_read_now_is_claimed_again(
 
 async def test_a_claim_takes_no_more_than_asked_for(samples: Samples) -> None:
     requests = await samples.submit(await samples.sampler(), *range(5))
-    assert samples.sampling.depth() == 5
+    assert count_waiting(samples.log.redis, POOL) == 5
     assert samples.claim(0) == []
     assert samples.claim(2) + samples.claim(9) == requests
-    assert samples.sampling.depth() == 0
+    assert count_waiting(samples.log.redis, POOL) == 0
 
 
 async def test_a_claim_whose_answer_was_lost_is_not_lost(

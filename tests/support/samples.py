@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-    from cotrain_store.messages.ids import OpId
+    from cotrain_store.messages.ids import OpId, PoolId
     from cotrain_store.messages.runs import RunRecord
     from cotrain_store.messages.weights import CheckpointKind
 
@@ -83,6 +83,15 @@ def weights_record(run: RunRecord, seq: int) -> WeightsRecord:
         WeightsRef(f"{run.id}:{seq}"), run.id, run.tenant, POOL, WORKER, MODEL,
         LoraSpec(rank=1, seed=0), time.time(),
     )  # fmt: skip
+
+
+def count_waiting(redis: Any, pool: PoolId) -> int:
+    """Count the sample requests that wait in the pool, for any worker or for one."""
+    tenants = [
+        TenantId(name.decode()) for name in redis.lrange(sample_keys.sample_ring(pool), 0, -1)
+    ]
+    loads = [redis.hget(sample_keys.sample_load(pool, tenant), "waiting") for tenant in tenants]
+    return sum(int(waiting or 0) for waiting in loads)
 
 
 @dataclass

@@ -151,13 +151,6 @@ class SampleClaims:
         members = self._redis.smembers(sample_keys.cancelled_samples(self._pool, self._worker))
         return sorted(RequestId(member.decode()) for member in members)
 
-    def depth(self) -> int:
-        """Count the requests that wait in this pool, for any of its workers."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for tenant in self._redis.lrange(sample_keys.sample_ring(self._pool), 0, -1):
-            pipeline.hget(sample_keys.sample_load(self._pool, TenantId(tenant.decode())), "waiting")
-        return sum(int(waiting or 0) for waiting in pipeline.execute())
-
     def _put_back(self, *, crashes: int) -> int:
         script_keys = [
             self._epoch_key,
