@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING
 
+import grimp
 import pytest
 
 from docs import rooms
@@ -35,6 +37,13 @@ def test_a_room_says_in_one_line_what_it_knows(folder: Path) -> None:
     first, *rest = rooms.docstring(folder / "__init__.py").splitlines() or [""]
     assert first.endswith("."), "a sentence, and on the first line"
     assert not any(rest[:1]), "what follows is a paragraph of its own"
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
+    graph = grimp.build_graph(*rooms.PACKAGES.values(), cache_dir=None)
+    TopologicalSorter(
+        {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    ).prepare()  # else a CycleError, which names them
 
 
 def test_an_arrow_that_others_imply_is_left_out() -> None:
