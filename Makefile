@@ -43,7 +43,7 @@ pin-images: ## Write the digests of the base images into .env, where an image re
 demo: $(INSTALLED) ## Train four tenants at once on this machine, then a policy from its own samples
 	$(BIN)/python examples/demo.py
 
-test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (ARGS="-n 0": one process)
+test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (four processes, 10 GB; ARGS="-n 2": half)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh
 	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(ARGS)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # each wait for one another on a machine of two cores, and take several times as long when it is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-#: What the one file's tests found out for minutes, the other's tests read: they run in one process.
-READS_WHAT = {
+#: The tests of the first file read what those of the second found out in minutes: one process runs both.
+RUNS_WITH = {
     "tests/conformance/test_cotrain_extras.py": "tests/conformance/test_official_sdks.py",
     "tests/conformance/test_export_sdks.py": "tests/conformance/test_checkpoint_sdks.py",
 }
@@ -44,19 +44,19 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("steady")
 
 
-class WhatShares(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types here
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types here
     """Has the tests of a file run in one process, in order, where `-n` makes several."""
 
     @override
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return READS_WHAT.get(file, file)
+        return RUNS_WITH.get(file, file)
 
 
 # xdist has a mark for this (`--dist loadgroup`), which its 3.8.0 loses under pytest 9.
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WhatShares:
-    return WhatShares(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

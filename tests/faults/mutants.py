@@ -133,7 +133,7 @@ MUTANTS = {
                 "",
             ),
         ],
-        "nobody asks twice",
+        "no client asks twice",
     ),
     "result before log": Mutant(
         [

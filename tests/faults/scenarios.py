@@ -146,7 +146,7 @@ SCENARIOS = {
     "a commit that takes its time": Scenario(
         {"FAILPOINTS": "worker.before_commit=sleep:0.3@4,worker.before_commit=sleep:0.3@7"}
     ),
-    "nobody asks twice": Scenario(limit_s=38, long_poll_s=40.0),
+    "no client asks twice": Scenario(limit_s=38, long_poll_s=40.0),
     "a place is taken": Scenario({"FAILPOINTS": "worker.before_run=stop@4"}, _place_taken),
     "a full house": Scenario(crowded=True),
     "the lead is taken": Scenario({"FAILPOINTS": "scheduler.before_plan=stop@4"}, _lead_taken),

@@ -70,6 +70,8 @@ def sync_script(connection: SyncConnection, name: str) -> SyncScript:
 def encode_args(args: Args) -> bytes:
     """Write what a script decodes. A dataclass leaves out its fields that are None: Lua reads nil there.
 
+    A mapping must hold no None: it would come as `cjson.null`, which Lua takes for true.
+
     Half a surrogate pair, which a tenant's text may hold, is no Unicode: Redis could not read it.
     """
     text = json.dumps(args, default=_fields, separators=(",", ":"), ensure_ascii=False)
