@@ -1,0 +1,246 @@
+"""What a hostile neighbour sends. Each attack is `async def attack(address, key)`, and goes on until it is cancelled.
+
+`address` is a server's base URL (`http://127.0.0.1:8000`), `key` an API key of the attacker's own; those
+that need none say so. Answers are read and not looked at: a refusal is as good as any to an attacker.
+`ATTACKS` names them all; the bodies are functions of their own, for tests that count what one costs.
+
+    python -m bench.attacks ADDRESS KEY NAME [--seconds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import resource
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import zstandard
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    Attack = Callable[[str, str], Awaitable[None]]
+
+JSON = {"content-type": "application/json"}
+PROTOBUF = {"content-type": "application/x-protobuf"}
+ZSTD = {"content-encoding": "zstd"}
+
+#: Requests one attacker has on their way at once.
+AT_ONCE = 4
+RETRIEVES_AT_ONCE, IDS_PER_RETRIEVE = 12, 100_000
+#: Connections that the floods open, as far as this process may have them.
+MANY = 30_000
+#: A flood opens so many at a time: more are refused by the attacker's own kernel.
+BURST = 500
+
+
+# ---- Small on the wire, large as objects -----------------------------------------------------------
+
+
+def deflated_json_body(plain_bytes: int = 30_000_000) -> bytes:
+    """Make zstd of JSON that is empty lists alone: 10 million of them in 3 KB."""
+    count = plain_bytes // 3
+    return zstandard.compress(b"[" + b"[]," * (count - 1) + b"[]]")
+
+
+def empty_datums_body(plain_bytes: int = 8_000_000) -> bytes:
+    """Make zstd of a pass whose datums are all empty: 4 million of them in 800 bytes."""
+    return zstandard.compress(b"\x0a\x01a\x10\x01" + b"\x1a\x00" * (plain_bytes // 2))
+
+
+async def deflated_json(address: str, key: str) -> None:
+    """Send passes of 3 KB that become ten million lists, four at once."""
+    body = deflated_json_body()
+    await _at_once(AT_ONCE, lambda: _post(address, key, "/api/v1/forward", body, JSON | ZSTD))
+
+
+async def empty_datums(address: str, key: str) -> None:
+    """Send passes of 800 bytes that become four million datums, four at once."""
+    body = empty_datums_body()
+    path = "/api/v1/forward_backward"
+    await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
+
+
+# ---- Much work for one request ----------------------------------------------------------------------
+
+
+async def long_text(address: str, key: str, characters: int = 10_000_000) -> None:
+    """Send prompts of ten million characters to `/oai`, four at once."""
+    model = (await _get(address, key, "/oai/api/v1/models"))["data"][0]["id"]
+    text = "It was a bright cold day in April. " * (characters // 35)
+    body = json.dumps({"model": model, "prompt": text, "max_tokens": 1}).encode()
+    await _at_once(AT_ONCE, lambda: _post(address, key, "/oai/api/v1/completions", body, JSON))
+
+
+async def big_retrieves(address: str, key: str) -> None:
+    """Acknowledge 100,000 results that never were, in each of twelve polls at once."""
+    sampler = await _sampler(address, key)
+    ids = [f"{sampler}:{seq}" for seq in range(IDS_PER_RETRIEVE)]
+    target = {"type": "sampling_session", "sampling_session_id": sampler}
+    body = json.dumps({"target": target, "timeout": 0.0, "retrieved_request_ids": ids}).encode()
+    path = "/api/v1/retrieve_futures"
+    await _at_once(RETRIEVES_AT_ONCE, lambda: _post(address, key, path, body, JSON))
+
+
+# ---- Connections ---------------------------------------------------------------------------------
+
+
+async def descriptor_flood(address: str, key: str) -> None:
+    """Open connections as fast as they are taken, and say nothing on any; needs no key."""
+    del key
+    await _hold(address, lambda _: b"")
+
+
+async def slow_heads(address: str, key: str) -> None:
+    """Open many connections and send a byte of a request's head on each now and then; needs no key."""
+    del key
+    await _hold(address, lambda sent: b"GET / HTTP/1.1\r\nhost: x\r\nx: " if not sent else b"x")
+
+
+async def many_connections(address: str, key: str) -> None:
+    """Ask something on many connections, and keep them all open between requests."""
+    asked = f"GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n\r\n".encode()
+    await _hold(address, lambda _: asked)
+
+
+async def slow_bodies(address: str, key: str) -> None:
+    """Send requests on many connections whose bodies come byte by byte."""
+    head = (
+        f"POST /api/v1/forward HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n"
+        "content-type: application/json\r\ncontent-length: 1000000\r\n\r\n"
+    ).encode()
+    await _hold(address, lambda sent: b"[" if sent else head)
+
+
+ATTACKS: Mapping[str, Attack] = {
+    attack.__name__: attack
+    for attack in (
+        deflated_json, empty_datums, long_text, big_retrieves,
+        descriptor_flood, slow_heads, many_connections, slow_bodies,
+    )
+}  # fmt: skip
+
+
+# ---- How they are sent ------------------------------------------------------------------------------
+
+
+async def _at_once(count: int, send: Callable[[], Awaitable[Any]]) -> None:
+    async def again_and_again() -> None:
+        while True:
+            try:
+                await send()
+            except (OSError, asyncio.IncompleteReadError):
+                await asyncio.sleep(0.1)  # a server that hangs up; go on
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(count):
+            group.create_task(again_and_again())
+
+
+async def _hold(address: str, next_bytes: Callable[[int], bytes], every_s: float = 5.0) -> None:
+    """Open MANY connections, write what comes next on each every few seconds; open again what closes."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    count = min(MANY, most - 500)
+    opening = asyncio.Semaphore(BURST)
+
+    async def one() -> None:
+        while True:
+            with suppress(OSError):
+                async with opening:
+                    reader, writer = await _open(address)
+                try:
+                    await _trickle(reader, writer, next_bytes, every_s)
+                finally:
+                    writer.close()
+            await asyncio.sleep(0.2)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(count):
+            group.create_task(one())
+
+
+async def _trickle(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    next_bytes: Callable[[int], bytes],
+    every_s: float,
+) -> None:
+    for sent in itertools.count():
+        writer.write(next_bytes(sent))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(every_s):
+                while await reader.read(4096):
+                    pass
+                return  # closed by the server
+
+
+async def _open(address: str) -> Streams:
+    url = urlsplit(address)
+    return await asyncio.open_connection(url.hostname, url.port or 80, limit=2**16)
+
+
+async def _post(
+    address: str, key: str, path: str, body: bytes, headers: Mapping[str, str]
+) -> bytes:
+    return await _ask(address, key, "POST", path, body, headers)
+
+
+async def _get(address: str, key: str, path: str) -> Any:
+    return json.loads(await _ask(address, key, "GET", path, b"", {}))
+
+
+async def _ask(
+    address: str, key: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
+) -> bytes:
+    """Send one request on a connection of its own; returns the body of the answer."""
+    lines = [
+        f"{method} {path} HTTP/1.1", "host: attack", f"x-api-key: {key}", "connection: close",
+        f"content-length: {len(body)}", *(f"{name}: {value}" for name, value in headers.items()),
+    ]  # fmt: skip
+    reader, writer = await _open(address)
+    try:
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        _, _, content = (await reader.read(-1)).partition(b"\r\n\r\n")
+        return content
+    finally:
+        writer.close()
+
+
+async def _sampler(address: str, key: str) -> str:
+    """Open a session and a sampler of the server's first base model; returns its id."""
+    model = (await _get(address, key, "/oai/api/v1/models"))["data"][0]["id"]
+    made = json.loads(await _post(address, key, "/api/v1/create_session", b"{}", JSON))
+    wanted = {
+        "session_id": made["session_id"], "sampling_session_seq_id": 0, "base_model": model,
+    }  # fmt: skip
+    path, body = "/api/v1/create_sampling_session", json.dumps(wanted).encode()
+    sampler: str = json.loads(await _post(address, key, path, body, JSON))["sampling_session_id"]
+    return sampler
+
+
+async def _run(attack: Attack, address: str, key: str, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await attack(address, key)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("address")
+    parser.add_argument("key")
+    parser.add_argument("name", choices=ATTACKS)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    args = parser.parse_args()
+    asyncio.run(_run(ATTACKS[args.name], args.address, args.key, args.seconds))
+
+
+if __name__ == "__main__":
+    main()
