@@ -1,0 +1,111 @@
+"""Tenants who train more than their share: each `run` goes on until its process is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bench.model import VOCAB
+from bench.through_http import ADAM, datum
+from cotrain import Datum, ModelInput, SamplingParams, ServiceClient
+
+if TYPE_CHECKING:
+    from cotrain import TrainingClient
+
+
+async def long_pass(address: str, key: str) -> None:
+    """One run, two passes of 140,000 tokens in flight, in sequences of 2,000."""
+    (run,) = runs(address, key, count=1)
+    await keep_training(run, data(70, 2_000), in_flight=2)
+
+
+async def many_runs(address: str, key: str) -> None:
+    """64 runs, each three steps of 1,024 tokens in flight."""
+    batch = data(8, 128)
+    await together(keep_training(run, batch, 3) for run in runs(address, key, count=64))
+
+
+async def burst(address: str, key: str) -> None:
+    """As many small passes as a tenant's queue takes, of eight runs, without a single step."""
+    batch = data(1, 64)
+    await together(
+        keep_training(run, batch, in_flight=64, steps=False) for run in runs(address, key, count=8)
+    )
+
+
+async def reinforcement(address: str, key: str) -> None:
+    """As `rl_basic` of the cookbook by its defaults: 128 groups of 16 samples, then all of it in one pass."""
+    (run,) = runs(address, key, count=1)
+    prompt = ModelInput.from_ints(list(range(1, 33)))
+    params = SamplingParams(max_tokens=256, seed=0, stop=[])
+    while True:
+        sampler = await asyncio.to_thread(run.save_weights_and_get_sampling_client)
+        await together(_sampled(sampler.sample(prompt, 16, params)) for _ in range(128))
+        batch = data(16, 288)
+        passes = [await run.forward_backward_async(batch, "cross_entropy") for _ in range(32)]
+        await (await run.optim_step_async(ADAM))
+        await together(_sampled(done) for done in passes)
+
+
+async def saver(address: str, key: str) -> None:
+    """Eight runs that write a checkpoint after every small step."""
+    batch = data(1, 64)
+
+    async def one(run: TrainingClient) -> None:
+        number = 0
+        while True:
+            await (await run.forward_backward_async(batch, "cross_entropy"))
+            await (await run.optim_step_async(ADAM))
+            await (await run.save_state_async(f"step-{number}"))
+            number += 1
+
+    await together(one(run) for run in runs(address, key, count=8))
+
+
+async def large_adapters(address: str, key: str) -> None:
+    """Eight runs of rank 128 on a model not much larger than one of them."""
+    batch = data(1, 64)
+    await together(keep_training(run, batch, 2) for run in runs(address, key, count=8, rank=128))
+
+
+async def _sampled(future: object) -> None:
+    await future  # type: ignore[misc]  # a future of ours
+
+
+async def together(tenants: object) -> None:
+    """Run them side by side; one that is refused, as a quota may have it, leaves the others."""
+    await asyncio.gather(*tenants, return_exceptions=True)  # type: ignore[misc]
+
+
+async def keep_training(
+    run: TrainingClient, batch: list[Datum], in_flight: int, *, steps: bool = True
+) -> None:
+    """Keep so many passes in flight, each with an optimizer step or without."""
+    flying = []
+    while True:
+        flying.append(await run.forward_backward_async(batch, "cross_entropy"))
+        if steps:
+            flying.append(await run.optim_step_async(ADAM))
+        while len(flying) >= in_flight * (1 + steps):
+            await flying.pop(0)
+
+
+def runs(address: str, key: str, *, count: int, rank: int = 8) -> list[TrainingClient]:
+    """Start a session and runs in it; what a quota refuses is left out, but for the first."""
+    service = ServiceClient(base_url=address, api_key=key)
+    return [
+        service.create_lora_training_client("bench", rank=rank, seed=seed) for seed in range(count)
+    ]
+
+
+def data(sequences: int, length: int) -> list[Datum]:
+    """Make random sequences of so many tokens."""
+    rows = np.random.default_rng(length).integers(0, VOCAB, (sequences, length + 1)).tolist()
+    return [datum(row) for row in rows]
+
+
+TRAINERS = {
+    run.__name__: run for run in (long_pass, many_runs, burst, reinforcement, saver, large_adapters)
+}
