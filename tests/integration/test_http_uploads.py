@@ -23,7 +23,7 @@ from cotrain_store.oplog.dispatch import Dispatch
 from tests.support.hostile_archives import BOMBS, HOSTILE
 from tests.support.http_api import ALICE, BOB, POOL, running_api
 from tests.support.stand_in import stand_in
-from tests.support.uploads import adapter, config, q_proj, tar, zipped
+from tests.support.uploads import adapter, config, q_proj, tar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -126,10 +126,16 @@ async def test_each_upload_without_a_session_is_a_run_of_its_own(api: Api) -> No
 
 
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "no archive": (b"hello" * 300, "The archive is truncated or damaged, or not a tar or zip."),
-    "nothing": (b"", "The archive is truncated or damaged, or not a tar or zip."),
+    "no archive": (
+        b"hello" * 300,
+        "The archive is truncated or damaged, or not a tar (of a zip, upload the unpacked folder).",
+    ),
+    "nothing": (
+        b"",
+        "The archive is truncated or damaged, or not a tar (of a zip, upload the unpacked folder).",
+    ),
     "hostile": (tar({"../x": b"1", **adapter()}), "Archive contains a forbidden member: ../x."),
-    "pickle": (zipped({"m.bin": b"1", **adapter()}), "Only safetensors checkpoints are accepted."),
+    "pickle": (tar({"m.bin": b"1", **adapter()}), "Only safetensors checkpoints are accepted."),
     "no tensors": (tar({"adapter_config.json": config()}), "has no adapter_model.safetensors"),
     "other shape": (tar(adapter(**{"adapter_config.json": config(r=8)})), "has rank [4]"),
     "DoRA": (tar(adapter(**{"adapter_config.json": config(use_dora=True)})), "use_dora"),

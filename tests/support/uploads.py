@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-import zipfile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,15 +65,6 @@ def tar_of(members: Sequence[tuple[tarfile.TarInfo, bytes]], mode: str = "w") ->
         for info, content in members:
             info.size = info.size or len(content)
             archive.addfile(info, io.BytesIO(content))
-    return file.getvalue()
-
-
-def zipped(members: Mapping[str, bytes], **how: Any) -> bytes:
-    """Write a zip."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", **how) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
     return file.getvalue()
 
 

@@ -177,7 +177,7 @@ class ServiceClient:
         """Bring a LoRA adapter that was made elsewhere; returns its path here.
 
         `source` is what PEFT saved: a folder with `adapter_config.json` and
-        `adapter_model.safetensors`, or a tar or zip of it. Waits until it is stored. Raises
+        `adapter_model.safetensors`, or a tar of it (plain or gzip). Waits until it is stored. Raises
         BadRequestError where its files cannot be taken, RequestFailed where they do not fit the base
         model; both say what to change. `progress` is called, on the client's thread, with the bytes sent and
         with how many there are.

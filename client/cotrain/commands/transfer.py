@@ -35,9 +35,7 @@ def download(
 
 
 def upload(
-    source: Annotated[
-        Path, typer.Argument(help="A PEFT folder, or a tar or zip of one.", exists=True)
-    ],
+    source: Annotated[Path, typer.Argument(help="A PEFT folder, or a tar of one.", exists=True)],
     base_model: Annotated[str, typer.Option(help="The base model it was trained on.")],
     name: Annotated[str, typer.Option(help="What to call the checkpoint.")],
     ttl_seconds: Annotated[

@@ -1,27 +1,21 @@
 """Take an adapter's two files out of an uploaded archive, trusting nothing in it.
 
-tar (plain, gzip, zstd) and zip. Nothing is written anywhere: what is allowed is read into memory, up to
-a limit that counts decompressed bytes as they come, whatever the archive declares. Names select, they
-never become paths.
+tar, plain or gzip. Nothing is written anywhere: what is allowed is read into memory, up to a limit that
+counts decompressed bytes as they come, whatever the archive declares. Names select, they never become
+paths.
 """
 
 from __future__ import annotations
 
-import struct
 import tarfile
-import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from stat import S_IFMT, S_IFREG
 from typing import IO, TYPE_CHECKING, Protocol
-
-import zstandard
 
 from cotrain_server.adapter_upload.peft_config import CONFIG, TENSORS
 from cotrain_server.adapter_upload.safetensors_header import named
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
-from cotrain_server.http.request_body import MAX_WINDOW_BYTES
 from cotrain_store.disk.checksums import SUMS
 
 if TYPE_CHECKING:
@@ -38,8 +32,6 @@ MAX_EXTENSION_BYTES = 64 * 1024
 MAX_EXTENSIONS = 3
 #: Of a gzip; tools that write several fill each with 64 KiB.
 MAX_GZIP_MEMBERS = 10_000
-#: zipfile reads a list of members in one go, however long it claims to be; ours is far shorter.
-MAX_ZIP_READ_BYTES = 128 * 1024
 
 _BLOCK = 512
 _CHUNK_BYTES = 64 * 1024
@@ -48,10 +40,7 @@ _EXTENSIONS = (
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
 )  # fmt: skip
 #: What Python's readers raise for bytes that are not what they should be.
-_BROKEN = (
-    tarfile.TarError, zipfile.BadZipFile, zlib.error, zstandard.ZstdError,
-    struct.error, EOFError, NotImplementedError, RuntimeError, ValueError,
-)  # fmt: skip
+_BROKEN = (tarfile.TarError, zlib.error, EOFError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -89,7 +78,9 @@ def unpack(archive: IO[bytes], limit_bytes: int) -> AdapterFiles:
                 raise Invalid(f"The archive has more than {MAX_MEMBERS} members.")
             _take(member, found, limit_bytes)
     except _BROKEN as broken:
-        raise Unreadable("The archive is truncated or damaged, or not a tar or zip.") from broken
+        raise Unreadable(
+            "The archive is truncated or damaged, or not a tar (of a zip, upload the unpacked folder)."
+        ) from broken
     for name in (CONFIG, TENSORS):
         if name not in found:
             raise Invalid(f"The archive has no {name}.")
@@ -131,19 +122,9 @@ def _too_large(limit_bytes: int) -> BodyTooLarge:
 
 
 def _members(archive: IO[bytes], limit_bytes: int) -> Iterator[_Member]:
-    begin = archive.read(4)
+    is_gzip = archive.read(2) == b"\x1f\x8b"
     archive.seek(0)
-    stream: _Reader
-    if begin.startswith(b"PK"):
-        return _zip_members(archive, limit_bytes)
-    if begin.startswith(b"\x1f\x8b"):
-        stream = _Gunzip(archive)
-    elif begin == b"\x28\xb5\x2f\xfd":
-        decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-        stream = decoder.stream_reader(archive, read_across_frames=True)
-    else:
-        stream = archive
-    return _tar_members(_Counted(stream, limit_bytes))
+    return _tar_members(_Counted(_Gunzip(archive) if is_gzip else archive, limit_bytes))
 
 
 class _Gunzip:
@@ -224,9 +205,6 @@ class _Part:
         return chunk
 
 
-# ---- tar -----------------------------------------------------------------------------------------
-
-
 def _tar_members(stream: _Counted) -> Iterator[_Member]:
     """Read headers one by one. The extensions of a header are skipped: no name we take needs one."""
     extensions = 0
@@ -245,40 +223,3 @@ def _tar_members(stream: _Counted) -> Iterator[_Member]:
 
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE)
 _WITH_CONTENT = (*_FILES, *_EXTENSIONS)
-
-
-# ---- zip -----------------------------------------------------------------------------------------
-
-
-class _ShortReads:
-    """A file whose every read is short: `zipfile` asks for as much as the archive tells it to.
-
-    A list of members that is cut short by it is one that `zipfile` refuses.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
-        self._file = file
-
-    def read(self, size: int = -1) -> bytes:
-        return self._file.read(size if 0 <= size <= MAX_ZIP_READ_BYTES else MAX_ZIP_READ_BYTES)
-
-
-def _zip_members(archive: IO[bytes], limit_bytes: int) -> Iterator[_Member]:
-    with zipfile.ZipFile(_ShortReads(archive)) as opened:
-        for info in opened.infolist():
-            is_folder = info.filename.endswith("/")
-            if is_folder or not _is_plain(info):
-                yield _Member(info.filename, is_folder, is_file=False, content=archive)
-                continue
-            with opened.open(info) as content:
-                counted = _Counted(content, limit_bytes)
-                yield _Member(info.filename, is_folder=False, is_file=True, content=counted)
-
-
-def _is_plain(info: zipfile.ZipInfo) -> bool:
-    """Tell whether a member is a regular file that is read in bounded pieces: neither lzma nor bzip2."""
-    is_encrypted = info.flag_bits & 1
-    kind = S_IFMT(info.external_attr >> 16)  # 0 where the archive was made without Unix modes
-    methods = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-    return not is_encrypted and kind in (0, S_IFREG) and info.compress_type in methods

@@ -55,7 +55,7 @@ FOLDER = "uploads"
 ARCHIVE = {
     "requestBody": {
         "required": True,
-        "description": "A tar (plain, gzip or zstd) or zip with adapter_config.json and "
+        "description": "A tar (plain or gzip) with adapter_config.json and "
         "adapter_model.safetensors.",
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }

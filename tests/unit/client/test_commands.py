@@ -172,7 +172,7 @@ def test_a_server_that_is_not_there_is_named(command: list[str]) -> None:
 
 def test_help_has_examples_and_says_where_the_server_is_named() -> None:
     assert "COTRAIN_BASE_URL" in run("--help").stdout
-    assert "tar or zip" in run("upload", "--help").stdout
+    assert "PEFT folder, or a tar" in run("upload", "--help").stdout
     for command in (["checkpoints", "ttl"], ["runs", "list"], ["sample"], ["top"], ["download"]):
         assert f"cotrain {' '.join(command)}" in run(*command, "--help").stdout
 
