@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path  # pydantic reads the annotation at run time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
 
 from pydantic import BeforeValidator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 PREFIX = "COTRAIN_"
 
@@ -74,12 +70,3 @@ def with_password(url: str, file: Path) -> str:
         raise ValueError(f"redis_password_file: {file} is empty.")
     # By hand: `urlunsplit` drops the empty host of `unix:///path`.
     return f"{parts.scheme}://:{quote(password, safe='')}@{url.partition('://')[2]}"
-
-
-def misspelt_variables(
-    known: Iterable[type[BaseSettings]], environ: Mapping[str, str] | None = None
-) -> list[str]:
-    """List the `COTRAIN_*` variables that no settings class knows: a typo must not pass silently."""
-    names = {f"{PREFIX}{name}".upper() for settings in known for name in settings.model_fields}
-    present = os.environ if environ is None else environ
-    return sorted(name for name in present if name.startswith(PREFIX) and name not in names)

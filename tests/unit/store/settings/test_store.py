@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cotrain_store.settings.store import StoreSettings, misspelt_variables
+from cotrain_store.settings.store import StoreSettings
 
 
 def test_every_setting_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,19 +36,6 @@ def test_settings_do_not_change() -> None:
 def test_a_setting_nobody_knows_is_refused() -> None:
     with pytest.raises(ValidationError, match="redis_urll"):
         StoreSettings.model_validate({"redis_url": "x", "data_dir": "/", "redis_urll": "y"})
-
-
-def test_a_misspelt_variable_is_found() -> None:
-    environ = {"COTRAIN_REDIS_URL": "", "COTRAIN_DATA_DIRS": "", "cotrain_x": "", "HOME": ""}
-    assert misspelt_variables([StoreSettings], environ) == ["COTRAIN_DATA_DIRS"]
-    assert misspelt_variables([], environ) == ["COTRAIN_DATA_DIRS", "COTRAIN_REDIS_URL"]
-
-
-def test_misspelt_variables_are_looked_for_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COTRAIN_REDDIS_URL", "x")
-    assert "COTRAIN_REDDIS_URL" in misspelt_variables([StoreSettings])
 
 
 def test_the_password_of_a_file_completes_the_url(tmp_path: Path) -> None:
