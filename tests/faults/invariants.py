@@ -25,7 +25,7 @@ from safetensors.numpy import load
 
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, weights_keys
-from cotrain_store.messages.ids import RunId, WorkerId, request_id
+from cotrain_store.messages.ids import RunId, WorkerId, request_id, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.settings.worker import pool_of
 from tests.faults.fairness import cycles_of
@@ -253,7 +253,7 @@ class Watch:
             self._note(str(name), int(store.get(name) or 0))
         for name in store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*"):
             for field, value in zip(
-                ("done", "snap", "next"), store.hmget(name, ["done", "snap", "next"]), strict=True
+                ("done", "snap"), store.hmget(name, ["done", "snap"]), strict=True
             ):
                 self._note(f"{name} {field}", int(value or -1))
             self._look_ahead(store, RunId(name.decode().rpartition("log:")[2]))
@@ -268,8 +268,9 @@ class Watch:
         seen = [
             request for request, is_there in zip(ahead, pipeline.execute(), strict=True) if is_there
         ]
-        done = int(store.hget(name, "done") or 0)
-        early = [request for request in seen if int(request.rpartition(":")[2]) > done]
+        # What went back meanwhile may have failed since then: its run ended.
+        done, after = (int(value or 0) for value in store.hmget(name, ["done", "next"]))
+        early = [request for request in seen if done < seq_of(request) < after]
         self.violations += [
             f"I4 {request} has a result, and {done} is committed" for request in early
         ]

@@ -33,7 +33,7 @@ from cotrain_store.errors import Fenced, PlanOutdated, RunClosed, SeqConflict, S
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, WorkerId, request_id, run_id
-from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.ops import PASSES, OpKind, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.messages.weights import CheckpointRecord
@@ -49,11 +49,13 @@ from tests.support.stack import MODEL, POOL, pool_record_for_tests
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from cotrain_store.messages.ids import OpId
     from tests.support.redis_server import EmbeddedRedis
 
 RUNS = 3
 WORKERS = (WorkerId("w0"), WorkerId("w1"))
-PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
+#: More ops than a run has in one step here.
+MANY = 9
 KINDS = st.sampled_from([*PASSES, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD])
 
 
@@ -75,9 +77,33 @@ class RunModel:
     """Accepted ops that were failed for a rollback or behind a gap: they keep their place."""
     given_up: set[int] = field(default_factory=set)
     """Those behind a gap, while it is there."""
+    begun: tuple[int, str] = (0, "")
+    """Tokens that ran of the next op, and the process that has it open."""
     rollbacks: int = 0
     unread: dict[int, int] = field(default_factory=dict)
     """Bytes of what was committed and not sent."""
+
+    def put_back(self, seq: int, tokens: int, process: str) -> None:
+        """Let what is planned from `seq` on wait again, or fail where the run has ended."""
+        if self.closed:
+            self.dead |= {s for s in self.accepted if seq <= s < self.next}
+        else:
+            self.begun = (tokens, process)
+            self.given_up = set()
+        self.next = seq
+
+
+def halves(step: Step, finished: int) -> tuple[dict[OpId, Result], dict[OpId, int]]:
+    """Make results of so many ops of each run and those before its next pass, and leave that one open."""
+    results: dict[OpId, Result] = {}
+    opened: dict[OpId, int] = {}
+    for run in {op.run for op in step.ops}:
+        for number, op in enumerate(op for op in step.ops if op.run == run):
+            if number >= finished and op.kind in PASSES:
+                opened[run, op.seq] = 3 + number
+                break
+            results[run, op.seq] = Result.of_json({"seq": op.seq})
+    return results, opened
 
 
 class LogMachine(RuleBasedStateMachine):
@@ -172,7 +198,11 @@ class LogMachine(RuleBasedStateMachine):
     def plan(self, most: int, worker: WorkerId) -> None:
         queues = self.wait(self.dispatch.ready(POOL))
         for queue in queues:
-            assert queue.worker == self.models[self.number(queue.run)].worker
+            model = self.models[self.number(queue.run)]
+            assert queue.worker == model.worker
+            tokens, process = model.begun
+            is_open = queue.worker and self.workers[queue.worker].writer == process
+            assert queue.begun_tokens == (tokens if is_open else 0)
         if self.open[worker] or worker not in self.workers:
             return
         ready = {queue.run for queue in queues}
@@ -213,23 +243,37 @@ class LogMachine(RuleBasedStateMachine):
             self.commit_step(worker, step, twice=False)
 
     @precondition(lambda self: any(self.open.values()))
-    @rule(twice=st.booleans(), which=st.randoms(use_true_random=False))
-    def commit(self, twice: bool, which: Any) -> None:
+    @rule(
+        twice=st.booleans(),
+        finished=st.sampled_from([MANY, MANY, 0, 1, 2]),
+        which=st.randoms(use_true_random=False),
+    )
+    def commit(self, twice: bool, finished: int, which: Any) -> None:
         worker = which.choice([worker for worker in WORKERS if self.open[worker]])
         assert self.workers[worker].open_steps() == self.open[worker]
-        self.commit_step(worker, which.choice(self.open[worker]), twice=twice)
+        step = which.choice(self.open[worker])
+        self.commit_step(worker, step, twice=twice, finished=finished)
 
-    def commit_step(self, worker: WorkerId, step: Step, *, twice: bool) -> None:
+    def commit_step(
+        self, worker: WorkerId, step: Step, *, twice: bool, finished: int = MANY
+    ) -> None:
+        """Commit so many ops of each run and those before its next pass; the rest goes back."""
         self.open[worker].remove(step)
-        results = {(op.run, op.seq): Result.of_json({"seq": op.seq}) for op in step.ops}
-        for _ in range(1 + twice):
-            self.workers[worker].commit(step, results, {"cycle": step.cycle}, {"cycles": 1})
+        execution, (results, opened) = self.workers[worker], halves(step, finished)
+        cycle, counted = {"cycle": step.cycle}, {"cycles": 1}
+        execution.commit(step, results, cycle, counted, opened=opened)
         event("committed")
-        for op in step.ops:
-            model = self.models[self.number(op.run)]
-            model.done = op.seq
-            if op.seq not in model.rejected:
-                model.unread[op.seq] = len(results[op.run, op.seq].payload)
+        for run, seq in results:
+            model = self.models[self.number(run)]
+            model.done, model.begun = seq, (0, "")
+            if seq not in model.rejected:
+                model.unread[seq] = len(results[run, seq].payload)
+        for (run, seq), tokens in opened.items():
+            event("put back")
+            self.models[self.number(run)].put_back(seq, tokens, execution.writer)
+        if twice:
+            self.plan(6, worker)  # a commit that comes again must not take this back
+            execution.commit(step, results, cycle, counted, opened=opened)
 
     @precondition(lambda self: any(model.unread for model in self.models))
     @rule(which=st.randoms(use_true_random=False), twice=st.booleans())
@@ -244,10 +288,10 @@ class LogMachine(RuleBasedStateMachine):
 
     def refuse(self, old: Execution, steps: list[Step]) -> None:
         """Let a process that was replaced try everything."""
-        for step in steps:
-            results = {(op.run, op.seq): Result.of_json({"old": True}) for op in step.ops}
+        for step, finished in itertools.product(steps, (MANY, 0)):
+            results, opened = halves(step, finished)
             with pytest.raises(Fenced):
-                old.commit(step, results, {}, {})
+                old.commit(step, results, {}, {}, opened=opened)
         with pytest.raises(Fenced):
             old.register_snapshot(self.records[0].id, 0, "f", "s")
         with pytest.raises(Fenced):
@@ -304,6 +348,7 @@ class LogMachine(RuleBasedStateMachine):
         file = f"back {model.done}"
         assert self.of(model).roll_back(self.checkpoint(number), file, "sha") == model.rollbacks
         event("rolled back")
+        model.begun = (0, "")
         model.snap = model.cut = model.done
         model.older_file = ""
         model.rejected |= {seq for seq in model.accepted if seq > model.done} - model.dead
@@ -360,6 +405,7 @@ class LogMachine(RuleBasedStateMachine):
         if not model.closed:
             event("run closed")
             model.closed = True
+            model.begun = (0, "")
             model.given_up = set()
             model.dead = {seq for seq in model.accepted if seq >= model.next}
 

@@ -23,8 +23,10 @@ from cotrain_store.results.futures import Futures
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection
+    from collections.abc import AsyncIterator, Collection, Mapping
     from pathlib import Path
+
+    from cotrain_store.messages.ids import OpId
 
 WORKER = WorkerId("w0")
 
@@ -69,20 +71,36 @@ class Log:
             run, seq, kind, body, tokens if takes_tokens else 0, digest=str(hash(body))
         )
 
-    async def plan(self, most: int = 64) -> Step:
+    async def plan(self, most: int = 64, allowances: Mapping[RequestId, int] | None = None) -> Step:
         """Plan all that may run, at most that many ops of each run."""
         queues = await self.dispatch.ready(POOL)
         ops = tuple(op for queue in queues for op in runnable_prefix(queue.ops)[:most])
         cycle = await self.dispatch.last_cycle(POOL) + 1
         tenants = {queue.run: queue.tenant for queue in queues}
-        step = Step(cycle, WORKER, ops, time.time(), tenants)
+        step = Step(cycle, WORKER, ops, time.time(), tenants, dict(allowances or {}))
         await self.dispatch.plan(POOL, step)
         return step
 
-    def commit(self, step: Step, *, said: str = "done", crashed: Collection[Any] = ()) -> None:
-        """Commit a step with one and the same result for each op."""
-        results = {(op.run, op.seq): Result.of_json({"said": said}) for op in step.ops}
-        self.execution.commit(step, results, {"cycle": step.cycle}, {"cycles": 1}, crashed)
+    def commit(
+        self,
+        step: Step,
+        *,
+        said: str = "done",
+        crashed: Collection[Any] = (),
+        opened: Mapping[OpId, int] | None = None,
+    ) -> None:
+        """Commit a step with one and the same result for each op that is done.
+
+        What is `opened`, and of its run behind it, is not.
+        """
+        results = {
+            (op.run, op.seq): Result.of_json({"said": said})
+            for op in step.ops
+            if all(op.run != run or op.seq < seq for run, seq in opened or ())
+        }
+        self.execution.commit(
+            step, results, {"cycle": step.cycle}, {"cycles": 1}, crashed, opened=opened
+        )
 
     async def run_all(self) -> None:
         """Plan and commit until nothing is ready."""

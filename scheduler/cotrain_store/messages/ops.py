@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,10 @@ class OpKind(StrEnum):
     LOAD = "load"
     #: A request that failed validation: it only takes its seq in the order and fails.
     REJECTED = "rejected"
+
+
+#: These run over tokens, slice by slice: one may take several steps, a slice at least in each.
+PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 
 
 @dataclass(frozen=True)
@@ -75,17 +79,26 @@ class RunQueue:
     tenant: TenantId
     worker: WorkerId | None
     ops: tuple[QueuedOp, ...]
+    begun_tokens: int = 0
+    """Of the first op, what its worker ran in steps before: it is a pass that is open there."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The part of a cycle that one worker runs at once. A replay re-runs it as it stands."""
+    """The part of a cycle that one worker runs at once. A replay re-runs it as it stands.
+
+    The last op of a run may be a pass that does not end in this step. What the plan expects to end may
+    not, either: the worker hands back what it did not finish, with all of its run behind it.
+    """
 
     cycle: int
     worker: WorkerId
     ops: tuple[QueuedOp, ...]
     planned_at: float
     tenant_by_run: dict[RunId, TenantId]
+    allowances: dict[RequestId, int] = field(default_factory=dict)
+    """About how many more tokens of these passes shall run in this step: they may stay open behind it.
+    Each runs one slice at least. A pass without an allowance runs to its end."""
 
     @classmethod
     def parse(cls, text: str | bytes) -> Step:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.keys import fleet_keys, sample_keys, tenant_keys, weights_keys
+from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import RunState
 from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.weights import external_folder
 
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_store.messages.saves import SaveRecords
     from cotrain_store.messages.weights import CheckpointRecord
+
+_FAILURES: dict[str, str] = {
+    RunState.CLOSED: UNLOADED.encode().decode(),
+    RunState.FAILED: RUN_STOPPED.encode().decode(),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,19 @@ class OpRow:
 
 
 @dataclass(frozen=True)
+class PutBack:
+    """One run whose ops go back to the head of its queue, from `seq` on."""
+
+    run: RunId
+    seq: int
+    tenant: TenantId
+    begun: int
+    """Tokens of the first one that ran; 0 where it is not open in its worker."""
+    waits_since_ms: int
+    """When that op was accepted."""
+
+
+@dataclass(frozen=True)
 class Commit:
     """The argument of `commit.lua`; the cycle's record and the results of `ops`, in order, follow it."""
 
@@ -51,10 +71,14 @@ class Commit:
     cycle: str
     numerics: str
     ops: Sequence[OpRow]
+    back: Sequence[PutBack]
     saves: Mapping[RequestId, Mapping[str, Any]]
     counted: Mapping[str, float]
     used: Mapping[str, Mapping[str, float]]
     """What runs used, by the keys and fields of their tenants' hours."""
+    failures: Mapping[str, str] = field(default_factory=lambda: dict(_FAILURES))
+    """What becomes of an op that goes back to a run which takes none any more, by the run's state."""
+    failure_ttl_ms: int = result_keys.SMALL_RESULT_TTL_MS
     cycles_kept: int = fleet_keys.CYCLES_KEPT
     usage_ttl_s: int = tenant_keys.USAGE_TTL_S
 
@@ -65,9 +89,13 @@ def op_rows(
     crashed: Collection[OpId],
     ttls_ms: Sequence[int],
 ) -> list[OpRow]:
-    """Write the ops of a step as `commit.lua` reads them; `ttls_ms` are those of their results, in order."""
+    """Write the ops of a step that have results as `commit.lua` reads them.
+
+    `ttls_ms` are those of their results, in order.
+    """
     rows: list[OpRow] = []
-    for op, ttl_ms in zip(step.ops, ttls_ms, strict=True):
+    done = [op for op in step.ops if (op.run, op.seq) in results]
+    for op, ttl_ms in zip(done, ttls_ms, strict=True):
         has_crashed = (op.run, op.seq) in crashed
         rows.append(
             OpRow(
@@ -83,6 +111,26 @@ def op_rows(
             )
         )
     return rows
+
+
+def put_backs(
+    step: Step, results: Mapping[OpId, Result], opened: Mapping[OpId, int]
+) -> list[PutBack]:
+    """Name the runs with ops that have no result, each with the first of those, which is in `opened`."""
+    first: dict[RunId, QueuedOp] = {}
+    for op in step.ops:
+        if (op.run, op.seq) not in results:
+            first.setdefault(op.run, op)
+    return [
+        PutBack(
+            run=run,
+            seq=op.seq,
+            tenant=step.tenant_by_run[run],
+            begun=opened[run, op.seq],
+            waits_since_ms=int(op.accepted_at * 1000),
+        )
+        for run, op in first.items()
+    ]
 
 
 def _body_of(op: QueuedOp) -> str:

@@ -228,12 +228,13 @@ def _heartbeat(row: bytes) -> WorkerHeartbeat:
 
 
 def _run_queue(fields: list[str]) -> RunQueue:
-    run, tenant, worker, first, *envelopes = fields
+    run, tenant, worker, first, begun, *envelopes = fields
     ops = tuple(
         QueuedOp.parse(RunId(run), int(first) + offset, envelope)
         for offset, envelope in enumerate(envelopes)
     )
-    return RunQueue(RunId(run), TenantId(tenant), WorkerId(worker) if worker else None, ops)
+    at = WorkerId(worker) if worker else None
+    return RunQueue(RunId(run), TenantId(tenant), at, ops, int(begun))
 
 
 def _runs_of(ops: Sequence[QueuedOp]) -> list[dict[str, str | int]]:

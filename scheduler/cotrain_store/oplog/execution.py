@@ -20,7 +20,7 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import OpId, PoolId, RunId, WorkerId, request_id
 from cotrain_store.messages.ops import QueuedOp, RunUsage, Step
 from cotrain_store.messages.runs import RunState
-from cotrain_store.oplog.commit_rows import Commit, op_rows, save_row
+from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, save_row
 from cotrain_store.oplog.crash_counts import CrashCounts
 from cotrain_store.oplog.reader import RunLogs
 from cotrain_store.oplog.rollback import DIGESTS_KEPT, Rollback
@@ -149,9 +149,14 @@ class Execution:
         saves: Mapping[OpId, SaveRecords] | None = None,
         usage: Mapping[RunId, RunUsage] | None = None,
         *,
+        opened: Mapping[OpId, int] | None = None,
         is_exact: bool = True,
     ) -> None:
         """Make a step's results visible and end its cycle. Twice is harmless.
+
+        Ops of the step without a result go back to the head of their run's queue, where those of a run
+        that has ended fail; of each run they are its last. `opened` has the first one of each such run,
+        a pass that is open in this process, and its tokens that ran in this step and before.
 
         `saves` are the records of the SAVE ops that succeeded. The result of a named one appears only
         when its weights are stored (`SavedWeights.stored`); where its name is in use it fails here, and
@@ -172,12 +177,13 @@ class Execution:
             fleet_keys.notify_scheduler(), fleet_keys.counters(self.pool),
             fleet_keys.starts(self.pool), fleet_keys.crash_counts(self.pool),
         ]  # fmt: skip
-        in_order = [results[op.run, op.seq] for op in step.ops]
+        in_order = [results[op.run, op.seq] for op in step.ops if (op.run, op.seq) in results]
         with encoded_results(in_order, self._results) as encoded:
             asked = Commit(
                 epoch=str(self.epoch), prefix=fleet_keys.prefix(self.pool), cycle=str(step.cycle),
                 numerics=self._numerics_id if is_exact else "mixed",
                 ops=op_rows(step, results, crashed, [ttl_ms for _, ttl_ms in encoded]),
+                back=put_backs(step, results, opened or {}),
                 saves=saved, counted=dict(counted), used=used,
             )  # fmt: skip
             answer = self._commit(

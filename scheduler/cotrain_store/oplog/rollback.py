@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import seq_of
+from cotrain_store.messages.ids import run_of, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.oplog.rejection import rejection
@@ -75,7 +75,8 @@ class Rollback:
             step = Step.parse(text)
             ops = tuple(_rejected(op, size) if op.run == run else op for op in step.ops)
             if ops != step.ops:
-                after = encode(replace(step, ops=ops))
+                left = {at: n for at, n in step.allowances.items() if run_of(at) != run}
+                after = encode(replace(step, ops=ops, allowances=left))
                 changes.append({"cycle": cycle.decode(), "before": text.decode(), "after": after})
         return changes
 

@@ -1,6 +1,7 @@
 -- commit: make a step's effects visible: its results, `done`, and the end of its cycle, at once.
 -- Fenced by the worker's epoch; an op counts only as the next one of its run. Twice is harmless.
--- needs: unread, usage_add, samplers
+-- What of the step has no result goes back to the head of its run's queue (`args.back`).
+-- needs: unread, usage_add, samplers, given_up, fail_waiting
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis does not take for an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
@@ -22,6 +23,12 @@ for _, op in ipairs(args.ops) do
     return 'ORDER'
   end
   done[run] = math.max(done[run], op.seq)
+end
+for _, part in ipairs(args.back) do
+  done[part.run] = done[part.run] or tonumber(redis.call('HGET', prefix .. 'log:' .. part.run, 'done'))
+  if part.seq ~= done[part.run] + 1 then
+    return 'ORDER'
+  end
 end
 
 -- The request names the weights. A sampler refers to them at once; a name is only reserved, and the
@@ -75,7 +82,7 @@ local resolved = {}
 for i, op in ipairs(args.ops) do
   local run, seq, tenant = op.run, op.seq, op.tenant
   local log = prefix .. 'log:' .. run
-  local row = redis.call('HMGET', log, 'done', 'numerics')
+  local row = redis.call('HMGET', log, 'done', 'numerics', 'begun')
   if seq == tonumber(row[1]) + 1 then
     local request = run .. ':' .. seq
     local result, ttl_ms = ARGV[RESULTS + i], op.ttl_ms
@@ -89,6 +96,9 @@ for i, op in ipairs(args.ops) do
       resolved[#resolved + 1] = request
     end
     redis.call('HSET', log, 'done', seq, 'numerics', (row[2] or numerics) == numerics and numerics or 'mixed')
+    if row[3] then
+      redis.call('HDEL', log, 'begun')
+    end
     local queue = prefix .. 'queue:' .. tenant
     redis.call('HINCRBY', queue, 'ops', -1)
     redis.call('HINCRBY', queue, 'tokens', 0 - op.tokens)
@@ -102,6 +112,23 @@ for i, op in ipairs(args.ops) do
     if op.envelope then
       redis.call('HSET', prefix .. 'ops:' .. run, seq, op.envelope)
     end
+  end
+end
+for _, part in ipairs(args.back) do
+  local run, tenant, log = part.run, part.tenant, prefix .. 'log:' .. part.run
+  local row = redis.call('HMGET', log, 'state', 'next')
+  redis.call('HSET', log, 'next', part.seq)
+  if row[1] == 'live' then
+    if part.begun > 0 then
+      redis.call('HSET', log, 'begun', part.seq .. ':' .. part.begun .. ':' .. epoch)
+    end
+    redis.call('ZADD', prefix .. 'ready', 'NX', part.waits_since_ms, run)
+    -- What waits for a missing op waits for this one first: it is no gap's yet, and counts as queued.
+    redis.call('ZREM', prefix .. 'gaps', run)
+    give_up_ops(log, prefix .. 'queue:' .. tenant, 0, 0)
+  else -- it ended during the step
+    fail_waiting(prefix, run, tenant, part.seq, tonumber(row[2]) - 1, args.failures[row[1]],
+      args.failure_ttl_ms, resolved)
   end
 end
 redis.call('HDEL', open, cycle)

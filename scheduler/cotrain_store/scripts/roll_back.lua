@@ -34,7 +34,7 @@ end
 cut_log(of_run, tonumber(row[4] or row[3]) + 1, done, args.digests_kept)
 redis.call('HSET', log, 'snap', done, 'snapfile', args.file, 'snapsha', args.sha256, 'cut', done,
   'oldsnap', done, 'oldfile', '', 'oldsha', '', 'epoch', weights_epoch, 'rolled_back_to', args.path)
-redis.call('HDEL', log, 'numerics', 'oldnumerics')
+redis.call('HDEL', log, 'numerics', 'oldnumerics', 'begun')
 redis.call('HSET', record_key, 'weights_epoch', weights_epoch, 'rolled_back_to', args.path)
 redis.call('HINCRBY', counters, 'rollbacks', 1)
 redis.call('PUBLISH', notify, table.concat(resolved, '\n'))

@@ -1,6 +1,6 @@
 -- run_close: end a run, by its tenant (closed) or because it cannot go on (failed). Ops not yet planned
--- fail at once; planned ones still commit. Twice is harmless.
--- needs: ages, given_up
+-- fail at once; planned ones still commit, or fail when they come back. Twice is harmless.
+-- needs: ages, given_up, fail_waiting
 -- Returns the requests that were resolved; nothing for a run without a log.
 local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   local log, ops = prefix .. 'log:' .. run, prefix .. 'ops:' .. run
@@ -12,28 +12,13 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   if row[1] == 'live' or row[1] == 'failed' and state == 'closed' then
     local queue = prefix .. 'queue:' .. tenant
     redis.call('HSET', log, 'state', state)
+    redis.call('HDEL', log, 'begun')
     give_up_ops(log, queue, 0, 0)
     redis.call('HSET', 'cotrain:run:' .. run, 'state', state)
     redis.call('SREM', 'cotrain:tenant:' .. tenant .. ':runs', run)
     redis.call('ZREM', prefix .. 'ready', run)
     redis.call('ZREM', prefix .. 'gaps', run)
-    for seq = tonumber(row[2]), tonumber(row[3]) do
-      local envelope = redis.call('HGET', ops, seq)
-      if envelope then
-        local tokens, size, ref = string.match(envelope, '^[^|]*|(%d+)|(%d+)|[^|]*|(.*)$')
-        local segment = string.match(ref, '^spool:([^:]+):')
-        if segment and redis.call('HINCRBY', 'cotrain:spool:refs', segment, -1) <= 0 then
-          redis.call('HDEL', 'cotrain:spool:refs', segment)
-        end
-        redis.call('HDEL', ops, seq)
-        redis.call('HDEL', prefix .. 'bodies:' .. run, seq)
-        redis.call('HINCRBY', queue, 'ops', -1)
-        redis.call('HINCRBY', queue, 'tokens', 0 - tonumber(tokens))
-        redis.call('HINCRBY', queue, 'bytes', 0 - tonumber(size))
-        put_result(run .. ':' .. seq, failure, ttl_ms)
-        resolved[#resolved + 1] = run .. ':' .. seq
-      end
-    end
+    fail_waiting(prefix, run, tenant, tonumber(row[2]), tonumber(row[3]), failure, ttl_ms, resolved)
     local worker = row[4]
     if worker and redis.call('SISMEMBER', prefix .. 'workers', worker) == 0 then
       worker = redis.call('SMEMBERS', prefix .. 'workers')[1] -- its own was struck off

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import (
+    RequestId,
     RunId,
     TenantId,
     WorkerId,
@@ -34,6 +36,7 @@ steps = st.builds(
     ops=st.lists(ops, max_size=4).map(tuple),
     planned_at=st.floats(0, 1e12),
     tenant_by_run=st.dictionaries(names.map(RunId), names.map(TenantId)),
+    allowances=st.dictionaries(names.map(RequestId), st.integers(1, 2**40)),
 )
 
 
@@ -55,3 +58,10 @@ def test_fields_of_another_version_are_ignored(step: Step) -> None:
     for op in raw["ops"]:
         op["another"] = [1]
     assert Step.parse(json.dumps(raw)) == step
+
+
+@given(steps)
+def test_a_step_of_the_version_before_lets_every_pass_run_to_its_end(step: Step) -> None:
+    raw = json.loads(encode(step))
+    del raw["allowances"]
+    assert Step.parse(json.dumps(raw)) == replace(step, allowances={})

@@ -1,0 +1,23 @@
+-- fail_waiting: fail the ops first..last of a run that takes none any more; they leave its log.
+-- needs: ages
+-- The requests are added to `resolved`.
+local function fail_waiting(prefix, run, tenant, first, last, failure, ttl_ms, resolved)
+  local ops, queue = prefix .. 'ops:' .. run, prefix .. 'queue:' .. tenant
+  for seq = first, last do
+    local envelope = redis.call('HGET', ops, seq)
+    if envelope then
+      local tokens, size, ref = string.match(envelope, '^[^|]*|(%d+)|(%d+)|[^|]*|(.*)$')
+      local segment = string.match(ref, '^spool:([^:]+):')
+      if segment and redis.call('HINCRBY', 'cotrain:spool:refs', segment, -1) <= 0 then
+        redis.call('HDEL', 'cotrain:spool:refs', segment)
+      end
+      redis.call('HDEL', ops, seq)
+      redis.call('HDEL', prefix .. 'bodies:' .. run, seq)
+      redis.call('HINCRBY', queue, 'ops', -1)
+      redis.call('HINCRBY', queue, 'tokens', 0 - tonumber(tokens))
+      redis.call('HINCRBY', queue, 'bytes', 0 - tonumber(size))
+      put_result(run .. ':' .. seq, failure, ttl_ms)
+      resolved[#resolved + 1] = run .. ':' .. seq
+    end
+  end
+end

@@ -1,0 +1,188 @@
+"""A step ends before a pass of it does: what has no result goes back to where it came from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
+from cotrain_store.errors import Fenced, PlanOutdated
+from cotrain_store.keys import run_keys
+from cotrain_store.messages.ids import WeightsRef, request_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.weights import CheckpointRecord
+from tests.support.log import record_of
+from tests.support.stack import MODEL, POOL
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ops import RunQueue, Step
+    from cotrain_store.messages.runs import RunRecord
+    from tests.support.log import Log
+
+LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
+QUEUED = (3, 14, len(LARGE) + len(b"body"))
+"""Ops, tokens and bytes of what `half_done` puts back."""
+
+
+async def ready(log: Log) -> RunQueue:
+    [queue] = await log.dispatch.ready(POOL)
+    return queue
+
+
+async def half_done(log: Log) -> tuple[RunRecord, Step]:
+    """Plan a run's create, two passes and a step, of which the create and 3 tokens of a pass were run."""
+    run = await log.new_run()
+    await log.submit(run, 1, body=LARGE)
+    await log.submit(run, 2)
+    await log.submit(run, 3, OpKind.OPTIM_STEP, body=b"")
+    return run, await log.plan()
+
+
+async def test_what_has_no_result_is_the_head_of_its_runs_queue_again(log: Log) -> None:
+    run, step = await half_done(log)
+    log.commit(step, opened={(run.id, 1): 3})
+    queue = await ready(log)
+    assert (queue.ops, queue.begun_tokens) == (step.ops[1:], 3)
+    assert log.queued() == QUEUED
+    assert (log.result(run, 0), log.result(run, 1)) == (Result.of_json({"said": "done"}), None)
+    log.commit(await log.plan(), opened={(run.id, 1): 6})
+    assert (await ready(log)).begun_tokens == 6
+    log.commit(await log.plan())
+    assert log.queued() == (0, 0, 0)
+    assert log.result(run, 3) == Result.of_json({"said": "done"})
+    assert b"begun" not in log.redis.hgetall(run_keys.log(POOL, run.id))
+
+
+async def test_a_second_commit_puts_nothing_back_again(log: Log) -> None:
+    run, step = await half_done(log)
+    log.commit(step, opened={(run.id, 1): 3})
+    await log.plan()
+    before = log.everything()
+    log.commit(step, opened={(run.id, 1): 3})
+    assert log.everything() == before
+
+
+async def test_a_replaced_worker_puts_nothing_back(log: Log) -> None:
+    run, step = await half_done(log)
+    log.new_worker()
+    before = log.everything()
+    with pytest.raises(Fenced):
+        log.commit(step, opened={(run.id, 1): 3})
+    assert log.everything() == before
+
+
+async def test_only_the_end_of_a_runs_part_can_go_back(log: Log) -> None:
+    run, step = await half_done(log)
+    before = log.everything()
+    done = {(run.id, seq): Result.of_json({}) for seq in (0, 1, 3)}
+    with pytest.raises(AssertionError, match="not committed"):
+        log.execution.commit(step, done, {}, {}, opened={(run.id, 2): 1})
+    with pytest.raises(KeyError):  # a result that was forgotten
+        log.execution.commit(step, {}, {}, {}, opened={})
+    assert log.everything() == before
+
+
+async def test_what_was_begun_is_begun_no_more_in_a_later_process(log: Log) -> None:
+    run, step = await half_done(log)
+    log.commit(step, opened={(run.id, 1): 3})
+    log.execution = log.new_worker()
+    queue = await ready(log)
+    assert (queue.ops, queue.begun_tokens) == (step.ops[1:], 0)
+
+
+async def test_a_plan_from_before_it_came_back_is_refused(log: Log) -> None:
+    run, step = await half_done(log)
+    await log.submit(run, 4)
+    behind = await ready(log)
+    log.commit(step, opened={(run.id, 1): 3})
+    cycle = await log.dispatch.last_cycle(POOL) + 1
+    with pytest.raises(PlanOutdated):
+        await log.dispatch.plan(POOL, replace(step, cycle=cycle, ops=behind.ops))
+
+
+@pytest.mark.parametrize("how", ["closed", "failed"])
+@pytest.mark.parametrize("when", ["during", "after"])
+async def test_a_run_that_ends_half_way_fails_what_waits(log: Log, how: str, when: str) -> None:
+    run, step = await half_done(log)
+    if when == "after":
+        log.commit(step, opened={(run.id, 1): 3})
+    if how == "closed":
+        await log.intake.close_run(run)
+    else:
+        log.execution.fail_run(run.id, run.tenant)
+    if when == "during":
+        assert log.result(run, 1) is None  # what is planned may well be done
+        log.commit(step, opened={(run.id, 1): 3})
+    assert log.result(run, 0) == Result.of_json({"said": "done"})
+    failure = UNLOADED if how == "closed" else RUN_STOPPED
+    assert {log.result(run, seq) for seq in (1, 2, 3)} == {failure}
+    assert (log.queued(), log.references()) == ((0, 0, 0), {})
+    assert await log.dispatch.ready(POOL) == []
+    row = log.redis.hgetall(run_keys.log(POOL, run.id))
+    assert b"begun" not in row
+    assert not log.redis.hexists(run_keys.bodies(POOL, run.id), "2")
+    if how == "closed":
+        assert log.execution.forget(run.id)
+
+
+async def test_who_waits_for_it_to_come_back_to_a_closed_run_is_answered_at_once(log: Log) -> None:
+    run, step = await half_done(log)
+    await log.intake.close_run(run)
+    async with log.futures() as futures:
+        log.commit(step, opened={(run.id, 1): 3})
+        assert await futures.wait(run.tenant, step.ops[1].request_id, 30) == UNLOADED
+
+
+async def test_a_gap_behind_it_is_one_again_only_once_it_is_planned(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    await log.submit(run, 3)
+    step = await log.plan()
+    await log.dispatch.expire_gap(POOL, run.id, run.tenant)
+    assert log.queued()[0] == 2
+    log.commit(step, opened={(run.id, 1): 3})
+    assert log.queued()[0] == 2  # seq 1 and 3: the gap that was given up for is far again
+    assert not log.redis.zscore(run_keys.gaps(POOL), run.id)
+    await log.submit(run, 2)  # while it lies behind what came back
+    await log.run_all()
+    assert log.queued() == (0, 0, 0)
+
+
+async def test_a_gap_is_counted_from_the_plan_of_what_lies_before_it(log: Log) -> None:
+    run = await log.new_run()
+    await log.submit(run, 1)
+    await log.submit(run, 3)
+    log.commit(await log.plan(), opened={(run.id, 1): 3})
+    assert not log.redis.zscore(run_keys.gaps(POOL), run.id)
+    log.commit(await log.plan())
+    assert log.redis.zscore(run_keys.gaps(POOL), run.id)
+    await log.submit(run, 2)
+    await log.run_all()
+    assert log.queued() == (0, 0, 0)
+
+
+async def test_who_comes_back_is_as_old_as_its_request(log: Log) -> None:
+    run, step = await half_done(log)
+    neighbour = record_of("b")
+    await log.intake.create_run(neighbour)
+    log.commit(step, opened={(run.id, 1): 3})
+    assert [queue.run for queue in await log.dispatch.ready(POOL)] == [run.id, neighbour.id]
+
+
+async def test_a_rollback_gives_an_open_pass_up(log: Log) -> None:
+    run, step = await half_done(log)
+    log.commit(step, opened={(run.id, 1): 3})
+    await log.plan(allowances={request_id(run.id, 1): 2})
+    weights = WeightsRef(f"{run.id}:0")
+    checkpoint = CheckpointRecord(run.id, run.tenant, "weights", "x", weights, MODEL, 0.0)
+    assert log.execution.roll_back(checkpoint, "file", "sha") == 1
+    [rejected] = log.execution.open_steps()
+    assert {op.kind for op in rejected.ops} == {OpKind.REJECTED}
+    assert rejected.allowances == {}
+    assert b"begun" not in log.redis.hgetall(run_keys.log(POOL, run.id))
+    log.commit(rejected)
+    assert log.queued() == (0, 0, 0)
