@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -26,24 +27,24 @@ from cotrain_workers.engine.model.fusion import fuse
 from cotrain_workers.engine.model_facts import model_facts
 from cotrain_workers.engine.numerics import numerics_of
 from cotrain_workers.engine.ops import (
-    CycleOutput,
     Failure,
     Load,
     OptimStep,
-    Output,
     Pass,
     ReverseKl,
     Save,
     unknown_run,
 )
+from cotrain_workers.engine.running_cycle import RunningCycle
 from cotrain_workers.engine.training.adamw import take_steps
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
+from cotrain_workers.engine.training.open_passes import OpenPasses, next_wave
 from cotrain_workers.engine.training.pass_state import PassState
 from cotrain_workers.engine.training.validation import refuse_pass, refuse_reverse_kl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.decoding.requests import TextOf
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
     from cotrain_workers.engine.model.base_model import BaseModel
     from cotrain_workers.engine.model_facts import ModelFacts
-    from cotrain_workers.engine.ops import HostWeights, Op
+    from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op
     from cotrain_workers.engine.spec import Target
 
 
@@ -72,6 +73,8 @@ class Engine:
         self.halvings = 0  # of micro-batches that did not fit into memory
         # Of ops, among those halvings; such an op has other last bits than with more memory.
         self.cut_slices = 0
+        self.open_passes = OpenPasses()
+        adapters.on_drop = self.open_passes.drop
         self._base = base
         self._forward_backward = forward_backward
 
@@ -138,34 +141,40 @@ class Engine:
         """Run one cycle to its end; see `cycle`."""
         return run_to_end(self.cycle(ops))
 
-    def cycle(self, ops: Sequence[Op]) -> Yielding[CycleOutput]:
+    def cycle(
+        self,
+        ops: Sequence[Op],
+        allowances: Mapping[tuple[str, int], int] = MappingProxyType({}),
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Yielding[CycleOutput]:
         """Run one cycle: per run, ascending `seq`,
         `(Create | Import | Load)? (Pass | ReverseKl)* OptimStep? (Save | Load)*`.
 
         Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
         Yields after each micro-batch; a decoder of this engine may step there.
+
+        A pass in `allowances`, by (run, seq), runs one slice, then more while all of them are no more
+        tokens than that and time is not `is_over`. With slices left it stays open, and gets no output,
+        nor do the ops of its run behind it. A later cycle goes on with it, if its adapter is the same
+        still. Where it was cut changes no bit, and its run's state is not touched before its end.
+
         An exception means a broken engine: its adapters must then be restored from their last states.
         """
-        outputs: dict[tuple[str, int], Output] = {}
+        cycle = RunningCycle(dict(allowances), is_over)
+        for run, seq in {op.run: op.seq for op in reversed(ops)}.items():
+            self.open_passes.drop_others(run, seq)
         for op in ops:
             if begins_run(op):
-                outputs[op.run, op.seq] = begin(self.adapters, op, self.facts.max_rank)
+                cycle.outputs[op.run, op.seq] = begin(self.adapters, op, self.facts.max_rank)
         try:
-            groups = []
             for runs in self.adapters.device_groups(list(dict.fromkeys(op.run for op in ops))):
-                own = [op for op in ops if op.run in runs]
-                groups.append((yield from self._run_group(own, outputs)))
+                yield from self._run_group([op for op in ops if op.run in runs], cycle)
         finally:
             self.adapters.release()
-        return CycleOutput(
-            outputs=outputs,
-            forwards=sum(group.forwards for group in groups),
-            tokens=sum(group.tokens for group in groups),
-            padded_tokens=sum(group.padded_tokens for group in groups),
-            wave_s=sum(group.wave_s for group in groups),
-            optim_s=sum(group.optim_s for group in groups),
-            is_exact=all(group.is_exact for group in groups),
-        )
+        self.base_forwards += cycle.cost.forwards
+        self.halvings += cycle.cost.halvings
+        self.cut_slices += cycle.cost.cut_slices
+        return cycle.output()
 
     def decoder(
         self,
@@ -211,52 +220,53 @@ class Engine:
         """Return the modules that adapters can be attached to."""
         return self._base.targets
 
-    def _run_group(
-        self, ops: Sequence[Op], outputs: dict[tuple[str, int], Output]
-    ) -> Yielding[CycleOutput]:
+    def _run_group(self, ops: Sequence[Op], cycle: RunningCycle) -> Yielding[None]:
         """Run those ops of a cycle whose adapters fit on the device together: mostly all of them."""
         began = time.perf_counter()
         self.adapters.bring_in(list(dict.fromkeys(op.run for op in ops)))
-        passes = self._admit([op for op in ops if isinstance(op, Pass | ReverseKl)], outputs)
-        prepared_s = time.perf_counter() - began
-        cost = yield from self._forward_backward.run(passes)
-        for done in passes:
-            assert done.output is not None
-            outputs[done.op.run, done.op.seq] = done.output
-        middle = time.perf_counter()
-        take_steps(self.adapters, [op for op in ops if isinstance(op, OptimStep)], outputs)
-        for op in ops:
+        cycle.cost.seconds += time.perf_counter() - began
+        waiting = [op for op in ops if isinstance(op, Pass | ReverseKl)]
+        while waiting:
+            wave, waiting = next_wave(waiting, cycle.allowances)
+            yield from self._run_wave(wave, cycle)
+            if cycle.is_over():
+                cycle.deferred.update(op.run for op in waiting)
+            waiting = [op for op in waiting if op.run not in cycle.deferred]
+        began = time.perf_counter()
+        rest = [op for op in ops if op.run not in cycle.deferred]
+        take_steps(self.adapters, [op for op in rest if isinstance(op, OptimStep)], cycle.outputs)
+        for op in rest:
             if isinstance(op, Save):
-                outputs[op.run, op.seq] = save(self.adapters, op)
+                cycle.outputs[op.run, op.seq] = save(self.adapters, op)
             elif isinstance(op, Load) and not op.creates:
-                outputs[op.run, op.seq] = load(self.adapters, op)
-        self.base_forwards += cost.forwards
-        self.halvings += cost.halvings
-        self.cut_slices += cost.cut_slices
-        return CycleOutput(
-            outputs=outputs,
-            forwards=cost.forwards,
-            tokens=cost.tokens,
-            padded_tokens=cost.padded_tokens,
-            wave_s=prepared_s + cost.seconds,
-            optim_s=time.perf_counter() - middle,
-            is_exact=not cost.cut_slices,
-        )
+                cycle.outputs[op.run, op.seq] = load(self.adapters, op)
+        cycle.optim_s += time.perf_counter() - began
 
-    def _admit(
-        self, ops: Sequence[Pass | ReverseKl], outputs: dict[tuple[str, int], Output]
-    ) -> list[PassState]:
-        """Open the passes that can run; write why the others cannot."""
+    def _run_wave(self, ops: Sequence[Pass | ReverseKl], cycle: RunningCycle) -> Yielding[None]:
+        """Run passes together; those that did not end are kept, and hold back their runs."""
+        began = time.perf_counter()
+        passes = self._admit(ops, cycle)
+        cycle.cost.seconds += time.perf_counter() - began
+        yield from self._forward_backward.run(passes, cycle.cost, cycle.is_over)
+        for state in passes:
+            if state.output is None:
+                self.open_passes.keep(state)
+            cycle.note(state)
+
+    def _admit(self, ops: Sequence[Pass | ReverseKl], cycle: RunningCycle) -> list[PassState]:
+        """Begin the passes that can run, or go on with them; write why the others cannot."""
         admitted = []
         for op in ops:
             if op.run not in self.adapters:
-                outputs[op.run, op.seq] = unknown_run()
+                cycle.outputs[op.run, op.seq] = unknown_run()
                 continue
-            reason = self._refuse(op)
+            adapter, allowance = self.adapters[op.run], cycle.allowances.get((op.run, op.seq))
+            state = self.open_passes.resume(op, adapter, allowance)
+            reason = None if state else self._refuse(op)
             if reason:
-                outputs[op.run, op.seq] = Failure(reason, "user")
+                cycle.outputs[op.run, op.seq] = Failure(reason, "user")
             else:
-                admitted.append(PassState(op, self.adapters[op.run]))
+                admitted.append(state or PassState(op, adapter, allowance))
         return admitted
 
     def _refuse(self, op: Pass | ReverseKl) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -29,6 +29,11 @@ class Datum:
         """Return the shape of what is found of it: one value per target."""
         return self.inputs["target_tokens"].shape
 
+    @property
+    def rows(self) -> int:
+        """Return how many tokens the base model reads for it."""
+        return len(self.tokens)
+
 
 @dataclass(frozen=True)
 class KlDatum:
@@ -46,6 +51,11 @@ class KlDatum:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of what is found of it: one value per target."""
         return self.weights.shape
+
+    @property
+    def rows(self) -> int:
+        """Return how many tokens the base model reads for it, for the run and for the reference."""
+        return len(self.tokens) + len(self.reference)
 
 
 @dataclass(frozen=True)
@@ -225,16 +235,33 @@ Output = (
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a pass has come that takes several cycles, in tokens that the base model read for it."""
+
+    now: int  # in this cycle
+    in_all: int
+
+
+@dataclass(frozen=True)
 class CycleOutput:
     """What one cycle did, and what it cost."""
 
-    outputs: Mapping[tuple[str, int], Output]  # by (run, seq): one for every op of the cycle
+    outputs: Mapping[tuple[str, int], Output]
+    """By (run, seq): one for every op of the cycle, but for passes that stay open and what is deferred
+    behind them."""
     forwards: int  # passes of the base model
     tokens: int
     padded_tokens: int  # tokens plus the filler of every micro-batch
     wave_s: float  # forward/backward, without what others took at its yield points
     optim_s: float
     is_exact: bool = True  # False: memory ran out so that an op has other last bits than with more
+    divided: Mapping[tuple[str, int], Progress] = field(default_factory=dict)
+    """Of passes that stay open, or did so in a cycle before; those without an output are open."""
+
+    @property
+    def open_tokens(self) -> dict[tuple[str, int], int]:
+        """Return the passes that stay open, each with its tokens that have run."""
+        return {at: each.in_all for at, each in self.divided.items() if at not in self.outputs}
 
 
 def unknown_run() -> Failure:

@@ -25,7 +25,7 @@ from cotrain_workers.engine.adapters.residency import (
 from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas
     from cotrain_workers.engine.adapters.residency import Moves
@@ -106,6 +106,8 @@ class AdapterBank:
         self.offloaded = 0
         """How many adapters are on the host, nothing of theirs on the device. Any thread may look."""
         self._layout_by_shape: dict[tuple[int, bool, bool, bool], Layout] = {}
+        self.on_drop: Callable[[str], None] = lambda run: None
+        """What else goes with a run's adapter."""
 
     def __contains__(self, run: object) -> bool:
         return run in self._adapter_by_run
@@ -123,6 +125,7 @@ class AdapterBank:
 
     def drop(self, run: str) -> None:
         """Forget a run's adapter; twice is harmless."""
+        self.on_drop(run)
         dropped = self._adapter_by_run.pop(run, None)
         self.offloaded -= dropped is not None and dropped.on_host is not None
 

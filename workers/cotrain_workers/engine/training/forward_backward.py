@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,15 +24,14 @@ from cotrain_workers.engine.routing import Route, Segment
 from cotrain_workers.engine.sequence_table import SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.losses import LOSSES
-from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut, fill
+from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, fill
 from cotrain_workers.engine.training.out_of_memory import Fail, Recompute, Split, after_oom
 from cotrain_workers.engine.training.pass_state import (
     claim_gradient,
-    close,
+    collect,
     finish,
     give_up,
     needs_memory,
-    output_of,
 )
 from cotrain_workers.engine.training.reverse_kl import (
     KlHead,
@@ -42,7 +41,7 @@ from cotrain_workers.engine.training.reverse_kl import (
 from cotrain_workers.engine.training.validation import TARGETS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.lora.backend import LoraBackend
@@ -102,25 +101,45 @@ class ForwardBackward:
         wide = base.head_weight.dtype == torch.float64
         self._loss_dtype = torch.float64 if wide else torch.float32
 
-    def run(self, passes: Sequence[PassState]) -> Yielding[PassesCost]:
-        """Run all passes and set each one's output; yield after each micro-batch.
+    def run(
+        self,
+        passes: Sequence[PassState],
+        cost: PassesCost,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Yielding[None]:
+        """Run passes and set the output of each that is complete; yield after each micro-batch.
 
-        Of one run, earlier passes come first.
+        Of one run, earlier passes come first. Passes with an allowance come after the others, their first
+        slices before all else of theirs; they stay open where it is used up, or once time `is_over`.
         """
-        began = time.perf_counter()
-        op_slices: list[OpSlice] = []
         for at, state in enumerate(passes):
-            cuts = list(self._cut(at, state.op))
-            state.slices_left = len(cuts)
-            op_slices += cuts
-            if not cuts:
-                state.output = output_of(state.op, [], 0.0)
-        cost = PassesCost()
+            state.cut(at, self._micro_batch_tokens)
+        whole = [state.slices for state in passes if state.allowance is None]
+        divided = [state for state in passes if state.allowance is not None]
+        firsts = [state.slices[0] for state in divided if state.slices]
+        yield from self._run_slices([*chain.from_iterable(whole)], passes, cost)
+        yield from self._run_slices(firsts, passes, cost)
+        by_rank = zip_longest(*(state.allowed() for state in divided))
+        more = [each for each in chain.from_iterable(by_rank) if each]
+        yield from self._run_slices(more, passes, cost, is_over)
+        began = time.perf_counter()
+        finish(passes)
+        cost.seconds += time.perf_counter() - began
+
+    def _run_slices(
+        self,
+        op_slices: Sequence[OpSlice],
+        passes: Sequence[PassState],
+        cost: PassesCost,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Yielding[None]:
+        """Run slices, those of one pass in their order; stop between two micro-batches if time `is_over`."""
         waiting = deque(
             batch.ordered(lambda op_slice: self._lora.order(passes[op_slice.owner].adapter))
             for batch in fill(op_slices, self.safe_tokens, self._lora.align)
         )
-        while waiting:
+        while waiting and not is_over():
+            began = time.perf_counter()
             batch = waiting.popleft()
             ran = self._try(batch, passes)
             if ran is None:
@@ -130,10 +149,6 @@ class ForwardBackward:
                 cost.add(ran)
             cost.seconds += time.perf_counter() - began
             yield
-            began = time.perf_counter()
-        finish(passes)
-        cost.seconds += time.perf_counter() - began
-        return cost
 
     def _try(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch] | None:
         """Run a micro-batch and return it, after those that its references took.
@@ -180,7 +195,10 @@ class ForwardBackward:
                 waiting.clear()
                 waiting.extend(batch for batch in left if batch.op_slices)
             case Split(first, second, cuts_slice):
-                owner.slices_left += cuts_slice
+                if cuts_slice:
+                    owner.slices.popleft()
+                    owner.slices.extendleft((*second.op_slices, *first.op_slices))
+                    owner.is_exact = False
                 cost.cut_slices += cuts_slice
                 cost.halvings += 1
                 self.safe_tokens = min(self.safe_tokens, max(first.tokens, second.tokens))
@@ -189,12 +207,6 @@ class ForwardBackward:
     def recomputes(self, padded_tokens: int) -> bool:
         """Return whether layers are computed a second time at this size; no bit depends on it."""
         return padded_tokens > self._keep_tokens
-
-    def _cut(self, at: int, op: Pass | ReverseKl) -> list[OpSlice]:
-        lengths = [len(datum.tokens) for datum in op.datums]
-        columns = [math.prod(datum.shape[1:]) for datum in op.datums]
-        limit = self._micro_batch_tokens
-        return list(cut(at, lengths, columns, limit, needs_grad=op.needs_grad))
 
     def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
         referred, ran = self._ask_references(batch, passes)
@@ -235,7 +247,7 @@ class ForwardBackward:
             state = passes[op_slice.owner]
             adapter = state.adapter
             if op_slice.needs_grad and state.gradient is None:
-                state.gradient = claim_gradient(adapter)
+                state.gradient = claim_gradient(state)
             grads = state.gradient.views if state.gradient else None
             segments.append(Segment(start, stop, adapter, adapter.spec.scale, grads))
         return segments
@@ -287,13 +299,3 @@ class ForwardBackward:
         """Return one input of a slice's datums, `[n, K]`; a 1-D input is one column."""
         arrays = [datum.inputs[name].reshape(len(datum.tokens), -1) for datum in datums]
         return to_device(np.concatenate(arrays), self._device, dtype)
-
-
-def collect(batch: MicroBatch, passes: Sequence[PassState], results: Sequence[HeadResult]) -> None:
-    """Note what was found of each slice, and close the passes that are complete."""
-    for op_slice, result in zip(batch.op_slices, results, strict=True):
-        passes[op_slice.owner].results.append(result)
-        passes[op_slice.owner].slices_left -= 1
-    for at in dict.fromkeys(op_slice.owner for op_slice in batch.op_slices):
-        if passes[at].slices_left == 0:
-            close(passes[at])

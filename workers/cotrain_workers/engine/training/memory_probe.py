@@ -13,6 +13,7 @@ from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.ops import Datum, Pass
 from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.forward_backward import ForwardBackward, PassesCost
 from cotrain_workers.engine.training.memory_model import (
     Activations,
     Budget,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from cotrain_workers.engine.model.activation_checkpointing import Choice
     from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.training.forward_backward import ForwardBackward
     from cotrain_workers.engine.training.memory_model import ActivationModel
 
     class NewForwardBackward(Protocol):
@@ -118,7 +118,9 @@ def probe(
     adapter = bank.create("probe", AdapterSpec(PROBE_RANK, seed=0))
     forward_backward = new_forward_backward(micro_batch_tokens=tokens, recompute=choice)
     try:
-        return run_to_end(forward_backward.run([PassState(op, adapter)])).halvings == 0
+        cost = PassesCost()
+        run_to_end(forward_backward.run([PassState(op, adapter)], cost))
+        return cost.halvings == 0
     finally:
         bank.drop("probe")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,14 +12,15 @@ import torch
 
 from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
 from cotrain_workers.engine.training.losses import LOSSES
+from cotrain_workers.engine.training.micro_batches import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cotrain_workers.engine.adapters.adapter import Adapter, Gradient
     from cotrain_workers.engine.ops import Datum, KlDatum
     from cotrain_workers.engine.training.logprob_head import HeadResult
-    from cotrain_workers.engine.training.micro_batches import OpSlice
+    from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
 
 #: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
@@ -30,9 +32,14 @@ class PassState:
 
     op: Pass | ReverseKl
     adapter: Adapter
-    slices_left: int = 0
+    allowance: int | None = None
+    """Tokens that may run in this cycle, after the first slice; the pass may stay open. None: all."""
+    slices: deque[OpSlice] = field(default_factory=deque)  # that have not run, in their order
+    rows: int = 0  # tokens that have run
+    rows_before: int = 0  # of those, in earlier cycles
     gradient: Gradient | None = None  # where its weight gradients go, once a slice has run
     results: list[HeadResult] = field(default_factory=list)  # of its slices, on the device
+    is_exact: bool = True  # False: a slice was cut, which moves the last bits of the sums
     is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
     output: PassOutput | ReverseKlOutput | Failure | None = None
 
@@ -40,17 +47,61 @@ class PassState:
         """Return the datums of one of this pass's slices."""
         return self.op.datums[op_slice.first : op_slice.last]
 
+    def rows_of(self, op_slice: OpSlice) -> int:
+        """Return how many tokens the base model reads for one of this pass's slices."""
+        return sum(datum.rows for datum in self.datums(op_slice))
 
-def claim_gradient(adapter: Adapter) -> Gradient:
-    """Return where an op may add its gradient: the adapter's own arena while that is clean, else scratch.
+    def allowed(self) -> Iterator[OpSlice]:
+        """Yield the next slices that the allowance has room for."""
+        left = (self.allowance or 0) - self.rows_now
+        for op_slice in self.slices:
+            left -= self.rows_of(op_slice)
+            if left < 0:
+                return
+            yield op_slice
 
-    An op that fails is then undone by zeroing the arena or dropping the scratch. Both start from zeros,
-    so the bits of the sum do not depend on which it was.
+    @property
+    def rows_now(self) -> int:
+        """Return how many tokens have run in this cycle."""
+        return self.rows - self.rows_before
+
+    def cut(self, at: int, limit: int) -> None:
+        """Have the slices of at most `limit` tokens, of a pass that is the `at`-th of those that run."""
+        if self.rows:  # what an open pass has left was cut when it began
+            self.slices = deque(replace(each, owner=at) for each in self.slices)
+            return
+        lengths = [len(datum.tokens) for datum in self.op.datums]
+        columns = [math.prod(datum.shape[1:]) for datum in self.op.datums]
+        self.slices = deque(cut(at, lengths, columns, limit, needs_grad=self.op.needs_grad))
+        if not self.slices:
+            self.output = output_of(self.op, [], 0.0)
+
+
+def claim_gradient(state: PassState) -> Gradient:
+    """Return where a pass may add its gradient: the adapter's own arena while that is clean, else scratch.
+
+    A pass that fails is then undone by zeroing the arena or dropping the scratch. Both start from zeros,
+    so the bits of the sum do not depend on which it was. One that may stay open leaves the arena alone:
+    the adapter is then, between cycles, as its last complete op left it.
     """
-    if adapter.grads_pending or adapter.gradient_in_use:
+    adapter = state.adapter
+    if state.allowance is not None or adapter.grads_pending or adapter.gradient_in_use:
         return adapter.scratch_gradient()
     adapter.gradient_in_use = True
     return adapter.gradient
+
+
+def collect(batch: MicroBatch, passes: Sequence[PassState], results: Sequence[HeadResult]) -> None:
+    """Note what was found of each slice, and close the passes that are complete."""
+    for op_slice, result in zip(batch.op_slices, results, strict=True):
+        state = passes[op_slice.owner]
+        ran = state.slices.popleft()
+        assert ran == op_slice, "the slices of a pass run in their order"
+        state.rows += state.rows_of(ran)
+        state.results.append(result)
+    for at in dict.fromkeys(op_slice.owner for op_slice in batch.op_slices):
+        if not passes[at].slices:
+            close(passes[at])
 
 
 def close(done: PassState) -> None:
@@ -72,8 +123,8 @@ def close(done: PassState) -> None:
 
 
 def finish(passes: Sequence[PassState]) -> None:
-    """Set the outputs of passes that ran, those aside that failed already. Waits for the device, once."""
-    left = [each for each in passes if each.output is None]
+    """Set the outputs of passes that are complete, those aside that failed. Waits for the device, once."""
+    left = [each for each in passes if each.output is None and not each.slices]
     for done, values in zip(left, values_on_host(left), strict=True):
         loss_sum, is_finite = float(values[0]), bool(values[1])
         if done.gradient is not None:
@@ -122,6 +173,7 @@ def give_up(failed: PassState, failure: Failure) -> None:
         failed.adapter.gradient.flat.zero_()
         failed.adapter.gradient_in_use = False
     failed.gradient = None
+    failed.slices.clear()
     failed.results.clear()
     failed.output = failure
 

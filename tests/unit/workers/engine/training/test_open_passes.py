@@ -1,0 +1,373 @@
+"""A pass that takes several cycles: the bits of one that takes one, and nothing of it before its end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.ops import (
+    Create,
+    Failure,
+    OptimStep,
+    Pass,
+    PassOutput,
+    ReverseKl,
+    ReverseKlOutput,
+    Save,
+)
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.open_passes import next_wave
+from cotrain_workers.engine.training.pass_state import needs_memory
+from tests.support.kl import kl_datums, random_weights, started
+from tests.support.training import MIX, random_datum, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import CycleOutput, Op, Output
+
+    NewEngine = Callable[..., Engine]
+    OpId = tuple[str, int]
+
+pytestmark = pytest.mark.numerics
+
+#: Tokens of a micro-batch, and datums of which each is a slice of its own.
+SLICE, LENGTHS = 16, (16, 11, 14, 16, 9)
+
+
+def a_pass(seq: int, run: str = "a", *, needs_grad: bool = True, seed: int = 0) -> Pass:
+    rng = np.random.default_rng([seed, seq])
+    datums = [random_datum(rng, "cross_entropy", length) for length in LENGTHS]
+    return Pass(run, seq, datums, "cross_entropy", {}, needs_grad)
+
+
+def a_step(seq: int, run: str = "a") -> OptimStep:
+    return OptimStep(run, seq, 1e-2, 0.9, 0.95, 1e-8, 0.01, grad_clip_norm=1.0)
+
+
+def one_cycle(engine: Engine, ops: Sequence[Op], **allowances: int) -> CycleOutput:
+    """Run a cycle; `a1=20` lets 20 tokens of op 1 of run "a" run in it."""
+    return run_to_end(
+        engine.cycle(ops, {(name[0], int(name[1:])): rows for name, rows in allowances.items()})
+    )
+
+
+def slice_by_slice(engine: Engine, ops: Sequence[Op]) -> Iterator[CycleOutput]:
+    """Run ops in as many cycles as it takes when each runs one slice of a pass."""
+    left = list(ops)
+    while left:
+        allowances = {(op.run, op.seq): 1 for op in left if isinstance(op, Pass | ReverseKl)}
+        cycle = run_to_end(engine.cycle(left, allowances))
+        left = [op for op in left if (op.run, op.seq) not in cycle.outputs]
+        yield cycle
+
+
+def outputs_of(cycles: Iterator[CycleOutput]) -> dict[OpId, Output]:
+    return {at: output for cycle in cycles for at, output in cycle.outputs.items()}
+
+
+def assert_same_output(ours: Output, theirs: Output) -> None:
+    match theirs:
+        case PassOutput():
+            assert isinstance(ours, PassOutput), ours
+            assert ours.loss_sum == theirs.loss_sum
+            for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+                np.testing.assert_array_equal(mine, other, strict=True)
+        case ReverseKlOutput():
+            assert isinstance(ours, ReverseKlOutput), ours
+            assert (ours.loss_sum, ours.kl_sum) == (theirs.loss_sum, theirs.kl_sum)
+            for mine, other in zip(ours.losses, theirs.losses, strict=True):
+                np.testing.assert_array_equal(mine, other, strict=True)
+        case _:
+            assert ours == theirs
+
+
+def assert_same_outputs(ours: dict[OpId, Output], theirs: dict[OpId, Output]) -> None:
+    assert ours.keys() == theirs.keys()
+    for op_id, output in theirs.items():
+        assert_same_output(ours[op_id], output)
+
+
+def two_engines(new_engine: NewEngine, **settings: object) -> tuple[Engine, Engine]:
+    """Return two with run "a", which has a gradient from before."""
+    engines = tuple(new_engine(micro_batch_tokens=SLICE, **settings) for _ in range(2))
+    for engine in engines:
+        engine.run([Create("a", 0, AdapterSpec(8, seed=1)), a_pass(1), a_step(2), a_pass(3)])
+    return engines[0], engines[1]
+
+
+@pytest.mark.parametrize("lora", ["seg", "grouped"])
+def test_slice_by_slice_among_others_every_run_has_the_bits_of_whole_passes(
+    new_engine: NewEngine, lora: str
+) -> None:
+    """Ranks, targets, losses and lengths of every kind; two gradients that add up, around a forward."""
+    settings = {"micro_batch_tokens": SLICE, "lora_backend": lora}
+    divided, whole = new_engine(**settings), new_engine(**settings)
+    for cycle in range(2):
+        ops = [op for tenant in MIX for op in tenant.ops(cycle)]
+        cycles = list(slice_by_slice(divided, ops))
+        assert len(cycles) > 4
+        assert_same_outputs(outputs_of(iter(cycles)), dict(whole.run(ops).outputs))
+    for tenant in MIX:
+        assert same_bits(divided.adapters.state(tenant.run), whole.adapters.state(tenant.run))
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize("border", range(1, len(LENGTHS)))
+def test_wherever_a_pass_is_cut_its_bits_are_those_of_the_whole(
+    new_engine: NewEngine, border: int, *, needs_grad: bool
+) -> None:
+    """With ops of another run between its parts, and its own state untouched until its end."""
+    divided, whole = two_engines(new_engine)
+    before = divided.adapters.state("a")
+    op, behind = a_pass(4, needs_grad=needs_grad), a_step(5)
+
+    first = one_cycle(divided, [op, behind], a4=sum(LENGTHS[:border]))
+    assert first.outputs == {}
+    assert first.open_tokens == {("a", 4): sum(LENGTHS[:border])}
+    assert first.tokens == sum(LENGTHS[:border])
+    assert same_bits(divided.adapters.state("a"), before)
+    divided.run([Create("b", 0, AdapterSpec(3, seed=2)), a_pass(1, "b"), a_step(2, "b")])
+    last = divided.run([op, behind])
+
+    assert last.open_tokens == {}
+    assert last.divided["a", 4].now == last.tokens == sum(LENGTHS[border:])
+    assert last.divided["a", 4].in_all == sum(LENGTHS)
+    assert_same_outputs(dict(last.outputs), dict(whole.run([op, behind]).outputs))
+    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
+
+
+def test_a_gradient_that_waits_for_its_step_is_the_same_sum(new_engine: NewEngine) -> None:
+    """Of one pass before, of two divided ones, and of one that runs whole behind them."""
+    divided, whole = two_engines(new_engine)
+    ops = [a_pass(4), a_pass(5), a_pass(6)]
+    left: list[Op] = list(ops)
+    while left:
+        out = one_cycle(divided, left, a4=20, a5=30)
+        left = [op for op in left if (op.run, op.seq) not in out.outputs]
+    whole.run(ops)
+    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
+
+
+@pytest.mark.parametrize("reference", [AdapterSpec(3, seed=21), None])
+def test_a_reverse_kl_in_parts_has_the_bits_of_the_whole(
+    new_engine: NewEngine, reference: AdapterSpec | None
+) -> None:
+    divided, whole = (started(new_engine(micro_batch_tokens=SLICE)) for _ in range(2))
+    weights = random_weights(reference, whole.adapters.layout_of) if reference else None
+    ops: list[Op] = [ReverseKl("a", 1, kl_datums(0), weights, 0.7), a_step(2)]
+
+    cycles = list(slice_by_slice(divided, ops))
+
+    read = [len(datum.tokens) + len(datum.reference) for datum in kl_datums(0)]
+    assert [cycle.open_tokens.get(("a", 1)) for cycle in cycles] == [
+        *np.cumsum(read)[:-1].tolist(),
+        None,
+    ]
+    assert_same_outputs(outputs_of(iter(cycles)), dict(whole.run(ops).outputs))
+    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
+
+
+@pytest.mark.parametrize("bad", [0, len(LENGTHS) - 1])
+def test_a_loss_that_is_not_finite_leaves_no_trace_of_any_part(
+    new_engine: NewEngine, bad: int
+) -> None:
+    divided, whole = two_engines(new_engine)
+    op = a_pass(4)
+    datums = list(op.datums)
+    nan = np.full(len(datums[bad].tokens), np.nan, np.float32)
+    datums[bad] = replace(datums[bad], inputs={**datums[bad].inputs, "weights": nan})
+
+    outputs = outputs_of(slice_by_slice(divided, [replace(op, datums=datums), a_step(5)]))
+
+    whole.run([a_step(5)])
+    assert isinstance(outputs["a", 4], Failure)
+    assert outputs["a", 4].code == "not_finite"
+    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
+
+
+@pytest.mark.parametrize("what", ["restored", "dropped and restored"])
+def test_an_adapter_put_in_place_of_another_begins_its_pass_anew(
+    new_engine: NewEngine, what: str
+) -> None:
+    divided, whole = two_engines(new_engine)
+    state = divided.adapters.state("a")
+    one_cycle(divided, [a_pass(4)], a4=30)
+    assert ("a", 4) in divided.open_passes
+    if what != "restored":
+        divided.adapters.drop("a")
+        assert not divided.open_passes.runs
+    divided.adapters.restore("a", state)
+
+    assert one_cycle(divided, [a_pass(4)], a4=20).open_tokens == {("a", 4): LENGTHS[0]}
+    again = divided.run([a_pass(4)])
+
+    assert_same_outputs(dict(again.outputs), dict(whole.run([a_pass(4)]).outputs))
+    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
+
+
+def test_an_adapter_that_was_offloaded_goes_on_where_its_pass_stopped(
+    new_engine: NewEngine,
+) -> None:
+    divided, whole = two_engines(new_engine, adapter_bytes=1)  # one adapter at a time
+    one_cycle(divided, [a_pass(4)], a4=30)
+    divided.run([Create("b", 0, AdapterSpec(3, seed=2)), a_pass(1, "b")])
+    assert divided.adapters.offloaded == 1
+
+    last = divided.run([a_pass(4), a_step(5)])
+
+    assert last.tokens == sum(LENGTHS[2:])
+    whole.run([a_pass(4), a_step(5)])
+    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
+
+
+def test_a_run_that_comes_with_another_op_first_has_nothing_open(new_engine: NewEngine) -> None:
+    engine, _ = two_engines(new_engine)
+    one_cycle(engine, [a_pass(4)], a4=20)
+    engine.run([Create("b", 0, AdapterSpec(1, seed=0))])
+    assert ("a", 4) in engine.open_passes
+    engine.run([a_step(5)])
+    assert not engine.open_passes.runs
+
+
+def test_behind_an_open_pass_its_run_waits_and_no_other(new_engine: NewEngine) -> None:
+    engine, _ = two_engines(new_engine)
+    of_a: list[Op] = [a_pass(4), a_pass(5, needs_grad=False), a_step(6), Save("a", 7)]
+    of_b: list[Op] = [
+        Create("b", 0, AdapterSpec(3, seed=2)),
+        a_pass(1, "b"),
+        a_step(2, "b"),
+        Save("b", 3),
+    ]
+
+    out = one_cycle(engine, [*of_a, *of_b], a4=20)
+
+    assert out.outputs.keys() == {(op.run, op.seq) for op in of_b}
+    out = one_cycle(engine, of_a, a4=1000, a5=1)
+    assert out.outputs.keys() == {("a", 4)}
+    assert out.open_tokens == {("a", 5): LENGTHS[0]}
+    assert engine.run(of_a[1:]).outputs.keys() == {("a", 5), ("a", 6), ("a", 7)}
+
+
+def test_when_time_is_over_passes_without_an_allowance_end_and_others_have_run_a_slice(
+    new_engine: NewEngine,
+) -> None:
+    engine, _ = two_engines(new_engine)
+    engine.run([Create("b", 0, AdapterSpec(3, seed=2)), Create("c", 0, AdapterSpec(2, seed=3))])
+    ops: list[Op] = [a_pass(4), a_pass(1, "b"), a_step(2, "b"), a_pass(1, "c"), a_pass(2, "c")]
+
+    allowances = {("a", 4): 1000, ("c", 1): 1000}
+    out = run_to_end(engine.cycle(ops, allowances, is_over=lambda: True))
+
+    assert out.outputs.keys() == {("b", 1), ("b", 2)}
+    assert out.open_tokens == {("a", 4): LENGTHS[0], ("c", 1): LENGTHS[0]}
+
+
+def test_time_that_runs_out_in_the_middle_stops_behind_the_micro_batch_in_work(
+    new_engine: NewEngine,
+) -> None:
+    engine, whole = two_engines(new_engine)
+    asked = iter([False, True])
+    out = run_to_end(
+        engine.cycle([a_pass(4), a_pass(5)], {("a", 4): 1000}, lambda: next(asked, True))
+    )
+    assert out.open_tokens == {("a", 4): sum(LENGTHS[:2])}
+    # Ended, and time over: what waited behind it waits on.
+    out = run_to_end(engine.cycle([a_pass(4), a_pass(5)], {("a", 4): 1000}, stops_after(3)))
+    assert out.outputs.keys() == {("a", 4)}
+    engine.run([a_pass(5)])
+    whole.run([a_pass(4), a_pass(5)])
+    assert same_bits(engine.adapters.state("a"), whole.adapters.state("a"))
+
+
+def stops_after(asked: int) -> Callable[[], bool]:
+    left = iter([False] * (asked - 1))
+    return lambda: next(left, True)
+
+
+def test_what_cannot_run_fails_at_once_and_holds_nothing_back(new_engine: NewEngine) -> None:
+    engine, _ = two_engines(new_engine)
+    outside = replace(a_pass(4), loss_fn="no_such_loss")
+    out = one_cycle(engine, [outside, a_step(5), a_pass(1, "x")], a4=1, x1=1)
+    assert isinstance(out.outputs["a", 4], Failure)
+    assert isinstance(out.outputs["x", 1], Failure)
+    assert ("a", 5) in out.outputs
+    assert not engine.open_passes.runs
+
+
+def test_a_wave_ends_for_a_run_with_the_first_pass_that_may_stay_open() -> None:
+    ops = [a_pass(1), a_pass(2), a_pass(3), a_pass(1, "b"), a_pass(2, "b")]
+    wave, later = next_wave(ops, {("a", 2): 5, ("a", 3): 5})
+    assert [(op.run, op.seq) for op in wave] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    assert [(op.run, op.seq) for op in later] == [("a", 3)]
+
+
+def out_of_memory_above(engine: Engine, most: int) -> list[int]:
+    """Let the base model run out of memory on rows of more than `most[0]` tokens; return that list."""
+    limit = [most]
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] > limit[0]:
+            raise torch.OutOfMemoryError
+
+    engine._base.backbone.register_forward_pre_hook(refuse, with_kwargs=True)
+    return limit
+
+
+def test_memory_that_runs_out_in_a_later_cycle_leaves_the_sums_of_earlier_ones(
+    new_engine: NewEngine,
+) -> None:
+    """Slices go apart that would have run together; none is cut, so that the bits stay."""
+    divided, whole = (new_engine(micro_batch_tokens=64, recompute="never") for _ in range(2))
+    small: list[Op] = [Create("b", 0, AdapterSpec(2, seed=3)), a_pass(1, "b")]
+    large = replace(a_pass(1), datums=[*a_pass(1).datums, *a_pass(2).datums])
+    for engine in (divided, whole):
+        engine.run([Create("a", 0, AdapterSpec(8, seed=1)), *small])
+    one_cycle(divided, [large], a1=1)
+    out_of_memory_above(divided, 64)  # the bucket of one slice
+
+    out = one_cycle(divided, [large, a_pass(2, "b")], a1=1000)
+
+    assert out.is_exact
+    whole.run([large, a_pass(2, "b")])
+    for run in ("a", "b"):
+        assert same_bits(divided.adapters.state(run), whole.adapters.state(run))
+
+
+def test_a_slice_cut_for_want_of_memory_counts_against_the_cycle_its_pass_ends_in(
+    new_engine: NewEngine,
+) -> None:
+    engine = new_engine(micro_batch_tokens=64, recompute="never")
+    large = replace(a_pass(1), datums=[*a_pass(1).datums, *a_pass(2).datums])
+    engine.run([Create("a", 0, AdapterSpec(8, seed=1)), Create("b", 0, AdapterSpec(2, seed=3))])
+    limit = out_of_memory_above(engine, 48)
+
+    first = one_cycle(engine, [large, a_step(1, "b")], a1=1)
+    limit[0] = 1000
+    last = engine.run([large])
+
+    assert engine.cut_slices == 1
+    assert first.open_tokens == {("a", 1): sum(LENGTHS[:4])}
+    assert first.is_exact  # of what ended in it
+    assert not last.is_exact
+    assert last.divided["a", 1].in_all == 2 * sum(LENGTHS)
+
+
+def test_a_datum_that_memory_cannot_hold_fails_its_open_pass_without_a_trace(
+    new_engine: NewEngine,
+) -> None:
+    divided, whole = two_engines(new_engine, recompute="never")
+    one_cycle(divided, [a_pass(4)], a4=30)
+    out_of_memory_above(divided, 0)
+
+    out = one_cycle(divided, [a_pass(4)], a4=1)
+
+    assert out.outputs == {("a", 4): needs_memory(LENGTHS[2])}
+    assert not divided.open_passes.runs
+    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
