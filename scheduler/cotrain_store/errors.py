@@ -20,11 +20,13 @@ StoreError
 │   ├── RunFailed
 │   ├── SessionFinished
 │   ├── RecordQuotaReached
+│   ├── RunTooLarge
 │   ├── MalformedPath
 │   └── KeyInSettings
 ├── Busy                            (nothing is wrong; try again later)
 │   ├── QueueFull
 │   ├── RunQuotaReached
+│   ├── RunBytesQuotaReached
 │   ├── SessionQuotaReached
 │   ├── SamplerQuotaReached
 │   ├── UnreadQuotaReached
@@ -126,6 +128,10 @@ class RecordQuotaReached(Refused):
     """This tenant has as many sessions and runs, with their metadata, as are kept; the operator can raise record_bytes of COTRAIN_QUOTAS."""
 
 
+class RunTooLarge(Refused):
+    """A run of this rank holds more than this tenant's runs may hold; the operator can raise run_bytes of COTRAIN_QUOTAS."""
+
+
 class MalformedPath(Refused):
     """Malformed checkpoint path; one looks like tinker://<run>/weights/<name>."""
 
@@ -148,6 +154,12 @@ class QueueFull(Busy):
 
 class RunQuotaReached(Busy):
     """Run quota reached."""
+
+    retry_after_s = 30.0
+
+
+class RunBytesQuotaReached(Busy):
+    """The runs of this tenant hold as much as they may; unload those that are done with."""
 
     retry_after_s = 30.0
 

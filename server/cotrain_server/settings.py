@@ -48,6 +48,9 @@ class Quotas(BaseModel):
     tokens: AtLeastOne = 8_000_000
     bytes: AtLeastOne = 1_000_000_000
     runs: AtLeastOne = 1_000
+    run_bytes: Annotated[int, Field(ge=0)] = 0
+    """What live runs hold: each its state once in memory and twice on disk. 0: 200 GB or, where that is
+    more, eight runs of the largest rank on the largest base model."""
     unread_bytes: AtLeastOne = 2_000_000_000
     """Results that were never fetched; over it, nothing new is accepted."""
     record_bytes: AtLeastOne = 200_000_000
@@ -149,7 +152,7 @@ class ServerSettings(StoreSettings):
         most = self.quotas
         return TenantLimits(
             most.ops, most.tokens, most.bytes, most.runs, most.unread_bytes, most.samplers,
-            most.sampler_bytes, most.record_bytes,
+            most.sampler_bytes, most.run_bytes, most.record_bytes,
         )  # fmt: skip
 
     @property

@@ -49,6 +49,49 @@ async def test_sessions_over_the_quota_are_refused_until_one_is_finished(
         assert (await api.post("create_session", {})).status_code == 200
 
 
+async def test_runs_that_would_hold_too_much_are_refused_by_all_that_makes_one_and_shown(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    weight = 3 * 16 * 4 * 100  # of a run of rank 4
+    async with running_api(empty_redis.url, quotas={"run_bytes": 2 * weight}) as api:
+        run = await api.new_run()
+        session = run.partition(":")[0]
+        body = {
+            "session_id": session,
+            "model_seq_id": 1,
+            "base_model": POOL.base_model,
+            "lora_config": {"rank": 8},
+        }
+        over = await api.post("create_model", body)
+        assert refusal(over) == (429, "run_bytes_quota_reached")
+        assert f"hold {weight} bytes, and this one would hold {2 * weight}" in over.json()["detail"]
+        body["lora_config"] = {"rank": 16}
+        never = await api.post("create_model", body)
+        assert (never.status_code, never.json()["code"]) == (400, "run_too_large")
+        assert "run_bytes of COTRAIN_QUOTAS" in never.json()["detail"]
+        with stand_in(api.services) as worker:
+            saved = await api.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})
+            assert saved.status_code == 200
+            await worker.run_log()
+            load = {"session_id": session, "path": f"tinker://{run}/weights/a", "optimizer": False}
+            assert (await api.post("load_weights", {**load, "model_seq_id": 2})).status_code == 200
+            over = await api.post("load_weights", {**load, "model_seq_id": 3})
+            assert refusal(over) == (429, "run_bytes_quota_reached")
+        own = (await api.get("usage")).json()["stored"]
+        assert own["runs"] == 2 * weight
+        assert own["checkpoints"] > 0
+        assert (await api.http.get("/status", headers={"X-API-Key": ALICE})).json()[
+            "run_bytes"
+        ] == 2 * weight
+        everything = (await api.http.get("/status", headers=OPERATOR)).json()
+        assert list(everything["run_bytes"].values()) == [2 * weight]
+        scrape = (await api.http.get("/metrics", headers=OPERATOR)).text
+        assert (
+            f'cotrain_run_bytes{{tenant="{next(iter(everything["run_bytes"]))}"}} {2.0 * weight}'
+            in scrape
+        )
+
+
 async def test_samplers_over_the_quota_are_refused_and_a_repeat_is_not(
     empty_redis: EmbeddedRedis,
 ) -> None:

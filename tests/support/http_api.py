@@ -50,6 +50,7 @@ POOL = PoolRecord(
     tokenizer="p-tiny",
     max_sequence_tokens=64,
     sampler="engine",
+    lora_widths={"attn": 40, "mlp": 40, "unembed": 20},
 )
 
 

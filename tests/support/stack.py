@@ -24,6 +24,7 @@ from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_store.tenants.records import Records
+from cotrain_workers.engine.spec import lora_widths
 from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
 from cotrain_workers.worker.bootstrap import Tuning, enter_pool
 from tests.support.bodies import optim_body, pass_body
@@ -159,7 +160,11 @@ def make_worker(
     connection = open_sync_connection(redis_url)
     writer = new_writer("w0")
     spools = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
-    record = replace(pool_record_for_tests(), numerics_id=engine.facts.numerics_id)
+    record = replace(
+        pool_record_for_tests(),
+        numerics_id=engine.facts.numerics_id,
+        lora_widths=lora_widths(engine.targets),
+    )
     return enter_pool(engine, connection, spools, record, settings, None, tuning), spools
 
 

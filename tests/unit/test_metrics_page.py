@@ -35,10 +35,15 @@ async def redis_found(*_: object) -> RedisStatus:
     return RedisStatus("8", True, "always", 0, True, 0)
 
 
+async def run_bytes_found(*_: object) -> dict[TenantId, int]:
+    return {TenantId("t"): 0}
+
+
 async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Scrape a server of one pool with one worker, another one away, and one tenant."""
     monkeypatch.setattr(collector, "pool_status", found)
     monkeypatch.setattr(collector, "redis_status", redis_found)
+    monkeypatch.setattr(collector, "largest_run_bytes", run_bytes_found)
 
     async def pools() -> list[Any]:
         return [pool_record_for_tests()]

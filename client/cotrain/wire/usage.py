@@ -123,6 +123,16 @@ class SourceUsage(WireModel):
     amounts: Amounts
 
 
+class StoredBytes(WireModel):
+    """What is kept for a tenant now, in bytes; each has a quota."""
+
+    runs: int = 0
+    """Of live runs: the state of each once in memory and twice on disk."""
+    checkpoints: int = 0
+    unread: int = 0
+    """Results that were never fetched."""
+
+
 class UsageResponse(WireModel):
     """GET usage: of a tenant, and of each of its runs and samplers, the most device time first."""
 
@@ -130,6 +140,7 @@ class UsageResponse(WireModel):
     ending_before: datetime
     total: Amounts
     sources: list[SourceUsage]
+    stored: StoredBytes = StoredBytes()
 
 
 # ---- Audit ---------------------------------------------------------------------------------------

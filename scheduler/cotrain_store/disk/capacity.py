@@ -64,6 +64,11 @@ class Capacity:
         if 0 < MEMORY_SHARE * self._memory_bytes < self._memory_used:
             raise StoreFull
 
+    @property
+    def free_disk_bytes(self) -> int:
+        """Say what is free of the disk, above its reserve."""
+        return max(0, self._free_disk().free - self._reserve)
+
     def unread_bytes(self, quota_bytes: int) -> int:
         """Say how much one tenant may have unread, as of the last `check`."""
         if 0 < CROWDED_SHARE * self._memory_bytes < self._memory_used:

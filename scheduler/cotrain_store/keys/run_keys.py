@@ -18,6 +18,7 @@ def run(run_id: RunId) -> str:
 def log(pool: PoolId, run_id: RunId) -> str:
     """Name where a run's log stands (next, done, snap, worker, state); kept with the run.
 
+    `weight`, `unwritten`: what the run counts for, and how much of that has still to be written to disk.
     While ops behind a gap are given up: `given_up_ops`, `given_up_bytes` and `given_up_since`. While a
     pass of it is open in a worker: `begun`, its seq, the tokens that ran, and that process' epoch.
     """

@@ -102,6 +102,16 @@ def record_bytes(tenant: TenantId) -> str:
     return f"cotrain:tenant:{tenant}:record_bytes"
 
 
+def run_bytes() -> str:
+    """Name the sorted set of tenants (score: bytes that their runs hold); one that holds nothing is struck off."""
+    return "cotrain:tenants:run_bytes"
+
+
+def unwritten_run_bytes() -> str:
+    """Name the number of bytes that all runs may still write; lives permanently."""
+    return "cotrain:run_bytes:unwritten"
+
+
 def usage(tenant: TenantId, hour: int) -> str:
     """Name the hash `<what>|<base model>|<session>|<run or sampler>` → amount of one hour.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cotrain_store.messages.ids import PoolId
 
 
@@ -30,3 +32,6 @@ class PoolRecord:
     max_sequence_tokens: int = 0
     """What a prompt and its continuation may have together; 0 where the pool does not sample."""
     sampler: Literal["", "engine", "vllm"] = ""
+    lora_widths: Mapping[str, int] = field(default_factory=dict)
+    """Values that an adapter trains in `attn`, `mlp` and `unembed` for each unit of its rank: inputs and
+    outputs of their modules. Empty where an older version's worker wrote this."""

@@ -26,6 +26,7 @@ from cotrain_store.oplog.reader import RunLogs
 from cotrain_store.oplog.rollback import DIGESTS_KEPT, Rollback
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.names import TenantNames
+from cotrain_store.tenants.run_bytes import STATES_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -196,8 +197,11 @@ class Execution:
                 f"cycle {step.cycle} holds an op whose predecessor is not committed"
             )
 
-    def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str) -> bool:
-        """Make a complete file the run's base; the one before stays, and the log is cut up to that.
+    def register_snapshot(
+        self, run: RunId, seq: int, file: str, sha256: str, size: int = 0
+    ) -> bool:
+        """Make a complete file of `size` bytes the run's base; the one before stays, and the log is cut
+        up to that.
 
         False if it came too late, or too early: the log holds a save whose weights are not stored.
 
@@ -211,7 +215,7 @@ class Execution:
         ]  # fmt: skip
         args = {
             "epoch": str(self.epoch), "run": run, "seq": seq, "file": file, "sha256": sha256,
-            "digests_kept": DIGESTS_KEPT,
+            "digests_kept": DIGESTS_KEPT, "size": size, "weight": size * STATES_KEPT,
         }  # fmt: skip
         answer = self._snapshot(script_keys, args)
         if answer == b"FENCED":

@@ -14,30 +14,18 @@ from typing import TYPE_CHECKING, Any
 from cotrain_store.disk.capacity import Capacity
 from cotrain_store.disk.result_storage import UNLOADED
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, SpoolRef
-from cotrain_store.errors import (
-    QueueFull,
-    RecordQuotaReached,
-    RunClosed,
-    RunFailed,
-    RunNotFound,
-    RunQuotaReached,
-    SamplerQuotaReached,
-    SeqConflict,
-    SeqTooFar,
-    StoreUnavailable,
-    UnreadQuotaReached,
-    WeightsDeleted,
-)
+from cotrain_store.errors import RunNotFound, StoreUnavailable
 from cotrain_store.failpoints import failpoint
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import RequestId, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.results import Result
+from cotrain_store.messages.rows import pool_record
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring import metrics
+from cotrain_store.oplog.refusals import refusal
 from cotrain_store.oplog.submission import (
-    MAX_SEQ_GAP,
     Submission,
     SubmittedOp,
     TenantLimits,
@@ -45,14 +33,16 @@ from cotrain_store.oplog.submission import (
 )
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.redis_client.scripts import async_script
+from cotrain_store.tenants.run_bytes import weigh_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from cotrain_store.disk.capacity import StoreBody
     from cotrain_store.disk.spool import Spool
     from cotrain_store.messages.ids import SamplerId, WeightsRef
     from cotrain_store.redis_client.connection import Connection
+    from cotrain_store.tenants.run_bytes import RunWeight
 
 
 class Intake:
@@ -99,8 +89,8 @@ class Intake:
         Raises:
             SeqConflict: the same run id with other settings.
             WeightsDeleted: some of `uses` are forgotten.
-            RecordQuotaReached: for good.
-            RunQuotaReached, QueueFull, UnreadQuotaReached, StoreFull, DiskReserveReached,
+            RecordQuotaReached, RunTooLarge: for good.
+            RunQuotaReached, RunBytesQuotaReached, QueueFull, UnreadQuotaReached, StoreFull, DiskReserveReached,
             StoreUnavailable: later.
         """
         body = encode(run.lora).encode() if body is None else body
@@ -198,6 +188,7 @@ class Intake:
         sampler: SamplerId | None = None,
     ) -> RequestId:
         await self._capacity.check()
+        weighs = await self._weigh(run) if record else None
         now = time.time()
         with self._capacity.storing() as store:
             along = (
@@ -208,7 +199,7 @@ class Intake:
                 run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
                 idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=along,
                 tokens=tokens, uses=tuple(uses), sampler=sampler, now_ms=int(now * 1000),
-                pool_tag=fleet_keys.hash_tag(run.pool),
+                pool_tag=fleet_keys.hash_tag(run.pool), weighs=weighs,
                 limits=replace(self._limits, unread_bytes=unread_bytes),
             )  # fmt: skip
             answer, at = b"ROOM", list[int]()
@@ -219,14 +210,25 @@ class Intake:
                 failpoint("api.before_submit", run.id)
                 answer, *at = await self._run_submit(run, replace(asked, op=op), body, save or b"")
                 failpoint("api.after_submit", run.id)
-        refusal = _REFUSALS.get(answer.decode())
-        if refusal:
-            raise refusal("This request" if seq is None else f"seq_id {seq}")
+        refused = refusal(answer.decode(), at, asked)
+        if refused:
+            raise refused
         if answer == b"DUP":
             metrics.REQUESTS_DUPLICATE.inc()
         else:
             metrics.REQUESTS_ACCEPTED.labels(kind).inc()
         return request_id(run.id, at[0])
+
+    async def _weigh(self, run: RunRecord) -> RunWeight | None:
+        try:
+            rows = await self._redis.hvals(fleet_keys.pools())
+        except CONNECTION_LOST as lost:
+            raise StoreUnavailable from lost
+        pools = {pool.id: pool for pool in map(pool_record, rows)}
+        if run.pool not in pools:
+            return None
+        free_bytes, quota = self._capacity.free_disk_bytes, self._limits.run_bytes
+        return weigh_run(run.lora, pools[run.pool], pools.values(), quota, free_bytes)
 
     async def _run_submit(
         self, run: RunRecord, asked: Submission, body: bytes, save: bytes
@@ -259,18 +261,3 @@ async def _stored(
         envelope=op.envelope(),
         segment=None if ref == "inline" else SpoolRef.parse(ref).segment,
     )
-
-
-_REFUSALS: dict[str, Callable[[str], Exception]] = {
-    "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
-    "FAR": lambda what: SeqTooFar(f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."),
-    "WEIGHTS": lambda _: WeightsDeleted(),
-    "GONE": lambda _: RunNotFound(),
-    "CLOSED": lambda _: RunClosed(),
-    "FAILED": lambda _: RunFailed(),
-    "BUSY": lambda _: QueueFull(),
-    "UNREAD": lambda _: UnreadQuotaReached(),
-    "RUNS": lambda _: RunQuotaReached(),
-    "RECORDS": lambda _: RecordQuotaReached(),
-    "SAMPLERS": lambda _: SamplerQuotaReached(),
-}

@@ -10,6 +10,7 @@ from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, t
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import RunId, SamplerId, TenantId, WeightsRef
     from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.tenants.run_bytes import RunWeight
 
 #: A seq further behind the last committed one than this is a client's mistake.
 MAX_SEQ_GAP = 1_024
@@ -31,6 +32,8 @@ class TenantLimits:
     """In all pools, those of saves that wait with them."""
     sampler_bytes: int = 100_000_000_000
     """Of weights that saves without a name left. Over it, samplers at rest make room for new ones."""
+    run_bytes: int = 0
+    """Of what live runs hold; 0: `run_bytes.default_quota`."""
     record_bytes: int = 200_000_000
     """Of records of sessions and runs, which are kept permanently."""
 
@@ -70,6 +73,8 @@ class Submission:
     now_ms: int
     pool_tag: str
     limits: TenantLimits
+    weighs: RunWeight | None = None
+    """Of the run, by the op that makes it; None where that is not known."""
     max_seq_gap: int = MAX_SEQ_GAP
     sampler_idle_ms: int = sample_keys.EPHEMERAL_SAMPLER_IDLE_MS
     sampler_rest_ms: int = SAMPLER_REST_MS

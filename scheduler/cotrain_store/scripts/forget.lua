@@ -1,5 +1,6 @@
 -- forget: a worker has dropped a closed run; delete its log. Waits while one of its ops is planned,
 -- and while it is all that can make the weights again that one of its saves made.
+-- needs: run_bytes
 local epoch_key, log, ops, bodies, digests, refs, drops, unnumbered = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 local epoch, run = args.epoch, args.run
@@ -26,5 +27,6 @@ for _, envelope in ipairs(redis.call('HVALS', ops)) do
 end
 redis.call('DEL', ops, bodies, digests, unnumbered)
 redis.call('HDEL', log, 'snapfile', 'snapsha', 'oldfile', 'oldsha') -- its files may be removed now
+release_run(log)
 redis.call('SREM', drops, run)
 return 'OK'

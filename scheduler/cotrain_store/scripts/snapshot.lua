@@ -2,7 +2,7 @@
 -- the log is cut up to that one's seq: should the newest file be lost, replay takes longer.
 -- Fenced by the worker's epoch; never past what is committed, never backwards, and never past a save
 -- whose weights are not stored: the log is what makes them again.
--- needs: log_cut
+-- needs: log_cut, run_bytes
 local epoch_key, log, ops, bodies, digests, refs = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 local epoch, run, seq, file = args.epoch, args.run, args.seq, args.file
@@ -11,7 +11,8 @@ local of_run = { ops = ops, bodies = bodies, digests = digests, refs = refs }
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
 end
-local row = redis.call('HMGET', log, 'snap', 'done', 'snapfile', 'snapsha', 'cut', 'numerics')
+local row = redis.call('HMGET', log, 'snap', 'done', 'snapfile', 'snapsha', 'cut', 'numerics', 'tenant',
+  'state')
 local snap, done = tonumber(row[1] or -1), tonumber(row[2] or -1)
 if not row[1] or seq < 0 or seq < snap or seq > done then
   return 'OUTDATED'
@@ -28,6 +29,10 @@ for covered = snap + 1, seq do
     return 'UNSTORED'
   end
 end
+if args.size > 0 and row[8] ~= 'closed' then
+  hold_run(log, row[7], args.weight, 0) -- an older version's run did not count
+end
+note_copy(log, args.size)
 cut_log(of_run, tonumber(row[5] or snap) + 1, snap, args.digests_kept)
 redis.call('HSET', log, 'snap', seq, 'snapfile', file, 'snapsha', args.sha256, 'cut', snap,
   'oldsnap', snap, 'oldfile', row[3] or '', 'oldsha', row[4] or '', 'oldnumerics', row[6] or '')

@@ -1,6 +1,6 @@
 -- submit: accept one op of a run; seq 0 with a record also makes the run, and may bring its seq 1 along
 -- (`save`). The commit point: an op is accepted when this script's effects are on disk. Twice is harmless.
--- needs: unread, samplers, records, given_up
+-- needs: unread, samplers, records, given_up, run_bytes
 -- Answers what became of it, and its seq in the log. A client counts its own ops; an unnumbered op has its
 -- seq behind all that is accepted by now, and what the client sends later moves behind it.
 -- Without an envelope it only says ROOM for what it would take.
@@ -36,6 +36,10 @@ if not state and redis.call('SCARD', tenant_runs) >= max.runs then
 end
 if not state and record_bytes(tenant) >= max.record_bytes then
   return { 'RECORDS' }
+end
+local refused = not state and args.weighs and refuse_run(tenant, args.weighs)
+if refused then
+  return refused
 end
 local next_seq = tonumber(redis.call('HGET', log, 'next') or 0)
 local done = tonumber(redis.call('HGET', log, 'done') or -1)
@@ -76,6 +80,9 @@ if not state then
   redis.call('HSET', log, 'state', 'live', 'tenant', tenant, 'next', 0, 'done', -1, 'snap', -1, 'last', -1)
   redis.call('SADD', session_runs, run)
   redis.call('SADD', tenant_runs, run)
+  if args.weighs then
+    hold_run(log, tenant, args.weighs.bytes, args.weighs.disk_bytes)
+  end
   redis.call('ZADD', training_runs, args.created_at, run)
 end
 redis.call('HSET', record_key, 'last_request_at', string.format('%.3f', args.now_ms / 1000))

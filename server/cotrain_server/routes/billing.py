@@ -17,6 +17,7 @@ from cotrain.wire.usage import (
     BillingUsageResponse,
     StorageItem,
     StorageResponse,
+    StoredBytes,
     UsageResponse,
     UsageSession,
 )
@@ -26,6 +27,8 @@ from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.views.records import text_by_name
 from cotrain_server.views.usage import events_of, last_day, sources_of, total_of, window
 from cotrain_store.messages.ids import SessionId
+from cotrain_store.results.delivery import unread_bytes
+from cotrain_store.tenants.run_bytes import run_bytes
 from cotrain_store.tenants.session_search import Stored
 
 if TYPE_CHECKING:
@@ -84,7 +87,7 @@ async def usage(
     starting_on: datetime | None = None,
     ending_before: datetime | None = None,
 ) -> UsageResponse:
-    """Tell what you used, with the seconds of the accelerator, in all and by run and sampler.
+    """Tell what you used, with the seconds of the accelerator, in all and by run and sampler, and what you hold.
 
     Whole hours in UTC, at most 14 days; without `starting_on` and `ending_before`, the last 24 hours.
     """
@@ -101,6 +104,17 @@ async def usage(
         ending_before=asked.end,
         total=total_of(rows),
         sources=sources_of(rows),
+        stored=await _stored(services, tenant),
+    )
+
+
+async def _stored(services: Services, tenant: Tenant) -> StoredBytes:
+    _, checkpoints = await services.checkpoints.stored_bytes(tenant.id)
+    unread = await unread_bytes(services.connection, [tenant.id])
+    return StoredBytes(
+        runs=await run_bytes(services.connection, tenant.id),
+        checkpoints=checkpoints,
+        unread=unread[tenant.id],
     )
 
 

@@ -17,7 +17,7 @@ from cotrain.wire.sessions import HealthResponse
 from cotrain_server.errors import OperatorsOnly
 from cotrain_server.http.auth import authenticate, is_operator, note_failure
 from cotrain_server.http.dependencies import ServicesDep
-from cotrain_server.views.prometheus import scrape
+from cotrain_server.views.prometheus import TENANTS_SHOWN, scrape
 from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.monitoring.status import (
@@ -28,6 +28,7 @@ from cotrain_store.monitoring.status import (
 )
 from cotrain_store.results.delivery import unread_bytes
 from cotrain_store.tenants.names import tenant_names
+from cotrain_store.tenants.run_bytes import largest_run_bytes, run_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,6 +92,7 @@ async def _everything(services: Services) -> dict[str, Any]:
         "scheduler": {"epoch": await scheduler_epoch(connection)},
         "pools": pools,
         "unread_bytes": await unread_bytes(connection, tenants),
+        "run_bytes": await largest_run_bytes(connection, TENANTS_SHOWN),
         "waiters": services.futures.waiters,
         "redis": asdict(await redis_status(connection)),
         "disk": {"free_bytes": shutil.disk_usage(settings.data_dir).free},
@@ -135,6 +137,7 @@ async def _own_part(services: Services, tenant: TenantId) -> dict[str, Any]:
     return {
         "version": __version__,
         "unread_bytes": (await unread_bytes(connection, [tenant]))[tenant],
+        "run_bytes": await run_bytes(connection, tenant),
         "pools": [
             _own_pool(pool, await pool_status(connection, pool.id), tenant)
             for pool in await services.records.pools()

@@ -17,6 +17,7 @@ from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.status import QueueStatus, pool_status, redis_status
 from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.tenants.run_bytes import largest_run_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -62,6 +63,7 @@ async def scrape(services: Services) -> bytes:
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S):
             redis = await redis_status(services.connection)
+            run_bytes = await largest_run_bytes(services.connection, TENANTS_SHOWN)
             pools = [
                 (pool, await pool_status(services.connection, pool.id))
                 for pool in await services.records.pools()
@@ -70,6 +72,9 @@ async def scrape(services: Services) -> bytes:
         found.gauge("cotrain_redis_up", "Whether Redis answers.", 0)
     else:
         _add_redis(found, redis)
+        for tenant, size in run_bytes.items():
+            text = "What live runs hold in memory and on disk, of those tenants that hold the most."
+            found.gauge("cotrain_run_bytes", text, size, tenant=tenant)
         for pool, status in pools:
             _add_pool(found, pool, status)
     registry = CollectorRegistry()

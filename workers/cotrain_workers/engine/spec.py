@@ -96,6 +96,14 @@ def plan_layout(spec: AdapterSpec, targets: Sequence[Target]) -> Layout:
     return Layout(spec.rank, chosen, offsets, end)
 
 
+def lora_widths(targets: Sequence[Target]) -> dict[str, int]:
+    """Count the values that each family trains for one unit of rank."""
+    widths: dict[str, int] = {}
+    for target in targets:
+        widths[target.family] = widths.get(target.family, 0) + target.inputs + target.outputs
+    return widths
+
+
 def aligned(offset: int) -> int:
     """Round up to the next place where a matrix may start."""
     return -(-offset // ALIGN) * ALIGN

@@ -221,7 +221,9 @@ class ResidentRuns:
                     self._backlogs[run].ops += 1  # still to be copied out
                 continue
             failpoint("snapshot.before_register", run)
-            registered = self._execution.register_snapshot(run, seq, snapshot.file, snapshot.sha256)
+            registered = self._execution.register_snapshot(
+                run, seq, snapshot.file, snapshot.sha256, snapshot.size
+            )
             # Only now: while Redis is unavailable it stays finished and unregistered.
             del self._writing[run]
             if run in self._backlogs:

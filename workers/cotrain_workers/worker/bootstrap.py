@@ -26,7 +26,7 @@ from cotrain_workers.engine.host_memory import free_host_bytes
 from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large
 from cotrain_workers.engine.ops import Create, Datum, Pass
 from cotrain_workers.engine.progress import report
-from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.spec import AdapterSpec, lora_widths
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
@@ -149,6 +149,7 @@ def pool_record(
         dtype="bfloat16" if device == "cuda" and settings.dtype == "auto" else settings.dtype,
         numerics_id=facts.numerics_id,
         tokens_per_s=tokens_per_s,
+        lora_widths=lora_widths(engine.targets),
     )
 
 

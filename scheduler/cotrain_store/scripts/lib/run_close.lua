@@ -1,6 +1,6 @@
 -- run_close: end a run, by its tenant (closed) or because it cannot go on (failed). Ops not yet planned
 -- fail at once; planned ones still commit, or fail when they come back. Twice is harmless.
--- needs: ages, given_up, fail_waiting
+-- needs: ages, given_up, fail_waiting, run_bytes
 -- Returns the requests that were resolved; nothing for a run without a log.
 local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   local log, ops = prefix .. 'log:' .. run, prefix .. 'ops:' .. run
@@ -29,6 +29,7 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
     elseif state == 'closed' then -- never planned: no worker forgets it; repeats are known as long as results
       end_after(prefix .. 'digests:' .. run, ttl_ms)
       end_after(prefix .. 'riders:' .. run, ttl_ms)
+      release_run(log)
     end
   end
   return resolved

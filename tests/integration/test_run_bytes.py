@@ -1,0 +1,194 @@
+"""What the runs of a tenant hold counts from the request on that makes them, until no file of them is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store.disk.capacity import Capacity
+from cotrain_store.errors import RunBytesQuotaReached, RunTooLarge
+from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
+from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.rows import pool_record
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.oplog.intake import Intake
+from cotrain_store.oplog.submission import TenantLimits
+from cotrain_store.tenants.run_bytes import run_bytes, state_bytes
+from tests.support.log import record_of
+from tests.support.program import results, submit
+from tests.support.stack import POOL, pool_record_for_tests, snapshots, worker
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_workers.engine.engine import Engine
+    from tests.support.log import Log
+    from tests.support.redis_server import EmbeddedRedis
+    from tests.support.stack import Stack
+
+#: One value for each unit of rank and module: a run of rank 1 has a state of 1,600 bytes.
+WIDTHS = {"attn": 30, "mlp": 30, "unembed": 40}
+STATE = 1_600
+A = TenantId("a")
+
+
+@pytest.fixture
+def log(log: Log) -> Log:
+    log.execution.publish(replace(pool_record_for_tests(), lora_widths=WIDTHS))
+    return log
+
+
+def runs_of(tenant: str, count: int) -> list[RunRecord]:
+    run = record_of(tenant)
+    return [replace(run, id=RunId(f"{run.session}:train:{n}")) for n in range(count)]
+
+
+def intake_of(log: Log, run_bytes: int = 0) -> Intake:
+    return Intake(log.connection, log.spool, TenantLimits(run_bytes=run_bytes))
+
+
+def claimed(log: Log) -> int:
+    return int(log.redis.get(tenant_keys.unwritten_run_bytes()) or 0)
+
+
+async def weight(log: Log, tenant: TenantId = A) -> int:
+    return await run_bytes(log.connection, tenant)
+
+
+async def drop(log: Log, run: RunRecord) -> None:
+    """Unload a run that its worker has."""
+    await log.intake.close_run(run)
+    assert log.execution.forget(run.id)
+
+
+async def test_a_run_that_would_hold_too_much_is_not_made_until_another_one_is_dropped(
+    log: Log,
+) -> None:
+    intake = intake_of(log, run_bytes=7 * STATE)
+    first, second, third = runs_of("a", 3)
+    await intake.create_run(first)
+    await intake.create_run(second)
+    await intake.create_run(first)  # twice is harmless
+    before = log.everything()
+    with pytest.raises(
+        RunBytesQuotaReached,
+        match=r"Quota run_bytes reached: the runs of this tenant hold 9600 bytes, and this one would "
+        r"hold 4800; they may hold 11200\. Unload some that are done with\.",
+    ):
+        await intake.create_run(third)
+    assert log.everything() == before
+    await intake.create_run(runs_of("b", 1)[0])
+    await log.run_all()
+    await log.intake.close_run(first)
+    with pytest.raises(RunBytesQuotaReached):  # its files are still there
+        await intake.create_run(third)
+    assert log.execution.forget(first.id)
+    await intake.create_run(third)
+
+
+async def test_a_run_that_alone_holds_more_than_all_may_is_refused_for_good(log: Log) -> None:
+    with pytest.raises(RunTooLarge, match="A run of this rank holds 4800 bytes, and all runs of a"):
+        await intake_of(log, run_bytes=4_799).create_run(record_of("a"))
+
+
+async def test_what_is_accepted_of_a_run_is_never_refused_for_its_weight(log: Log) -> None:
+    run = await log.new_run()
+    intake = intake_of(log, run_bytes=1)
+    await intake.create_run(run)
+    log.intake = intake
+    await log.submit(run, 1)
+    await log.run_all()
+
+
+async def test_nothing_is_left_of_it_when_runs_are_gone(log: Log) -> None:
+    planned, unplanned = runs_of("a", 2)
+    await log.intake.create_run(planned)
+    await log.run_all()
+    await log.intake.create_run(unplanned)
+    assert await weight(log) == 6 * STATE
+    assert claimed(log) == 4 * STATE
+    await log.intake.close_run(unplanned)  # no worker has it
+    assert (await weight(log), claimed(log)) == (3 * STATE, 2 * STATE)
+    for _ in range(2):
+        await drop(log, planned)
+    assert log.redis.zrange(tenant_keys.run_bytes(), 0, -1) == []
+    assert claimed(log) == 0
+
+
+async def test_room_on_the_disk_is_claimed_until_both_copies_are_there(log: Log) -> None:
+    run = await log.new_run()
+    for seq, left in ((1, STATE), (2, 0), (3, 0)):
+        await log.submit(run, seq)
+        await log.run_all()
+        assert log.execution.register_snapshot(run.id, seq, f"f{seq}", "sha", STATE)
+        assert claimed(log) == left
+    assert await weight(log) == 3 * STATE
+    await drop(log, run)
+    assert (await weight(log), claimed(log)) == (0, 0)
+
+
+async def test_a_run_of_an_older_version_counts_from_its_next_copy_on(log: Log) -> None:
+    run = await log.new_run()
+    await log.run_all()
+    log.redis.hdel(run_keys.log(POOL, run.id), "weight", "unwritten")
+    log.redis.delete(tenant_keys.run_bytes(), tenant_keys.unwritten_run_bytes())
+    assert log.execution.register_snapshot(run.id, 0, "f", "sha", STATE)
+    assert (await weight(log), claimed(log)) == (3 * STATE, 0)
+    await drop(log, run)
+    assert await weight(log) == 0
+
+
+async def test_one_tenant_takes_no_more_than_three_quarters_of_what_is_free(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = 2 * STATE
+    monkeypatch.setattr(Capacity, "free_disk_bytes", 8 * copies)
+    for run in runs_of("a", 6):
+        await log.intake.create_run(run)
+    with pytest.raises(
+        RunBytesQuotaReached,
+        match=r"The disk has too little left for another run: the runs of this tenant hold 28800 bytes, "
+        r"and this one would hold 4800, and 6400 are left for all tenants",
+    ):
+        await log.intake.create_run(runs_of("a", 7)[-1])
+    other = runs_of("b", 2)
+    await log.intake.create_run(other[0])
+    with pytest.raises(RunBytesQuotaReached):
+        await log.intake.create_run(other[1])
+
+
+async def test_a_disk_without_room_for_copies_takes_no_run(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free: list[Any] = [0, 2 * STATE, 3 * STATE]
+    for there in free:
+        monkeypatch.setattr(Capacity, "free_disk_bytes", there)
+        if there < 3 * STATE:
+            with pytest.raises(RunBytesQuotaReached):
+                await log.new_run()
+    await log.new_run()
+
+
+async def test_a_run_writes_the_copies_it_was_weighed_for_and_leaves_none(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    lora = LoraSpec(rank=32, seed=0, train_unembed=False)
+    tuning = snapshots(ops=1)
+    with worker(empty_redis.url, tmp_path, engine, tuning=tuning) as loop:
+        redis = loop._execution._redis
+        run = await server.create("a", "a", lora)
+        for first, last in ((1, 1), (2, 3)):  # a forward alone is copied for nothing
+            await results(server, run, await submit(server, run, first, last))
+            await until(lambda: redis.hget(run_keys.log(POOL, run.id), "snap") == b"%d" % last)  # noqa: B023
+        expected = state_bytes(lora, pool_record(redis.hget(fleet_keys.pools(), POOL)))
+        copies = list((tmp_path / "snapshots").glob("*/*.safetensors"))
+        assert [copy.stat().st_size for copy in copies] == [pytest.approx(expected, rel=0.01)] * 2
+        assert int(redis.zscore(tenant_keys.run_bytes(), "a")) == 3 * expected
+        assert int(redis.get(tenant_keys.unwritten_run_bytes())) == 0
+        await server.intake.close_run(run)
+        await until(lambda: redis.zscore(tenant_keys.run_bytes(), "a") is None)
+        await until(lambda: not list((tmp_path / "snapshots").glob("*/*.safetensors")))
