@@ -16,9 +16,11 @@ import httpx
 import pytest
 
 from tests.support.ports import free_port
-from tests.support.processes import ROOT, environment_of
+from tests.support.processes import environment_of
 from tests.support.serving import Serving
 from tests.support.waiting import PATIENCE_S
+from tests.warm.popen import Popen
+from tests.warm.sources import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +88,7 @@ def test_what_is_done_is_said_before_it_is_done_and_how_far_it_is_while_it_is(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, str(EXAMPLES / "make_model.py"), str(tmp_path / "model")]
-    with subprocess.Popen(command, env=environment_of({}), stderr=subprocess.PIPE) as making:
+    with Popen(command, env=environment_of({}), stderr=subprocess.PIPE) as making:
         assert making.stderr is not None
         try:
             assert making.stderr.readline().decode() == "Making a base model …\n"
@@ -208,9 +210,9 @@ def test_sft_ends_with_the_same_losses_when_every_process_of_the_server_is_kille
     assert len(calm) == steps + 2
 
 
-def started(example: str, address: str, *options: str) -> subprocess.Popen[str]:
+def started(example: str, address: str, *options: str) -> Popen:
     """Start an example as a process of its own."""
-    return subprocess.Popen(
+    return Popen(
         [sys.executable, str(EXAMPLES / example), "--json", *options],
         env=environment_of(client_settings(address)),
         stdout=subprocess.PIPE,

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.support.processes import ROOT
+from tests.warm.sources import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

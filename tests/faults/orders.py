@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from typing_extensions import override
 
-from tests.support.processes import ROOT, SOURCES
+from tests.warm.sources import ROOT, SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.processes import ROOT
+from tests.warm.sources import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ import pytest
 
 from tests.faults.power_disk import Disk, compile_shim
 from tests.faults.power_writers import digests
-from tests.support.processes import ROOT, SOURCES
+from tests.warm.sources import ROOT, SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -16,8 +15,10 @@ import httpx
 
 from cotrain_store.keys import result_keys
 from tests.support.http_api import ALICE, publish_pool, running_api
-from tests.support.processes import PATIENCE_S, SOURCES
+from tests.support.processes import PATIENCE_S
 from tests.support.waiting import until
+from tests.warm.popen import Popen
+from tests.warm.sources import SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,9 +70,7 @@ async def test_a_rolling_restart_fails_no_request(
 
 
 @contextlib.contextmanager
-def _api(
-    redis_url: str, folder: Path, listener: socket.socket
-) -> Iterator[subprocess.Popen[bytes]]:
+def _api(redis_url: str, folder: Path, listener: socket.socket) -> Iterator[Popen]:
     """Run an API process that listens on a socket of ours, as under `cotrain serve`."""
     settings = {
         "COTRAIN_REDIS_URL": redis_url,
@@ -82,7 +81,7 @@ def _api(
     }
     descriptor = str(listener.fileno())
     with (folder / "api.log").open("ab") as log:
-        process = subprocess.Popen(
+        process = Popen(
             [sys.executable, "-m", "cotrain_server", "--listen-fd", descriptor, "--long-poll-s", "40"],
             env={**os.environ, **settings},
             stdout=log, stderr=log, pass_fds=(listener.fileno(),),

@@ -14,6 +14,7 @@ import pytest
 
 from cotrain_server.limits.failures import FAILURES_PER_MINUTE
 from tests.support.http_api import ALICE
+from tests.warm.popen import Popen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +36,7 @@ def api_process(redis_url: str, folder: Path, **settings: str) -> Iterator[Addre
         }  # fmt: skip
         environment = {**os.environ, **{f"COTRAIN_{name}": value for name, value in given.items()}}
         command = [sys.executable, "-m", "cotrain_server", "--listen-fd", str(listener.fileno())]
-        process = subprocess.Popen(command, env=environment, pass_fds=(listener.fileno(),))
+        process = Popen(command, env=environment, pass_fds=(listener.fileno(),))
         try:
             yield listener.getsockname()
         finally:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 from cotrain_workers.engine.device import EXIT_CODE
 from tests.support.processes import PATIENCE_S, environment_of, settings_of
+from tests.warm.popen import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,14 +37,7 @@ def test_a_lost_device_ends_the_process_with_its_own_status(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     settings = settings_of(empty_redis.url, tmp_path, tmp_path / "no-model")
-    ended = subprocess.run(
-        [sys.executable, "-c", WORKER],
-        env=environment_of(settings),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    ended = run([sys.executable, "-c", WORKER], env=environment_of(settings), timeout=PATIENCE_S)
     said = ended.stdout + ended.stderr
     assert ended.returncode == EXIT_CODE == 70, said
     assert "device_lost" in said

@@ -1,4 +1,7 @@
-"""`cotrain serve` as an operator meets it: keys, deaths of every process, an orderly and a hard end."""
+"""`cotrain serve` as an operator meets it: keys, deaths of every process, an orderly and a hard end.
+
+Here, if nowhere else, servers are started by the interpreter, as an operator's are (`by_interpreter`).
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ from cotrain import AdamParams, Datum, ModelInput, ServiceClient
 from cotrain_server.commands import keys
 from cotrain_server.supervisor.data_folder import DataFolder
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.serving import COMMAND, Serving
+from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
+from tests.warm.popen import run
+from tests.warm.sources import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +76,7 @@ def train(run: TrainingClient) -> float:
 def test_a_new_server_makes_a_key_survives_every_death_and_ends_in_order(
     tmp_path: Path, base_model: str
 ) -> None:
-    with Serving(tmp_path, [base_model], []) as serving:
+    with Serving(tmp_path, [base_model], [], by_interpreter=True) as serving:
         key = re.findall(r"API key, shown only now: (\S+)", serving.log)[0]
         assert find_in_files(tmp_path, key.partition("_")[2]) == []
         with ServiceClient(base_url=serving.address, api_key=key) as service:
@@ -91,7 +96,7 @@ def test_a_supervisor_that_is_killed_takes_everything_with_it_and_can_start_agai
     tmp_path: Path, base_model: str
 ) -> None:
     key = "tml-given_by-the-operator"
-    with Serving(tmp_path, [base_model], [key]) as serving:
+    with Serving(tmp_path, [base_model], [key], by_interpreter=True) as serving:
         refused = run_cotrain("keys", "revoke", "nobody", f"--data-dir={tmp_path}")
         assert "There is no key nobody." in refused.stderr
         started = pids(serving)
@@ -108,7 +113,7 @@ def test_a_key_is_good_as_long_as_it_stands_in_the_settings_and_is_seen_by_no_ot
     tmp_path: Path, base_model: str
 ) -> None:
     old, new, at = "tml-0ld_key-of-the-lab", "tml-new_key-of-the-lab", f"--data-dir={tmp_path}"
-    with Serving(tmp_path, [base_model], [f"lab={old}"]) as serving:
+    with Serving(tmp_path, [base_model], [f"lab={old}"], by_interpreter=True) as serving:
         assert status_of(serving, old) == 200
         (listed,) = json.loads(run_cotrain("keys", "list", "--json", at).stdout)
         assert (listed["name"], listed["prefix"], listed["source"]) == (
@@ -283,14 +288,7 @@ def serve(*options: str, **settings: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_cotrain(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [COMMAND, *arguments],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=PATIENCE_S,
-        env={**os.environ, **settings},
-    )
+    return run([COMMAND, *arguments], timeout=PATIENCE_S, env={**os.environ, **settings})
 
 
 def ask_in_a_terminal(word: str, *options: str) -> int:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import transformers
 
 from tests.integration.test_serve import serve
-from tests.support.processes import PATIENCE_S, environment_of, settings_of
+from tests.support.processes import ended, settings_of
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
     from tests.support.redis_server import EmbeddedRedis
@@ -85,11 +84,4 @@ def test_a_setting_that_is_none_is_named_and_not_tried_again(
 
 
 def worker(settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cotrain_workers"],
-        env=environment_of(settings),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    return ended("cotrain_workers", settings)

@@ -1,12 +1,10 @@
-"""Our processes, the real ones, to be killed for real."""
+"""Our processes, real ones that were forked (`tests.warm`), to be killed for real."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from cotrain_store.oplog.dispatch import Dispatch
@@ -15,14 +13,17 @@ from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import Records
 from tests.support.stack import MODEL, Stack
+from tests.warm.popen import Popen, run
+from tests.warm.sources import SOURCES
 
 if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
     from cotrain_store.disk.spool import Spool
     from cotrain_store.redis_client.connection import Connection
     from cotrain_store.results.futures import Futures
 
-ROOT = Path(__file__).parents[2]
-SOURCES = [str(ROOT / folder) for folder in ("client", "scheduler", "server", "workers")]
 PATIENCE_S = 300
 #: A worker that copies its runs out often.
 WORKER = "cotrain_workers --snapshot-ops 4"
@@ -40,9 +41,7 @@ class Process:
     def start(self) -> None:
         """Start it, again if need be."""
         with self._log.open("a") as log:
-            self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=log
-            )
+            self._process = Popen(self._command, env=self._environment, stdout=log, stderr=log)
 
     def __enter__(self) -> Self:
         return self
@@ -73,14 +72,7 @@ class Process:
 
 def ended(module: str, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run one that ends by itself."""
-    return subprocess.run(
-        [sys.executable, "-m", module],
-        env=environment_of(settings),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    return run([sys.executable, "-m", module], env=environment_of(settings), timeout=PATIENCE_S)
 
 
 def environment_of(settings: dict[str, str]) -> dict[str, str]:

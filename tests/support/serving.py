@@ -1,4 +1,4 @@
-"""`cotrain serve` as an operator runs it: a process of its own, on a free port."""
+"""`cotrain serve` as an operator runs it, on a free port: all its processes, forked (`tests.warm`) or not."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
+
+from tests.warm.popen import Popen
+from tests.warm.sources import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 READY = "cotrain ready at "
 PATIENCE_S = 300
-COMMAND = Path(sys.executable).with_name("cotrain")
 
 
 class Serving:
     """A running server; as a context manager it is stopped, in good order, at the end.
 
-    `options` are more of the command line, `settings` are `COTRAIN_*` variables by their full name.
+    `options` are more of the command line, `settings` are `COTRAIN_*` variables by their full name. With
+    `by_interpreter` every process starts as an operator's do.
     """
 
     def __init__(
@@ -34,7 +36,10 @@ class Serving:
         api_keys: Sequence[str],
         options: Sequence[str] = (),
         settings: Mapping[str, str] | None = None,
+        *,
+        by_interpreter: bool = False,
     ) -> None:
+        self._popen = subprocess.Popen if by_interpreter else Popen
         self._data_dir = data_dir
         self._command = [
             str(COMMAND),
@@ -52,7 +57,7 @@ class Serving:
         self.address = ""
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
+        self._process = self._popen(
             self._command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.mutants import MUTANTS
-from tests.support.processes import ROOT
+from tests.warm.sources import ROOT
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -1,0 +1,123 @@
+"""What is forked from the warm parent is what the interpreter would have started, sooner."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.warm.popen import Popen, is_same, read_command, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PATIENCE_S = 300
+#: Says of itself what a process can, and whether it had to import.
+ASKED = """
+import json, os, sys
+loaded = "torch" in sys.modules
+print(json.dumps({
+    "loaded": loaded, "pid": os.getpid(), "argv": sys.argv[1:], "folder": os.getcwd(), "heard": sys.stdin.read(),
+    "variable": os.environ.get("COTRAIN_SAID"), "home": os.environ.get("HOME"), "main": __name__,
+    "path": sys.path[0], "leads": os.getsid(0) == os.getpid(), "open": [n for n in range(900) if os.path.exists(f"/proc/self/fd/{n}")],
+    "shares": os.environ.get("MKL_CBWR"),
+}))
+print("and to the other side", file=sys.stderr)
+sys.exit(7)
+"""
+CRASH = "import atexit; atexit.register(print, 'at the end'); raise ValueError('of its own')"
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", code, *arguments]
+
+
+def test_a_forked_process_has_a_number_arguments_streams_a_folder_an_environment_and_a_status_of_its_own(
+    tmp_path: Path,
+) -> None:
+    reader, writer = os.pipe()
+    with Popen(
+        python(ASKED, "one", "two"), cwd=tmp_path, env={**os.environ, "COTRAIN_SAID": "so"}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[writer],
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        out, err = process.communicate("a word")
+    os.close(reader)
+    os.close(writer)
+    told = json.loads(out)
+    assert told == {
+        "loaded": True, "pid": process.pid, "argv": ["one", "two"], "folder": str(tmp_path),
+        "heard": "a word", "variable": "so", "home": os.environ.get("HOME"), "main": "__main__",
+        "path": str(tmp_path), "leads": True, "open": [0, 1, 2, writer], "shares": "AUTO,STRICT",
+    }  # fmt: skip
+    assert err == "and to the other side\n"
+    assert process.returncode == 7
+
+
+def test_a_process_whose_environment_changes_what_imports_do_is_started_by_the_interpreter() -> (
+    None
+):
+    ran = run(python(ASKED), env={**os.environ, "HF_HOME": "/elsewhere"}, stdin=subprocess.DEVNULL)
+    assert json.loads(ran.stdout)["loaded"] is False
+    assert ran.returncode == 7
+
+
+def test_what_imports_set_in_the_environment_of_a_test_makes_no_difference() -> None:
+    importlib.import_module("cotrain_workers.engine.engine")
+    assert is_same({**os.environ, "COTRAIN_DATA_DIR": "/elsewhere"})
+
+
+def test_a_process_that_fails_says_so_and_is_put_in_order_as_ever() -> None:
+    ran = run(python(CRASH))
+    assert ran.returncode == 1
+    assert ran.stdout == "at the end\n"
+    assert ran.stderr.endswith("ValueError: of its own\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_is_killed_was_killed(number: signal.Signals) -> None:
+    with Popen(python("import time; time.sleep(600)")) as process:
+        assert process.poll() is None
+        process.send_signal(number)
+    assert process.returncode == -number
+
+
+def test_a_process_ends_with_who_ordered_it() -> None:
+    process = Popen(python("import time; time.sleep(600)"))
+    assert process._orderer
+    died = os.pidfd_open(process.pid)
+    process._orderer.close()  # as the kernel does it for one that was killed
+    assert select.select([died], [], [], PATIENCE_S)[0]
+    os.close(died)
+    process.returncode = -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        (["-m", "package.module", "-x"], ("module", "package.module")),
+        (["-P", "-W", "ignore", "-m", "package"], ("module", "package")),
+        (["folder/script.py"], ("script", "folder/script.py")),
+        (["-c", "pass"], ("code", "pass")),
+        (["-X", "importtime", "script.py"], None),
+        (["-I", "-S", "script.py"], None),
+        ([], None),
+    ],
+)
+def test_a_command_line_is_read_or_left_to_the_interpreter(
+    command: list[str], program: tuple[str, str] | None
+) -> None:
+    read = read_command([sys.executable, *command])
+    assert (read and read.program) == program
+
+
+def test_another_program_is_started_as_ever() -> None:
+    assert read_command(["redis-server"]) is None
+    assert run(["echo", "up"]).stdout == "up\n"

@@ -1,0 +1,145 @@
+"""The process that others are forked from: `python -m tests.warm.parent LISTENER RUN`.
+
+It imports what our programs import, once per test run, and then obeys whoever connects to LISTENER, a
+socket it inherits. A connection orders one process, hears its number, and later how it ended; when the
+connection is closed while the process lives, that gets the signal the order names. All end with RUN, the
+process of the test run, or with this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.warm.child import become
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: What programs of ours import, at once or when they are used.
+PROGRAMS = ("cotrain_server", "cotrain_scheduler", "cotrain_workers")
+MODULES = (
+    *(f"{program}.__main__" for program in PROGRAMS),
+    "cotrain.cli",
+    "cotrain_server.commands.keys",
+    "cotrain_server.commands.serve",
+    "cotrain_workers.fetch",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+LARGEST_ORDER = 1 << 20
+MOST_DESCRIPTORS = 32
+
+
+@dataclass
+class Started:
+    """A process that lives, and who ordered it."""
+
+    orderer: socket.socket
+    death_signal: int
+
+
+class Parent:
+    """Forks; single-threaded, or it could not."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._started: dict[int, Started] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def serve(self, run: int) -> None:
+        """Obey until the test run is over."""
+        with contextlib.suppress(ProcessLookupError):  # it is over already
+            run_ended = os.pidfd_open(run)
+            woken = wake_on_child()
+            self._watch(self._listener, self._connect)
+            self._watch(woken, lambda: self._reap(woken))
+            self._watch(run_ended, sys.exit)
+            while True:
+                for key, _ in self._selector.select():
+                    key.data()
+
+    def _watch(self, readable: Any, act: Callable[[], None]) -> None:
+        self._selector.register(readable, selectors.EVENT_READ, act)
+
+    def _connect(self) -> None:
+        orderer, _ = self._listener.accept()
+        self._watch(orderer, lambda: self._obey(orderer))
+
+    def _obey(self, orderer: socket.socket) -> None:
+        try:
+            text, descriptors, _, _ = socket.recv_fds(orderer, LARGEST_ORDER, MOST_DESCRIPTORS)
+        except ConnectionError:
+            text, descriptors = b"", []
+        if text:
+            self._start(orderer, json.loads(text), descriptors)
+            return
+        for pid, started in self._started.items():
+            if started.orderer is orderer:
+                os.kill(pid, started.death_signal)
+        self._selector.unregister(orderer)
+        orderer.close()
+
+    def _start(self, orderer: socket.socket, order: dict[str, Any], descriptors: list[int]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            become(order, descriptors, self._listener.getsockname())
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._started[pid] = Started(orderer, order["death_signal"])
+        tell(orderer, pid)
+
+    def _reap(self, woken: int) -> None:
+        os.read(woken, 4096)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                tell(self._started.pop(pid).orderer, status)
+
+
+def tell(orderer: socket.socket, number: int) -> None:
+    """Answer, unless nobody listens any more."""
+    with contextlib.suppress(OSError):
+        orderer.send(b"%d" % number)
+
+
+def wake_on_child() -> int:
+    """Make a pipe that can be read once a child has ended."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writer)
+    return reader
+
+
+def preload() -> None:
+    """Import what children need."""
+    import torch
+    from tqdm import tqdm
+
+    torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # no thread that watches progress bars
+    for module in MODULES:
+        importlib.import_module(module)
+    for program in PROGRAMS:  # a child runs it, as `python -m` does, and not what was imported here
+        del sys.modules[f"{program}.__main__"]
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"{threads} threads: a fork would lose all but one"
+    gc.collect()
+    gc.freeze()  # pages that no child's collector touches stay shared
+
+
+if __name__ == "__main__":
+    preload()
+    Parent(socket.socket(fileno=int(sys.argv[1]))).serve(int(sys.argv[2]))
