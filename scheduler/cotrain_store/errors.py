@@ -225,4 +225,4 @@ class ForeignFolder(UnsafeRedis):
 
 
 class StoreUnavailable(StoreError):
-    """Redis does not answer."""
+    """Redis does not answer, or takes nothing for now."""

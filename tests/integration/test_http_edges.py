@@ -181,7 +181,7 @@ async def test_a_redis_that_stands_still_is_told_and_not_waited_for(
             answer = await api.http.get("/status", headers=OPERATOR)
         finally:
             own_redis.go_on()
-        assert (answer.status_code, answer.json()["detail"]) == (503, "Redis does not answer.")
+        assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
         assert (await api.http.get("/status", headers=OPERATOR)).json()["reasons"][
             0
         ] == "No scheduler is running."

@@ -62,6 +62,10 @@ class RedisStatus:
     aof_bytes: int
     aof_last_write_ok: bool
     memory_bytes: int
+    is_replica: bool = False
+    """It takes no writes then."""
+    saves: bool = True
+    """Where it is set to write snapshots: whether the last one succeeded. It takes no writes otherwise."""
 
 
 async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
@@ -138,6 +142,7 @@ async def redis_status(connection: Connection) -> RedisStatus:
     """Ask Redis how it is."""
     facts = await connection.info()
     fsync = await connection.config_get("appendfsync")
+    points = await connection.config_get("save")
     return RedisStatus(
         version=str(facts["redis_version"]),
         appendonly=facts.get("aof_enabled") == 1,
@@ -145,6 +150,8 @@ async def redis_status(connection: Connection) -> RedisStatus:
         aof_bytes=int(facts.get("aof_current_size", 0)),
         aof_last_write_ok=facts.get("aof_last_write_status", "ok") == "ok",
         memory_bytes=int(facts["used_memory"]),
+        is_replica=facts.get("role", "master") != "master",
+        saves=facts.get("rdb_last_bgsave_status", "ok") == "ok" or not points.get("save"),
     )
 
 

@@ -14,20 +14,21 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.batching import BatchingRedis
+from cotrain_store.redis_client.refusals import REFUSALS, name_refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
-#: What passes, and is waited for: Redis is unavailable, or full for now (results expire).
-CONNECTION_LOST = (*_UNANSWERED, OutOfMemoryError)
+#: What passes, and is waited for: Redis is unavailable, or takes nothing for now (full, read-only, busy …).
+CONNECTION_LOST = (*_UNANSWERED, *REFUSALS)
 
 #: Any error of Redis. Only for tasks that live as long as their process: they log it, and go on.
 ANY_TROUBLE = (RedisError,)
@@ -59,6 +60,7 @@ def open_batching_connection(url: str) -> Connection:
 
 
 def _pool(url: str) -> redis.asyncio.BlockingConnectionPool:
+    name_refusals()
     return redis.asyncio.BlockingConnectionPool.from_url(
         url,
         max_connections=MAX_CONNECTIONS,
@@ -74,6 +76,7 @@ def _pool(url: str) -> redis.asyncio.BlockingConnectionPool:
 
 def open_sync_connection(url: str) -> SyncConnection:
     """Open a pooled synchronous connection (worker)."""
+    name_refusals()
     pool = redis.BlockingConnectionPool.from_url(
         url,
         max_connections=8,

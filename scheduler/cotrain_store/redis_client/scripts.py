@@ -11,7 +11,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import ResponseError
+
+from cotrain_store.redis_client.refusals import named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +51,7 @@ def async_script(connection: Connection, name: str) -> AsyncScript:
         try:
             return await script(keys, [encode_args(args), *stored])
         except ResponseError as refused:
-            raise _named(refused) from None
+            raise named(refused) from None
 
     return run
 
@@ -62,7 +64,7 @@ def sync_script(connection: SyncConnection, name: str) -> SyncScript:
         try:
             return script(keys, [encode_args(args), *stored])
         except ResponseError as refused:
-            raise _named(refused) from None
+            raise named(refused) from None
 
     return run
 
@@ -96,8 +98,3 @@ def _collect(path: Path, parts: dict[Path, str]) -> None:
 
 def _fields(record: DataclassInstance) -> dict[str, Any]:
     return {name: value for name, value in vars(record).items() if value is not None}
-
-
-def _named(refused: ResponseError) -> ResponseError:
-    """Give the error of a script its name: for Redis 6.2 all of them are one, and only the text differs."""
-    return OutOfMemoryError(str(refused)) if " -OOM " in str(refused) else refused

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cotrain_server.troubles import read_troubles
 from cotrain_store.monitoring.status import pool_status, redis_status, scheduler_alive
 from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.redis_client.refusals import REFUSALS
 from cotrain_store.tenants.records import Records
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ async def reasons_not_ready(services: Services) -> list[str]:
     try:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
             reasons += await _store_reasons(services.connection, services.settings)
+    except REFUSALS as refused:
+        reasons.append(f"Redis takes nothing for now: {refused}")
     except (TimeoutError, *CONNECTION_LOST):
         reasons.append("Redis does not answer.")
     return reasons + _disk_reasons(services.settings) + read_troubles(services.settings.data_dir)
@@ -42,6 +45,10 @@ async def _store_reasons(connection: Connection, settings: ServerSettings) -> li
         reasons.append("Redis could lose acknowledged writes.")
     if not redis.aof_last_write_ok:
         reasons.append("Redis could not write its append-only file.")
+    if redis.is_replica:
+        reasons.append("Redis is a replica, and takes no writes.")
+    if not redis.saves:
+        reasons.append("Redis could not write its last snapshot, and takes no writes (MISCONF).")
     if not await scheduler_alive(connection):
         reasons.append("No scheduler is running.")
     return reasons + await _worker_reasons(connection, settings.base_models)

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+from redis.connection import DefaultParser
+from redis.exceptions import ResponseError
+
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.redis_client.refusals import name_refusals, named
+
+PASSING = ["BUSY", "UNKILLABLE", "MISCONF", "NOREPLICAS", "READONLY", "LOADING", "OOM"]
+
+
+@pytest.mark.parametrize("code", PASSING)
+def test_a_reply_that_passes_is_waited_for(code: str) -> None:
+    name_refusals()
+    assert isinstance(DefaultParser.parse_error(f"{code} for now"), CONNECTION_LOST)
+
+
+@pytest.mark.parametrize("code", ["ERR", "WRONGTYPE", "NOSCRIPT", "BUSYKEY"])
+def test_any_other_is_an_error(code: str) -> None:
+    name_refusals()
+    assert not isinstance(DefaultParser.parse_error(f"{code} for now"), CONNECTION_LOST)
+
+
+@pytest.mark.parametrize("code", sorted(set(PASSING) - {"LOADING"}))
+def test_so_it_is_within_a_script_of_an_old_redis(code: str) -> None:
+    text = f"Error running script (call to f_1): @user_script:3: @user_script: 3: -{code} for now"
+    assert isinstance(named(ResponseError(text)), CONNECTION_LOST)
+    assert not isinstance(named(ResponseError(text.replace(" -", " "))), CONNECTION_LOST)
