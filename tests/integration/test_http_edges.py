@@ -159,7 +159,9 @@ async def test_while_redis_is_away_submits_say_when_to_come_back_and_polls_are_h
             assert poll.json()["queue_state"] == "paused_capacity"
         readiness = await api.http.get("/readyz")
         assert readiness.json()["reasons"][0] == "Redis does not answer."
-        assert "cotrain_redis_up 0.0" in (await api.http.get("/metrics", headers=OPERATOR)).text
+        assert (
+            "cotrain_redis_up 0.0" in (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
+        )
         assert (await api.http.get("/healthz")).status_code == 200
         own_redis.restart()
         answer = await api.post("forward_backward", pass_body(run, 1))
@@ -174,7 +176,7 @@ async def test_a_redis_that_stands_still_is_told_and_not_waited_for(
     async with running_api(own_redis.url) as api:
         own_redis.stand_still()
         try:
-            metrics = (await api.http.get("/metrics", headers=OPERATOR)).text.splitlines()
+            metrics = (await api.http.get("/metrics/fleet", headers=OPERATOR)).text.splitlines()
             assert [line for line in metrics if line.startswith("cotrain_redis_up")] == [
                 "cotrain_redis_up 0.0"
             ]
@@ -216,7 +218,13 @@ async def test_what_operators_are_told_to_watch_is_there(empty_redis: EmbeddedRe
     page = (ROOT / "docs" / "reliability.md").read_text()
     told = set(re.findall(r"`(cotrain_(?!store)[a-z_]+)`", page))
     async with running_api(empty_redis.url) as api:
-        scraped = (await api.http.get("/metrics", headers=OPERATOR)).text
+        await api.new_run()
+        scraped = "".join(
+            [
+                (await api.http.get(path, headers=OPERATOR)).text
+                for path in ("/metrics", "/metrics/fleet")
+            ]
+        )
     assert len(told) > 8
     assert {
         name for name in told if f"# TYPE {name.removesuffix('_total')}" not in scraped
@@ -249,7 +257,21 @@ async def test_a_base_model_that_is_served_no_more_takes_no_new_runs(
     assert refused.json()["detail"].startswith("Base model 'tiny/model' is not served here.")
 
 
-async def test_one_scrape_tells_of_this_process_and_of_the_pool(empty_redis: EmbeddedRedis) -> None:
+async def test_no_number_of_the_fleet_is_exported_by_each_process(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url) as api:
+        await api.new_run()
+        of_process, of_fleet = [
+            set(re.findall(r"# TYPE (\w+)", (await api.http.get(path, headers=OPERATOR)).text))
+            for path in ("/metrics", "/metrics/fleet")
+        ]
+    assert {"cotrain_http_requests_total", "cotrain_longpoll_waiters"} <= of_process
+    assert {"cotrain_cycles_total", "cotrain_queue_ops", "cotrain_disk_free_bytes"} <= of_fleet
+    assert of_process & of_fleet == set()
+
+
+async def test_two_scrapes_tell_of_this_process_and_of_the_pool(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         run = await api.new_run()
         sampler = await api.new_sampler()
@@ -259,15 +281,16 @@ async def test_one_scrape_tells_of_this_process_and_of_the_pool(empty_redis: Emb
             await api.post("asample", sample_body(sampler, 0))
         assert [now - then for now, then in zip(counted(), before, strict=True)] == [1, 1, 2]
         alice = (await api.services.tenants.authenticate(ALICE)).id
-        lines = (await api.http.get("/metrics", headers=OPERATOR)).text.splitlines()
+        lines = (await api.http.get("/metrics/fleet", headers=OPERATOR)).text.splitlines()
         assert f'cotrain_samples_waiting{{pool="tiny/model",tenant="{alice}"}} 1.0' in lines
         assert f'cotrain_queue_tokens{{pool="tiny/model",tenant="{alice}"}} 3.0' in lines
         assert 'cotrain_cycles_total{pool="tiny/model"} 0.0' in lines
         assert "cotrain_redis_up 1.0" in lines
         assert 'cotrain_worker_up{pool="tiny/model",worker="w0"} 0.0' in lines  # it never beat
         route = 'cotrain_http_requests_total{code="200",route="/api/v1/forward_backward"}'
-        assert any(line.startswith(route) for line in lines)
-        assert not any(run in line or sampler in line for line in lines)
+        own = (await api.http.get("/metrics", headers=OPERATOR)).text.splitlines()
+        assert any(line.startswith(route) for line in own)
+        assert not any(run in line or sampler in line for line in [*lines, *own])
 
 
 async def test_a_crash_is_answered_with_a_reference_and_nothing_of_what_happened(

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.keys import fleet_keys, run_keys, sample_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
-from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.ids import PoolId, TenantId
 from cotrain_store.monitoring.status import (
     QueueStatus,
     cycle_records,
     pool_status,
+    pools_with_workers,
     redis_status,
     scheduler_alive,
     scheduler_epoch,
 )
+from cotrain_store.oplog.idle_tenants import strike_idle_tenants
 from tests.support.log import WORKER
 from tests.support.stack import POOL
 
@@ -53,6 +55,61 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
     assert 5_000 <= status.oldest_ready_s < 6_000
     assert 7_000 <= status.oldest_gap_s < 8_000
     assert status.counters == {"cycles": 1.0}
+
+
+def listed(log: Log) -> list[str]:
+    """Name the tenants of the pool's list, and those that it has counters of."""
+    counters = (run_keys.queue, sample_keys.sample_load)
+    kept = [key for of in counters for key in log.redis.keys(of(POOL, TenantId("*")))]
+    names = {name.decode() for name in log.redis.smembers(run_keys.queue_tenants(POOL))}
+    return sorted(names | {key.decode().rpartition(":")[2] for key in kept})
+
+
+async def test_a_tenant_is_listed_while_something_of_it_waits_or_runs(samples: Samples) -> None:
+    log = samples.log
+    sampler, run = await samples.sampler("a"), await log.new_run("a")
+    ended = await log.new_run("b")
+    assert listed(log) == ["a", "b"]
+    await log.intake.close_run(ended)
+    assert listed(log) == ["a"]
+    (request,) = await samples.submit(sampler, 0)
+    await log.run_all()
+    assert listed(log) == ["a"]
+    samples.claim()
+    samples.resolve(request)
+    assert listed(log) == []
+    await log.submit(run, 2)
+    assert (await pool_status(log.connection, POOL)).queues == (QueueStatus(run.tenant, 1, 7, 4),)
+    assert (await pool_status(log.connection, POOL, TenantId("c"))).queues == (
+        QueueStatus(TenantId("c"), 0, 0, 0),
+    )
+    await log.dispatch.expire_gap(POOL, run.id, run.tenant)
+    assert listed(log) == []  # what is given up counts in no queue …
+    await log.submit(run, 1)
+    assert log.queued() == (
+        2,
+        7,
+        4 + len(log.redis.hget(run_keys.bodies(POOL, run.id), 2)),
+    )  # … until it may run
+    await log.run_all()
+    assert listed(log) == []
+
+
+async def test_tenants_that_an_older_version_left_on_the_list_are_struck_off(log: Log) -> None:
+    await log.new_run("a")
+    log.redis.sadd(run_keys.queue_tenants(POOL), *(f"old-{number}" for number in range(2_500)))
+    log.redis.hset(run_keys.queue(POOL, TenantId("old-1")), "ops", 0)
+    strike_idle_tenants(log.redis, POOL)
+    assert listed(log) == ["a"]
+
+
+async def test_which_pools_have_workers_is_read_from_heartbeats_alone(log: Log) -> None:
+    log.redis.set(run_keys.queue_tenants(POOL), "whoever reads this fails")
+    assert await pools_with_workers(log.connection, [POOL]) == frozenset()
+    log.execution.heartbeat(
+        WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
+    )
+    assert await pools_with_workers(log.connection, [POOL, PoolId("other")]) == {POOL}
 
 
 async def test_sample_requests_are_counted_by_tenant(samples: Samples) -> None:

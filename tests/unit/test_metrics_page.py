@@ -54,7 +54,8 @@ async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         connection=None,
         records=SimpleNamespace(pools=pools),
     )
-    return (await collector.scrape(cast("Services", services))).decode()
+    of_process = collector.process_metrics(cast("Services", services))
+    return (of_process + await collector.store_metrics(cast("Services", services))).decode()
 
 
 def rows(text: str) -> list[str]:

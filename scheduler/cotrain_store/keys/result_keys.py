@@ -30,6 +30,11 @@ def unread_until(tenant: TenantId) -> str:
     return f"cotrain:tenant:{tenant}:unread_until"
 
 
+def unread_tenants() -> str:
+    """Name the sorted set of tenants with unread results (score: their bytes, also of results that have expired)."""
+    return "cotrain:tenants:unread"
+
+
 def spool_segment_refs() -> str:
     """Name the hash spool segment → ops with a body in it; a field goes when it reaches 0."""
     return "cotrain:spool:refs"

@@ -62,10 +62,10 @@ def gaps(pool: PoolId) -> str:
 
 
 def queue(pool: PoolId, tenant: TenantId) -> str:
-    """Name a tenant's queue counters (ops, tokens, bytes); all 0 at rest."""
+    """Name a tenant's queue counters (ops, tokens, bytes); they go when all are 0."""
     return f"{prefix(pool)}queue:{tenant}"
 
 
 def queue_tenants(pool: PoolId) -> str:
-    """Name the set of tenants that ever queued here; for the status page."""
+    """Name the set of tenants for which something waits or runs here; one at 0 is struck off."""
     return f"{prefix(pool)}tenants"

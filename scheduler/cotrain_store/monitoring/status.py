@@ -7,14 +7,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.keys import age_keys, fleet_keys, run_keys, sample_keys
+from cotrain_store.keys import age_keys, fleet_keys, run_keys, sample_keys, weights_keys
 from cotrain_store.messages.encoding import decode
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, SessionId, TenantId, WorkerId
 from cotrain_store.redis_client.store_clock import parse_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from cotrain_store.redis_client.connection import Connection
 
@@ -50,6 +50,8 @@ class PoolStatus:
     oldest_ready_s: float
     oldest_gap_s: float
     counters: Mapping[str, float]
+    weights: int = 0
+    """Saved weights of which there is a record."""
 
 
 @dataclass(frozen=True)
@@ -62,31 +64,34 @@ class RedisStatus:
     aof_bytes: int
     aof_last_write_ok: bool
     memory_bytes: int
+    memory_limit_bytes: int = 0
+    """0: none."""
     is_replica: bool = False
     """It takes no writes then."""
     saves: bool = True
     """Where it is set to write snapshots: whether the last one succeeded. It takes no writes otherwise."""
 
 
-async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
-    """Read one pool's status."""
+async def pool_status(
+    connection: Connection, pool: PoolId, tenant: TenantId | None = None
+) -> PoolStatus:
+    """Read one pool's status: with the queues of all tenants for which something waits or runs, or of one."""
     ids = sorted(WorkerId(n.decode()) for n in await connection.smembers(fleet_keys.workers(pool)))
-    tenants = sorted(
-        TenantId(n.decode()) for n in await connection.smembers(run_keys.queue_tenants(pool))
-    )
+    tenants = [tenant] if tenant else await _active_tenants(connection, pool)
     pipeline = connection.pipeline(transaction=False)
     pipeline.zrange(run_keys.ready(pool), 0, 0, withscores=True)
     pipeline.zrange(run_keys.gaps(pool), 0, 0, withscores=True)
     pipeline.get(age_keys.clock())
     pipeline.get(fleet_keys.cycle_counter(pool))
     pipeline.hgetall(fleet_keys.counters(pool))
+    pipeline.scard(weights_keys.pool_weights(pool))
     for worker in ids:
         pipeline.get(fleet_keys.worker(pool, worker))
         pipeline.hlen(fleet_keys.open_steps(pool, worker))
     for tenant in tenants:
         pipeline.hmget(run_keys.queue(pool, tenant), ["ops", "tokens", "bytes"])
         pipeline.hmget(sample_keys.sample_load(pool, tenant), ["waiting", "running"])
-    ready, gaps, clock, cycle, counters, *rows = await pipeline.execute()
+    ready, gaps, clock, cycle, counters, weights, *rows = await pipeline.execute()
     heartbeats, opened = rows[0 : 2 * len(ids) : 2], rows[1 : 2 * len(ids) : 2]
     loads = rows[2 * len(ids) :]
     queues = [
@@ -108,7 +113,25 @@ async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
         oldest_ready_s=_age_s(ready, time.time() * 1000),
         oldest_gap_s=_age_s(gaps, parse_ms(clock)),
         counters={name.decode(): float(value) for name, value in counters.items()},
+        weights=weights,
     )
+
+
+async def _active_tenants(connection: Connection, pool: PoolId) -> list[TenantId]:
+    names = await connection.smembers(run_keys.queue_tenants(pool))
+    return sorted(TenantId(name.decode()) for name in names)
+
+
+async def pools_with_workers(connection: Connection, pools: Iterable[PoolId]) -> frozenset[PoolId]:
+    """Name those of these pools that have a living worker: nothing but heartbeats is read."""
+    alive = set()
+    for pool in pools:
+        ids = [
+            WorkerId(name.decode()) for name in await connection.smembers(fleet_keys.workers(pool))
+        ]
+        if ids and any(await connection.mget([fleet_keys.worker(pool, name) for name in ids])):
+            alive.add(pool)
+    return frozenset(alive)
 
 
 async def cycle_records(connection: Connection, pool: PoolId, count: int) -> list[dict[str, Any]]:
@@ -150,6 +173,7 @@ async def redis_status(connection: Connection) -> RedisStatus:
         aof_bytes=int(facts.get("aof_current_size", 0)),
         aof_last_write_ok=facts.get("aof_last_write_status", "ok") == "ok",
         memory_bytes=int(facts["used_memory"]),
+        memory_limit_bytes=int(facts.get("maxmemory", 0)),
         is_replica=facts.get("role", "master") != "master",
         saves=facts.get("rdb_last_bgsave_status", "ok") == "ok" or not points.get("save"),
     )

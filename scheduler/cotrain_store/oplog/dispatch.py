@@ -210,6 +210,7 @@ class Dispatch:
         ]  # fmt: skip
         args = {
             "epoch": self._epoch, "run": run, "missing": missing,
+            "tenant": tenant, "prefix": fleet_keys.prefix(pool),
             "failure": rejection(run, Result.failed(message, "server")),
         }  # fmt: skip
         if await self._expire_gap(script_keys, args) == b"FENCED":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import result_keys, run_keys, sample_keys, tenant_keys
-from cotrain_store.messages.ids import run_of, sample_id
+from cotrain_store.messages.ids import TenantId, run_of, sample_id
 from cotrain_store.messages.sample_ids import SampleName
 from cotrain_store.redis_client.connection import ANY_TROUBLE
 from cotrain_store.redis_client.scripts import async_script
@@ -21,7 +21,7 @@ from cotrain_store.redis_client.subscription import note_trouble
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_store.messages.ids import PoolId, RequestId, RunId, SessionId, TenantId
+    from cotrain_store.messages.ids import PoolId, RequestId, RunId, SessionId
     from cotrain_store.redis_client.connection import Connection
 
 #: How long a client may take to ask again for an answer that was lost.
@@ -132,6 +132,12 @@ class DeliveryLog:
             [tenant_keys.session_heartbeat(session) for session in asked]
         )
         return {session for session, at in zip(asked, heartbeats, strict=True) if at is not None}
+
+
+async def most_unread(connection: Connection, most: int) -> dict[TenantId, int]:
+    """Measure the results of those tenants that have the most unread."""
+    names = await connection.zrange(result_keys.unread_tenants(), 0, most - 1, desc=True)
+    return await unread_bytes(connection, [TenantId(name.decode()) for name in names])
 
 
 async def unread_bytes(connection: Connection, tenants: Sequence[TenantId]) -> dict[TenantId, int]:

@@ -1,7 +1,7 @@
 -- commit: make a step's effects visible: its results, `done`, and the end of its cycle, at once.
 -- Fenced by the worker's epoch; an op counts only as the next one of its run. Twice is harmless.
 -- What of the step has no result goes back to the head of its run's queue (`args.back`).
--- needs: unread, usage_add, samplers, given_up, fail_waiting
+-- needs: idle_tenant, unread, usage_add, samplers, given_up, fail_waiting
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis does not take for an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
@@ -78,7 +78,7 @@ local function write_save(ref, seq, save, result, ttl_ms)
   return result
 end
 
-local resolved = {}
+local resolved, served = {}, {}
 for i, op in ipairs(args.ops) do
   local run, seq, tenant = op.run, op.seq, op.tenant
   local log = prefix .. 'log:' .. run
@@ -100,6 +100,7 @@ for i, op in ipairs(args.ops) do
       redis.call('HDEL', log, 'begun')
     end
     local queue = prefix .. 'queue:' .. tenant
+    served[tenant] = true
     redis.call('HINCRBY', queue, 'ops', -1)
     redis.call('HINCRBY', queue, 'tokens', 0 - op.tokens)
     redis.call('HINCRBY', queue, 'bytes', 0 - op.size)
@@ -130,6 +131,9 @@ for _, part in ipairs(args.back) do
     fail_waiting(prefix, run, tenant, part.seq, tonumber(row[2]) - 1, args.failures[row[1]],
       args.failure_ttl_ms, resolved)
   end
+end
+for tenant in pairs(served) do
+  strike_if_idle(prefix, tenant)
 end
 redis.call('HDEL', open, cycle)
 redis.call('HDEL', starts, cycle)

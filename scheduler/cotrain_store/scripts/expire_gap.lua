@@ -1,7 +1,7 @@
 -- expire_gap: fail the ops that wait behind a seq that never came. The gap itself stays a gap:
 -- nothing is skipped, and should the missing op come, it runs and these keep their failure. What
 -- arrives behind it later is as late as they were.
--- needs: reject, given_up
+-- needs: reject, given_up, idle_tenant
 local epoch_key, gaps, log, ops_key, bodies, refs, queue, notify = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 local run, missing = args.run, args.missing
@@ -25,5 +25,6 @@ for seq = missing + 1, tonumber(row[2]) do
   end
 end
 give_up_ops(log, queue, ops, bytes, since)
+strike_if_idle(args.prefix, args.tenant)
 redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
 return 'OK'

@@ -17,7 +17,7 @@ from cotrain.wire.sessions import HealthResponse
 from cotrain_server.errors import OperatorsOnly
 from cotrain_server.http.auth import authenticate, is_operator, note_failure
 from cotrain_server.http.dependencies import ServicesDep
-from cotrain_server.views.prometheus import TENANTS_SHOWN, scrape
+from cotrain_server.views.prometheus import TENANTS_SHOWN, process_metrics, store_metrics
 from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.monitoring.status import (
@@ -26,7 +26,7 @@ from cotrain_store.monitoring.status import (
     redis_status,
     scheduler_epoch,
 )
-from cotrain_store.results.delivery import unread_bytes
+from cotrain_store.results.delivery import most_unread, unread_bytes
 from cotrain_store.tenants.names import tenant_names
 from cotrain_store.tenants.run_bytes import largest_run_bytes, run_bytes
 
@@ -72,17 +72,27 @@ async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
 
 @router.get("/metrics")
 async def metrics(request: Request, services: ServicesDep) -> Response:
-    """Show Prometheus everything: this process, and what the others wrote to the store."""
+    """Show Prometheus what this process does."""
+    _check_operator(request, services)
+    return Response(process_metrics(services), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/metrics/fleet")
+async def fleet_metrics(request: Request, services: ServicesDep) -> Response:
+    """Show Prometheus the store and all pools. Every API process has the same numbers: scrape one of them."""
+    _check_operator(request, services)
+    return Response(await store_metrics(services), media_type=CONTENT_TYPE_LATEST)
+
+
+def _check_operator(request: Request, services: Services) -> None:
     if not is_operator(request, services):
         note_failure(request, services)
         raise OperatorsOnly
-    return Response(await scrape(services), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _everything(services: Services) -> dict[str, Any]:
     connection, settings = services.connection, services.settings
     pools = [await _whole_pool(services, pool) for pool in await services.records.pools()]
-    tenants = sorted({queue["tenant"] for pool in pools for queue in pool["tenants"]})
     reasons = await reasons_not_ready(services)
     return {
         "version": __version__,
@@ -91,7 +101,7 @@ async def _everything(services: Services) -> dict[str, Any]:
         "reasons": reasons,
         "scheduler": {"epoch": await scheduler_epoch(connection)},
         "pools": pools,
-        "unread_bytes": await unread_bytes(connection, tenants),
+        "unread_bytes": await most_unread(connection, TENANTS_SHOWN),
         "run_bytes": await largest_run_bytes(connection, TENANTS_SHOWN),
         "waiters": services.futures.waiters,
         "redis": asdict(await redis_status(connection)),
@@ -139,14 +149,14 @@ async def _own_part(services: Services, tenant: TenantId) -> dict[str, Any]:
         "unread_bytes": (await unread_bytes(connection, [tenant]))[tenant],
         "run_bytes": await run_bytes(connection, tenant),
         "pools": [
-            _own_pool(pool, await pool_status(connection, pool.id), tenant)
+            _own_pool(pool, await pool_status(connection, pool.id, tenant))
             for pool in await services.records.pools()
         ],
     }
 
 
-def _own_pool(pool: PoolRecord, found: PoolStatus, tenant: TenantId) -> dict[str, Any]:
-    own = [queue for queue in found.queues if queue.tenant == tenant]
+def _own_pool(pool: PoolRecord, found: PoolStatus) -> dict[str, Any]:
+    own = found.queues
     return {
         "base_model": pool.base_model,
         "context_length": pool.context_length,

@@ -1,4 +1,4 @@
-"""What the scheduler and the workers did, as Prometheus metrics, read from the store at scrape time."""
+"""Prometheus metrics: of this process, and what is read from the store, the same by every API process."""
 
 from __future__ import annotations
 
@@ -54,9 +54,14 @@ class _Families(Collector):
         return self.by_name.values()
 
 
-async def scrape(services: Services) -> bytes:
-    """Write every metric in the Prometheus text format; a Redis that is away is one of them."""
+def process_metrics(services: Services) -> bytes:
+    """Write what this process counts in the Prometheus text format."""
     metrics.LONGPOLL_WAITERS.set(services.futures.waiters)
+    return generate_latest(metrics.REGISTRY)
+
+
+async def store_metrics(services: Services) -> bytes:
+    """Write what the store knows of all processes; a Redis that is unavailable is one of the metrics."""
     found = _Families()
     free_bytes = shutil.disk_usage(services.settings.data_dir).free
     found.gauge("cotrain_disk_free_bytes", "Free space under the data folder.", free_bytes)
@@ -79,7 +84,7 @@ async def scrape(services: Services) -> bytes:
             _add_pool(found, pool, status)
     registry = CollectorRegistry()
     registry.register(found)
-    return generate_latest(metrics.REGISTRY) + generate_latest(registry)
+    return generate_latest(registry)
 
 
 def _add_redis(found: _Families, redis: RedisStatus) -> None:
@@ -90,6 +95,8 @@ def _add_redis(found: _Families, redis: RedisStatus) -> None:
         float(redis.aof_last_write_ok),
     )
     found.gauge("cotrain_redis_memory_bytes", "Memory Redis uses.", redis.memory_bytes)
+    text = "Memory Redis may use; 0: as much as there is."
+    found.gauge("cotrain_redis_memory_limit_bytes", text, redis.memory_limit_bytes)
     found.gauge("cotrain_oplog_bytes", "Size of the append-only file.", redis.aof_bytes)
 
 
@@ -103,6 +110,7 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
     found.gauge(
         "cotrain_seq_gap_seconds_max", "Age of the oldest gap.", status.oldest_gap_s, pool=pool
     )
+    found.gauge("cotrain_saved_weights", "Saved weights on record.", status.weights, pool=pool)
     found.gauge("cotrain_open_cycles", "Planned, not committed.", status.open_cycles, pool=pool)
     for worker in status.workers:
         labels = {"pool": pool, "worker": worker.id}

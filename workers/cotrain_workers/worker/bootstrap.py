@@ -14,6 +14,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef, WorkerId
 from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.oplog.execution import Execution
+from cotrain_store.oplog.idle_tenants import strike_idle_tenants
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_store.settings.worker import WorkerSettings, pool_of
@@ -188,6 +189,7 @@ def enter_pool(
             sampler=settings.sampler,
         )
     )
+    strike_idle_tenants(connection, record.id)
     sampling = SampleClaims(connection, *spools, record.id, worker, epoch)
     sampling.requeue()
     sampler = SamplingService(

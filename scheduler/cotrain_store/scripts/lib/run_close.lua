@@ -1,6 +1,6 @@
 -- run_close: end a run, by its tenant (closed) or because it cannot go on (failed). Ops not yet planned
 -- fail at once; planned ones still commit, or fail when they come back. Twice is harmless.
--- needs: ages, given_up, fail_waiting, run_bytes
+-- needs: ages, given_up, idle_tenant, fail_waiting, run_bytes
 -- Returns the requests that were resolved; nothing for a run without a log.
 local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   local log, ops = prefix .. 'log:' .. run, prefix .. 'ops:' .. run
@@ -19,6 +19,7 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
     redis.call('ZREM', prefix .. 'ready', run)
     redis.call('ZREM', prefix .. 'gaps', run)
     fail_waiting(prefix, run, tenant, tonumber(row[2]), tonumber(row[3]), failure, ttl_ms, resolved)
+    strike_if_idle(prefix, tenant)
     local worker = row[4]
     if worker and redis.call('SISMEMBER', prefix .. 'workers', worker) == 0 then
       worker = redis.call('SMEMBERS', prefix .. 'workers')[1] -- its own was struck off

@@ -1,5 +1,5 @@
 -- sample_finish: what every end of a sample request does, once.
--- needs: ages
+-- needs: ages, idle_tenant
 -- Returns its tenant, or false where it had ended. Its result appears, its end is published to its client,
 -- and all it held is free: queue, claim, quota, body.
 -- What is left of the request (who asked what) outlives its result, for repeats and late polls.
@@ -25,6 +25,7 @@ local function finish(refs, lives, request, result, ttl_ms, failed, size)
     redis.call('HINCRBY', load, 'running', -1)
   end
   redis.call('HINCRBY', load, 'bytes', 0 - tonumber(body_bytes))
+  strike_if_idle(prefix, tenant)
   local segment = string.match(ref, '^spool:([^:]+):')
   if segment and redis.call('HINCRBY', refs, segment, -1) <= 0 then
     redis.call('HDEL', refs, segment)

@@ -4,7 +4,8 @@
 local function note_unread(tenant, request, size, ttl_ms)
   local sizes = 'cotrain:tenant:' .. tenant .. ':unread'
   if redis.call('HSETNX', sizes, request, size) == 1 then
-    redis.call('HINCRBY', sizes, 'bytes', size)
+    local bytes = redis.call('HINCRBY', sizes, 'bytes', size)
+    redis.call('ZADD', 'cotrain:tenants:unread', bytes, tenant)
     redis.call('ZADD', 'cotrain:tenant:' .. tenant .. ':unread_until', clock_in(ttl_ms), request)
   end
 end
@@ -13,9 +14,14 @@ local function note_read(tenant, request)
   local sizes = 'cotrain:tenant:' .. tenant .. ':unread'
   local size = redis.call('HGET', sizes, request)
   if size then
-    redis.call('HINCRBY', sizes, 'bytes', 0 - size)
+    local bytes = redis.call('HINCRBY', sizes, 'bytes', 0 - size)
     redis.call('HDEL', sizes, request)
     redis.call('ZREM', 'cotrain:tenant:' .. tenant .. ':unread_until', request)
+    if bytes > 0 then
+      redis.call('ZADD', 'cotrain:tenants:unread', bytes, tenant)
+    else
+      redis.call('ZREM', 'cotrain:tenants:unread', tenant)
+    end
   end
 end
 

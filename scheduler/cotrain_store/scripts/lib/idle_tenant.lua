@@ -1,0 +1,21 @@
+-- idle_tenant: a tenant for which nothing waits or runs in a pool is struck off that pool's list, and its
+-- counters, which are 0 then, are no more kept: what reads the list costs what is active.
+local function delete_zeros(key)
+  for _, value in ipairs(redis.call('HVALS', key)) do
+    if tonumber(value) ~= 0 then
+      return
+    end
+  end
+  redis.call('DEL', key)
+end
+
+local function strike_if_idle(prefix, tenant)
+  local queue, load = prefix .. 'queue:' .. tenant, prefix .. 'samples:' .. tenant
+  local samples = redis.call('HMGET', load, 'waiting', 'running')
+  if tonumber(redis.call('HGET', queue, 'ops') or 0) <= 0
+    and tonumber(samples[1] or 0) + tonumber(samples[2] or 0) <= 0 then
+    redis.call('SREM', prefix .. 'tenants', tenant)
+    delete_zeros(queue)
+    delete_zeros(load)
+  end
+end
