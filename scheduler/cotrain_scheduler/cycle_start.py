@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from cotrain_store.messages.ids import RunId
 
 #: How long an eager cycle waits for the runs of the last one to come back, at least.
@@ -26,14 +24,14 @@ class LastCycle:
     ended_at: float = 0.0
 
 
-def eager_start(last: LastCycle, ready: Collection[RunId], now: float, gather_s: float) -> float:
-    """Say when an eager cycle starts, given who is ready now.
+def eager_start(last: LastCycle, now: float, gather_s: float, *, are_back: bool) -> float:
+    """Say when an eager cycle starts; `are_back`: all runs of the last cycle wait again.
 
-    At once when all runs of the last cycle are back, hence always for a run on its own. Otherwise
-    those just answered get a few milliseconds, or a tenth of the last cycle, to send their next
-    request: a cycle without them would make them wait for a whole one.
+    Then at once, hence always for a run on its own. Otherwise those just answered get a few
+    milliseconds, or a tenth of the last cycle, to send their next request: a cycle without them would
+    make them wait for a whole one.
     """
-    if last.runs <= set(ready):
+    if are_back:
         return now
     return max(now, last.ended_at + max(gather_s, GATHER_SHARE * last.duration_s))
 

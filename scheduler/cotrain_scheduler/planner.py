@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from cotrain_store.messages.fleet import WorkerHeartbeat
-    from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+    from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.ops import QueuedOp, RunQueue
 
 #: Tokens a tenant may take per visit. Small against a cycle, so that a cycle visits all tenants.
@@ -55,7 +55,7 @@ class Selection:
 
 
 def select(
-    queues: Sequence[RunQueue],
+    waiting: Mapping[TenantId, Iterable[RunQueue]],
     fairness: Fairness,
     budget_tokens: int,
     quantum_tokens: int = QUANTUM_TOKENS,
@@ -64,21 +64,26 @@ def select(
 ) -> Selection:
     """Choose ops worth at most `budget_tokens`; one op larger than that goes alone.
 
+    `waiting` has the runs of each tenant, in the order in which they get their turns. Only those are read
+    whose turn it is: a choice costs what it holds, however many wait.
+
     Something is always chosen when something can run, so that nothing waits permanently. Without
     `takes_saves` no save can, nor what its run has behind it.
     """
-    backlog = _backlog(queues, takes_saves=takes_saves)
-    ring = deque(_ring(fairness.ring, backlog))
-    deficits = {tenant: fairness.deficits.get(tenant, 0) for tenant in ring}
+    ring = deque(_ring(fairness.ring, waiting))
+    deficits = {tenant: left for tenant, left in fairness.deficits.items() if tenant in waiting}
+    visited: dict[TenantId, _Backlog] = {}
     in_visit = fairness.in_visit and bool(ring) and ring[0] == fairness.ring[0]
     chosen: list[QueuedOp] = []
     spent = 0
     while ring:
         tenant = ring[0]
+        if tenant not in visited:
+            visited[tenant] = _Backlog(waiting[tenant], takes_saves=takes_saves)
+        work = visited[tenant]
         if not in_visit:
-            deficits[tenant] += quantum_tokens
+            deficits[tenant] = deficits.get(tenant, 0) + quantum_tokens
         in_visit = False
-        work = backlog[tenant]
         while work and cost(work.head) <= deficits[tenant]:
             if chosen and spent + cost(work.head) > budget_tokens:
                 return Selection(_grouped(chosen), Fairness(tuple(ring), deficits, in_visit=True))
@@ -119,52 +124,42 @@ def budget(worker: WorkerHeartbeat, period_s: float) -> int:
     return max(1, int(worker.tokens_per_s * period_s))
 
 
-def assign(queues: Iterable[RunQueue], workers: Sequence[WorkerHeartbeat]) -> dict[RunId, WorkerId]:
-    """Give every run without a worker the one with the fewest runs. A run keeps its worker."""
-    runs = {worker.id: worker.runs for worker in workers}
-    assigned: dict[RunId, WorkerId] = {}
-    for queue in queues:
-        if queue.worker is None and runs:
-            least = min(runs, key=lambda name: (runs[name], name))
-            runs[least] += 1
-            assigned[queue.run] = least
-    return assigned
-
-
 class _Backlog:
-    """One tenant's runnable ops, taken from its runs in turn."""
+    """One tenant's runnable ops, taken from its runs in turn. A run is read when its turn comes."""
 
-    def __init__(self, runs: Iterable[deque[QueuedOp]]) -> None:
-        self._runs = deque(runs)
+    def __init__(self, queues: Iterable[RunQueue], *, takes_saves: bool) -> None:
+        self._unread = iter(queues)
+        self._takes_saves = takes_saves
+        self._read: deque[deque[QueuedOp]] = deque()
+        self._first = self._next()
 
     def __bool__(self) -> bool:
-        return bool(self._runs)
+        return bool(self._first)
 
     @property
     def head(self) -> QueuedOp:
-        return self._runs[0][0]
+        return self._first[0]
 
     def take(self) -> QueuedOp:
-        run = self._runs.popleft()
-        op = run.popleft()
-        if run:
-            self._runs.append(run)
+        op = self._first.popleft()
+        if self._first:
+            self._read.append(self._first)
+        self._first = self._next()
         return op
 
-
-def _backlog(queues: Iterable[RunQueue], *, takes_saves: bool) -> dict[TenantId, _Backlog]:
-    runs: dict[TenantId, list[deque[QueuedOp]]] = {}
-    for queue in queues:
-        prefix = runnable_prefix(queue.ops, takes_saves=takes_saves)
-        if prefix:
-            runs.setdefault(queue.tenant, []).append(deque(prefix))
-    return {tenant: _Backlog(ops) for tenant, ops in runs.items()}
+    def _next(self) -> deque[QueuedOp]:
+        for queue in self._unread:
+            prefix = runnable_prefix(queue.ops, takes_saves=self._takes_saves)
+            if prefix:
+                return deque(prefix)
+        return self._read.popleft() if self._read else deque()
 
 
-def _ring(before: Sequence[TenantId], backlog: Mapping[TenantId, _Backlog]) -> list[TenantId]:
+def _ring(before: Sequence[TenantId], waiting: Iterable[TenantId]) -> list[TenantId]:
     """Keep the turn of those still waiting; newcomers join at the end, in the order they came."""
-    staying = [tenant for tenant in before if tenant in backlog]
-    return staying + [tenant for tenant in backlog if tenant not in set(before)]
+    known, still = set(before), set(waiting)
+    staying = [tenant for tenant in before if tenant in still]
+    return staying + [tenant for tenant in waiting if tenant not in known]
 
 
 def _grouped(ops: Iterable[QueuedOp]) -> tuple[QueuedOp, ...]:

@@ -188,8 +188,8 @@ MUTANTS = {
         [
             Edit(
                 f"{SCHEDULER}/planner.py",
-                "    return staying + [tenant for tenant in backlog if tenant not in set(before)]\n",
-                "    return sorted(backlog)\n",
+                "    return staying + [tenant for tenant in waiting if tenant not in known]\n",
+                "    return sorted(waiting)\n",
             ),
             Edit(
                 f"{SCHEDULER}/planner.py",

@@ -52,8 +52,21 @@ def unnumbered_ops(pool: PoolId, run_id: RunId) -> str:
 
 
 def ready(pool: PoolId) -> str:
-    """Name the sorted set of runs whose next op is there (score: when it became so)."""
+    """Name the sorted set of runs whose next op is there (score: since when, or since their last turn)."""
     return f"{prefix(pool)}ready"
+
+
+def changed(pool: PoolId) -> str:
+    """Name the sorted set of runs whose queue changed (score: the number of its last change).
+
+    What a scheduler has read is struck off with its next plan; a scheduler with a new epoch reads everything.
+    """
+    return f"{prefix(pool)}changed"
+
+
+def change_counter(pool: PoolId) -> str:
+    """Name the number of the last change of a queue; only grows."""
+    return f"{prefix(pool)}changes"
 
 
 def gaps(pool: PoolId) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.keys import age_keys, fleet_keys, result_keys, run_keys, sample_keys
@@ -16,6 +16,7 @@ from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.gaps import client_seq, given_up
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import QueuedOp, RunQueue, Step
+from cotrain_store.messages.queue_changes import QueueChanges, Wake
 from cotrain_store.messages.results import Result
 from cotrain_store.oplog.rejection import rejection
 from cotrain_store.redis_client.scripts import async_script
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
     from cotrain_store.redis_client.connection import Connection
 
-#: Runs and ops per run read for one plan: more than any cycle can hold.
-MAX_RUNS = 4_096
+#: Runs that one call reads: Redis does nothing else during it.
+RUNS_AT_ONCE = 256
+#: Ops read of a run: more than a cycle can hold. What is behind them is read when these are planned.
 MAX_OPS_PER_RUN = 64
 #: The store's clock goes on by at most this at once.
 MAX_STEP_S = 10.0
@@ -48,6 +50,7 @@ class Dispatch:
         self._name = name
         self._epoch = ""
         self._ready = async_script(connection, "ready")
+        self._changes = async_script(connection, "changes")
         self._plan = async_script(connection, "plan")
         self._lease = async_script(connection, "lease")
         self._reassign = async_script(connection, "reassign")
@@ -145,21 +148,43 @@ class Dispatch:
         return int(await self._redis.hlen(fleet_keys.open_steps(pool, worker)))
 
     async def ready(self, pool: PoolId) -> list[RunQueue]:
-        """Read the runs that can go on, those that waited longest first."""
+        """Read all runs that can go on, those that waited longest first; not at one moment."""
+        found = await self._redis.zrange(run_keys.ready(pool), 0, -1)
+        return [queue for queue in await self.queues(pool, _run_ids(found)) if queue.ops]
+
+    async def queues(self, pool: PoolId, runs: Sequence[RunId]) -> list[RunQueue]:
+        """Read the queues of these runs; without ops where a run can not go on."""
+        queues: list[RunQueue] = []
+        for first in range(0, len(runs), RUNS_AT_ONCE):
+            args = {
+                "prefix": fleet_keys.prefix(pool), "max_ops_per_run": MAX_OPS_PER_RUN,
+                "runs": runs[first : first + RUNS_AT_ONCE],
+            }  # fmt: skip
+            queues += [_run_queue(row) for row in await self._ready([], args)]
+        return queues
+
+    async def changes(self, pool: PoolId, since: int) -> QueueChanges:
+        """Read what changed since a number, or the oldest part of it; twice gives the same, or more."""
+        script_keys = [run_keys.changed(pool), run_keys.change_counter(pool), run_keys.ready(pool)]
         args = {
-            "prefix": fleet_keys.prefix(pool),
-            "max_runs": MAX_RUNS,
-            "max_ops_per_run": MAX_OPS_PER_RUN,
-        }
-        rows = await self._ready([run_keys.ready(pool)], args)
-        return [_run_queue([field.decode() for field in row]) for row in rows]
+            "prefix": fleet_keys.prefix(pool), "since": since,
+            "max_runs": RUNS_AT_ONCE, "max_ops_per_run": MAX_OPS_PER_RUN,
+        }  # fmt: skip
+        number, are_all, ready, rows = await self._changes(script_keys, args)
+        return QueueChanges(int(number), [_run_queue(row) for row in rows], ready, bool(are_all))
+
+    async def last_change(self, pool: PoolId) -> int:
+        """Read the number of the last change: what comes later can be asked for."""
+        return int(await self._redis.get(run_keys.change_counter(pool)) or 0)
 
     async def last_cycle(self, pool: PoolId) -> int:
         """Read the number of the pool's last cycle; 0 before the first."""
         return int(await self._redis.get(fleet_keys.cycle_counter(pool)) or 0)
 
-    async def plan(self, pool: PoolId, step: Step) -> None:
+    async def plan(self, pool: PoolId, step: Step, seen: int = 0) -> None:
         """Write a step; it is then fixed, whatever dies. The worker is woken.
+
+        Changes of the queue up to the number `seen` need not be kept any longer.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -168,11 +193,12 @@ class Dispatch:
         script_keys = [
             fleet_keys.scheduler_epoch(), fleet_keys.cycle_counter(pool),
             fleet_keys.open_steps(pool, step.worker), run_keys.ready(pool), run_keys.gaps(pool),
-            fleet_keys.notify_worker(pool, step.worker),
+            fleet_keys.notify_worker(pool, step.worker), run_keys.changed(pool),
         ]  # fmt: skip
         args = {
             "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "worker": step.worker,
             "cycle": step.cycle, "max_open": MAX_OPEN_STEPS, "runs": _runs_of(step.ops),
+            "planned_ms": int(step.planned_at * 1000), "seen": seen,
         }  # fmt: skip
         answer = await self._plan(script_keys, args, encode(step))
         if answer == b"FENCED":
@@ -216,20 +242,26 @@ class Dispatch:
         if await self._expire_gap(script_keys, args) == b"FENCED":
             raise Fenced
 
-    async def wakes(self) -> AsyncIterator[bool]:
-        """Yield True whenever a worker became free, False whenever an op became ready."""
-        async with self._redis.pubsub(ignore_subscribe_messages=True) as subscription:
+    async def wakes(self) -> AsyncIterator[Wake | None]:
+        """Yield what wakes the scheduler, and None once it listens: what came before is lost."""
+        async with self._redis.pubsub() as subscription:
             await subscription.subscribe(fleet_keys.notify_scheduler())
             async for message in subscription.listen():
-                yield message["data"] == b"free"
+                yield (
+                    None if message["type"] == "subscribe" else Wake.parse(message["data"].decode())
+                )
 
 
 def _heartbeat(row: bytes) -> WorkerHeartbeat:
     return decode(WorkerHeartbeat, json.loads(row))
 
 
-def _run_queue(fields: list[str]) -> RunQueue:
-    run, tenant, worker, first, begun, *envelopes = fields
+def _run_ids(names: Sequence[bytes]) -> list[RunId]:
+    return [RunId(name.decode()) for name in names]
+
+
+def _run_queue(row: Sequence[bytes]) -> RunQueue:
+    run, tenant, worker, first, begun, *envelopes = (field.decode() for field in row)
     ops = tuple(
         QueuedOp.parse(RunId(run), int(first) + offset, envelope)
         for offset, envelope in enumerate(envelopes)
@@ -238,11 +270,10 @@ def _run_queue(fields: list[str]) -> RunQueue:
     return RunQueue(RunId(run), TenantId(tenant), at, ops, int(begun))
 
 
-def _runs_of(ops: Sequence[QueuedOp]) -> list[dict[str, str | int]]:
-    """Sum a step up: of each of its runs the first seq, and how many ops."""
-    first: dict[RunId, int] = {}
-    count: dict[RunId, int] = {}
+def _runs_of(ops: Sequence[QueuedOp]) -> list[dict[str, Any]]:
+    """Sum a step up: of each of its runs the first seq, and its ops as the log has them."""
+    runs: dict[RunId, dict[str, Any]] = {}
     for op in ops:
-        first.setdefault(op.run, op.seq)
-        count[op.run] = count.get(op.run, 0) + 1
-    return [{"run": run, "first": first[run], "count": count[run]} for run in first]
+        run = runs.setdefault(op.run, {"run": op.run, "first": op.seq, "ops": []})
+        run["ops"].append(op.envelope())
+    return list(runs.values())

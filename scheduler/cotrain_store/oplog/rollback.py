@@ -56,7 +56,7 @@ class Rollback:
             result_keys.notify_results(), fleet_keys.counters(pool),
         ]  # fmt: skip
         args = {
-            "epoch": str(epoch), "run": run, "done": position.done, "file": file, "sha256": sha256,
+            "epoch": str(epoch), "prefix": fleet_keys.prefix(pool), "run": run, "done": position.done, "file": file, "sha256": sha256,
             "weights_epoch": weights_epoch, "path": checkpoint.path, "digests_kept": DIGESTS_KEPT,
             "failure": rejection(run, failure),
             "steps": self._steps_without(run, len(failure.payload)),

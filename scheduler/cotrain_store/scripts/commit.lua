@@ -1,7 +1,7 @@
 -- commit: make a step's effects visible: its results, `done`, and the end of its cycle, at once.
 -- Fenced by the worker's epoch; an op counts only as the next one of its run. Twice is harmless.
 -- What of the step has no result goes back to the head of its run's queue (`args.back`).
--- needs: idle_tenant, unread, usage_add, samplers, given_up, fail_waiting
+-- needs: idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis does not take for an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
@@ -119,6 +119,7 @@ for _, part in ipairs(args.back) do
   local run, tenant, log = part.run, part.tenant, prefix .. 'log:' .. part.run
   local row = redis.call('HMGET', log, 'state', 'next')
   redis.call('HSET', log, 'next', part.seq)
+  note_change(prefix, run)
   if row[1] == 'live' then
     if part.begun > 0 then
       redis.call('HSET', log, 'begun', part.seq .. ':' .. part.begun .. ':' .. epoch)
@@ -153,5 +154,5 @@ end
 redis.call('LPUSH', cycles, record)
 redis.call('LTRIM', cycles, 0, args.cycles_kept - 1)
 redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
-redis.call('PUBLISH', wake, 'free')
+redis.call('PUBLISH', wake, 'free ' .. string.match(prefix, '{.*$'))
 return 'OK'

@@ -1,8 +1,9 @@
 -- plan: write one worker's step of a cycle and move its runs forward. All of it or nothing.
 -- Fenced by the scheduler's epoch; refused when the queue is not as the planner saw it.
 -- needs: ages
--- The step itself follows `args`; of each of its runs `args.runs` has the first seq and how many.
-local epoch_key, counter, open, ready, gaps, wake = unpack(KEYS)
+-- The step itself follows `args`; of each of its runs `args.runs` has the first seq, and its ops as the log
+-- has them. Changes up to `args.seen` are known to the scheduler, and listed no longer.
+local epoch_key, counter, open, ready, gaps, wake, changed = unpack(KEYS)
 local args, step = cjson.decode(ARGV[1]), ARGV[2]
 local epoch, prefix, worker, cycle = args.epoch, args.prefix, args.worker, args.cycle
 
@@ -20,15 +21,15 @@ for _, part in ipairs(args.runs) do
   if log[3] and log[3] ~= worker and redis.call('SISMEMBER', prefix .. 'workers', log[3]) == 1 then
     return 'OUTDATED' -- another worker has it
   end
-  for seq = part.first, part.first + part.count - 1 do
-    if redis.call('HEXISTS', prefix .. 'ops:' .. part.run, seq) == 0 then
+  for i, envelope in ipairs(part.ops) do
+    if redis.call('HGET', prefix .. 'ops:' .. part.run, part.first + i - 1) ~= envelope then
       return 'OUTDATED'
     end
   end
 end
 
 for _, part in ipairs(args.runs) do
-  local run, next_seq = part.run, part.first + part.count
+  local run, next_seq = part.run, part.first + #part.ops
   local log = prefix .. 'log:' .. run
   redis.call('HSET', log, 'next', next_seq, 'worker', worker)
   if redis.call('HEXISTS', prefix .. 'ops:' .. run, next_seq) == 0 then
@@ -36,8 +37,11 @@ for _, part in ipairs(args.runs) do
     if tonumber(redis.call('HGET', log, 'last')) >= next_seq then
       redis.call('ZADD', gaps, 'NX', clock_in(0), run)
     end
+  else
+    redis.call('ZADD', ready, 'XX', args.planned_ms, run) -- it had its turn
   end
 end
+redis.call('ZREMRANGEBYSCORE', changed, '-inf', args.seen)
 redis.call('SET', counter, cycle)
 redis.call('HSET', open, cycle, step)
 redis.call('PUBLISH', wake, cycle)

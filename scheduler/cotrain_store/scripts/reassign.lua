@@ -1,7 +1,7 @@
 -- reassign: a worker gave no heartbeat for long: give what it had to its successor, another one of its pool.
 -- Fenced by the scheduler's epoch and by the dead worker's own. That one grows: should its last process
 -- still live, it can write nothing any more. Twice is harmless.
--- needs: sample_put_back
+-- needs: sample_put_back, changed
 -- The successor gets what one worker must do (open steps, unstored weights, and the runs of both); the other
 -- runs have no worker any more, because the dead one is no longer among the workers.
 local scheduler_epoch, workers, dead_epoch, dead_heartbeat, successor_heartbeat, refs, notify, counters =
@@ -42,6 +42,7 @@ for _, ref in ipairs(redis.call('SMEMBERS', unstored)) do
 end
 for run in pairs(runs) do
   redis.call('HSET', prefix .. 'log:' .. run, 'worker', successor)
+  note_change(prefix, run)
 end
 
 local resolved = {}

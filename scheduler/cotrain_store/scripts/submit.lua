@@ -1,6 +1,6 @@
 -- submit: accept one op of a run; seq 0 with a record also makes the run, and may bring its seq 1 along
 -- (`save`). The commit point: an op is accepted when this script's effects are on disk. Twice is harmless.
--- needs: unread, samplers, records, given_up, run_bytes
+-- needs: unread, samplers, records, given_up, run_bytes, changed
 -- Answers what became of it, and its seq in the log. A client counts its own ops; an unnumbered op has its
 -- seq behind all that is accepted by now, and what the client sends later moves behind it.
 -- Without an envelope it only says ROOM for what it would take.
@@ -121,12 +121,15 @@ redis.call('HINCRBY', queue, 'ops', ops_added)
 redis.call('HINCRBY', queue, 'tokens', args.tokens)
 redis.call('HINCRBY', queue, 'bytes', bytes_added)
 redis.call('SADD', queue_tenants, tenant)
+if redis.call('HEXISTS', ops, next_seq) == 0 then
+  redis.call('ZADD', gaps, 'NX', redis.call('HGET', log, 'given_up_since') or clock_in(0), run)
+  return { 'NEW', log_seq }
+end
+note_change('cotrain:' .. args.pool_tag, run)
 if log_seq == next_seq then
   redis.call('ZREM', gaps, run)
   give_up_ops(log, queue, 0, 0)
   redis.call('ZADD', ready, 'NX', args.now_ms, run)
-  redis.call('PUBLISH', wake, 'ready')
-elseif redis.call('HEXISTS', ops, next_seq) == 0 then
-  redis.call('ZADD', gaps, 'NX', redis.call('HGET', log, 'given_up_since') or clock_in(0), run)
+  redis.call('PUBLISH', wake, 'ready ' .. args.pool_tag .. (redis.call('HGET', log, 'worker') or ''))
 end
 return { 'NEW', log_seq }

@@ -3,29 +3,24 @@ from __future__ import annotations
 from cotrain_scheduler.cycle_start import LastCycle, eager_start, period_number
 from cotrain_store.messages.ids import RunId
 
-A, B, C = RunId("a"), RunId("b"), RunId("c")
-
-
-def test_a_run_on_its_own_never_waits() -> None:
-    last = LastCycle(frozenset({A}), duration_s=8.0, ended_at=100.0)
-    assert eager_start(last, [A], now=100.001, gather_s=5.0) == 100.001
-    assert eager_start(LastCycle(), [A], now=3.0, gather_s=5.0) == 3.0
+A, B = RunId("a"), RunId("b")
 
 
 def test_a_cycle_starts_at_once_when_everybody_is_back() -> None:
     last = LastCycle(frozenset({A, B}), duration_s=8.0, ended_at=100.0)
-    assert eager_start(last, [B, C, A], now=100.001, gather_s=5.0) == 100.001
+    assert eager_start(last, 100.001, gather_s=5.0, are_back=True) == 100.001
+    assert eager_start(LastCycle(), 3.0, gather_s=5.0, are_back=True) == 3.0
 
 
 def test_those_just_answered_get_a_tenth_of_the_last_cycle_to_come_back() -> None:
     last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
-    assert eager_start(last, [A], now=100.01, gather_s=0.005) == 100.2
-    assert eager_start(last, [A], now=100.3, gather_s=0.005) == 100.3
+    assert eager_start(last, 100.01, gather_s=0.005, are_back=False) == 100.2
+    assert eager_start(last, 100.3, gather_s=0.005, are_back=False) == 100.3
 
 
-def test_a_newcomer_does_not_wait_for_tenants_that_left() -> None:
+def test_nobody_waits_for_tenants_that_left() -> None:
     last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
-    assert eager_start(last, [C], now=500.0, gather_s=0.005) == 500.0
+    assert eager_start(last, 500.0, gather_s=0.005, are_back=False) == 500.0
 
 
 def test_periods_begin_on_multiples_of_their_length() -> None:

@@ -2,22 +2,26 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_scheduler.planner import (
     Fairness,
-    assign,
+    Selection,
     budget,
     cost,
     runnable_prefix,
-    select,
 )
+from cotrain_scheduler.planner import select as select_by_tenant
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
 from tests.support.draws import examples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 TAIL = {OpKind.SAVE, OpKind.LOAD}
@@ -30,6 +34,16 @@ def op(run: str, seq: int, kind: OpKind = OpKind.FORWARD_BACKWARD, tokens: int =
 
 def queue_of(run: str, tenant: str, ops: list[QueuedOp]) -> RunQueue:
     return RunQueue(RunId(run), TenantId(tenant), WorkerId("w0"), tuple(ops))
+
+
+def select(
+    rows: list[RunQueue], fairness: Fairness, budget_tokens: int, *quantum: int, **more: Any
+) -> Selection:
+    """Choose from runs in the order they came."""
+    waiting: dict[TenantId, list[RunQueue]] = {}
+    for row in rows:
+        waiting.setdefault(row.tenant, []).append(row)
+    return select_by_tenant(waiting, fairness, budget_tokens, *quantum, **more)
 
 
 def heartbeat(name: str, runs: int = 0, tokens_per_s: float = 100.0) -> WorkerHeartbeat:
@@ -211,7 +225,7 @@ def test_what_has_no_tokens_takes_one_of_a_budget() -> None:
 def test_a_newcomer_stands_behind_those_who_wait() -> None:
     rows = [queue_of(name, name, [op(name, 1), op(name, 2)]) for name in ("a", "b", "c")]
     waiting = Fairness(ring=(TenantId("b"), TenantId("c")))
-    selection = select(rows, waiting, budget_tokens=30, quantum_tokens=10)
+    selection = select(rows, waiting, 30, 10)
     assert [o.run for o in selection.ops] == ["a", "b", "c"]
     assert selection.fairness.ring == ("b", "c", "a")
     assert [o.run for o in select(rows, waiting, 20, 10).ops] == ["b", "c"]
@@ -222,25 +236,40 @@ def test_a_visit_that_was_cut_off_is_its_own_tenants_alone() -> None:
     for gone in ((), (TenantId("gone"),)):
         ring = (*gone, TenantId("b"), TenantId("c"))
         cut_off = Fairness(ring, {TenantId("b"): 0}, in_visit=True)
-        chosen = select(rows, cut_off, budget_tokens=10, quantum_tokens=10).ops
+        chosen = select(rows, cut_off, 10, 10).ops
         assert [o.run for o in chosen] == ["b" if gone else "c"]
 
 
 def test_who_has_nothing_to_do_saves_no_tokens_up() -> None:
     rows = [queue_of("a", "a", [op("a", 1)]), queue_of("b", "b", [op("b", 1), op("b", 2)])]
-    fairness = select(rows, Fairness(), budget_tokens=20, quantum_tokens=1000).fairness
+    fairness = select(rows, Fairness(), 20, 1000).fairness
     assert fairness.ring == ("b",)
     assert set(fairness.deficits) == {"b"}
-
-
-def test_a_run_stays_where_it_is_and_a_new_one_goes_to_the_emptiest_worker() -> None:
-    workers = [heartbeat("w0", runs=2), heartbeat("w1", runs=0)]
-    assigned_before = queue_of("a", "t", [op("a", 1)])
-    new = [replace(queue_of(name, "t", [op(name, 0)]), worker=None) for name in ("b", "c", "d")]
-    assigned = assign([assigned_before, *new], workers)
-    assert assigned == {"b": "w1", "c": "w1", "d": "w0"}
 
 
 def test_the_budget_is_what_the_worker_does_in_a_period() -> None:
     assert budget(heartbeat("w", tokens_per_s=1500.0), 10.0) == 15_000
     assert budget(heartbeat("w", tokens_per_s=0.0), 10.0) == 1
+
+
+def test_only_those_are_read_whose_turn_it_is() -> None:
+    read = []
+
+    def rows_of(tenant: str) -> Iterator[RunQueue]:
+        for number in range(3):
+            read.append(f"{tenant}{number}")
+            yield queue_of(f"{tenant}{number}", tenant, [op(f"{tenant}{number}", 5)])
+
+    waiting = {TenantId(tenant): rows_of(tenant) for tenant in "abcdef"}
+    chosen = select_by_tenant(waiting, Fairness(), 40, 20)
+    assert [chosen_op.run for chosen_op in chosen.ops] == ["a0", "a1", "b0", "b1"]
+    assert read == [
+        "a0",
+        "a1",
+        "a2",
+        "b0",
+        "b1",
+        "b2",
+        "c0",
+    ]  # one beyond each visit, to know its cost
+    assert chosen.fairness.ring == tuple("cdefab")

@@ -1,6 +1,6 @@
 -- run_close: end a run, by its tenant (closed) or because it cannot go on (failed). Ops not yet planned
 -- fail at once; planned ones still commit, or fail when they come back. Twice is harmless.
--- needs: ages, given_up, idle_tenant, fail_waiting, run_bytes
+-- needs: ages, given_up, idle_tenant, fail_waiting, run_bytes, changed
 -- Returns the requests that were resolved; nothing for a run without a log.
 local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   local log, ops = prefix .. 'log:' .. run, prefix .. 'ops:' .. run
@@ -17,6 +17,7 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
     redis.call('HSET', 'cotrain:run:' .. run, 'state', state)
     redis.call('SREM', 'cotrain:tenant:' .. tenant .. ':runs', run)
     redis.call('ZREM', prefix .. 'ready', run)
+    note_change(prefix, run)
     redis.call('ZREM', prefix .. 'gaps', run)
     fail_waiting(prefix, run, tenant, tonumber(row[2]), tonumber(row[3]), failure, ttl_ms, resolved)
     strike_if_idle(prefix, tenant)

@@ -1,0 +1,72 @@
+"""What a fleet's schedule came to: waits, shares, turns. Pure; times in virtual seconds.
+
+A *round* is what is served until every waiting tenant had its quantum. The *fair turn* of a run, from when
+it begins to wait, is as many rounds as its tenant needs to get to each run that waits then: whole ones,
+since a tenant is visited once in a round. A run that is passed over in a cycle was not looked at for
+the cycle's share of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+
+@dataclass
+class Turns:
+    """Who waited while whom was served, cycle by cycle."""
+
+    quantum_tokens: int
+    longest_unseen: float = 0.0
+    served: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    entitled: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _unseen: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Of each run that waits: for how many rounds, and how many are its fair turn."""
+
+    def note(
+        self,
+        heads: Mapping[str, Mapping[str, int]],
+        tokens: Mapping[str, int],
+        runs: Collection[str],
+    ) -> None:
+        """Add a cycle: by tenant, what the heads of its runs that waited for this worker cost; by tenant,
+        the tokens that were served; the runs that were served.
+        """
+        total = sum(tokens.values())
+        rounds = total / (len(heads) * self.quantum_tokens)
+        for tenant, waiting in heads.items():
+            self.entitled[tenant] += total / len(heads)
+            turn = max(1, math.ceil(sum(waiting.values()) / self.quantum_tokens))
+            for run in waiting:
+                if run in runs:
+                    self._unseen.pop(run, None)
+                    continue
+                unseen, its_turn = self._unseen.get(run, (0.0, turn))
+                self._unseen[run] = unseen + rounds, its_turn
+                self.longest_unseen = max(self.longest_unseen, (unseen + rounds) / its_turn)
+        for tenant, count in tokens.items():
+            self.served[tenant] += count
+
+    def jain(self) -> float:
+        """Jain's index over what each tenant was served of its equal share while it had work; 1 is equal."""
+        shares = [self.served[tenant] / due for tenant, due in self.entitled.items()]
+        return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
+
+
+def waits(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """By kind of tenant, how long a request waited from being accepted to its cycle, in s."""
+    return {
+        kind: {f"p{share}": percentile(found, share / 100) for share in (50, 99)}
+        for kind, found in times.items()
+    }
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The value below which this share of all lies; 0 of none."""
+    found = sorted(values)
+    return found[min(len(found) - 1, int(share * len(found)))] if found else 0.0

@@ -1,0 +1,93 @@
+"""A worker that is a rate: it takes a step, lets virtual time pass, and commits one small result each."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from cotrain_store.keys import fleet_keys
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.results import Result
+from cotrain_store.oplog.execution import Execution
+
+if TYPE_CHECKING:
+    import random
+
+    from cotrain_store.disk.spool import Spool
+    from cotrain_store.messages.ids import WorkerId
+    from cotrain_store.messages.ops import Step
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.redis_client.connection import SyncConnection
+
+_DONE = Result.of_json({"type": "done"})
+#: The spread of a step's time around what its tokens take.
+NOISE = 0.2
+
+
+class RateWorker:
+    """One worker id; its processes come and go."""
+
+    def __init__(
+        self, connection: SyncConnection, spool: Spool, pool: PoolRecord, worker: WorkerId,
+        tokens_per_s: float, draw: random.Random,
+    ) -> None:  # fmt: skip
+        self.execution = Execution(connection, spool, spool, pool.id, worker)
+        self.id = worker
+        self.at_work: Step | None = None
+        self.is_alive = False
+        self.alive_s = self.busy_s = 0.0
+        self._since = 0.0
+        self._redis = connection
+        self._pool = pool
+        self._tokens_per_s = tokens_per_s
+        self._draw = draw
+        self._runs: set[str] = set()
+
+    def enter(self, now: float) -> None:
+        """Come, as a new process."""
+        self.execution.claim()
+        self.execution.publish(self._pool)
+        self.is_alive, self._since = True, now
+        self.beat()
+
+    def die(self, now: float) -> None:
+        """Go at once, in a step or not. The heartbeat is over as after its time."""
+        self.execution.leave()
+        self.alive_s += now - self._since
+        self.is_alive, self.at_work = False, None
+        self._runs.clear()
+
+    def count(self, now: float) -> None:
+        """Count the time up to now."""
+        if self.is_alive:
+            self.alive_s, self._since = self.alive_s + now - self._since, now
+
+    def beat(self) -> None:
+        """Say that it is alive; the key of a heartbeat knows real time only."""
+        beat = WorkerHeartbeat(
+            self.id, self.execution.epoch, "serving", "none", self._tokens_per_s, len(self._runs), 0, 0.0
+        )  # fmt: skip
+        self.execution.heartbeat(beat)
+
+    def take(self) -> float | None:
+        """Take the open step, if there is one; how long it lasts, in s."""
+        name = fleet_keys.open_steps(self._pool.id, self.id)
+        if not self.is_alive or self.at_work or not self._redis.hlen(name):
+            return None
+        [self.at_work, *_] = self.execution.open_steps()
+        self._runs |= {op.run for op in self.at_work.ops}
+        tokens = sum(max(1, op.tokens) for op in self.at_work.ops)
+        return tokens / self._tokens_per_s * self._draw.lognormvariate(0.0, NOISE)
+
+    def commit(self, lasted_s: float) -> Step:
+        """End the step."""
+        step, self.at_work = self.at_work, None
+        assert step
+        results = {(op.run, op.seq): _DONE for op in step.ops}
+        self.execution.commit(step, results, {"cycle": step.cycle, "worker": self.id}, {})
+        self.busy_s += lasted_s
+        return step
+
+    def close(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self.execution.leave()

@@ -1,0 +1,247 @@
+"""One pool: hear what changed in its queue, and plan for each of its workers that is free.
+
+The queue is in memory (`queue.py`) and follows what the scripts note with every change, in the same
+transaction. Everything is read once: at the start, and whenever this process cannot know what it missed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_scheduler import cycle_start, planner
+from cotrain_scheduler import reassignment as fleet
+from cotrain_scheduler.host_time import HostTime
+from cotrain_scheduler.queue import PoolQueue
+from cotrain_store.errors import PlanOutdated
+from cotrain_store.failpoints import failpoint
+from cotrain_store.messages.ops import Step
+from cotrain_store.monitoring.logs import log_requests
+from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN
+from cotrain_store.settings.scheduler import ClockMode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
+    from cotrain_store.messages.ids import PoolId, WorkerId
+    from cotrain_store.messages.queue_changes import Wake
+    from cotrain_store.oplog.dispatch import Dispatch
+    from cotrain_store.settings.scheduler import SchedulerSettings
+
+log = structlog.get_logger()
+
+#: A wake-up can be lost; look by ourselves this often.
+SWEEP_S = 0.25
+#: The queue changed under a plan; long enough not to spin should it never settle.
+REPLAN_S = 0.005
+#: A metronome looks this often whether the host's time was set.
+LOOK_S = 1.0
+
+
+@dataclass
+class _WorkerClock:
+    """What is remembered of one worker between cycles."""
+
+    fairness: planner.Fairness = field(default_factory=planner.Fairness)
+    last: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
+    planned_at: float | None = None
+    """When the step in work was planned; None while the worker is free."""
+
+
+class PoolClock:
+    """Plans for one pool, while its process leads."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        settings: SchedulerSettings,
+        pool: PoolId,
+        *,
+        gather_s: float = cycle_start.GATHER_S,
+        quantum_tokens: int = planner.QUANTUM_TOKENS,
+    ) -> None:
+        self.pool = pool
+        self._dispatch = dispatch
+        self._settings = settings
+        self._gather_s = gather_s
+        self._quantum_tokens = quantum_tokens
+        self._queue = PoolQueue(MAX_OPS_PER_RUN)
+        self._seen: int | None = None
+        """The number of the last change that is in the queue; None: read everything."""
+        self._slots: dict[WorkerId, int] = {}
+        """The workers there are, each with the epoch of its last process."""
+        self._free: frozenset[WorkerId] | None = None
+        """The workers that were free after the last tick; None before, and during one."""
+        self._clocks: defaultdict[WorkerId, _WorkerClock] = defaultdict(_WorkerClock)
+        self._empty_since: fleet.Absences = {}
+        self._time = HostTime()
+        self._last_period = self._period_number(self._time.now)
+
+    def forget_queue(self) -> None:
+        """Read everything at the next tick: something may have been missed."""
+        self._seen = None
+        self._free = None
+
+    def _forget_times(self, now: float) -> None:
+        """Begin anew with everything that waits for some time to pass; whose turn it is stays."""
+        self._last_period = self._period_number(now)
+        self._empty_since = {}
+        for clock in self._clocks.values():
+            clock.last = cycle_start.LastCycle()
+            clock.planned_at = clock.planned_at and now
+
+    def is_woken_by(self, wake: Wake) -> bool:
+        """Tell whether a tick may have something to do now: not for a request whose worker is busy."""
+        if self._settings.clock_mode is ClockMode.METRONOME:
+            return False
+        if wake.is_free or self._free is None or wake.worker in self._free:
+            return True
+        return bool(self._free) and wake.worker not in self._slots
+
+    async def look(self) -> float:
+        """Tick at the host's time; return for how long, in s, to sleep at most.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        jumped_s = self._time.read()
+        now = self._time.now
+        if jumped_s:
+            log.warning("time_jumped", pool=self.pool, by_s=round(jumped_s, 1))
+            self._forget_times(now)
+        return await self.tick(now) - now
+
+    async def tick(self, now: float) -> float:
+        """Plan whatever may start now; return when to look again at the latest.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        if self._settings.clock_mode is ClockMode.EAGER:
+            return await self._tick(now)
+        number = self._period_number(now)
+        next_look = min((number + 1) * self._settings.clock_period_s, now + LOOK_S)
+        if number != self._last_period:
+            if await self._tick(now) <= now + REPLAN_S:
+                return now + REPLAN_S  # the queue changed under a plan: the period is not done with
+            self._last_period = number
+        return next_look
+
+    async def _tick(self, now: float) -> float:
+        self._free = None  # until this tick knows: what becomes ready during it counts
+        slots = await self._dispatch.worker_slots(self.pool)
+        await self._reassign(slots, now)
+        workers = [slot.heartbeat for slot in slots if slot.heartbeat]
+        free = [worker for worker in workers if await self._is_free(worker, now)]
+        again = now + SWEEP_S
+        if free:
+            await self._follow({slot.worker: slot.epoch for slot in slots})
+            self._queue.assign(workers)
+        for worker in free:
+            if not self._queue.waiting(worker.id):
+                continue
+            start = self._start(worker, now)
+            if start > now:
+                again = min(again, start)
+            elif not await self._plan(worker, now):
+                again = min(again, now + REPLAN_S)
+        self._free = frozenset(w.id for w in workers if self._clocks[w.id].planned_at is None)
+        return again
+
+    async def _follow(self, slots: dict[WorkerId, int]) -> None:
+        """Bring the queue in memory up to date: by what changed, or by all there is."""
+        if slots.keys() - self._slots.keys():
+            self._seen = None  # it may have had runs before
+        for worker, epoch in self._slots.items():
+            if worker not in slots:
+                self._queue.strike_off(worker)
+            elif slots[worker] != epoch:
+                self._queue.begin_anew(worker)
+        self._slots = slots
+        if self._seen is None:
+            seen = await self._dispatch.last_change(self.pool)
+            self._queue.clear()
+            self._queue.put(await self._dispatch.ready(self.pool))
+            self._seen = seen
+            log.info("queue_read", pool=self.pool, runs=len(self._queue))
+        elif self._queue.unread:
+            unread = sorted(self._queue.unread)
+            self._queue.put(await self._dispatch.queues(self.pool, unread))
+        are_all, ready = False, 0
+        while not are_all:
+            changes = await self._dispatch.changes(self.pool, self._seen)
+            self._queue.put(changes.queues)
+            is_back = changes.number < self._seen
+            self._seen, are_all, ready = changes.number, changes.are_all, changes.ready
+            if is_back:
+                break
+        if len(self._queue) != ready:
+            # A process of another version does not note what it changes, or Redis has lost data.
+            log.warning("queue_differs", pool=self.pool, known=len(self._queue), ready=ready)
+            self._seen = None
+
+    async def _reassign(self, slots: Sequence[WorkerSlot], now: float) -> None:
+        """Give what workers had that are dead for long to living ones."""
+        self._empty_since = fleet.absences(slots, self._empty_since, now)
+        after_s = self._settings.reassign_after_s
+        for dead, successor in fleet.reassignments(slots, self._empty_since, now, after_s):
+            failpoint("reassign.before", dead.worker)
+            if await self._dispatch.reassign(self.pool, dead, successor):
+                failpoint("reassign.after", dead.worker)
+                log.warning(
+                    "worker_reassigned", pool=self.pool, worker=dead.worker, successor=successor
+                )
+
+    async def _is_free(self, worker: WorkerHeartbeat, now: float) -> bool:
+        if await self._dispatch.open_steps(self.pool, worker.id):
+            return False
+        clock = self._clocks[worker.id]
+        if clock.planned_at is not None:
+            clock.last = replace(clock.last, duration_s=now - clock.planned_at, ended_at=now)
+            clock.planned_at = None
+        return True
+
+    def _start(self, worker: WorkerHeartbeat, now: float) -> float:
+        if self._settings.clock_mode is ClockMode.METRONOME:
+            return now
+        last = self._clocks[worker.id].last
+        are_back = self._queue.has_all(worker.id, last.runs)
+        return cycle_start.eager_start(last, now, self._gather_s, are_back=are_back)
+
+    async def _plan(self, worker: WorkerHeartbeat, now: float) -> bool:
+        """Write one worker's step; False when the log is not as it was read: it is read again."""
+        clock = self._clocks[worker.id]
+        tokens = planner.budget(worker, self._settings.clock_period_s)
+        chosen = planner.select(
+            self._queue.waiting(worker.id), clock.fairness, tokens, self._quantum_tokens,
+            takes_saves=worker.takes_saves,
+        )  # fmt: skip
+        if not chosen.ops:
+            return True  # nothing but saves, which the worker takes none of now
+        cycle = await self._dispatch.last_cycle(self.pool) + 1
+        runs = frozenset(op.run for op in chosen.ops)
+        tenants = {run: self._queue[run].tenant for run in runs}
+        step = Step(cycle, worker.id, chosen.ops, now, tenants)
+        failpoint("scheduler.before_plan")
+        try:
+            await self._dispatch.plan(self.pool, step, self._seen or 0)
+        except PlanOutdated:
+            self._queue.unread |= runs
+            return False
+        failpoint("scheduler.after_plan")
+        self._queue.taken(chosen.ops, worker.id)
+        clock.fairness, clock.planned_at = chosen.fairness, now
+        clock.last = cycle_start.LastCycle(runs)
+        total = sum(op.tokens for op in chosen.ops)
+        log_requests(
+            log, "cycle_planned", [op.request_id for op in chosen.ops], cycle=cycle,
+            pool=self.pool, worker=worker.id, runs=len(runs), ops=len(chosen.ops), tokens=total,
+        )  # fmt: skip
+        return True
+
+    def _period_number(self, now: float) -> int:
+        return cycle_start.period_number(now, self._settings.clock_period_s)

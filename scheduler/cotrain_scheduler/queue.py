@@ -1,0 +1,128 @@
+"""The queue of one pool in memory: whose ops wait, by the worker that has their run. Pure.
+
+It is given what changed and never reads. Each change, and each look at one run, costs the same however many
+runs wait. Of one tenant, the run comes first whose last turn is longest ago.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from cotrain_store.messages.fleet import WorkerHeartbeat
+    from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+    from cotrain_store.messages.ops import QueuedOp, RunQueue
+
+    #: The runs of each tenant, in the order of their turns.
+    Waiting = dict[TenantId, dict[RunId, RunQueue]]
+
+
+class PoolQueue:
+    """The runs of a pool that can go on, each at the worker that has it or is to have it."""
+
+    def __init__(self, window_ops: int) -> None:
+        """Of a run with `window_ops` ops the log may hold more."""
+        self._window_ops = window_ops
+        self._runs: dict[RunId, RunQueue] = {}
+        self._at: dict[RunId, WorkerId | None] = {}
+        self._waiting: defaultdict[WorkerId | None, Waiting] = defaultdict(dict)
+        self._placed: Counter[WorkerId | None] = Counter()
+        self._workers: list[WorkerId] = []
+        self.unread: set[RunId] = set()
+        """Runs of which the log holds more, or something else, than is known here."""
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __getitem__(self, run: RunId) -> RunQueue:
+        return self._runs[run]
+
+    def clear(self) -> None:
+        """Forget every run."""
+        for kept in (self._runs, self._at, self._waiting, self._placed, self.unread):
+            kept.clear()
+
+    def put(self, queues: Iterable[RunQueue]) -> None:
+        """Take runs as they were read; one without ops can not go on, and goes. The others keep their turn."""
+        for queue in queues:
+            self.unread.discard(queue.run)
+            known = self._runs.get(queue.run)
+            if known and queue.ops and queue.worker == known.worker:
+                self._runs[queue.run] = queue
+                self._waiting[self._at[queue.run]][queue.tenant][queue.run] = queue
+                continue
+            if known:
+                self._remove(known)
+            if queue.ops:
+                self._add(queue, queue.worker)
+
+    def assign(self, workers: Sequence[WorkerHeartbeat]) -> None:
+        """Give every run without a worker the one with the fewest runs; anew when the workers change."""
+        names = sorted(worker.id for worker in workers)
+        if names != self._workers:
+            self._workers = names
+            self._move([queue for queue in self._runs.values() if queue.worker is None], None)
+        load = {worker.id: worker.runs + self._placed[worker.id] for worker in workers}
+        while load and (unplaced := self._waiting.get(None)):
+            least = min(load, key=lambda name: (load[name], name))
+            load[least] += 1
+            self._move([next(iter(next(iter(unplaced.values())).values()))], least)
+
+    def strike_off(self, worker: WorkerId) -> None:
+        """Take its runs from a worker that is none any more."""
+        lost = [queue for queue in self._runs.values() if queue.worker == worker]
+        for queue in lost:
+            self._remove(queue)
+            self._add(replace(queue, worker=None), None)
+
+    def begin_anew(self, worker: WorkerId) -> None:
+        """Have read again what a worker began: another process of that id has none of it."""
+        self.unread |= {
+            run
+            for run, queue in self._runs.items()
+            if queue.worker == worker and queue.begun_tokens
+        }
+
+    def waiting(self, worker: WorkerId) -> dict[TenantId, Iterable[RunQueue]]:
+        """Give the runs that a worker can go on with, as the planner takes them."""
+        return {tenant: runs.values() for tenant, runs in self._waiting[worker].items()}
+
+    def has_all(self, worker: WorkerId, runs: Iterable[RunId]) -> bool:
+        """Tell whether all of these runs wait for this worker."""
+        return all(self._at.get(run) == worker for run in runs)
+
+    def taken(self, ops: Iterable[QueuedOp], worker: WorkerId) -> None:
+        """Note what a worker's step took. Its runs had their turn."""
+        last = {op.run: op.seq for op in ops}  # of one run, in order
+        for run, seq in last.items():
+            queue = self._runs[run]
+            left = tuple(op for op in queue.ops if op.seq > seq)
+            self._remove(queue)
+            if left:
+                self._add(replace(queue, worker=worker, ops=left, begun_tokens=0), worker)
+            if len(queue.ops) >= self._window_ops:
+                self.unread.add(run)
+
+    def _move(self, queues: Iterable[RunQueue], worker: WorkerId | None) -> None:
+        for queue in queues:
+            self._remove(queue)
+            self._add(queue, worker)
+
+    def _add(self, queue: RunQueue, worker: WorkerId | None) -> None:
+        self._runs[queue.run] = queue
+        self._at[queue.run] = worker
+        self._waiting[worker].setdefault(queue.tenant, {})[queue.run] = queue
+        self._placed[worker] += queue.worker is None
+
+    def _remove(self, queue: RunQueue) -> None:
+        del self._runs[queue.run]
+        worker = self._at.pop(queue.run)
+        tenants = self._waiting[worker]
+        del tenants[queue.tenant][queue.run]
+        if not tenants[queue.tenant]:
+            del tenants[queue.tenant]
+        self._placed[worker] -= queue.worker is None

@@ -1,0 +1,163 @@
+"""The queue in memory: who has which run, whose turn it is, what has to be read again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_scheduler.queue import PoolQueue
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
+
+W0, W1 = WorkerId("w0"), WorkerId("w1")
+WINDOW = 4
+
+
+def op(run: str, seq: int) -> QueuedOp:
+    return QueuedOp(RunId(run), seq, OpKind.FORWARD, 10, "inline", 1, 0.0)
+
+
+def row(
+    run: str, count: int = 1, *, first: int = 0, worker: WorkerId | None = None, tenant: str = "t"
+) -> RunQueue:
+    ops = tuple(op(run, first + n) for n in range(count))
+    return RunQueue(RunId(run), TenantId(tenant), worker, ops)
+
+
+def beat(name: WorkerId, runs: int = 0) -> WorkerHeartbeat:
+    return WorkerHeartbeat(name, 1, "serving", "cpu", 1e4, runs, 0, 0.0)
+
+
+def order(queue: PoolQueue, worker: WorkerId) -> dict[str, list[str]]:
+    return {tenant: [one.run for one in runs] for tenant, runs in queue.waiting(worker).items()}
+
+
+def test_a_run_stays_where_it_is_and_a_new_one_goes_to_the_emptiest_worker() -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row("a", worker=W0), row("b"), row("c"), row("d")])
+    queue.assign([beat(W0, runs=2), beat(W1)])
+    assert order(queue, W0) == {"t": ["a", "d"]}
+    assert order(queue, W1) == {"t": ["b", "c"]}
+
+
+def test_new_runs_that_came_one_by_one_are_spread_as_well() -> None:
+    queue = PoolQueue(WINDOW)
+    for run in "abcd":
+        queue.put([row(run)])
+        queue.assign([beat(W0), beat(W1)])
+    assert order(queue, W0) == {"t": ["a", "c"]}
+    assert order(queue, W1) == {"t": ["b", "d"]}
+
+
+def test_runs_that_no_worker_began_go_elsewhere_when_theirs_dies() -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row("a"), row("b"), row("mine", worker=W1)])
+    queue.assign([beat(W0), beat(W1)])
+    queue.assign([beat(W0)])
+    assert order(queue, W0) == {"t": ["a", "b"]}
+    assert order(queue, W1) == {"t": ["mine"]}  # it is in its worker's memory
+    queue.strike_off(W1)
+    queue.assign([beat(W0)])
+    assert order(queue, W0) == {"t": ["a", "b", "mine"]}
+
+
+def test_without_a_worker_runs_wait() -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row("a")])
+    queue.assign([])
+    assert len(queue) == 1
+    queue.assign([beat(W0)])
+    assert order(queue, W0) == {"t": ["a"]}
+
+
+def test_a_run_that_was_served_stands_behind_its_tenants_others() -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row(run, 2, worker=W0) for run in "abc"])
+    queue.taken([op("a", 0), op("b", 0), op("b", 1)], W0)
+    assert order(queue, W0) == {"t": ["c", "a"]}
+    assert [one.seq for one in queue[RunId("a")].ops] == [1]
+    queue.put([row("b", first=2, worker=W0)])
+    assert order(queue, W0) == {"t": ["c", "a", "b"]}
+
+
+def test_a_run_that_has_more_to_do_keeps_its_turn() -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row(run, worker=W0) for run in "abc"])
+    queue.put([row("a", 3, worker=W0)])
+    assert order(queue, W0) == {"t": ["a", "b", "c"]}
+    assert len(queue[RunId("a")].ops) == 3
+
+
+def test_a_run_with_nothing_to_do_goes_and_its_tenant_with_it() -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row("a", worker=W0, tenant="x"), row("b", worker=W0, tenant="y")])
+    queue.put([row("a", 0, worker=W0, tenant="x"), row("never seen", 0)])
+    assert order(queue, W0) == {"y": ["b"]}
+    assert len(queue) == 1
+
+
+def test_a_run_that_another_worker_took_over_is_there() -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row("a", worker=W0)])
+    queue.put([row("a", worker=W1)])
+    assert (order(queue, W0), order(queue, W1)) == ({}, {"t": ["a"]})
+
+
+def test_behind_a_full_window_there_may_be_more() -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row("few", WINDOW - 1, worker=W0), row("many", WINDOW, worker=W0)])
+    queue.taken([op("few", 0), op("many", 0)], W0)
+    assert queue.unread == {"many"}
+    queue.put([row("many", WINDOW, first=1, worker=W0)])
+    assert queue.unread == set()
+
+
+def test_who_is_back_waits_for_the_same_worker() -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row("a", worker=W0), row("b", worker=W1)])
+    assert queue.has_all(W0, [])
+    assert queue.has_all(W0, [RunId("a")])
+    assert not queue.has_all(W0, [RunId("a"), RunId("b")])
+    assert not queue.has_all(W0, [RunId("not here")])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"),
+            st.integers(0, 6),
+            st.sampled_from(["put", "take", "strike", "assign"]),
+        )
+    )
+)
+def test_whatever_happens_each_run_is_in_one_place_once(acts: list[tuple[str, int, str]]) -> None:
+    queue, expected = PoolQueue(WINDOW), dict[str, int]()
+    for run, count, act in acts:
+        if act == "put":
+            worker = (None, W0, W1)[count % 3]
+            queue.put([row(run, count, worker=worker, tenant=run.translate({100: 97, 101: 97}))])
+            expected[run] = count
+        elif act == "take" and expected.get(run):
+            queue.taken([op(run, queue[RunId(run)].ops[0].seq)], W0)
+            expected[run] -= 1
+        elif act == "strike":
+            queue.strike_off(W0)
+        else:
+            queue.assign([beat(W0, count), beat(W1)][: 1 + count % 2])
+    known = {run: count for run, count in expected.items() if count}
+    queue.assign([beat(W0), beat(W1)])
+    found = [one for worker in (W0, W1) for runs in queue.waiting(worker).values() for one in runs]
+    assert {one.run: len(one.ops) for one in found} == known
+    assert len(found) == len(queue) == len(known)
+    assert min(queue._placed.values(), default=0) >= 0
+
+
+def test_what_a_worker_began_is_read_again_when_another_process_has_its_id() -> None:
+    queue = PoolQueue(WINDOW)
+    begun = replace(row("begun", worker=W0), begun_tokens=5)
+    queue.put([begun, row("not begun", worker=W0), replace(begun, run=RunId("other"), worker=W1)])
+    queue.begin_anew(W0)
+    assert queue.unread == {"begun"}
