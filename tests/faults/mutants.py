@@ -100,7 +100,8 @@ MUTANTS = {
             Edit(
                 f"{WORKERS}/worker/loop.py",
                 "            self._commit(step, commit)",
-                "            self._residents.committed(step, 1e9)\n"
+                "            long = dict.fromkeys(commit.device_s, 1e9)\n"
+                "            self._residents.committed(step, commit.results, long)\n"
                 "            self._residents.drain(9.0)\n"
                 "            self._commit(step, commit)",
             ),

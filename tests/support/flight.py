@@ -15,13 +15,14 @@ from cotrain_store.messages.ids import RunId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.ops import Failure, SaveOutput, WeightsMissing
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.recorder import SUFFIX, Recorder
 from tests.support.bodies import optim_body, pass_body, sequences
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from cotrain_workers.engine.engine import Engine
@@ -77,7 +78,12 @@ class Flight:
     def files(self) -> list[Path]:
         return sorted(self.folder.glob(f"*{SUFFIX}"))
 
-    def cycle(self, *asked: Asked, crashed: Sequence[tuple[str, int]] = ()) -> dict[str, Output]:
+    def cycle(
+        self,
+        *asked: Asked,
+        crashed: Sequence[tuple[str, int]] = (),
+        allowances: Mapping[tuple[str, int], int] | None = None,
+    ) -> dict[str, Output]:
         """Run a cycle; ops in `crashed` fail as if they had broken the engine. Outputs by request."""
         self.begin(*asked)
         runnable: list[Op] = []
@@ -90,7 +96,7 @@ class Flight:
                 outputs[op.run, op.seq] = request
             else:
                 runnable.append(request)
-        outputs |= self.engine.run(runnable).outputs
+        outputs |= run_to_end(self.engine.cycle(runnable, allowances or {})).outputs
         for (run, seq), output in outputs.items():
             if isinstance(output, SaveOutput):
                 self.memory.saves[f"{run}:{seq}"] = output

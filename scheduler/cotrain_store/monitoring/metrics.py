@@ -36,7 +36,7 @@ BUILD_INFO = Gauge(
 POOL_COUNTERS = {
     "cycles": ("cotrain_cycles_total", "Cycles committed."),
     "cycle_seconds": ("cotrain_cycle_duration_seconds_total", "Time spent in cycles."),
-    "tokens": ("cotrain_tokens_processed_total", "Tokens through the base model."),
+    "tokens": ("cotrain_tokens_processed_total", "Tokens of passes that are over."),
     "padding_tokens": ("cotrain_tokens_padding_total", "Filler tokens added to fill a bucket."),
     "forwards": ("cotrain_base_forwards_total", "Forward passes of the base model."),
     "optim_steps": ("cotrain_optim_steps_total", "Optimizer steps."),

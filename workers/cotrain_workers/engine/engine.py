@@ -153,10 +153,11 @@ class Engine:
         Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
         Yields after each micro-batch; a decoder of this engine may step there.
 
-        A pass in `allowances`, by (run, seq), runs one slice, then more while all of them are no more
-        tokens than that and time is not `is_over`. With slices left it stays open, and gets no output,
-        nor do the ops of its run behind it. A later cycle goes on with it, if its adapter is the same
-        still. Where it was cut changes no bit, and its run's state is not touched before its end.
+        A pass in `allowances`, by (run, seq), runs one slice, and more while all of them are no more tokens
+        than that; once time `is_over`, none, but for one micro-batch of that which has waited longest. With
+        slices left it stays open, and gets no output, nor do the ops of its run behind it. A later cycle
+        goes on with it, if its adapter is the same still. Where it was cut changes no bit, and its run's
+        state is not touched before its end.
 
         An exception means a broken engine: its adapters must then be restored from their last states.
         """

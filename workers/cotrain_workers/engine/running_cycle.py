@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cotrain_workers.engine.ops import CycleOutput, Output, Progress
-from cotrain_workers.engine.training.forward_backward import PassesCost
+from cotrain_workers.engine.training.micro_batches import PassesCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -45,7 +45,7 @@ class ReadCheckpoints:
 
 @dataclass(frozen=True)
 class Findings:
-    """What came out of a cycle: of every op, and each run's state after it."""
+    """What came out of a cycle: of every op that is over, and each run's state after it."""
 
     by_op: Mapping[OpId, Fingerprint]
     by_run: Mapping[RunId, Fingerprint]

@@ -79,7 +79,11 @@ class Recorder:
         if self._recording is None:
             return
         found = Findings(
-            {(op.run, op.seq): fingerprint_of(outputs[op.run, op.seq]) for op in step.ops},
+            {
+                (op.run, op.seq): fingerprint_of(outputs[op.run, op.seq])
+                for op in step.ops
+                if (op.run, op.seq) in outputs
+            },
             {run: fingerprint_of_state(state) for run, state in self._states(step)},
         )
         try:

@@ -110,14 +110,15 @@ def restore_before(engine: Engine, cycle: RecordedCycle) -> None:
 def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False) -> Findings:
     """Run a recorded cycle from where `restore_before` left the engine.
 
-    What failed by an accident (a crash, a full disk) is left out, but with `everything`. Raises whatever
-    a broken engine raises.
+    What failed by an accident (a crash, a full disk) is left out, but with `everything`. A pass that took
+    several cycles runs whole in the one it ended in, from the state that all of them began with; in the
+    others it changed nothing. Raises whatever a broken engine raises.
     """
     checkpoints = RecordedCheckpoints(cycle, engine.adapters.layout_of)
     outputs: dict[tuple[str, int], Output] = {}
     runnable: list[Op] = []
     for op, body in zip(cycle.facts.step.ops, cycle.bodies, strict=True):
-        if has_not_run(cycle, op) and not everything:
+        if was_not_over(cycle, op) or (has_not_run(cycle, op) and not everything):
             continue
         request = engine_op(op, body, checkpoints)
         if isinstance(request, Failure):
@@ -134,6 +135,11 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
             if run in engine.adapters
         },
     )
+
+
+def was_not_over(cycle: RecordedCycle, op: QueuedOp) -> bool:
+    """Tell whether an op went on in a later cycle, or began there."""
+    return cycle.found is not None and (op.run, op.seq) not in cycle.found.by_op
 
 
 def has_not_run(cycle: RecordedCycle, op: QueuedOp) -> bool:
@@ -165,7 +171,8 @@ def _compared(
 ) -> Compared:
     then, now = pair
     if now is None:
-        assert then is not None
+        if then is None:
+            return Compared(run, seq, what, "", "left out", "not over in this cycle")
         verdict: Verdict = "left out" if then.is_accident else "DIVERGED"
         return Compared(run, seq, what, "", verdict, then.text)
     if then is None or then.is_accident:

@@ -24,8 +24,10 @@ from cotrain_workers.recovery.snapshot_file import Snapshot, remove_snapshots, w
 from cotrain_workers.recovery.snapshot_policy import ReplayBacklog
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
     from pathlib import Path
 
+    from cotrain_store.messages.ids import OpId
     from cotrain_store.messages.ops import Step
     from cotrain_store.oplog.execution import Execution
     from cotrain_store.settings.worker import WorkerSettings
@@ -117,18 +119,24 @@ class ResidentRuns:
         self._engine.adapters.drop(run)
         self._backlogs.pop(run, None)
 
-    def committed(self, step: Step, compute_s: float) -> None:
-        """Count a committed step; copy out the runs whose log has grown long."""
+    def committed(
+        self, step: Step, outputs: Container[OpId], device_s: Mapping[OpId, float]
+    ) -> None:
+        """Count a committed step; copy out the runs whose log has grown long.
+
+        An op that is not among its `outputs` is not over; `device_s` is what each took to compute.
+        """
         now = time.monotonic()
-        tokens = sum(op.tokens for op in step.ops) or 1
         for op in step.ops:
             backlog = self._backlogs.get(op.run)
             if backlog is None:
                 continue
-            if op.kind in (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED):
+            if (op.run, op.seq) not in outputs:
+                backlog.used_at = now
+            elif op.kind in (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED):
                 backlog.pass_by(op.seq, now)
             else:
-                backlog.add(op.seq, op.size, compute_s * op.tokens / tokens, now)
+                backlog.add(op.seq, op.size, device_s[op.run, op.seq], now)
         self.maintain()
 
     def maintain(self) -> None:
@@ -142,7 +150,9 @@ class ResidentRuns:
                 self.forget_state(run)
                 log.info("run_evicted", run=run)
         for name in self._engine.adapters.over_budget():
-            self._evict(RunId(name))
+            # An open pass would begin anew, cycle after cycle.
+            if name not in self._engine.open_passes.runs:
+                self._evict(RunId(name))
         for run in self._execution.runs_to_drop():
             if run not in self._writing and self._execution.forget(run):
                 self.forget_state(run)

@@ -31,11 +31,11 @@ def log_cycle(
     """Write down a committed cycle and its failures; `names` are of tenants, where they are known."""
     log_requests(
         log, "cycle_committed", [op.request_id for op in step.ops], cycle=step.cycle,
-        runs=len(record["runs"]), ops=len(step.ops), tokens=record["tokens"],
+        runs=len(record["runs"]), ops=len(outputs), tokens=record["tokens"],
         forwards=record["forwards"], dur_ms=record["duration_ms"],
     )  # fmt: skip
     for op in step.ops:
-        output = outputs[op.run, op.seq]
+        output = outputs.get((op.run, op.seq))
         if isinstance(output, Failure):
             tenant = step.tenant_by_run[op.run]
             # Not what is wrong with what a tenant sent: that would quote it.

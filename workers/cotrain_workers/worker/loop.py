@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -29,6 +30,7 @@ from cotrain_workers.worker.heartbeat import Heartbeat, resident_bytes
 from cotrain_workers.worker.prefetch import Prefetcher
 from cotrain_workers.worker.step_commit import StepTimes, commit_of
 from cotrain_workers.worker.step_runner import StepRunner
+from cotrain_workers.worker.throughput import Throughput
 from cotrain_workers.worker.time_sharing import Share, TimeSharing
 
 if TYPE_CHECKING:
@@ -53,10 +55,6 @@ SOON_S = 0.02
 #: While there is always something to decode, what is due besides is looked for this often.
 MAINTAIN_S = 0.5
 _RETRY_S = 0.2
-#: Weight of the newest cycle in the measured throughput.
-_SMOOTHING = 0.2
-#: A cycle smaller than this measures overhead, not throughput.
-_MEASURABLE_TOKENS = 512
 #: Of the time between SIGTERM and SIGKILL, what a drain leaves unused.
 MARGIN_S = 10.0
 #: What passes: an unavailable Redis, a disk that is full. Nothing is lost by waiting.
@@ -90,7 +88,8 @@ class WorkerLoop:
         self._sampler = sampler
         self._recorder = recorder
         self._record = record
-        self._tokens_per_s = record.tokens_per_s
+        self._throughput = Throughput(record.tokens_per_s)
+        self._clock_period_s = settings.clock_period_s
         self._grace_s = settings.stop_grace_s
         self._drain_until = math.inf
         self._stopping = threading.Event()
@@ -180,10 +179,12 @@ class WorkerLoop:
             self._recorder.begin(step, bodies)
             # Nothing is prefetched during a step that killed: what is decoded could be blamed on it.
             with nullcontext() if has_crashed else self._prefetcher.during(step):
-                ran, sampling_s = drive(self._runner.run(step, bodies, runs), at_yield)
+                work = self._runner.run(step, bodies, runs, partial(self._is_over, began))
+                ran, sampling_s = drive(work, at_yield)
             failpoint("worker.after_run", (op.request_id for op in step.ops))
             times = StepTimes(started, started + time.monotonic() - began, sampling_s)
-            commit = commit_of(step, bodies, ran, times, self._record)
+            earlier = self._runner.open_ops.device_s
+            commit = commit_of(step, bodies, ran, times, self._record, earlier)
             self._commit(step, commit)
         except PAUSES:
             # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
@@ -192,7 +193,8 @@ class WorkerLoop:
             raise
         self._recorder.finish(step, ran.outputs)
         self._measure(ran.cost, sampling_s)
-        self._residents.committed(step, times.duration_s)
+        self._runner.open_ops.committed(commit.device_s)
+        self._residents.committed(step, commit.results, commit.device_s)
         self._time_sharing.training_ends()
         names = self._execution.tenant_names.of(set(step.tenant_by_run.values()))
         log_cycle(step, ran.outputs, commit.record, names)
@@ -208,7 +210,8 @@ class WorkerLoop:
                     self._execution.close_run(run, step.tenant_by_run[run])
                 self._execution.commit(
                     step, commit.results, commit.record, counted,
-                    commit.crashed, commit.records, commit.usage, is_exact=commit.is_exact,
+                    commit.crashed, commit.records, commit.usage,
+                    opened=commit.opened, is_exact=commit.is_exact,
                 )  # fmt: skip
             except PAUSES as pause:
                 log.warning("commit_retrying", cycle=step.cycle, reason=str(pause))
@@ -220,6 +223,10 @@ class WorkerLoop:
         self._runs.uncounted.clear()
         for save in commit.saves.values():
             self._weights.put(save.records.weights, save.saved)
+
+    def _is_over(self, began: float) -> bool:
+        """Tell whether passes that may stay open stop: after a clock period, or to leave soon."""
+        return time.monotonic() - began > self._clock_period_s or self._stopping.is_set()
 
     def _at_yield_point(self) -> None:
         """Use the time between two micro-batches: for adapters of runs that wait, then for samples."""
@@ -237,11 +244,10 @@ class WorkerLoop:
             log.warning("prefetch_without_memory")
 
     def _measure(self, cost: CycleOutput | None, sampling_s: float) -> None:
-        if cost is None or cost.tokens < _MEASURABLE_TOKENS:
-            return
-        # The time of sampling counts: a cycle shall not last longer for that.
-        measured = cost.tokens / (cost.wave_s + cost.optim_s + sampling_s)
-        self._tokens_per_s += _SMOOTHING * (measured - self._tokens_per_s)
+        if cost is not None:
+            # The time of sampling counts: a cycle shall not last longer for that.
+            seconds = cost.wave_s + cost.optim_s + sampling_s
+            self._throughput.measure(cost.forwards, cost.tokens, seconds)
 
     def _describe(self) -> WorkerHeartbeat:
         return WorkerHeartbeat(
@@ -249,7 +255,7 @@ class WorkerLoop:
             epoch=self._execution.epoch,
             state="serving",
             device=self._record.device,
-            tokens_per_s=self._tokens_per_s,
+            tokens_per_s=self._throughput.tokens_per_s(self._engine.safe_tokens),
             runs=self._residents.runs,
             parked_runs=self._engine.adapters.offloaded,
             takes_saves=self._backpressure.takes_saves,

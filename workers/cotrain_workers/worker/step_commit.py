@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.messages.ops import OpKind, RunUsage
@@ -35,6 +35,10 @@ class StepCommit:
     crashed: frozenset[OpId]
     saves: Mapping[OpId, DoneSave]
     usage: Mapping[RunId, RunUsage]
+    opened: Mapping[OpId, int]
+    """Passes that stay open, and how many of their tokens have run."""
+    device_s: Mapping[OpId, float]
+    """What each op took of computing time, open ones so far."""
     ended: tuple[RunId, ...]
     """Runs whose last save failed."""
     is_exact: bool
@@ -67,26 +71,38 @@ def commit_of(
     ran: StepRun,
     times: StepTimes,
     record: PoolRecord,
+    device_s: Mapping[OpId, float],
 ) -> StepCommit:
-    """Sum up a step that ran."""
+    """Sum up a step that ran; `device_s` is what passes took in steps before that it went on with.
+
+    Ops that it did not resolve are in its record, as far as they ran, and nowhere else: what is counted
+    for a tenant or a pool is counted once, when an op is resolved.
+    """
     outputs, cost = ran.outputs, ran.cost
-    saves = saves_of(step, bodies, outputs, record.id, record.base_model)
+    saves = saves_of(resolved(step, outputs), bodies, outputs, record.id, record.base_model)
     results = {
         (op.run, op.seq): saves[op.run, op.seq].result
         if (op.run, op.seq) in saves
         else result_of(op, outputs[op.run, op.seq], step.cycle)
-        for op in step.ops
+        for op in resolved(step, outputs).ops
     }
     cycle = cycle_record(step, outputs, cost, times)
     compute_s = cost.wave_s + cost.optim_s if cost else times.duration_s
-    failed = [op for op in step.ops if isinstance(outputs[op.run, op.seq], Failure)]
+    taken_s = computing_time(step, outputs, cost, compute_s, device_s if cost else {})
+    failed = [op for op in step.ops if isinstance(outputs.get((op.run, op.seq)), Failure)]
     return StepCommit(
         results=results,
         record=cycle,
         counted=counted_cycle(step, outputs, cost, cycle),
         crashed=frozenset((op.run, op.seq) for op in failed if runs_once(op, outputs)),
         saves=saves,
-        usage=usage_of(step, outputs, compute_s),
+        usage=usage_of(step, outputs, taken_s),
+        opened={
+            (op.run, op.seq): cost.open_tokens[op.run, op.seq]
+            for op in step.ops
+            if cost and (op.run, op.seq) in cost.open_tokens
+        },
+        device_s=taken_s,
         ended=tuple(op.run for op in failed if is_last(op, bodies[op.run, op.seq])),
         is_exact=ran.is_exact,
     )
@@ -107,21 +123,53 @@ def is_last(op: QueuedOp, body: bytes) -> bool:
     return op.kind is OpKind.SAVE and body != b"" and SaveRequest.parse(body).last
 
 
-def usage_of(
-    step: Step, outputs: Mapping[tuple[str, int], Output], compute_s: float
-) -> dict[RunId, RunUsage]:
-    """Share a step's compute time among its runs by tokens; an op without any counts as one.
+def resolved(step: Step, outputs: Mapping[tuple[str, int], Output]) -> Step:
+    """Return a step with the ops alone that are over: others stay open, or wait behind those."""
+    return replace(step, ops=tuple(op for op in step.ops if (op.run, op.seq) in outputs))
 
-    Tokens of ops that failed are not counted as used.
+
+def tokens_now(
+    op: QueuedOp, outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None
+) -> int | None:
+    """Return how many tokens of an op ran in this step; None: it waited."""
+    if cost and (op.run, op.seq) in cost.divided:
+        return cost.divided[op.run, op.seq].now
+    return op.tokens if (op.run, op.seq) in outputs else None
+
+
+def computing_time(
+    step: Step,
+    outputs: Mapping[tuple[str, int], Output],
+    cost: CycleOutput | None,
+    compute_s: float,
+    before: Mapping[OpId, float],
+) -> dict[OpId, float]:
+    """Share a step's computing time among its ops by tokens, and add what they took `before`.
+
+    An op without tokens counts as one.
     """
-    parts = sum(op.tokens or 1 for op in step.ops)
+    parts = {
+        (op.run, op.seq): tokens or 1
+        for op in step.ops
+        if (tokens := tokens_now(op, outputs, cost)) is not None
+    }
+    total = sum(parts.values())
+    return {
+        op_id: before.get(op_id, 0.0) + compute_s * part / total for op_id, part in parts.items()
+    }
+
+
+def usage_of(
+    step: Step, outputs: Mapping[tuple[str, int], Output], device_s: Mapping[OpId, float]
+) -> dict[RunId, RunUsage]:
+    """Add up what the ops of each run took that are over; tokens of failed ones are not counted as used."""
     usage: dict[RunId, RunUsage] = {}
-    for op in step.ops:
+    for op in resolved(step, outputs).ops:
         has_failed = isinstance(outputs[op.run, op.seq], Failure)
         before = usage.get(op.run, RunUsage(0, 0.0))
         usage[op.run] = RunUsage(
             before.tokens + (0 if has_failed else op.tokens),
-            before.device_s + compute_s * (op.tokens or 1) / parts,
+            before.device_s + device_s[op.run, op.seq],
         )
     return usage
 
@@ -135,15 +183,21 @@ def cycle_record(
     """Sum a cycle up for its history: who was in it, how much, how long each wave took.
 
     A digest stands for what came of each op, whichever cycle it ran in: `cotrain replay` shows it, too.
-    Saves have none: their weights are stored under the digest of all their content.
+    Saves have none: their weights are stored under the digest of all their content. Of a pass that stays
+    open there are the tokens that ran, and no op.
     """
     runs: dict[RunId, dict[str, Any]] = {}
     for op in step.ops:
+        tokens = tokens_now(op, outputs, cost)
+        if tokens is None:
+            continue
         row = runs.setdefault(op.run, {"run": op.run, "tenant": step.tenant_by_run[op.run],
                                        "tokens": 0, "ops": {}, "failed": 0, "digests": {}})  # fmt: skip
-        row["tokens"] += op.tokens
+        row["tokens"] += tokens
+        output = outputs.get((op.run, op.seq))
+        if output is None:
+            continue
         row["ops"][op.kind.value] = row["ops"].get(op.kind.value, 0) + 1
-        output = outputs[op.run, op.seq]
         row["failed"] += isinstance(output, Failure)
         if not isinstance(output, SaveOutput):
             row["digests"][str(op.seq)] = fingerprint_of(output).digest
@@ -156,7 +210,7 @@ def cycle_record(
         "wave_ms": round(cost.wave_s * 1000, 3) if cost else None,
         "optim_ms": round(cost.optim_s * 1000, 3) if cost else None,
         "sampling_ms": round(times.sampling_s * 1000, 3) if cost else None,
-        "tokens": sum(op.tokens for op in step.ops),
+        "tokens": sum(row["tokens"] for row in runs.values()),
         "padded_tokens": cost.padded_tokens if cost else None,
         "forwards": cost.forwards if cost else None,
         "outcome": "ok" if cost else "isolated",
@@ -171,15 +225,16 @@ def counted_cycle(
     record: Mapping[str, Any],
 ) -> dict[str, float]:
     """Count what this cycle adds to the pool's totals (`metrics.POOL_COUNTERS`)."""
+    ops = resolved(step, outputs).ops
     failed = [output for output in outputs.values() if isinstance(output, Failure)]
     return {
         "cycles": 1,
         "cycle_seconds": record["duration_ms"] / 1000,
-        "tokens": record["tokens"],
+        "tokens": sum(op.tokens for op in ops),
         "padding_tokens": cost.padded_tokens - cost.tokens if cost else 0,
         "forwards": cost.forwards if cost else 0,
-        "optim_steps": _count(step.ops, OpKind.OPTIM_STEP),
-        "resolved_ops": len(step.ops),
+        "optim_steps": _count(ops, OpKind.OPTIM_STEP),
+        "resolved_ops": len(ops),
         "failed_ops": len(failed),
         "nonfinite": sum(failure.code == "not_finite" for failure in failed),
     }

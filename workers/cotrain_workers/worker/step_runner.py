@@ -14,7 +14,7 @@ import structlog
 
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ids import RunId, run_of, seq_of
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recovery.bisection import (
@@ -26,9 +26,10 @@ from cotrain_workers.recovery.bisection import (
     run_in_groups,
 )
 from cotrain_workers.recovery.replay import ReplayDiverged
+from cotrain_workers.worker.open_ops import OpenOps
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_store.messages.ops import Step
     from cotrain_store.oplog.execution import Execution
@@ -45,7 +46,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class StepRun:
-    """A step that ran: an answer to each op, and what it took."""
+    """A step that ran: an answer to each op that is over, and what it took."""
 
     outputs: Mapping[tuple[str, int], Output]
     cost: CycleOutput | None
@@ -91,6 +92,7 @@ class StepRunner:
         self._execution = execution
         self._runs = runs
         self._weights = weights
+        self.open_ops = OpenOps(engine.open_passes)
         self._crashes: CrashHistory | None = None
 
     def crashes(self, step: Step) -> CrashHistory:
@@ -102,9 +104,14 @@ class StepRunner:
 
     def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
         """Read the step's bodies; a run of which one is missing is stopped as well."""
+        self.open_ops.begin_step()
+        unread = [op for op in step.ops if not self.open_ops.find(op)]
+        read = dict(zip(unread, self._execution.bodies(unread), strict=True))
         bodies: dict[tuple[str, int], bytes] = {}
         stopped = dict(runs.stopped)
-        for op, body in zip(step.ops, self._execution.bodies(step.ops), strict=True):
+        for op in step.ops:
+            kept = self.open_ops.find(op)
+            body = kept.body if kept else read[op]
             if body is None and op.run not in stopped:
                 missing = SpoolCorrupt("A body is gone.")
                 stopped[op.run] = self._runs.stop(op.run, step.tenant_by_run[op.run], missing)
@@ -112,9 +119,18 @@ class StepRunner:
         return bodies, replace(runs, stopped=stopped)
 
     def run(
-        self, step: Step, bodies: Mapping[tuple[str, int], bytes], runs: StepRuns
+        self,
+        step: Step,
+        bodies: Mapping[tuple[str, int], bytes],
+        runs: StepRuns,
+        is_over: Callable[[], bool],
     ) -> Yielding[StepRun]:
         """Run a step's ops; yields after each micro-batch, as long as the step runs as a whole.
+
+        Passes with an allowance may stay open, and stop where the step's time `is_over`. In a step that
+        crashed every pass ends: one that crashes far behind its beginning would crash each time in
+        another step, and bisection counts the crashes of one. So it does where a run was not restored to
+        the bit: the commit of its next op has to say so.
 
         Raises:
             DeviceLost: this process cannot compute any more.
@@ -123,10 +139,11 @@ class StepRunner:
         runnable: list[Op] = []
         for op in step.ops:
             body = bodies[op.run, op.seq]
-            request = (
-                runs.stopped.get(op.run)
-                or self._prefetcher.take(op, body)
-                or engine_op(op, body, self._weights)
+            kept = self.open_ops.find(op)
+            request = runs.stopped.get(op.run) or (
+                kept.request
+                if kept
+                else self._prefetcher.take(op, body) or engine_op(op, body, self._weights)
             )
             if isinstance(request, Failure):
                 outputs[op.run, op.seq] = request
@@ -137,11 +154,16 @@ class StepRunner:
             answers = self._in_groups(runnable, step)
             return StepRun(outputs | answers.outputs, None, runs.is_exact and answers.is_exact)
         failpoint("worker.before_run", (op.request_id for op in step.ops))
+        may_divide = runs.is_exact and not self.crashes(step).count
         try:
-            cost = yield from self._engine.cycle(runnable)
+            allowances = allowances_of(step) if may_divide else {}
+            cost = yield from self._engine.cycle(runnable, allowances, is_over)
         except Exception:  # the request that broke it is found and fails alone
             log.exception("cycle_failed", cycle=step.cycle)
         else:
+            for request in runnable:
+                if (op_id := (RunId(request.run), request.seq)) in cost.open_tokens:
+                    self.open_ops.keep(op_id, bodies[op_id], request)
             return StepRun(outputs | dict(cost.outputs), cost, runs.is_exact and cost.is_exact)
         self._engine.check_device()
         # Only here is the exception released, with what its frames kept.
@@ -169,3 +191,8 @@ class StepRunner:
         except (ReplayDiverged, SpoolCorrupt) as broken:
             failure = self._runs.stop(run, step.tenant_by_run[run], broken)
             return Answers(dict.fromkeys(((op.run, op.seq) for op in of_run), failure))
+
+
+def allowances_of(step: Step) -> dict[tuple[str, int], int]:
+    """Return the tokens that passes of a step may run in it, as the engine names them."""
+    return {(run_of(op), seq_of(op)): tokens for op, tokens in step.allowances.items()}

@@ -181,3 +181,25 @@ def test_a_replay_shows_the_digests_that_the_cycles_record_has(
     shown = {(row.run, row.seq): row.digest for row in replayed(second_cycle)}
     for op_id, fingerprint in second_cycle.found.by_op.items():
         assert shown[op_id] == fingerprint.digest
+
+
+def test_a_pass_of_several_cycles_runs_again_in_the_one_it_ended_in(
+    new_engine: NewEngine, tmp_path: Path
+) -> None:
+    """And with it what waited; in the cycles before it has changed nothing, whatever is asked for."""
+    flight = Flight(new_engine(micro_batch_tokens=8), tmp_path)
+    flight.cycle(create(A, rank=4), create(B, rank=2))
+    ops = a_pass(A, 1), a_step(A, 2)
+    flight.cycle(*ops, a_pass(B, 1), allowances={(A, 1): 1})
+    flight.cycle(*ops, allowances={(A, 1): 1})
+    flight.cycle(*ops)
+    _, first, second, last = (read_cycle(path) for path in flight.files)
+    assert verdicts(replayed(first, everything=True)) == {
+        (A, 1): "left out",
+        (A, 2): "left out",
+        (B, 1): "equal",
+        (A, None): "equal",
+        (B, None): "equal",
+    }
+    assert verdicts(replayed(second))[A, 1] == "left out"
+    assert verdicts(replayed(last)) == {(A, 1): "equal", (A, 2): "equal", (A, None): "equal"}

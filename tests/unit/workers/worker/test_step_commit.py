@@ -6,10 +6,23 @@ from dataclasses import replace
 import numpy as np
 
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
-from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
 from cotrain_store.monitoring.metrics import POOL_COUNTERS
-from cotrain_workers.engine.ops import CycleOutput, Failure, Output, PassOutput, StepOutput
-from cotrain_workers.worker.step_commit import StepTimes, counted_cycle, cycle_record
+from cotrain_workers.engine.ops import (
+    CycleOutput,
+    Failure,
+    Output,
+    PassOutput,
+    Progress,
+    StepOutput,
+)
+from cotrain_workers.worker.step_commit import (
+    StepTimes,
+    computing_time,
+    counted_cycle,
+    cycle_record,
+    usage_of,
+)
 
 A, B = RunId("a"), RunId("b")
 STEP = Step(
@@ -87,3 +100,34 @@ def test_what_is_counted_is_shown() -> None:
         "nonfinite": 1,
     }
     assert counted.keys() <= POOL_COUNTERS.keys()
+
+
+HALF = CycleOutput(
+    {(A, 1): StepOutput(0.5)},
+    forwards=2,
+    tokens=22,
+    padded_tokens=32,
+    wave_s=0.75,
+    optim_s=0.25,
+    divided={(A, 1): Progress(now=10, in_all=30), (B, 1): Progress(now=10, in_all=11)},
+)
+
+
+def test_of_a_pass_of_several_cycles_each_record_has_the_tokens_that_ran_in_it() -> None:
+    """Here one ends and another stays open; the step behind waits, and is in no cycle yet."""
+    step = replace(STEP, ops=(STEP.ops[0], *STEP.ops[2:], replace(STEP.ops[1], run=B, seq=2)))
+    record = cycle_record(step, HALF.outputs, HALF, TIMES)
+    assert record["tokens"] == 20
+    assert [(row["tokens"], row["ops"]) for row in record["runs"]] == [
+        (10, {"forward_backward": 1}),
+        (10, {}),
+    ]
+    counted = counted_cycle(step, HALF.outputs, HALF, record)
+    assert (counted["tokens"], counted["resolved_ops"], counted["optim_steps"]) == (30, 1, 0)
+
+
+def test_a_tenant_is_counted_a_pass_once_with_the_time_of_all_its_cycles() -> None:
+    before = {(A, 1): 2.0, (B, 1): 4.0}
+    taken = computing_time(STEP, HALF.outputs, HALF, 1.0, before)
+    assert taken == {(A, 1): 2.5, (B, 1): 4.5}
+    assert usage_of(STEP, HALF.outputs, taken) == {A: RunUsage(30, 2.5)}

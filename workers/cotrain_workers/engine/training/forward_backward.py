@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,8 @@ from cotrain_workers.engine.routing import Route, Segment
 from cotrain_workers.engine.sequence_table import SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.losses import LOSSES
-from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, fill
+from cotrain_workers.engine.training.micro_batches import OpSlice, fill, of_one_kind
+from cotrain_workers.engine.training.open_passes import after_one
 from cotrain_workers.engine.training.out_of_memory import Fail, Recompute, Split, after_oom
 from cotrain_workers.engine.training.pass_state import (
     claim_gradient,
@@ -49,26 +49,9 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.model.base_model import BaseModel
     from cotrain_workers.engine.ops import Datum, Pass
     from cotrain_workers.engine.routing import Part
+    from cotrain_workers.engine.training.micro_batches import MicroBatch, PassesCost
     from cotrain_workers.engine.training.pass_state import PassState
     from cotrain_workers.engine.training.reverse_kl import Referred
-
-
-@dataclass
-class PassesCost:
-    """What the passes of a cycle took."""
-
-    forwards: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    seconds: float = 0.0  # without those at the yield points
-    halvings: int = 0  # of micro-batches that did not fit into memory
-    cut_slices: int = 0  # of ops, among those; such an op has other last bits than with more memory
-
-    def add(self, batches: Sequence[MicroBatch]) -> None:
-        """Count micro-batches that ran."""
-        self.forwards += len(batches)
-        self.tokens += sum(batch.tokens for batch in batches)
-        self.padded_tokens += sum(batch.padded_tokens for batch in batches)
 
 
 class ForwardBackward:
@@ -109,19 +92,24 @@ class ForwardBackward:
     ) -> Yielding[None]:
         """Run passes and set the output of each that is complete; yield after each micro-batch.
 
-        Of one run, earlier passes come first. Passes with an allowance come after the others, their first
-        slices before all else of theirs; they stay open where it is used up, or once time `is_over`.
+        Of one run, earlier passes come first. Passes with an allowance come after the others, and stay open
+        where it is used up, or once time `is_over`. One micro-batch of theirs runs all the same, of that which
+        has waited longest, then the first slices of the others, then more of each.
         """
         for at, state in enumerate(passes):
             state.cut(at, self._micro_batch_tokens)
         whole = [state.slices for state in passes if state.allowance is None]
-        divided = [state for state in passes if state.allowance is not None]
-        firsts = [state.slices[0] for state in divided if state.slices]
         yield from self._run_slices([*chain.from_iterable(whole)], passes, cost)
-        yield from self._run_slices(firsts, passes, cost)
+        divided = sorted(
+            (state for state in passes if state.allowance is not None and state.slices),
+            key=lambda state: state.waits_since,
+        )
+        stops = after_one(is_over)
+        for of_kind in of_one_kind([state.slices[0] for state in divided]):
+            yield from self._run_slices(of_kind, passes, cost, stops)
         by_rank = zip_longest(*(state.allowed() for state in divided))
         more = [each for each in chain.from_iterable(by_rank) if each]
-        yield from self._run_slices(more, passes, cost, is_over)
+        yield from self._run_slices(more, passes, cost, stops)
         began = time.perf_counter()
         finish(passes)
         cost.seconds += time.perf_counter() - began

@@ -13,7 +13,6 @@ from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.ops import Datum, Pass
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training.forward_backward import ForwardBackward, PassesCost
 from cotrain_workers.engine.training.memory_model import (
     Activations,
     Budget,
@@ -22,6 +21,7 @@ from cotrain_workers.engine.training.memory_model import (
     kept_tokens,
     micro_batch_bytes,
 )
+from cotrain_workers.engine.training.micro_batches import PassesCost
 from cotrain_workers.engine.training.pass_state import PassState
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from cotrain_workers.engine.model.activation_checkpointing import Choice
     from cotrain_workers.engine.model.base_model import BaseModel
+    from cotrain_workers.engine.training.forward_backward import ForwardBackward
     from cotrain_workers.engine.training.memory_model import ActivationModel
 
     class NewForwardBackward(Protocol):

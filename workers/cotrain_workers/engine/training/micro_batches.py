@@ -85,6 +85,24 @@ class MicroBatch:
         return replace(self, op_slices=tuple(sorted(self.op_slices, key=key)))
 
 
+@dataclass
+class PassesCost:
+    """What the passes of a cycle took."""
+
+    forwards: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    seconds: float = 0.0  # without those at the yield points
+    halvings: int = 0  # of micro-batches that did not fit into memory
+    cut_slices: int = 0  # of ops, among those; such an op has other last bits than with more memory
+
+    def add(self, batches: Sequence[MicroBatch]) -> None:
+        """Count micro-batches that ran."""
+        self.forwards += len(batches)
+        self.tokens += sum(batch.tokens for batch in batches)
+        self.padded_tokens += sum(batch.padded_tokens for batch in batches)
+
+
 def cut(
     owner: int, lengths: Sequence[int], columns: Sequence[int], limit: int, *, needs_grad: bool
 ) -> Iterator[OpSlice]:
@@ -100,6 +118,12 @@ def cut(
         tokens += length
     if tokens:
         yield OpSlice(owner, first, len(lengths), tokens, needs_grad)
+
+
+def of_one_kind(op_slices: Sequence[OpSlice]) -> list[list[OpSlice]]:
+    """Split slices into those that are differentiated and those that are not, as the first one first."""
+    kinds = dict.fromkeys(op_slice.needs_grad for op_slice in op_slices)
+    return [[each for each in op_slices if each.needs_grad == kind] for kind in kinds]
 
 
 def fill(op_slices: Sequence[OpSlice], limit: int, align: int = 1) -> list[MicroBatch]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from cotrain_workers.engine.adapters.adapter import Adapter
     from cotrain_workers.engine.ops import Pass, ReverseKl
@@ -50,8 +50,14 @@ class OpenPasses:
         if (op.run, op.seq) not in self:
             return None
         state = self._state_by_run.pop(op.run)
-        state.allowance, state.rows_before = allowance, state.rows
+        state.resume(allowance)
         return state if state.adapter is adapter else None
+
+
+def after_one(is_over: Callable[[], bool]) -> Callable[[], bool]:
+    """Say at first that time is not over, whether it is or not: each cycle brings some pass forward."""
+    at_first = iter([False])
+    return lambda: next(at_first, True) and is_over()
 
 
 def next_wave(

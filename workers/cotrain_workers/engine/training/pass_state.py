@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 #: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
+_TIMES = count()
 
 
 @dataclass
@@ -33,7 +35,9 @@ class PassState:
     op: Pass | ReverseKl
     adapter: Adapter
     allowance: int | None = None
-    """Tokens that may run in this cycle, after the first slice; the pass may stay open. None: all."""
+    """Tokens that may run in this cycle; the pass may stay open. None: all of it runs."""
+    waits_since: int = field(default_factory=lambda: next(_TIMES))
+    """Which of several that may stay open began, or ran last, the longest ago."""
     slices: deque[OpSlice] = field(default_factory=deque)  # that have not run, in their order
     rows: int = 0  # tokens that have run
     rows_before: int = 0  # of those, in earlier cycles
@@ -51,8 +55,14 @@ class PassState:
         """Return how many tokens the base model reads for one of this pass's slices."""
         return sum(datum.rows for datum in self.datums(op_slice))
 
+    def resume(self, allowance: int | None) -> None:
+        """Go on in another cycle."""
+        if self.rows_now:
+            self.waits_since = next(_TIMES)
+        self.allowance, self.rows_before = allowance, self.rows
+
     def allowed(self) -> Iterator[OpSlice]:
-        """Yield the next slices that the allowance has room for."""
+        """Yield the next slices, behind the first, that the allowance has room for."""
         left = (self.allowance or 0) - self.rows_now
         for op_slice in self.slices:
             left -= self.rows_of(op_slice)

@@ -255,7 +255,7 @@ def test_behind_an_open_pass_its_run_waits_and_no_other(new_engine: NewEngine) -
     assert engine.run(of_a[1:]).outputs.keys() == {("a", 5), ("a", 6), ("a", 7)}
 
 
-def test_when_time_is_over_passes_without_an_allowance_end_and_others_have_run_a_slice(
+def test_when_time_is_over_whole_passes_end_and_of_others_that_runs_which_waited_longest(
     new_engine: NewEngine,
 ) -> None:
     engine, _ = two_engines(new_engine)
@@ -266,7 +266,17 @@ def test_when_time_is_over_passes_without_an_allowance_end_and_others_have_run_a
     out = run_to_end(engine.cycle(ops, allowances, is_over=lambda: True))
 
     assert out.outputs.keys() == {("b", 1), ("b", 2)}
-    assert out.open_tokens == {("a", 4): LENGTHS[0], ("c", 1): LENGTHS[0]}
+    assert out.open_tokens == {("a", 4): LENGTHS[0], ("c", 1): 0}
+    ops = [a_pass(3, "b", needs_grad=False), a_pass(4), a_pass(1, "c")]
+    allowances = {("a", 4): 1000, ("c", 1): 1000, ("b", 3): 1000}
+    found = []
+    for _ in range(3):
+        out = run_to_end(engine.cycle(ops, allowances, is_over=lambda: True))
+        found.append([out.open_tokens[op.run, op.seq] for op in ops])
+    first, second = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
+    assert found == [[0, first, first], [first, first, first], [first, second, first]]
+    out = run_to_end(engine.cycle(ops, allowances))
+    assert not out.open_tokens
 
 
 def test_time_that_runs_out_in_the_middle_stops_behind_the_micro_batch_in_work(
