@@ -24,6 +24,7 @@ from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, Worke
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.oplog import intake
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection, open_sync_connection
@@ -76,6 +77,16 @@ class Run:
     worker: str = ""
 
 
+class _HostTime:
+    """Stands for the module `time` where requests are accepted: a host that lives in virtual time."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def time(self) -> float:
+        return self._world.now
+
+
 class World:
     """Plays one shape."""
 
@@ -91,6 +102,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._number = itertools.count()
         self.now = 1_000_000.0
+        intake.time = _HostTime(self)
         self._runs = {run.record.id: run for run in map(self._run, range(shape.runs))}
         self._heads: dict[str, dict[str, int]] = defaultdict(dict)
         self._workers = {"w0": self._worker("w0")}

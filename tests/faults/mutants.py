@@ -222,4 +222,27 @@ MUTANTS = {
         ],
         "files look two days old",
     ),
+    "lost change notification": Mutant(
+        [
+            Edit(
+                f"{STORE}/scripts/submit.lua",
+                "note_change('cotrain:' .. args.pool_tag, run)\n",
+                "",
+            ),
+            Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != ready:", "if False:"),
+        ],
+        "no client asks twice",
+    ),
+    "stale in-memory queue": Mutant(
+        [
+            Edit(
+                f"{SCHEDULER}/clock.py",
+                "if self._dispatch.epoch != epoch:",
+                "if epoch == 0:",
+            ),
+            Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != ready:", "if False:"),
+            Edit(f"{STORE}/scripts/plan.lua", " or tonumber(log[2]) ~= part.first", ""),
+        ],
+        "the lead is taken and given back",
+    ),
 }

@@ -28,6 +28,8 @@ PROGRAMS = without_samples(programs(1))
 POLL_S = 0.02
 #: A beat lasts 10 s; a place whose beat is over may be taken from another host.
 BEAT_S = 11.0
+#: A scheduler that was fenced off stands by after that.
+STANDS_BY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,18 @@ async def _lead_taken(host: Host) -> None:
     host.add_scheduler("second")
     await until_reached(host, "scheduler.after_plan", 8)
     host.nursery.tell("signal", pid=host.pid("scheduler"), signal=int(signal.SIGCONT))
+    await asyncio.Event().wait()
+
+
+async def _lead_given_back(host: Host) -> None:
+    """The like, and then kill the other one: the first leads again, with what it knew before."""
+    await until_reached(host, "scheduler.before_plan", 4)
+    host.add_scheduler("second")
+    await until_reached(host, "scheduler.after_plan", 7)
+    host.nursery.tell("signal", pid=host.pid("scheduler"), signal=int(signal.SIGCONT))
+    await asyncio.sleep(STANDS_BY_S)
+    host.retire("second")
+    host.nursery.tell("signal", pid=host.pid("second"), signal=int(signal.SIGKILL))
     await asyncio.Event().wait()
 
 
@@ -150,6 +164,9 @@ SCENARIOS = {
     "a place is taken": Scenario({"FAILPOINTS": "worker.before_run=stop@4"}, _place_taken),
     "a full house": Scenario(crowded=True),
     "the lead is taken": Scenario({"FAILPOINTS": "scheduler.before_plan=stop@4"}, _lead_taken),
+    "the lead is taken and given back": Scenario(
+        {"FAILPOINTS": "scheduler.before_plan=stop@4"}, _lead_given_back, snapshot_ops=1000
+    ),
     "power is lost before the spool is synced": Scenario(
         {
             # What is accepted is still at work when the power goes: a commit needs no body any more.
