@@ -225,7 +225,7 @@ class PoolClock:
         cycle = await self._dispatch.last_cycle(self.pool) + 1
         runs = frozenset(op.run for op in chosen.ops)
         tenants = {run: self._queue[run].tenant for run in runs}
-        step = Step(cycle, worker.id, chosen.ops, now, tenants)
+        step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances)
         failpoint("scheduler.before_plan")
         try:
             await self._dispatch.plan(self.pool, step, self._seen or 0)
@@ -236,10 +236,10 @@ class PoolClock:
         self._queue.taken(chosen.ops, worker.id)
         clock.fairness, clock.planned_at = chosen.fairness, now
         clock.last = cycle_start.LastCycle(runs)
-        total = sum(op.tokens for op in chosen.ops)
         log_requests(
             log, "cycle_planned", [op.request_id for op in chosen.ops], cycle=cycle,
-            pool=self.pool, worker=worker.id, runs=len(runs), ops=len(chosen.ops), tokens=total,
+            pool=self.pool, worker=worker.id, runs=len(runs), ops=len(chosen.ops),
+            tokens=chosen.tokens,
         )  # fmt: skip
         return True
 

@@ -1,4 +1,4 @@
-"""Invariant I9: tenants with work get equal turns, by tokens (deficit round robin), whatever dies.
+"""Invariant I9: tenants with work get equal turns, by tokens (`planner.py`), whatever dies.
 
 Seen from outside: clients note when what was accepted, cycle records say who was served. Whoever was
 passed over in a number of cycles in a row, with a request waiting that could have run in each, was served
@@ -38,8 +38,8 @@ class Accepted:
 
     @property
     def cost(self) -> int:
-        """Count what it takes of a turn: its tokens, at least 1."""
-        return max(1, self.tokens)
+        """Count what it takes of a turn: a pass its tokens, at least 1; anything else waits for none."""
+        return 0 if self.route in LAST else max(1, self.tokens)
 
 
 @dataclass(frozen=True)

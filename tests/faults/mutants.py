@@ -189,13 +189,8 @@ MUTANTS = {
         [
             Edit(
                 f"{SCHEDULER}/planner.py",
-                "    return staying + [tenant for tenant in waiting if tenant not in known]\n",
-                "    return sorted(waiting)\n",
-            ),
-            Edit(
-                f"{SCHEDULER}/planner.py",
-                "while work and cost(work.head) <= deficits[tenant]:",
-                "while work:",
+                "(ends, self._came, name, part))\n",
+                "(0, len(name), name, part))\n",
             ),
         ],
         "a full house",

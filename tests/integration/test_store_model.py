@@ -242,6 +242,36 @@ class LogMachine(RuleBasedStateMachine):
         for step in list(self.open[worker]):
             self.commit_step(worker, step, twice=False)
 
+    @rule(
+        number=st.integers(0, RUNS - 1),
+        kind=st.sampled_from(PASSES),
+        finished=st.sampled_from([0, 0, 1]),
+        closes=st.sampled_from([False, False, True]),
+        twice=st.booleans(),
+        is_replaced=st.booleans(),
+    )
+    def leave_open(
+        self,
+        number: int,
+        kind: OpKind,
+        finished: int,
+        closes: bool,
+        twice: bool,
+        is_replaced: bool,
+    ) -> None:
+        """Accept a pass, plan it, and commit a step in which it did not end; its run may end there."""
+        model = self.models[number]
+        if not model.closed:
+            self.submit(number, 0, kind, "x", large=True)
+        worker = model.worker or min(self.workers)
+        self.plan(6, worker)
+        if closes and self.open[worker]:
+            self.close(number)
+        if is_replaced:
+            self.replace_worker(worker)
+        for step in list(self.open[worker]):
+            self.commit_step(worker, step, twice=twice, finished=finished)
+
     @precondition(lambda self: any(self.open.values()))
     @rule(
         twice=st.booleans(),
@@ -269,7 +299,7 @@ class LogMachine(RuleBasedStateMachine):
             if seq not in model.rejected:
                 model.unread[seq] = len(results[run, seq].payload)
         for (run, seq), tokens in opened.items():
-            event("put back")
+            event(f"put back; its run has ended: {self.models[self.number(run)].closed}")
             self.models[self.number(run)].put_back(seq, tokens, execution.writer)
         if twice:
             self.plan(6, worker)  # a commit that comes again must not take this back
@@ -299,7 +329,9 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(which=st.randoms(use_true_random=False))
     def a_replaced_worker_writes_nothing(self, which: Any) -> None:
-        worker = which.choice(sorted(self.workers))
+        self.replace_worker(which.choice(sorted(self.workers)))
+
+    def replace_worker(self, worker: WorkerId) -> None:
         old = self.workers[worker]
         self.workers[worker] = self.new_worker(worker)
         self.refuse(old, self.open[worker])

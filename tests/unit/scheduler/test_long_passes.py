@@ -1,0 +1,165 @@
+"""What one long pass costs its neighbours: the planner, and a worker on a clock of its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from cotrain_scheduler.planner import Fairness, select
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
+
+TOKENS_PER_S = 3_800.0
+"""A pass of LONG tokens takes 37 s at this rate."""
+LONG = 140_000
+PERIOD_S = 10.0
+SLICE = 512
+"""Tokens that the worker runs at least of a pass."""
+
+
+@dataclass
+class Answer:
+    """When a request was sent and when its step ended, in seconds."""
+
+    sent: float
+    answered: float = 0.0
+    cycle: int = 0
+
+    @property
+    def waited_s(self) -> float:
+        return self.answered - self.sent
+
+
+class Pool:
+    """One worker at a constant speed, whose eager cycles begin when the one before has ended."""
+
+    def __init__(self, guessed: float = TOKENS_PER_S) -> None:
+        self.now, self.cycle, self.guessed = 0.0, 0, guessed
+        self.queues: dict[str, RunQueue] = {}
+        self.fairness = Fairness()
+        self.answers: defaultdict[str, list[Answer]] = defaultdict(list)
+
+    def send(self, run: str, kind: OpKind, tokens: int = 0) -> Answer:
+        self.answers[run].append(Answer(self.now))
+        seq = len(self.answers[run]) - 1
+        sent = QueuedOp(RunId(run), seq, kind, tokens, "inline", 1, self.now)
+        tenant = TenantId(run.partition("/")[0])
+        before = self.queues.get(run, RunQueue(RunId(run), tenant, WorkerId("w0"), ()))
+        self.queues[run] = replace(before, ops=(*before.ops, sent))
+        return self.answers[run][-1]
+
+    def step(self) -> float:
+        """Plan and run one cycle; return how long it took."""
+        waiting = [queue for queue in self.queues.values() if queue.ops]
+        tenants: dict[TenantId, list[RunQueue]] = {}
+        for queue in waiting:
+            tenants.setdefault(queue.tenant, []).append(queue)
+        selection = select(tenants, self.fairness, int(self.guessed * PERIOD_S))
+        self.fairness, self.cycle = selection.fairness, self.cycle + 1
+        took_s, ended = 0.0, []
+        for queue in waiting:
+            for op in [op for op in selection.ops if op.run == queue.run]:
+                begun = self.queues[queue.run].begun_tokens
+                left = op.tokens - begun
+                allowed = selection.allowances.get(op.request_id, left)
+                if op.request_id in selection.allowances:  # a slice, and what the period leaves
+                    in_time = int((PERIOD_S - took_s) * TOKENS_PER_S)
+                    allowed = max(min(allowed, in_time), min(SLICE, left))
+                took_s += allowed / TOKENS_PER_S
+                if allowed < left:
+                    self.queues[queue.run] = replace(
+                        self.queues[queue.run], begun_tokens=begun + allowed
+                    )
+                    break
+                rest = self.queues[queue.run].ops[1:]
+                self.queues[queue.run] = replace(queue, ops=rest, begun_tokens=0)
+                ended.append(self.answers[op.run][op.seq])
+        self.now += took_s
+        for answer in ended:
+            answer.answered, answer.cycle = self.now, self.cycle
+        return took_s
+
+
+def test_no_cycle_is_longer_than_a_period_and_a_slice_and_a_newcomer_is_in_the_next() -> None:
+    pool = Pool()
+    for number in range(20):
+        pool.send(f"t{number}/long", OpKind.FORWARD_BACKWARD, LONG)
+    for number in range(60):
+        began = pool.now
+        newcomers = [
+            pool.send(f"new{number}/a", OpKind.CREATE),
+            pool.send(f"new{number}/b", OpKind.FORWARD_BACKWARD, 3),
+            pool.send(f"t0/{number}", OpKind.OPTIM_STEP),
+            pool.send(f"t1/{number}", OpKind.SAVE),
+        ]
+        assert pool.step() <= PERIOD_S + SLICE / TOKENS_PER_S
+        assert {answer.answered for answer in newcomers} == {pool.now}
+        assert pool.now > began
+
+
+def test_three_tokens_beside_a_pass_that_began_alone_wait_for_one_period() -> None:
+    pool = Pool()
+    long = pool.send("a", OpKind.FORWARD_BACKWARD, LONG)
+    pool.step()  # it has the whole pool, and is stopped after a period
+    newcomer = pool.send("b", OpKind.FORWARD_BACKWARD, 3)
+    sent_while_it_ran = PERIOD_S
+    pool.step()
+    assert newcomer.waited_s + sent_while_it_ran <= 2 * PERIOD_S
+    while not long.answered:
+        pool.step()
+    assert long.waited_s < LONG / TOKENS_PER_S + 1  # the neighbour took three tokens of its time
+
+
+def test_long_passes_share_alike_and_lose_nothing() -> None:
+    pool = Pool()
+    answers = [pool.send(f"t{number}", OpKind.FORWARD_BACKWARD, LONG) for number in range(20)]
+    while any(not answer.answered for answer in answers):
+        pool.step()
+    assert abs(pool.now - 20 * LONG / TOKENS_PER_S) < 1
+    first = min(answer.answered for answer in answers)
+    assert pool.now - first <= 20 * 2 * 2_048 / TOKENS_PER_S + PERIOD_S
+
+
+def loop(pool: Pool, style: str, tokens: int, steps: int = 5) -> float:
+    """Run a training loop of one tenant to its end; return the cycles that a step took."""
+    passes, last = [], []
+    together = style != "naive"
+    for number in range(steps):
+        passes.append(pool.send("a", OpKind.FORWARD_BACKWARD, tokens))
+        if together:
+            last.append(pool.send("a", OpKind.OPTIM_STEP))
+        if style == "pipelined" and number < steps - 1:
+            continue
+        while not passes[-1].answered:
+            pool.step()
+        if not together:
+            last.append(pool.send("a", OpKind.OPTIM_STEP))
+        while not last[-1].answered:
+            pool.step()
+    return pool.cycle / steps
+
+
+def test_a_single_tenants_loop_takes_the_cycles_it_is_written_for_whatever_was_guessed() -> None:
+    for guessed in (TOKENS_PER_S, TOKENS_PER_S / 50):  # after start-up, and before a measurement
+        for tokens in (3, 20_000, 37_000):
+            assert loop(Pool(guessed), "naive", tokens) == 2.0
+            assert loop(Pool(guessed), "submit both", tokens) == 1.0
+            assert loop(Pool(guessed), "pipelined", tokens) == 1.0
+
+
+def test_a_step_that_takes_longer_than_a_period_takes_as_many_as_it_must() -> None:
+    assert loop(Pool(), "submit both", LONG) == 4.0
+
+
+def test_who_sends_a_step_with_its_pass_has_both_in_one_cycle_in_company() -> None:
+    pool = Pool()
+    for _ in range(5):
+        sent = [
+            (
+                pool.send(f"t{n}", OpKind.FORWARD_BACKWARD, 1_900),
+                pool.send(f"t{n}", OpKind.OPTIM_STEP),
+            )
+            for n in range(20)
+        ]
+        pool.step()
+        assert all(passed.cycle == stepped.cycle == pool.cycle for passed, stepped in sent)
