@@ -20,6 +20,8 @@ MAX_SAMPLES = 1_024
 MAX_TOKENS = 2**31 - 1
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1_024
+#: Of all of them: what a worker builds from them, it builds between two tokens.
+MAX_ALL_STOP_CHARACTERS = 4_096
 #: Log-probs per position; more of them are bytes to send rather than work to do.
 MAX_TOPK = 128
 #: Cells of `target_prompt_logprobs`: as many numbers come back.
@@ -96,6 +98,11 @@ def _check_stop(stop: tuple[str, ...] | tuple[int, ...] | None, pool: PoolRecord
         )
     if not all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in texts):
         raise Invalid(f"stop: each string must have 1 to {MAX_STOP_CHARACTERS} characters.")
+    if sum(map(len, texts)) > MAX_ALL_STOP_CHARACTERS:
+        raise Invalid(
+            f"stop: the strings have {sum(map(len, texts))} characters together; at most "
+            f"{MAX_ALL_STOP_CHARACTERS} are taken."
+        )
 
 
 def _check_logprobs(body: SampleBody, pool: PoolRecord) -> None:

@@ -266,7 +266,7 @@ class EngineDecoder:
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         log.tokens.append(NewTokens(request.id, sequence.index, offset, (token,), (logprob,)))
-        stopped = has_stopped(sequence.tokens, request, self._text)
+        stopped = has_stopped(token, request, sequence.read_text, self._text)
         is_full = sequence.length >= sequence.group.limit
         if not (stopped or is_full):
             return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cotrain_workers.engine.decoding.pages import Origin
+from cotrain_workers.engine.decoding.stop_strings import ReadText
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,7 @@ class SequenceState:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # [k] each, per token
+    read_text: ReadText = field(default_factory=ReadText)
     # While it runs:
     pages: list[int] = field(
         default_factory=list

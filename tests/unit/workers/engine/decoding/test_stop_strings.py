@@ -3,11 +3,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cotrain_workers.engine.decoding.stop_strings import SLACK_TOKENS, has_stop_string
+from cotrain_workers.engine.decoding.stop_strings import (
+    CHARACTER_TOKENS,
+    MOST_PENDING,
+    ReadText,
+    StopStrings,
+    has_stop_string,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from cotrain_workers.engine.decoding.requests import TextOf
 
 SPECIAL = 256  # a token without text
 
@@ -17,13 +27,25 @@ def text_of(tokens: Sequence[int]) -> str:
     return bytes(token for token in tokens if token != SPECIAL).decode(errors="replace")
 
 
-def stops_at(text: str | bytes, *stops: str) -> int | None:
-    """Return after how many bytes a generation stops."""
-    tokens = list(text.encode() if isinstance(text, str) else text)
-    for count in range(1, len(tokens) + 1):
-        if has_stop_string(tokens[:count], stops, text_of):
+def text_without_first_space(tokens: Sequence[int]) -> str:
+    """Decode as SentencePiece does: a space before the first token is lost."""
+    return text_of(tokens).removeprefix(" ")
+
+
+def stops_after(
+    tokens: Iterable[int], *stops: str, text_of: TextOf = text_of
+) -> int | None:
+    """Return after how many tokens a generation stops."""
+    automaton, read = StopStrings(stops), ReadText()
+    for count, token in enumerate(tokens, 1):
+        if has_stop_string(token, automaton, read, text_of):
             return count
     return None
+
+
+def stops_at(text: str | bytes, *stops: str) -> int | None:
+    """Return after how many bytes a generation stops."""
+    return stops_after(text.encode() if isinstance(text, str) else text, *stops)
 
 
 def test_it_stops_with_the_last_byte_of_a_stop_string() -> None:
@@ -50,24 +72,63 @@ def test_a_long_stop_string_late_in_a_long_text() -> None:
 
 
 def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
-    tokens = [*b"st", *[SPECIAL] * 50, *b"op"]
-
-    assert has_stop_string(tokens, ("stop",), text_of)
+    assert stops_after([*b"st", *[SPECIAL] * 50, *b"op"], "stop") == 54
 
 
-def test_only_the_last_tokens_are_decoded() -> None:
-    decoded = []
+def test_a_space_that_a_tokenizer_drops_before_its_first_token_is_seen() -> None:
+    tokens = [*b"ab", *[SPECIAL] * 30, *b" c"]
+
+    assert stops_after(tokens, "b c", text_of=text_without_first_space) == 34
+
+
+def test_a_stop_string_after_many_bytes_that_are_no_text() -> None:
+    noise = b"\x80" * 100
+
+    assert stops_at(noise + "é end".encode(), "é end") == 106
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=8),
+    st.text("abc", max_size=60),
+)
+def test_the_automaton_finds_the_first_end_of_any_string(stops: list[str], text: str) -> None:
+    ends = [
+        at for at in range(1, len(text) + 1) if any(text[:at].endswith(stop) for stop in stops)
+    ]
+
+    assert stops_at(text, *stops) == (ends[0] if ends else None)
+
+
+def test_a_token_costs_the_same_however_many_stop_strings_there_are_and_however_long() -> None:
+    decoded: list[int] = []
+    looked_up: list[int] = []
 
     def counting(tokens: Sequence[int]) -> str:
         decoded.append(len(tokens))
         return text_of(tokens)
 
-    has_stop_string(list(b"x" * 10_000), ("stop",), counting)
+    class Counting(StopStrings):
+        def _child(self, node: int, character: str) -> int | None:
+            looked_up.append(node)
+            return super()._child(node, character)
 
-    assert sum(decoded) == 4 + SLACK_TOKENS
+    stops = ["ab" * 30 + chr(200 + at) for at in range(64)]
+    for many in (stops[:1], stops):
+        automaton, read = Counting(many), ReadText()
+        decoded.clear()
+        looked_up.clear()
+        for token in b"ab" * 500:
+            assert not has_stop_string(token, automaton, read, counting)
+        assert max(decoded) == 2
+        assert len(looked_up) <= 2 * 1000
 
 
-def test_as_many_tokens_are_decoded_as_a_stop_string_has_bytes() -> None:
-    stop = "日本" * 10
+def test_what_is_decoded_for_bytes_that_are_no_text_is_bounded() -> None:
+    decoded: list[int] = []
 
-    assert stops_at("word " * 20 + stop, stop) == 100 + len(stop.encode())
+    def counting(tokens: Sequence[int]) -> str:
+        decoded.append(len(tokens))
+        return text_of(tokens)
+
+    assert stops_after(b"\x80" * 500, "stop", text_of=counting) is None
+    assert max(decoded) <= 2 * MOST_PENDING + CHARACTER_TOKENS
