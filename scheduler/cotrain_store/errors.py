@@ -188,6 +188,12 @@ class SamplingBusy(Busy):
     retry_after_s = 1.0
 
 
+class SampleTokensQueued(Busy):
+    """The sample requests of this tenant that wait or run may come to as many tokens as are allowed: the quota sample_tokens."""
+
+    retry_after_s = 1.0
+
+
 class StoreFull(Busy):
     """The server holds as many waiting requests and unread results as its memory allows."""
 

@@ -65,6 +65,8 @@ class Quotas(BaseModel):
     """Polls held open in one API process."""
     samples: AtLeastOne = 2_000
     """Sample requests waiting or running; over it, clients slow down."""
+    sample_tokens: AtLeastOne = 16_000_000
+    """What those may come to: prompts, and `num_samples` times `max_tokens`; over it, clients slow down."""
     checkpoints: AtLeastOne = 10_000
     checkpoint_bytes: AtLeastOne = 100_000_000_000
     """Stored checkpoints, and their bytes; over it, saves fail."""
@@ -158,7 +160,8 @@ class ServerSettings(StoreSettings):
     @property
     def sample_limits(self) -> SampleLimits:
         """What one tenant may have waiting and running of sample requests."""
-        return SampleLimits(self.quotas.samples, self.quotas.bytes, self.quotas.unread_bytes)
+        most = self.quotas
+        return SampleLimits(most.samples, most.bytes, most.unread_bytes, most.sample_tokens)
 
     @property
     def record_limits(self) -> RecordLimits:

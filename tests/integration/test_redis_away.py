@@ -201,15 +201,15 @@ async def test_requests_whose_claim_was_never_answered_are_claimed_again(
         sampling, lost = loop._sampler._sampling, 0
         claim_as_before = sampling.claim
 
-        def claim(most: int) -> list[ClaimedSample]:
+        def claim(*most: Any) -> list[ClaimedSample]:
             nonlocal lost
-            claimed = claim_as_before(most)
+            claimed = claim_as_before(*most)
             if claimed and lost < 3:
                 lost += 1
                 raise RedisConnectionError("lost")
             return claimed
 
-        sampling.claim = claim  # type: ignore[method-assign]  # one that fails
+        sampling.claim = claim  # type: ignore[method-assign,assignment]  # one that fails
         requests = [await submit_sample(server, sampler, seq) for seq in range(5)]
         answers = {await sampled(server, sampler, request) for request in requests}
         assert (lost, len(answers)) == (3, 1)

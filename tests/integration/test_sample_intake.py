@@ -11,6 +11,7 @@ import pytest
 from cotrain_store.errors import (
     DiskReserveReached,
     SamplerNotFound,
+    SampleTokensQueued,
     SamplingBusy,
     SeqConflict,
     SessionFinished,
@@ -20,7 +21,7 @@ from cotrain_store.errors import (
 from cotrain_store.keys import fleet_keys, result_keys, sample_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.sampling.endings import CANCELLED
-from cotrain_store.sampling.intake import SampleLimits
+from cotrain_store.sampling.intake import SampleLimits, most_tokens
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from tests.support.samples import Samples
 
 A, B = TenantId("a"), TenantId("b")
+TOKENS = len(BODY.prompt) + 4
 OTHER_BODY = replace(BODY, seed=8)
 
 
@@ -124,9 +126,44 @@ async def test_a_finished_session_samples_no_more_but_gets_what_it_asked_for(
     assert samples.result(request) == RESULT
 
 
+async def test_one_request_alone_is_taken_whatever_it_may_come_to(
+    empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    async with open_samples(empty_redis.url, tmp_path, SampleLimits(tokens=10)) as samples:
+        sampler = await samples.sampler()
+        (first,) = await samples.submit(sampler, 0)
+        with pytest.raises(SampleTokensQueued, match="sample_tokens"):
+            await samples.intake.submit(sampler, 1, replace(BODY, max_tokens=8))
+        await samples.intake.cancel(A, first)
+        await samples.intake.submit(sampler, 1, replace(BODY, max_tokens=8))
+
+
+@pytest.mark.parametrize(
+    ("given", "longest", "tokens"),
+    [
+        ({"max_tokens": 4}, 100, 7),
+        ({"max_tokens": 4, "num_samples": 64}, 100, 3 + 64 * 4),
+        ({"max_tokens": 400, "num_samples": 64}, 100, 3 + 64 * 97),
+        ({"max_tokens": None, "num_samples": 2}, 100, 3 + 2 * 97),
+        ({"max_tokens": 0}, 100, 3),
+        ({"max_tokens": 4}, 0, 7),
+        ({"max_tokens": None}, 0, 3),
+    ],
+)
+def test_a_request_counts_for_all_that_it_may_come_to(
+    given: dict[str, Any], longest: int, tokens: int
+) -> None:
+    assert most_tokens(replace(BODY, **given), longest) == tokens
+
+
 @pytest.mark.parametrize(
     ("limits", "body"),
-    [(SampleLimits(requests=2), BODY), (SampleLimits(bytes=600), LARGE_BODY)],
+    [
+        (SampleLimits(requests=2), BODY),
+        (SampleLimits(bytes=600), LARGE_BODY),
+        (SampleLimits(tokens=3 * TOKENS - 1), BODY),
+        (SampleLimits(tokens=10_000), replace(LARGE_BODY, num_samples=2_000)),
+    ],
 )
 async def test_over_the_quota_is_refused_and_leaves_nothing_but_takes_repeats(
     empty_redis: EmbeddedRedis, tmp_path: Path, limits: SampleLimits, body: Any
@@ -136,7 +173,7 @@ async def test_over_the_quota_is_refused_and_leaves_nothing_but_takes_repeats(
         await samples.submit(sampler, 0, 1)
         samples.claim(1)  # what runs counts as what waits does
         before = samples.log.everything()
-        with pytest.raises(SamplingBusy) as busy:
+        with pytest.raises((SamplingBusy, SampleTokensQueued)) as busy:
             await samples.intake.submit(sampler, 2, body)
         assert busy.value.retry_after_s == 1.0
         assert samples.log.everything() == before

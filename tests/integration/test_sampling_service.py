@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,13 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.decoding.requests import Progress, SampledSequence, SampleOutput
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
-from cotrain_workers.sampling.service import MOST_WAITING, UNREADABLE, WEIGHTS_LOST, SamplingService
+from cotrain_workers.sampling.service import (
+    MOST_CLAIMED,
+    MOST_WAITING,
+    UNREADABLE,
+    WEIGHTS_LOST,
+    SamplingService,
+)
 from tests.support.samples import LARGE_BODY, Samples, open_samples, sampler_record
 from tests.support.stack import MODEL
 
@@ -52,8 +58,8 @@ class ScriptedDecoder:
         return bool(self.held)
 
     @property
-    def waiting(self) -> int:
-        return len(self.held)
+    def waiting(self) -> Counter[str]:
+        return Counter(request.tenant for request in self.held.values())
 
     def refuse(self, request: SampleRequest) -> str | None:
         return None
@@ -118,6 +124,21 @@ async def test_no_more_is_claimed_than_the_decoder_can_soon_begin(bench: Bench) 
     assert all(bench.ended(request) for request in requests[:4])
     bench.service.advance()
     assert bench.samples.load()[:2] == (6, MOST_WAITING)
+
+
+async def test_another_tenant_is_claimed_for_however_many_requests_of_others_wait_here(
+    bench: Bench,
+) -> None:
+    others = [await bench.samples.sampler(f"other{at}") for at in range(17)]
+    for other in others:
+        await bench.samples.submit(other, *range(MOST_WAITING + 1))
+    bench.service.advance()
+    assert bench.service.waiting == MOST_CLAIMED
+    (request,) = await bench.samples.submit(await bench.samples.sampler("newcomer"), 0)
+
+    bench.service.advance()
+
+    assert request in bench.decoder.held
 
 
 async def test_a_decoder_that_got_nothing_done_says_so(bench: Bench) -> None:

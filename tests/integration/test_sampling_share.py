@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
@@ -17,11 +18,12 @@ from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from tests.support.bodies import sequences
 from tests.support.sampling import LONG, base_sampler, ended, saved_sampler, submit_sample
 from tests.support.stack import Stack, worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cotrain_workers.engine.decoding.requests import Progress
+    from cotrain_workers.engine.decoding.requests import Progress, SampleRequest
     from tests.support.redis_server import EmbeddedRedis
 
 MICRO_BATCH_S = 1.0
@@ -138,3 +140,39 @@ async def test_a_tenant_with_many_requests_does_not_make_another_wait_for_them(
         behind = server.futures.wait(crowd.tenant, many[-1], 0)
         assert not hasattr(await behind, "kind")
         await server.samples.cancel(crowd.tenant, many[-1])
+
+
+async def test_a_sample_beside_twenty_requests_of_sixty_four_long_ones_ends_in_ten_steps(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its steps are counted from where the worker has claimed it; memory is full of the other tenant's."""
+    steps: list[list[str]] = []
+    added_at: dict[str, int] = {}
+    step, add = EngineDecoder.step, EngineDecoder.add
+
+    def counted(self: EngineDecoder) -> Progress:
+        progress = step(self)
+        steps.append([name for name, _ in progress.finished])
+        return progress
+
+    def noted(self: EngineDecoder, request: SampleRequest) -> None:
+        added_at[request.id] = len(steps)
+        add(self, request)
+
+    monkeypatch.setattr(EngineDecoder, "step", counted)
+    monkeypatch.setattr(EngineDecoder, "add", noted)
+    heavy, light = await base_sampler(server, "heavy"), await base_sampler(server, "light")
+    for seq in range(20):
+        await submit_sample(server, heavy, seq, LONG, num_samples=64, max_tokens=190)
+    with worker(empty_redis.url, tmp_path, engine, kv_cache_tokens=16 * 64):
+        await until(lambda: len(steps) >= 30)
+        one = await submit_sample(server, light, 0, max_tokens=8)
+        await ended(server, light, one)
+        for seq in range(20):
+            await server.samples.cancel(heavy.tenant, sample_id(heavy.id, seq))
+    at = next(at for at, finished in enumerate(steps) if one in finished)
+    assert at - added_at[one] < 8 + 2

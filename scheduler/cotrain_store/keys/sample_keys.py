@@ -47,7 +47,7 @@ def waiting_samples(pool: PoolId, queue: str, tenant: TenantId) -> str:
 
 
 def sample_load(pool: PoolId, tenant: TenantId) -> str:
-    """Name a tenant's count of sample requests (waiting, running, bytes); they go when all are 0."""
+    """Name a tenant's count of sample requests (waiting, running, bytes, tokens); they go when all are 0."""
     return f"{prefix(pool)}samples:{tenant}"
 
 

@@ -10,6 +10,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from cotrain_store.bodies.sample_body import decode_sample
@@ -85,9 +86,15 @@ class SampleClaims:
         """At leave: put what this process runs back at the front; no crash is counted."""
         return self._put_back(crashes=0)
 
-    def claim(self, most: int) -> list[ClaimedSample]:
+    def claim(
+        self,
+        most: int,
+        most_of_tenant: int | None = None,
+        waiting: Mapping[TenantId, int] = MappingProxyType({}),
+    ) -> list[ClaimedSample]:
         """Take waiting requests, one per tenant in turn; of a tenant's, those first that only this
-        worker can run. After a lost connection, or an OSError, the next call gives the same again.
+        worker can run. No more of a tenant than `most_of_tenant`, with those of it that `waiting` counts.
+        After a lost connection, or an OSError, the next call gives the same again.
         """
         pool, me = self._pool, self._worker
         script_keys = [
@@ -97,6 +104,8 @@ class SampleClaims:
         args = {
             "epoch": str(self._epoch), "prefix": fleet_keys.prefix(pool), "worker": me,
             "any_worker": sample_keys.ANY_WORKER, "most": most, "token": self._claim_token,
+            "most_of_tenant": most if most_of_tenant is None else most_of_tenant,
+            "waiting": dict(waiting),
         }  # fmt: skip
         rows = self._claim(script_keys, args)
         if rows == b"FENCED":

@@ -16,6 +16,7 @@ from cotrain_store.disk.capacity import Capacity
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, SpoolRef
 from cotrain_store.errors import (
     SamplerNotFound,
+    SampleTokensQueued,
     SamplingBusy,
     SeqConflict,
     SessionFinished,
@@ -56,6 +57,8 @@ class SampleLimits:
     bytes: int = 256_000_000
     unread_bytes: int = 2_000_000_000
     """Of results that were never fetched, in all pools."""
+    tokens: int = 16_000_000
+    """Of prompts and of all they may become (`most_tokens`); one request alone is always taken."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class SampleSubmission:
     digest: str
     size: int
     """Bytes of the body."""
+    tokens: int
+    """That it may come to."""
     ref: str | None
     """None where its body is not stored yet: then the script only says whether it would take it."""
     segment: str | None
@@ -98,26 +103,31 @@ class SampleIntake:
         self._submit = async_script(connection, "sample_submit")
         self._cancel = async_script(connection, "sample_cancel")
 
-    async def submit(self, sampler: SamplerRecord, seq: int, body: SampleBody) -> RequestId:
+    async def submit(
+        self, sampler: SamplerRecord, seq: int, body: SampleBody, longest: int = 0
+    ) -> RequestId:
         """Accept one sample request; durable when this returns. Twice with the same body is one.
+
+        `longest` is what a prompt and its continuation have room for together, in tokens.
 
         Raises:
             SeqConflict: this seq was used with other content.
             SamplerNotFound: it has expired.
             SessionFinished: its session has ended.
-            SamplingBusy, UnreadQuotaReached, StoreFull, DiskReserveReached, StoreUnavailable:
+            SamplingBusy, SampleTokensQueued, UnreadQuotaReached, StoreFull, DiskReserveReached, StoreUnavailable:
             nothing is wrong; later.
         """
         await self._capacity.check()
         request, content = sample_id(sampler.id, seq), encode_sample(body)
+        tokens = most_tokens(body, longest)
         answer = b"ROOM"
         if len(content) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
-            answer = await self._accept(sampler, request, seq, content, None)
+            answer = await self._accept(sampler, request, seq, content, tokens, None)
         if answer == b"ROOM":
             with self._capacity.storing() as store:
                 ref = await store(content)
                 failpoint("api.before_submit", request)
-                answer = await self._accept(sampler, request, seq, content, ref)
+                answer = await self._accept(sampler, request, seq, content, tokens, ref)
                 failpoint("api.after_submit", request)
         refusal = _REFUSALS.get(answer.decode())
         if refusal:
@@ -151,7 +161,13 @@ class SampleIntake:
             raise StoreUnavailable from lost
 
     async def _accept(
-        self, sampler: SamplerRecord, request: RequestId, seq: int, content: bytes, ref: str | None
+        self,
+        sampler: SamplerRecord,
+        request: RequestId,
+        seq: int,
+        content: bytes,
+        tokens: int,
+        ref: str | None,
     ) -> bytes:
         pool, tenant, limits = sampler.pool, sampler.tenant, self._limits
         weights = sampler.weights or WeightsRef("")
@@ -165,7 +181,7 @@ class SampleIntake:
         unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
         asked = SampleSubmission(
             request=request, tenant=tenant, sampler=sampler.id, weights=weights, clone=_clone(seq),
-            digest=hashlib.sha256(content).hexdigest(), size=len(content), ref=ref,
+            digest=hashlib.sha256(content).hexdigest(), size=len(content), tokens=tokens, ref=ref,
             segment=SpoolRef.parse(ref).segment if ref and ref != "inline" else None,
             accepted_at=repr(time.time()), prefix=fleet_keys.prefix(pool),
             idle_ms=sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
@@ -180,6 +196,13 @@ class SampleIntake:
         return answer
 
 
+def most_tokens(body: SampleBody, longest: int) -> int:
+    """Count what a request may come to: its prompt, and each sample up to its end or that of the context."""
+    left = max(0, longest - len(body.prompt))
+    each = left if body.max_tokens is None else min(left or body.max_tokens, body.max_tokens)
+    return len(body.prompt) + body.num_samples * each
+
+
 def _clone(seq: int) -> str:
     """Name which copy of a client polls for the end; none for the server's own."""
     return "" if seq >= OWN_SEQS else str(seq // CLONE_SIZE)
@@ -190,5 +213,6 @@ _REFUSALS: dict[str, Callable[[int], Exception]] = {
     "GONE": lambda _: SamplerNotFound(),
     "FINISHED": lambda _: SessionFinished(),
     "BUSY": lambda _: SamplingBusy(),
+    "TOKENS": lambda _: SampleTokensQueued(),
     "UNREAD": lambda _: UnreadQuotaReached(),
 }

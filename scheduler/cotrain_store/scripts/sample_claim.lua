@@ -1,4 +1,5 @@
--- sample_claim: give a worker waiting sample requests, one of each tenant in turn.
+-- sample_claim: give a worker waiting sample requests, one of each tenant in turn, and of none more than it
+-- may have waiting at the worker (`most_of_tenant`, with those that `waiting` counts there).
 -- Fenced by the worker's epoch. What only this worker can run comes first, then what any can, then
 -- what waits for a worker that is dead and yet needs nothing of it: its weights are stored.
 -- The same token once more is a claim whose answer was lost: it gets that answer.
@@ -49,30 +50,26 @@ local function next_of(tenant)
   end
 end
 
-local function claim_next()
-  for _, tenant in ipairs(redis.call('LRANGE', ring, 0, -1)) do
-    local request = next_of(tenant)
-    if request then
-      local load = prefix .. 'samples:' .. tenant
-      redis.call('LREM', ring, 1, tenant)
-      if redis.call('HINCRBY', load, 'waiting', -1) > 0 then
-        redis.call('RPUSH', ring, tenant) -- a tenant that was served stands last; one that was passed over stays
-      end
-      redis.call('HINCRBY', load, 'running', 1)
-      redis.call('RPUSH', claimed, request)
-      redis.call('HSET', 'cotrain:sample:' .. request, 'state', 'claimed', 'holder', me)
-      return request
+local requests, waiting = {}, args.waiting
+local tenants, at = redis.call('LRANGE', ring, 0, -1), 1
+while #requests < args.most and at <= #tenants do
+  local tenant = tenants[at]
+  local has = waiting[tenant] or 0
+  local request = has < args.most_of_tenant and next_of(tenant)
+  if request then
+    local load = prefix .. 'samples:' .. tenant
+    waiting[tenant] = has + 1
+    redis.call('LREM', ring, 1, tenant)
+    if redis.call('HINCRBY', load, 'waiting', -1) > 0 then
+      redis.call('RPUSH', ring, tenant) -- a tenant that was served stands last; one that was passed over stays
+      tenants[#tenants + 1] = tenant
     end
+    redis.call('HINCRBY', load, 'running', 1)
+    redis.call('RPUSH', claimed, request)
+    redis.call('HSET', 'cotrain:sample:' .. request, 'state', 'claimed', 'holder', me)
+    requests[#requests + 1] = request
   end
-end
-
-local requests = {}
-while #requests < args.most do
-  local request = claim_next()
-  if not request then
-    break
-  end
-  requests[#requests + 1] = request
+  at = at + 1
 end
 if #requests > 0 then
   redis.call('DEL', last_claim)

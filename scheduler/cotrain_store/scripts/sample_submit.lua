@@ -24,10 +24,13 @@ if args.weights ~= '' then
   end
   queue = row[2] == '' and row[1] or args.any_worker
 end
-local used = redis.call('HMGET', load, 'waiting', 'running', 'bytes')
-if tonumber(used[1] or 0) + tonumber(used[2] or 0) >= max.requests
-  or tonumber(used[3] or 0) + size > max.bytes then
+local used = redis.call('HMGET', load, 'waiting', 'running', 'bytes', 'tokens')
+local requests = tonumber(used[1] or 0) + tonumber(used[2] or 0)
+if requests >= max.requests or tonumber(used[3] or 0) + size > max.bytes then
   return 'BUSY'
+end
+if requests > 0 and tonumber(used[4] or 0) + args.tokens > max.tokens then
+  return 'TOKENS'
 end
 if unread_bytes(tenant) >= max.unread_bytes then
   return 'UNREAD'
@@ -38,7 +41,7 @@ end
 
 redis.call('HSET', sample, 'state', 'waiting', 'tenant', tenant, 'sampler', args.sampler,
   'clone', args.clone, 'digest', args.digest, 'prefix', prefix, 'lane', queue, 'weights', args.weights,
-  'ref', args.ref, 'size', size, 'at', args.accepted_at)
+  'ref', args.ref, 'size', size, 'tokens', args.tokens, 'at', args.accepted_at)
 if args.segment then
   redis.call('HINCRBY', refs, args.segment, 1)
 else
@@ -49,6 +52,7 @@ if redis.call('HINCRBY', load, 'waiting', 1) == 1 then
   redis.call('RPUSH', ring, tenant)
 end
 redis.call('HINCRBY', load, 'bytes', size)
+redis.call('HINCRBY', load, 'tokens', args.tokens)
 redis.call('SADD', tenants, tenant)
 end_after(sampler, args.idle_ms)
 list_sampler(tenant, args.sampler, args.idle_ms)

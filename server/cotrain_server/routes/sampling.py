@@ -38,7 +38,8 @@ async def asample(request: Request, services: ServicesDep, tenant: TenantDep) ->
     if pool is None:
         raise BaseModelNotServed(f"Base model {sampler.base_model!r} is not served here any more.")
     await off_event_loop(len(content), check_sample, sample.body, pool)
-    request_id = await services.sample_intake.submit(sampler, sample.seq, sample.body)
+    longest = pool.max_sequence_tokens
+    request_id = await services.sample_intake.submit(sampler, sample.seq, sample.body, longest)
     return UntypedAPIFuture(
         request_id=request_id,
         sample_sequence_ids=_sequence_ids(request_id, sample.body.num_samples),

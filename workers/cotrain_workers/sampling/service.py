@@ -1,6 +1,6 @@
 """Between Redis and the decoder: claim sample requests, decode, answer.
 
-No more is claimed than the decoder can soon begin: what waits, waits in Redis, where tenants
+No more of a tenant is claimed than the decoder can soon begin: what waits, waits in Redis, where tenants
 alternate and a cancelled request is simply deleted. A claimed request that gets no answer here (this process
 dies, or drains) runs again, here or elsewhere, and gives the same tokens.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RequestId
+from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.samples import SampleUsage
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.endings import CANCELLED
@@ -36,8 +36,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Claimed requests that have not begun, at most: enough to fill the batch of the next steps.
+#: Claimed requests of one tenant that have not begun, at most: enough to fill the batch of the next steps.
 MOST_WAITING = 16
+#: Once so many of all tenants have not begun, one of each tenant, so that no tenant waits for others to begin.
+MANY_WAITING = 256
+#: Claimed at once, at most.
+MOST_CLAIMED = 256
+#: While what waits here stays the same, Redis is asked for more this often.
+CLAIM_EVERY_S = 0.02
 #: Results that could not be written (a full disk, most likely) are tried again after so long.
 RETRY_S = 1.0
 UNREADABLE = Failure("Internal error: this request could not be read back.", "server")
@@ -72,6 +78,8 @@ class SamplingService:
         self._usage: dict[RequestId, SampleUsage] = {}
         self._in_doubt = False
         self._answer_at = 0.0
+        self._asked_with: Counter[TenantId] = Counter()
+        self._ask_at = 0.0
         self.waiting = 0
         """How many of the claimed requests had not begun after the last step."""
 
@@ -89,7 +97,7 @@ class SamplingService:
         self._cancel()
         self._take()
         worked = self._decoder.busy and self._step()
-        self.waiting = self._decoder.waiting + len(self._isolated) + len(self._arrived)
+        self.waiting = self._waiting.total() + len(self._isolated)
         self._answer()
         return worked
 
@@ -108,31 +116,39 @@ class SamplingService:
     def _take(self) -> None:
         """Keep the decoder supplied; requests that may break it run one at a time, alone."""
         if not self._isolated:
-            self._arrived.extend(
-                self._claim(MOST_WAITING - self._decoder.waiting - len(self._arrived))
-            )
+            self._arrived.extend(self._claim(self._waiting))
         self._admit_arrived()
         if self._isolated and not self._running:
             self._sampling.risk(RequestId(self._isolated[0].id))
             self._begin(self._isolated.popleft())
 
-    def _claim(self, most: int) -> list[ClaimedSample]:
-        """Claim requests, leaving out those that are here already.
+    @property
+    def _waiting(self) -> Counter[TenantId]:
+        """How many claimed requests of each tenant have not begun."""
+        added = Counter({TenantId(tenant): n for tenant, n in self._decoder.waiting.items()})
+        return added + Counter(one.tenant for one in self._arrived)
+
+    def _claim(self, waiting: Counter[TenantId]) -> list[ClaimedSample]:
+        """Claim requests, leaving out those that are here already; `waiting` have not begun.
 
         A claim whose answer was lost may have happened, so everything is given back and claimed again.
         """
-        if most <= 0 or self._finished:  # nothing more while answers cannot be stored
+        if self._finished:  # nothing more while answers cannot be stored
+            return []
+        if waiting and waiting == self._asked_with and time.monotonic() < self._ask_at:
             return []
         if self._in_doubt:
             self._sampling.give_back()
         try:
-            claimed = self._sampling.claim(most)
+            most_of_tenant = MOST_WAITING if waiting.total() < MANY_WAITING else 1
+            claimed = self._sampling.claim(MOST_CLAIMED, most_of_tenant, waiting)
             if claimed:
                 failpoint("sample.claimed", (one.request for one in claimed))
         except CONNECTION_LOST:
             self._in_doubt = True
             raise
         self._in_doubt = False
+        self._asked_with, self._ask_at = waiting, time.monotonic() + CLAIM_EVERY_S
         here = {request.id for request in self._isolated} | self._running.keys()
         here |= {arrived.request for arrived in self._arrived}
         return [one for one in claimed if one.request not in here]

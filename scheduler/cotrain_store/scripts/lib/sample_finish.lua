@@ -7,7 +7,7 @@
 local function finish(refs, lives, request, result, ttl_ms, failed, size)
   local sample = 'cotrain:sample:' .. request
   local row = redis.call('HMGET', sample, 'state', 'tenant', 'sampler', 'clone', 'digest',
-    'prefix', 'lane', 'holder', 'ref', 'size')
+    'prefix', 'lane', 'holder', 'ref', 'size', 'tokens')
   local state, tenant, sampler, clone, digest = row[1], row[2], row[3], row[4], row[5]
   local prefix, queue, holder, ref, body_bytes = row[6], row[7], row[8], row[9], row[10]
   if not state or state == 'done' then
@@ -25,6 +25,7 @@ local function finish(refs, lives, request, result, ttl_ms, failed, size)
     redis.call('HINCRBY', load, 'running', -1)
   end
   redis.call('HINCRBY', load, 'bytes', 0 - tonumber(body_bytes))
+  redis.call('HINCRBY', load, 'tokens', 0 - tonumber(row[11] or 0))
   strike_if_idle(prefix, tenant)
   local segment = string.match(ref, '^spool:([^:]+):')
   if segment and redis.call('HINCRBY', refs, segment, -1) <= 0 then

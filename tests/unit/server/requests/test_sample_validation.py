@@ -110,6 +110,10 @@ def test_what_is_within_the_limits_passes(changes: dict[str, Any]) -> None:
         ({"stop": (1,) * 65}, "stop has 65 entries; at most 64 are taken."),
         ({"stop": ("a", "")}, "stop: each string must have 1 to 1024 characters."),
         ({"stop": ("a" * 1_025,)}, "stop: each string must have 1 to 1024 characters."),
+        (
+            {"stop": ("a" * 1_000,) * 5},
+            "stop: the strings have 5000 characters together; at most 4096 are taken.",
+        ),
         ({"stop": (512,)}, "stop: token id 512 at position 0 is outside the vocabulary (0..511)."),
         ({"topk_prompt_logprobs": 129}, "topk_prompt_logprobs must be between 0 and 128."),
         ({"topk_sample_logprobs": 129}, "topk_sample_logprobs must be between 0 and 128."),

@@ -145,6 +145,17 @@ class WeightSlots:
         """Let go of a slot."""
         self._slots[key].users -= 1
 
+    def rivals(self, key: str) -> frozenset[str]:
+        """Return the weights in use whose slot would do for the weights that `pin` had no slot for."""
+        assert self._next is not None
+        assert self._next[0] == key
+        rank = slot_layout(self._targets, self._next[1].spec.rank).rank
+        return frozenset(
+            name
+            for name, slot in self._slots.items()
+            if slot.users and slot.pool.layout.rank == rank
+        )
+
     def filled(self) -> list[Slot]:
         """Return every filled slot, the least used first."""
         return list(self._slots.values())

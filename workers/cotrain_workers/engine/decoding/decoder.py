@@ -7,6 +7,7 @@ log-probabilities, to the bit, alone and in any batch, with cached pages and aft
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,6 +22,7 @@ from cotrain_workers.engine.decoding.adapter_slots import (
 from cotrain_workers.engine.decoding.kv_cache import (
     MOST_SEQUENCES,
     PAGE_TOKENS,
+    SHARED_STEP_TOKENS,
     STEP_TOKENS,
     KvCache,
     affordable_tokens,
@@ -28,11 +30,11 @@ from cotrain_workers.engine.decoding.kv_cache import (
     sampler_bytes,
 )
 from cotrain_workers.engine.decoding.model_runner import ModelRunner
-from cotrain_workers.engine.decoding.pages import Pages, PrefixIndex
 from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores, asks_about_prompt, top
 from cotrain_workers.engine.decoding.requests import NewTokens
 from cotrain_workers.engine.decoding.results import StepLog, choice_of, output_of, sampled
-from cotrain_workers.engine.decoding.scheduler import DecodeScheduler
+from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
+from cotrain_workers.engine.decoding.scheduling.scheduler import DecodeScheduler, StepSizes
 from cotrain_workers.engine.decoding.sequence import Group
 from cotrain_workers.engine.decoding.step import Chunk, Row, slot_order
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
@@ -42,7 +44,7 @@ from cotrain_workers.engine.model.unembedding import picked_logprobs
 from cotrain_workers.engine.ops import Failure, WeightsMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
     from cotrain_workers.engine.decoding.model_runner import Forward
@@ -84,13 +86,10 @@ class EngineDecoder:
         self._page_tokens = page
         self._index = PrefixIndex(pages)
         self.slots = WeightSlots(base.targets, device, dtype, weights, weights_bytes)
-        self.scheduler = DecodeScheduler(
-            pages,
-            self._index,
-            page_tokens=page,
-            step_tokens=MOST_SEQUENCES + max(page, sizes.step_tokens or STEP_TOKENS[device.type]),
-            most=MOST_SEQUENCES,
-        )
+        step_tokens = MOST_SEQUENCES + max(page, sizes.step_tokens or STEP_TOKENS[device.type])
+        shared = SHARED_STEP_TOKENS[device.type]
+        step = StepSizes(page, alone=step_tokens, shared=shared, sequences=MOST_SEQUENCES)
+        self.scheduler = DecodeScheduler(pages, self._index, step)
         self._cache = KvCache(base.kv, pages.count, page, device, dtype)
         self._head_chunk_rows = sizes.head_chunk_rows
         self.runner = ModelRunner(base, self._cache, -(-self.max_sequence_tokens // page))
@@ -106,9 +105,9 @@ class EngineDecoder:
         return bool(self._groups or self._empty)
 
     @property
-    def waiting(self) -> int:
-        """How many requests were added and have not begun."""
-        return sum(not group.has_begun for group in self._groups.values())
+    def waiting(self) -> Counter[str]:
+        """How many requests of each tenant were added and have not begun."""
+        return Counter(g.request.tenant for g in self._groups.values() if not g.has_begun)
 
     def refuse(self, request: SampleRequest) -> str | None:
         """Return why this request can never run, as a sentence for the tenant, or None."""
@@ -132,7 +131,7 @@ class EngineDecoder:
             self._empty.append((request.id, output_of(group)))
             return
         self._groups[request.id] = group
-        self.scheduler.add(group.sequences)
+        self.scheduler.add(group)
 
     def cancel(self, request_id: str) -> None:
         """Free everything a request holds; no output follows. Unknown ids are ignored."""
@@ -152,9 +151,7 @@ class EngineDecoder:
         self._empty.clear()
         self._admit(log)
         plan = self.scheduler.plan()
-        self.preemptions += len(plan.preempted)
-        for sequence in plan.preempted:
-            self._pinned.unpin(sequence.group.request.weights)
+        self._note_preempted(plan.preempted)
         self._cache.prepare(plan.copies, plan.blank)
         forward = self.runner.forward(plan, self._pinned.slots)
         if forward is not None:
@@ -163,18 +160,20 @@ class EngineDecoder:
         return log.progress()
 
     def _admit(self, log: StepLog) -> None:
-        """Let sequences begin, oldest first, until one does not fit; fail those without weights."""
-        for sequence in self.scheduler.candidates():
+        """Let sequences begin until one does not fit; fail those without weights."""
+        blocked: set[str] = set()  # tenants whose next weights cannot be had now
+        while (sequence := self.scheduler.next_waiting(blocked)) is not None:
             group = sequence.group
-            if group.request.id not in self._groups:
-                continue  # it failed just now
-            if not self.scheduler.fits(sequence):
+            preempted = self.scheduler.make_fit(sequence)
+            if preempted is None:
                 return
+            self._note_preempted(preempted)
             try:
-                if not self._pinned.pin(group.request.weights):
-                    return
-            except OSError:
-                return  # they are there and cannot be read now: it keeps its place
+                if not self._pin(sequence):
+                    blocked.add(group.request.tenant)
+                    continue
+            except OSError:  # they are there and cannot be read now: it keeps its place
+                blocked.add(group.request.tenant)
             except WeightsMissing:
                 self._fail(group, "The weights are gone.", "user", log)
             except WeightsNotFinite:
@@ -184,6 +183,22 @@ class EngineDecoder:
             else:
                 self.scheduler.admit(sequence)
                 group.has_begun = True
+
+    def _pin(self, sequence: SequenceState) -> bool:
+        """Keep the weights of a sequence on the device; others may have to give way to them."""
+        weights = sequence.group.request.weights
+        while not self._pinned.pin(weights):
+            assert weights is not None
+            preempted = self.scheduler.make_weights_fit(sequence, self.slots.rivals(weights))
+            if not preempted:
+                return False
+            self._note_preempted(preempted)
+        return True
+
+    def _note_preempted(self, sequences: Sequence[SequenceState]) -> None:
+        self.preemptions += len(sequences)
+        for sequence in sequences:
+            self._pinned.unpin(sequence.group.request.weights)
 
     def _absorb(self, forward: Forward, log: StepLog) -> None:
         """Note what a step put in place, and read off what was asked about prompts."""
@@ -199,7 +214,7 @@ class EngineDecoder:
             if chunk.sequence.scores_prompt and not self._score(group, chunk.start, hidden):
                 self._fail_not_finite(group, log)
                 continue
-            self.scheduler.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
+            self.scheduler.memory.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
 
     def _score(self, group: Group, start: int, hidden: torch.Tensor) -> bool:
         """Fill in log-probabilities of a page of a prompt; False if they are not finite."""
@@ -216,7 +231,7 @@ class EngineDecoder:
     def _generate(self, forward: Forward | None, log: StepLog) -> None:
         """Choose the next token of every sequence whose last hidden state is known."""
         ready: list[tuple[SequenceState, torch.Tensor]] = []
-        for sequence in list(self.scheduler.running):
+        for sequence in self.scheduler.running:
             if sequence.hidden is None:
                 continue
             if sequence.group.generates_nothing:
@@ -292,9 +307,5 @@ class EngineDecoder:
     def _forget(self, group: Group) -> None:
         """Free everything a request holds."""
         del self._groups[group.request.id]
-        for sequence in group.sequences:
-            if sequence.index in group.finished:
-                continue
-            if sequence in self.scheduler.running:
-                self._pinned.unpin(sequence.group.request.weights)
-            self.scheduler.remove(sequence)
+        for sequence in self.scheduler.cancel(group):
+            self._pinned.unpin(sequence.group.request.weights)

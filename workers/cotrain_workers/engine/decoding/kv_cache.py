@@ -100,10 +100,12 @@ def affordable_tokens(
     return min(wanted, CPU_BYTES // token_bytes)
 
 
-MOST_SEQUENCES = 256  # that run at once
+MOST_SEQUENCES = 256  # of one tenant that run at once
 
 
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # of prompts, per step: the bound on activations
+# Rows and prompt tokens of a step that several tenants share: about twice the time of a lone row (ADR 23).
+SHARED_STEP_TOKENS = {"cpu": 48, "cuda": 512}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Sequence
 
     import numpy as np
@@ -116,8 +117,8 @@ class Decoder(Protocol):
         """Whether any request is unfinished."""
 
     @property
-    def waiting(self) -> int:
-        """How many requests were added and have not begun."""
+    def waiting(self) -> Counter[str]:
+        """How many requests of each tenant were added and have not begun."""
 
     def drop_weights(self, key: str) -> None:
         """Forget copies of weights that no request will name again; those in use stay until unused."""

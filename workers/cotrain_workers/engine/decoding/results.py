@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from cotrain_workers.engine.decoding.requests import Progress, SampledSequence, SampleOutput, TopK
+from cotrain_workers.engine.decoding.sequence import SequenceState
 from cotrain_workers.engine.decoding.token_sampler import Choice, uniform
 
 if TYPE_CHECKING:
     from cotrain_workers.engine.decoding.requests import NewTokens
-    from cotrain_workers.engine.decoding.sequence import Group, SequenceState
+    from cotrain_workers.engine.decoding.sequence import Group
     from cotrain_workers.engine.ops import Failure
 
 
@@ -54,8 +55,8 @@ def output_of(group: Group) -> SampleOutput:
     scores = group.scores
     return SampleOutput(
         sequences=[
-            group.finished.get(sequence.index) or sampled(sequence, "length")
-            for sequence in group.sequences
+            group.finished.get(index) or sampled(SequenceState(group, index), "length")
+            for index in range(group.request.num_samples)
         ],
         prompt_logprobs=scores.logprobs if scores else None,
         topk_prompt=scores.topk if scores else None,

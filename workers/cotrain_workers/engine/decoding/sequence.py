@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cotrain_workers.engine.decoding.pages import Origin
+from cotrain_workers.engine.decoding.scheduling.pages import Origin
 from cotrain_workers.engine.decoding.stop_strings import ReadText
 
 if TYPE_CHECKING:
     import torch
 
-    from cotrain_workers.engine.decoding.pages import Node
     from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores
     from cotrain_workers.engine.decoding.requests import SampledSequence, SampleRequest
+    from cotrain_workers.engine.decoding.scheduling.pages import Node
 
 
 @dataclass(eq=False)
@@ -29,11 +31,12 @@ class Group:
     scores: PromptScores | None  # None: nothing was asked about the prompt
     prompt: list[int] = field(init=False)
     chunks: list[bytes] = field(init=False)  # the prompt, page by page; the last may be partial
-    sequences: list[SequenceState] = field(init=False)
     computed: set[int] = field(default_factory=set)  # pages of the prompt not found in the cache
     has_begun: bool = False
     is_prompt_ready: bool = False  # it was computed or found, as a whole, at least once
     finished: dict[int, SampledSequence] = field(default_factory=dict)
+    _preempted: list[SequenceState] = field(default_factory=list)  # oldest first
+    _new: SequenceState = field(init=False)  # of those that have never run: made one by one
 
     def __post_init__(self) -> None:
         tokens, step = self.request.prompt, self.page_tokens
@@ -41,7 +44,30 @@ class Group:
         self.chunks = [
             tokens[at : at + step].astype(np.int64).tobytes() for at in range(0, len(tokens), step)
         ]
-        self.sequences = [SequenceState(self, index) for index in range(self.request.num_samples)]
+        self._new = SequenceState(self, 0)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Return whether any of its sequences waits."""
+        return bool(self._preempted) or self._new.index < self.request.num_samples
+
+    def next(self) -> SequenceState | None:
+        """Return its oldest sequence that may run now; others wait for the prompt, which the first computes."""
+        if self._preempted:
+            return self._preempted[0]
+        is_left = self._new.index < self.request.num_samples
+        return self._new if is_left and (self._new.index == 0 or self.is_prompt_ready) else None
+
+    def begin(self, sequence: SequenceState) -> None:
+        """Take out what `next` returned: it runs."""
+        if self._preempted:
+            self._preempted.remove(sequence)
+        else:
+            self._new = SequenceState(self, sequence.index + 1)
+
+    def wait_again(self, sequence: SequenceState) -> None:
+        """Let a sequence wait that ran."""
+        insort(self._preempted, sequence, key=attrgetter("age"))
 
     @property
     def origin(self) -> Origin:
@@ -86,6 +112,7 @@ class SequenceState:
     node: Node | None = None  # the index's name for the last prompt page in place
     is_indexed: bool = True  # false once the index forgot a page that it holds
     hidden: torch.Tensor | None = None  # `[d]` of the last prompt token, until the first token
+    resumed_at: int = 0  # tokens that it had when it was admitted last
 
     @property
     def age(self) -> tuple[int, int]:

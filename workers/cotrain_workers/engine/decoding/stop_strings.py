@@ -95,9 +95,7 @@ class ReadText:
     """Not read yet: they end inside a character, or have no text."""
 
 
-def has_stopped(
-    token: int, request: SampleRequest, read: ReadText, text_of: TextOf | None
-) -> bool:
+def has_stopped(token: int, request: SampleRequest, read: ReadText, text_of: TextOf | None) -> bool:
     """Return whether a sequence's next token ends it. Call it once for every token, in order."""
     if token in request.stop_tokens:
         return True

@@ -11,6 +11,7 @@ import contextlib
 import queue
 import threading
 import weakref
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -99,9 +100,10 @@ class VllmDecoder:
         return bool(self._jobs)
 
     @property
-    def waiting(self) -> int:
-        """How many requests the server has nothing of yet; all new ones while it is unavailable."""
-        return sum(not job.begun.is_set() for job in self._jobs.values())
+    def waiting(self) -> Counter[str]:
+        """How many requests of each tenant the server has nothing of yet; all new ones while it is unavailable."""
+        jobs = self._jobs.values()
+        return Counter(job.request.tenant for job in jobs if not job.begun.is_set())
 
     def refuse(self, request: SampleRequest) -> str | None:
         """Return why this request can never run, or None."""

@@ -20,6 +20,7 @@ from cotrain_workers.sampling.vllm.client import (
 )
 from cotrain_workers.sampling.vllm.protocol import completion_body, refusal, sample_output
 from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, check_server
+from cotrain_workers.sampling.vllm.tenant_entry import TenantEntry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +80,7 @@ class VllmSampler:
         self._targets = targets
         self._vocab_size = vocab_size
         self._shared = shared
-        self._slots = asyncio.Semaphore(max_sequences)
+        self._entry = TenantEntry(max_sequences)
         self._checking = asyncio.Lock()
 
     async def answer(
@@ -131,7 +132,7 @@ class VllmSampler:
         self, request: SampleRequest, number: int, folder: Path | None, begun: Event
     ) -> Completion:
         """Generate one sequence, however often the server is unavailable before it ends."""
-        async with self._slots:
+        async with self._entry.of(request.tenant):
             tries = 0
             while tries < TRIES:
                 facts = await self.ready()

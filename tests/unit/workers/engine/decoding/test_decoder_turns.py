@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cotrain_workers.engine.decoding.adapter_slots import slot_layout
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from tests.support.decoding import (
     RUNS,
@@ -15,9 +16,11 @@ from tests.support.decoding import (
     decoder_of,
     finish,
     neighbours,
+    output,
     request,
     trained_weights,
 )
+from tests.support.training import MIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +52,82 @@ def test_preemption_changes_no_bit(new_engine: NewEngine) -> None:
         assert isinstance(ours, SampleOutput)
         assert isinstance(expected, SampleOutput)
         assert_same(ours, expected)
+
+
+def test_other_tenants_change_no_bit_however_memory_goes_back_and_forth(
+    new_engine: NewEngine,
+) -> None:
+    """Each request alone in a decoder with room, and all together where tenants take pages from one another."""
+    engine = new_engine()
+    weights = trained_weights(engine)
+    requests = [
+        request(
+            f"r{at}", np.arange(at, at + 30), [None, *RUNS][at % 4], max_tokens=60, seed=at,
+            num_samples=1 + at % 3, stop_strings=("never", "zzzz"), tenant=f"t{at % 3}",
+            topk_sample_logprobs=2 * (at % 2), prompt_logprobs=at % 2 == 0,
+        )
+        for at in range(9)
+    ]  # fmt: skip
+    alone = {each.id: output(decoder_of(engine, weights), each) for each in requests}
+    tight = decoder_of(engine, weights, kv_tokens=16 * 16)
+
+    for each in requests[:5]:
+        tight.add(each)
+    together: dict[str, object] = {}
+    for _ in range(40):
+        together.update(tight.step().finished)
+    together.update(finish(tight, requests[5:]))
+
+    assert tight.preemptions > 5
+    for name, expected in alone.items():
+        found = together[name]
+        assert isinstance(found, SampleOutput)
+        assert_same(found, expected)
+
+
+def test_a_newcomer_beside_thousands_of_long_sequences_ends_in_two_steps_more_than_alone(
+    new_engine: NewEngine,
+) -> None:
+    """20 requests of 64 samples: 1,280 sequences, memory for 10 of them."""
+    decoder = decoder_of(new_engine(), {}, kv_tokens=16 * 100)
+    for at in range(20):
+        decoder.add(request(f"h{at}", [at], num_samples=64, max_tokens=150, tenant="heavy"))
+    for _ in range(100):
+        decoder.step()
+    newcomer = request("new", [1, 2, 3], max_tokens=8, tenant="light")
+    decoder.add(newcomer)
+
+    steps = 1
+    while "new" not in [name for name, _ in decoder.step().finished]:
+        steps += 1
+
+    assert decoder.preemptions > 0
+    assert steps <= 8 + 2
+
+
+def test_one_tenant_with_every_slot_for_weights_in_use_makes_room_for_another(
+    new_engine: NewEngine,
+) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    slot_bytes = 4 * slot_layout(engine.targets, 8).size
+    small = [tenant.run for tenant in MIX if weights[tenant.run].spec.rank <= 8]
+    assert len(small) > 3
+    decoder = engine.decoder(
+        weights.__getitem__, kv_tokens=4096, text=None, page_tokens=16, weights_bytes=4 * slot_bytes
+    )  # of which one slot is that of no adapter
+    for at, run in enumerate(small[:3]):
+        decoder.add(request(f"h{at}", [at], run, max_tokens=200, tenant="heavy"))
+    for _ in range(5):
+        decoder.step()
+    decoder.add(request("new", [1, 2, 3], small[3], max_tokens=8, tenant="light"))
+
+    steps = 1
+    while "new" not in [name for name, _ in decoder.step().finished]:
+        steps += 1
+
+    assert decoder.preemptions == 1
+    assert steps <= 8 + 2
 
 
 def test_two_hundred_requests_over_eight_adapters_finish_in_memory_for_sixteen(
@@ -101,7 +180,7 @@ def test_cancelling_frees_everything_at_any_moment(new_engine: NewEngine) -> Non
             decoder.cancel(each.id)
 
         assert not decoder.busy
-        assert decoder.waiting == 0
+        assert decoder.waiting.total() == 0
         assert_nothing_is_held(decoder)
     decoder.cancel("unknown")
 
@@ -110,8 +189,8 @@ def test_waiting_counts_requests_that_have_not_begun(new_engine: NewEngine) -> N
     decoder = decoder_of(new_engine(), {}, kv_tokens=16 * 4)
     for at in range(3):
         decoder.add(request(f"r{at}", np.arange(at, at + 40)))
-    assert decoder.waiting == 3
+    assert decoder.waiting.total() == 3
 
     decoder.step()
 
-    assert decoder.waiting == 2
+    assert decoder.waiting.total() == 2

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from cotrain_workers.engine.decoding.stop_strings import (
     CHARACTER_TOKENS,
@@ -32,9 +33,7 @@ def text_without_first_space(tokens: Sequence[int]) -> str:
     return text_of(tokens).removeprefix(" ")
 
 
-def stops_after(
-    tokens: Iterable[int], *stops: str, text_of: TextOf = text_of
-) -> int | None:
+def stops_after(tokens: Iterable[int], *stops: str, text_of: TextOf = text_of) -> int | None:
     """Return after how many tokens a generation stops."""
     automaton, read = StopStrings(stops), ReadText()
     for count, token in enumerate(tokens, 1):
@@ -92,9 +91,7 @@ def test_a_stop_string_after_many_bytes_that_are_no_text() -> None:
     st.text("abc", max_size=60),
 )
 def test_the_automaton_finds_the_first_end_of_any_string(stops: list[str], text: str) -> None:
-    ends = [
-        at for at in range(1, len(text) + 1) if any(text[:at].endswith(stop) for stop in stops)
-    ]
+    ends = [at for at in range(1, len(text) + 1) if any(text[:at].endswith(stop) for stop in stops)]
 
     assert stops_at(text, *stops) == (ends[0] if ends else None)
 
@@ -108,6 +105,7 @@ def test_a_token_costs_the_same_however_many_stop_strings_there_are_and_however_
         return text_of(tokens)
 
     class Counting(StopStrings):
+        @override
         def _child(self, node: int, character: str) -> int | None:
             looked_up.append(node)
             return super()._child(node, character)

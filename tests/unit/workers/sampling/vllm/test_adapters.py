@@ -95,7 +95,7 @@ def test_a_request_waits_until_the_folder_of_its_weights_is_written(
     decoder.add(request("base"))
     base = next(step for step in steps(decoder) if step.finished)
     assert [name for name, _ in base.finished] == ["base"]
-    assert decoder.waiting == 1
+    assert decoder.waiting.total() == 1
     written.update(trained.folders)
     assert tokens(finish(decoder)["waits"])
 

@@ -48,10 +48,10 @@ def test_requests_wait_for_a_server_that_is_not_up_yet(
     decoder = new_decoder()
     decoder.add(request())
     assert not decoder.step().finished
-    assert decoder.waiting == 1
+    assert decoder.waiting.total() == 1
     vllm.start()
     assert len(the_only(finish(decoder)["q"]).tokens) == 6
-    assert decoder.waiting == 0
+    assert decoder.waiting.total() == 0
 
 
 def test_a_request_that_the_server_refuses_fails_alone_with_its_words(

@@ -1,11 +1,12 @@
 """Pages of key-value memory: who holds each, and which hold a prompt that others may share.
 
-Plain bookkeeping; the tensors are in `kv_cache.py`.
+A page is shared within one tenant only, so that each that is in use is some tenant's. Plain bookkeeping;
+the tensors are in `kv_cache.py`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,34 +22,40 @@ class Pages:
     def __init__(self, count: int) -> None:
         self.count = count
         self.idle = 0  # pages that only the prefix index holds: free as soon as they are wanted
+        self.used: Counter[str] = Counter()  # pages that sequences hold, by their tenant
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
         self._is_indexed = [False] * count
+        self._tenants = [""] * count
 
     @property
     def free(self) -> int:
         """How many pages are free."""
         return len(self._free)
 
-    def take(self) -> int | None:
+    def take(self, tenant: str) -> int | None:
         """Return a free page, held once, or None."""
         if not self._free:
             return None
         page = self._free.pop()
+        self._tenants[page] = tenant
         self._holders[page] = 1
+        self._count(page, 1)
         return page
 
     def hold(self, page: int) -> None:
         """Add a holder."""
         assert self._holders[page] > 0
-        self.idle -= self._is_idle(page)
+        self._count(page, -1)
         self._holders[page] += 1
+        self._count(page, 1)
 
     def release(self, page: int) -> None:
         """Remove a holder; the last one frees the page."""
         assert self._holders[page] > 0
+        self._count(page, -1)
         self._holders[page] -= 1
-        self.idle += self._is_idle(page)
+        self._count(page, 1)
         if self._holders[page] == 0:
             self._free.append(page)
 
@@ -56,14 +63,24 @@ class Pages:
         """Return whether anyone else would notice a write to a page."""
         return self._holders[page] > 1
 
+    def is_available_without(self, page: int) -> bool:
+        """Return whether a page could be taken if the one sequence that asks let go of it."""
+        return self._sequences(page) == 1
+
     def index_holds(self, page: int, *, holds: bool) -> None:
         """Note whether the prefix index is among the holders; it holds a page once at most."""
-        self.idle -= self._is_idle(page)
+        self._count(page, -1)
         self._is_indexed[page] = holds
-        self.idle += self._is_idle(page)
+        self._count(page, 1)
 
-    def _is_idle(self, page: int) -> bool:
-        return self._is_indexed[page] and self._holders[page] == 1
+    def _sequences(self, page: int) -> int:
+        return self._holders[page] - self._is_indexed[page]
+
+    def _count(self, page: int, more: int) -> None:
+        if self._sequences(page):
+            self.used[self._tenants[page]] += more
+        elif self._is_indexed[page]:
+            self.idle += more
 
 
 class Origin(NamedTuple):

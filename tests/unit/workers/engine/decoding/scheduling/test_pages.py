@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_workers.engine.decoding.pages import Node, Origin, Pages, PrefixIndex
+from cotrain_workers.engine.decoding.scheduling.pages import Node, Origin, Pages, PrefixIndex
 
 W = Origin("w", "t")
 CHUNKS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=4)
@@ -17,9 +17,9 @@ def stored(pages: Pages, index: PrefixIndex, weights: str | None, chunks: list[b
     own_pages = [node.page for node in nodes]
     parent = nodes[-1] if nodes else None
     for chunk in chunks[len(nodes) :]:
-        page = pages.take()
+        page = pages.take("t")
         while page is None and index.evict():
-            page = pages.take()
+            page = pages.take("t")
         if page is None:
             break
         parent = index.insert(Origin(weights, "t"), parent, chunk, page)
@@ -29,7 +29,7 @@ def stored(pages: Pages, index: PrefixIndex, weights: str | None, chunks: list[b
 
 def test_a_page_is_free_when_its_last_holder_lets_go() -> None:
     pages = Pages(2)
-    page = pages.take()
+    page = pages.take("t")
     assert page is not None
     pages.hold(page)
     assert pages.is_shared(page)
@@ -43,9 +43,9 @@ def test_a_page_is_free_when_its_last_holder_lets_go() -> None:
 
 def test_nothing_is_taken_when_nothing_is_free() -> None:
     pages = Pages(1)
-    assert pages.take() == 0
+    assert pages.take("t") == 0
 
-    assert pages.take() is None
+    assert pages.take("t") is None
 
 
 def test_a_prompt_is_found_as_far_as_it_is_known() -> None:
@@ -84,7 +84,7 @@ def test_only_pages_that_nobody_else_holds_are_evicted_and_the_oldest_first() ->
 def test_a_page_computed_twice_is_indexed_once() -> None:
     pages = Pages(4)
     index = PrefixIndex(pages)
-    first, second = pages.take(), pages.take()
+    first, second = pages.take("t"), pages.take("t")
     assert first is not None
     assert second is not None
 
@@ -100,7 +100,7 @@ def test_below_a_dropped_page_nothing_is_indexed() -> None:
     own_pages = stored(pages, index, "w", [b"a"])
     parent = index.find(W, None, b"a")
     index.drop("w")
-    page = pages.take()
+    page = pages.take("t")
     assert page is not None
 
     assert index.insert(W, parent, b"b", page) is None
@@ -146,3 +146,23 @@ def check_parents(index: PrefixIndex, node: Node) -> None:
     while node.parent is not None:
         assert index._nodes[node.parent.key] is node.parent
         node = node.parent
+
+
+def test_pages_in_use_are_counted_for_their_tenant_once_however_many_share_them() -> None:
+    pages = Pages(4)
+    index = PrefixIndex(pages)
+    page = pages.take("t")
+    assert page is not None
+    pages.take("other")
+    index.insert(W, None, b"a", page)
+    pages.hold(page)
+    assert (pages.used["t"], pages.used["other"], pages.idle) == (1, 1, 0)
+    assert not pages.is_available_without(page)
+
+    pages.release(page)
+    assert pages.is_available_without(page)
+    pages.release(page)
+
+    assert (pages.used["t"], pages.idle) == (0, 1)
+    assert index.evict()
+    assert (pages.used["t"], pages.idle, pages.free) == (0, 0, 3)

@@ -1,0 +1,53 @@
+"""Whose work a decoder step takes next: always of the tenant that has had the fewest tokens. Pure."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Iterable, Iterator, Mapping
+
+T = TypeVar("T")
+
+
+class FairShare:
+    """Counts the tokens that each tenant was given; what a tenant could not use is not saved up."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, int] = {}
+
+    def begin(self, tenants: Iterable[str]) -> None:
+        """Note which tenants have work. One that is new begins level with who has had the fewest tokens."""
+        known = self._tokens
+        present = list(tenants)
+        least = min((known[tenant] for tenant in present if tenant in known), default=0)
+        self._tokens = {tenant: known.get(tenant, least) for tenant in present}
+
+    def give(self, tenant: str, tokens: int) -> None:
+        """Count what a tenant was given."""
+        self._tokens[tenant] += tokens
+
+    def in_order(self, work: Mapping[str, deque[T]]) -> Iterator[tuple[str, T]]:
+        """Take work out of `work`, of the tenant with the fewest tokens each time.
+
+        What is given while this waits counts for what comes next.
+        """
+        heap = [(self._tokens[tenant], at, tenant) for at, tenant in enumerate(work)]
+        heapify(heap)
+        while heap:
+            _, at, tenant = heappop(heap)
+            yield tenant, work[tenant].popleft()
+            if work[tenant]:
+                heappush(heap, (self._tokens[tenant], at, tenant))
+
+    def end(self, left: Mapping[str, deque[T]]) -> None:
+        """End a step: who had all its work done is level with the one that has had the fewest of the others."""
+        short = {tenant for tenant, work in left.items() if work}
+        level = [self._tokens[tenant] for tenant in short] or [
+            max(self._tokens.values(), default=0)
+        ]
+        for tenant, tokens in self._tokens.items():
+            if tenant not in short:
+                self._tokens[tenant] = max(tokens, min(level))

@@ -1,0 +1,229 @@
+"""Which sequences run in the next step: admitted by pages, in the order of tenants and of age.
+
+Plain bookkeeping. Of any number of tenants the smallest holder is admitted first, and the largest gives way;
+a step gives all of them the same number of tokens, as far as they have use for them. Within a tenant the
+oldest goes first and the youngest gives way. Each step brings some sequence closer to its end, and no other
+takes a place again before it has used it for a while: none starves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cotrain_workers.engine.decoding.scheduling.fair_share import FairShare
+from cotrain_workers.engine.decoding.scheduling.preemption import (
+    largest_holder,
+    victims_for_pages,
+    victims_for_weights,
+)
+from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
+from cotrain_workers.engine.decoding.scheduling.sequence_pages import SequencePages
+from cotrain_workers.engine.decoding.step import Chunk, Plan, Row
+
+if TYPE_CHECKING:
+    from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
+    from cotrain_workers.engine.decoding.sequence import Group, SequenceState
+
+#: Keys that cost a row of a shared step about as much as one row more.
+ROW_CONTEXT = 256
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What a step may hold, in tokens."""
+
+    page: int
+    alone: int
+    """Rows and prompt tokens, while one tenant has work."""
+    shared: int
+    """While several have: then a step shall not take much longer than one with a single row."""
+    sequences: int
+    """That one tenant may have running."""
+
+
+class DecodeScheduler:
+    """Sequences that wait, and sequences that run: those hold pages."""
+
+    def __init__(self, pages: Pages, index: PrefixIndex, sizes: StepSizes) -> None:
+        assert sizes.alone >= sizes.page
+        self.queues: dict[str, TenantQueue] = {}  # of tenants with any sequence
+        self.memory = SequencePages(pages, index, sizes.page)
+        self._pages = pages
+        self._sizes = sizes
+        self._share = FairShare()
+
+    @property
+    def running(self) -> list[SequenceState]:
+        """Return every sequence that holds pages; of a tenant, the oldest first."""
+        return [sequence for queue in self.queues.values() for sequence in queue.running]
+
+    def add(self, group: Group) -> None:
+        """Let all sequences of a request wait."""
+        self.queues.setdefault(group.request.tenant, TenantQueue()).wait(group)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Take a running sequence out, and free what it holds."""
+        queue = self._queue(sequence)
+        queue.running.remove(sequence)
+        self.memory.strip(sequence)
+        self._forget_empty(sequence.group)
+
+    def cancel(self, group: Group) -> list[SequenceState]:
+        """Take a whole request out, and free what it holds; return those of its sequences that ran."""
+        queue = self.queues.get(group.request.tenant, TenantQueue())
+        ran = queue.cancel(group)
+        for sequence in ran:
+            self.memory.strip(sequence)
+        self._forget_empty(group)
+        return ran
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Let a running sequence wait, without its memory."""
+        self._queue(sequence).preempt(sequence)
+        self.memory.strip(sequence)
+
+    def next_waiting(self, but: set[str]) -> SequenceState | None:
+        """Return who is to be admitted next, of no tenant in `but`.
+
+        First those who run nothing, then those who would hold the least.
+        """
+        found: list[tuple[bool, int, SequenceState]] = []
+        for tenant, queue in self.queues.items():
+            if tenant in but or len(queue.running) >= self._sizes.sequences:
+                continue
+            sequence = queue.first()
+            if sequence is not None:
+                pages = self._pages.used[tenant] + sequence.length // self._sizes.page
+                found.append((bool(queue.running), pages, sequence))
+        return min(found, key=lambda each: each[:2])[2] if found else None
+
+    def make_fit(self, sequence: SequenceState) -> list[SequenceState] | None:
+        """Have pages for all that a sequence holds so far, and one more; None if there cannot be so many.
+
+        Returns who was preempted for it.
+        """
+        wanted, missing = self.memory.wanted(sequence)
+        if missing <= 0:
+            return []
+        victims = victims_for_pages(
+            self.queues, self._pages, sequence.group.request.tenant, wanted, missing
+        )
+        for victim in victims or ():
+            self.preempt(victim)
+        return victims
+
+    def make_weights_fit(
+        self, sequence: SequenceState, candidates: frozenset[str]
+    ) -> list[SequenceState]:
+        """Preempt all users of some weights of `candidates`, if any have to give way to a sequence's."""
+        victims = victims_for_weights(self.queues, sequence.group.request.tenant, candidates)
+        for victim in victims:
+            self.preempt(victim)
+        return victims
+
+    def admit(self, sequence: SequenceState) -> None:
+        """Let a waiting sequence run; it has room."""
+        self.memory.give(sequence)
+        sequence.resumed_at = len(sequence.tokens)
+        self._queue(sequence).admit(sequence)
+
+    def plan(self) -> Plan:
+        """Choose the work of one step: of a tenant first a row for all who generate, then prompts.
+
+        Between tenants, each time of the one that has had the fewest tokens.
+        """
+        plan, work = Plan(), self._work()
+        is_shared = len(self.queues) > 1
+        budget = self._sizes.shared if is_shared else self._sizes.alone
+        planned: dict[tuple[object, bytes], object] = {}
+        self._share.begin(self.queues)
+        for tenant, sequence in self._share.in_order(work):
+            most = self._sizes.page if is_shared else budget
+            if sequence in plan.preempted:
+                tokens = 0
+            elif sequence.is_prompt_stored:
+                tokens = self._plan_rows(plan, sequence, most)
+                budget -= tokens * (sequence.length // ROW_CONTEXT * is_shared)
+            else:
+                tokens = self._plan_chunks(plan, sequence, most, planned)
+            self._share.give(tenant, tokens)
+            budget -= tokens
+            if budget <= 0:
+                break
+        self._share.end(work)
+        # Some may have been preempted after they were planned, for a tenant that holds less.
+        plan.rows = [row for row in plan.rows if row.sequence not in plan.preempted]
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence not in plan.preempted]
+        plan.blank = self.memory.blank()
+        return plan
+
+    def _work(self) -> dict[str, deque[SequenceState]]:
+        """Return who wants something of a step, by tenant."""
+        work: dict[str, deque[SequenceState]] = {}
+        for tenant, queue in self.queues.items():
+            # Those that a step already has a hidden state for wait for their first token only.
+            generate = [s for s in queue.running if s.is_prompt_stored and s.hidden is None]
+            prompts = [s for s in queue.running if not s.is_prompt_stored]
+            if generate or prompts:
+                work[tenant] = deque(generate + prompts)
+        return work
+
+    def _plan_rows(self, plan: Plan, sequence: SequenceState, budget: int) -> int:
+        """Plan the tokens that are not in place: the last one, and more only after a preemption."""
+        count = min(sequence.length - sequence.stored, max(budget, 1))
+        positions = range(sequence.stored, sequence.stored + count)
+        take = partial(self._take_by_force, plan, sequence)
+        if not self.memory.make_writable(plan, sequence, positions, take):
+            return 0
+        plan.rows += [Row(sequence, position) for position in positions]
+        return count
+
+    def _take_by_force(self, plan: Plan, sequence: SequenceState) -> int | None:
+        """Take a page, preempting until there is one; None if it was `sequence` that had to give way."""
+        while (page := self.memory.take(sequence)) is None:
+            victim = largest_holder(self.queues, self._pages, sequence.group.request.tenant)
+            self.preempt(victim)
+            plan.preempted.append(victim)
+            if victim is sequence:
+                return None
+        return page
+
+    def _plan_chunks(
+        self,
+        plan: Plan,
+        sequence: SequenceState,
+        budget: int,
+        planned: dict[tuple[object, bytes], object],
+    ) -> int:
+        """Plan pages of a prompt, in order, as far as the budget goes; return the tokens planned.
+
+        A page that this step computes for another sequence is left for the next step, to be shared.
+        """
+        group = sequence.group
+        self.memory.adopt(sequence)
+        parent: object = sequence.node or group.origin
+        start = sequence.stored
+        while start < len(group.prompt):
+            stop = min(start + self._sizes.page, len(group.prompt))
+            if stop - start > budget:
+                break
+            chunk = Chunk(sequence, start, stop)
+            key = (parent, group.chunks[chunk.page])
+            if key in planned and sequence.is_indexed and not self.memory.must_compute(chunk):
+                break
+            parent = planned.setdefault(key, object())
+            plan.chunks.append(chunk)
+            budget -= stop - start
+            start = stop
+        return start - sequence.stored
+
+    def _queue(self, sequence: SequenceState) -> TenantQueue:
+        return self.queues[sequence.group.request.tenant]
+
+    def _forget_empty(self, group: Group) -> None:
+        tenant = group.request.tenant
+        if tenant in self.queues and self.queues[tenant].is_empty:
+            del self.queues[tenant]
