@@ -1,0 +1,243 @@
+"""A pass larger than a cycle: others run in between, whatever crashes, and its bits are those of the whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain.wire.proto import wire_pb2
+from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
+from cotrain_store.messages.ids import RunId, TenantId, request_id
+from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.messages.results import ResultKind
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, OptimStep
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.op_codec import CYCLE_METRIC, decode_op_pass, result_of
+from tests.support.bodies import pass_body, sequences
+from tests.support.deaths import Failpoint, dying_worker
+from tests.support.program import LORA, without_cycle
+from tests.support.stack import POOL, Stack, stack, worker
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
+
+    from cotrain_store.messages.ids import RequestId
+    from cotrain_store.messages.results import Result
+    from cotrain_store.messages.runs import RunRecord
+    from tests.support.redis_server import EmbeddedRedis
+
+#: A cycle of the scheduler's holds little, and a step of the worker's has run out of time after its first
+#: micro-batch: every step runs one slice of each pass.
+PERIOD_S, STEP_S = 1e-3, 1e-6
+SLICE, SLICES = 60, 12
+DATA = sequences(1, SLICES, SLICE)
+TOKENS = SLICE * SLICES
+LR = 1e-2
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Engine:
+    return Engine.load(str(tiny_model), micro_batch_tokens=64)
+
+
+@pytest.fixture
+async def server(
+    empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Stack]:
+    monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
+    async with stack(empty_redis.url, tmp_path, period_s=PERIOD_S) as opened:
+        yield opened
+
+
+async def submit_two_steps(server: Stack, run: RunRecord) -> list[RequestId]:
+    """Send a large pass, a forward as large, an optimizer step, and the same again."""
+    requests = []
+    for first in (1, 4):
+        requests.append(await server.forward_backward(run, first, DATA))
+        requests.append(await server.forward_backward(run, first + 1, DATA, OpKind.FORWARD))
+        requests.append(await server.optim_step(run, first + 2, LR))
+    return requests
+
+
+def whole(engine: Engine) -> tuple[list[Any], str]:
+    """Return what those give, each pass in one cycle of the engine, and the digest of the state after them."""
+    run = "whole:train:0"
+    engine.adapters.drop(run)
+    spec = AdapterSpec(rank=LORA.rank, seed=LORA.seed)
+    answers = []
+    engine.run([Create(run, 0, spec)])
+    for seq in range(1, 7):
+        kind = (OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.OPTIM_STEP)[(seq - 1) % 3]
+        op = QueuedOp(RunId(run), seq, kind, 0, "inline", 0, 0.0)
+        request = (
+            OptimStep(run, seq, LR, 0.9, 0.95, 1e-8, 0.0, 0.0)
+            if kind is OpKind.OPTIM_STEP
+            else decode_op_pass(op, pass_body(run, seq, DATA, forward_only=kind is OpKind.FORWARD))
+        )
+        output = engine.run([request]).outputs[run, seq]  # type: ignore[list-item]  # no Failure
+        answers.append(without_cycle(result_of(op, output, cycle=0)))
+    return answers, engine.adapters.state(run).digest()
+
+
+def cycle_of(result: Result) -> int:
+    if result.kind is ResultKind.PASS:
+        metrics: Mapping[str, float] = wire_pb2.ForwardBackwardOutput.FromString(
+            result.payload
+        ).metrics
+        return int(metrics[CYCLE_METRIC])
+    return int(result.json()["metrics"][CYCLE_METRIC])
+
+
+def begun(redis: Any, run: RunRecord) -> bytes | None:
+    found: bytes | None = redis.hget(run_keys.log(POOL, run.id), "begun")
+    return found
+
+
+def counted(redis: Any, name: str) -> float:
+    return float(redis.hget(fleet_keys.counters(POOL), name) or 0)
+
+
+def used(redis: Any, tenant: str) -> dict[str, float]:
+    """Add up what a tenant used, by its kind."""
+    found: dict[str, float] = {}
+    for key in redis.scan_iter(tenant_keys.usage(TenantId(tenant), 0).rpartition(":")[0] + ":*"):
+        for field, amount in redis.hgetall(key).items():
+            what = field.decode().partition("|")[0]
+            found[what] = found.get(what, 0.0) + float(amount)
+    return found
+
+
+async def answers_of(server: Stack, run: RunRecord, requests: list[RequestId]) -> list[Result]:
+    return [await server.result(run, request) for request in requests]
+
+
+async def test_a_neighbour_of_a_pass_of_many_cycles_waits_for_none_of_them(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    """Its ops are in the cycle behind the one in work when they are accepted, at the latest."""
+    expected, digest = whole(engine)
+    large = await server.create("large", "large", LORA)
+    requests = await submit_two_steps(server, large)
+    late = []
+    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+        await until(lambda: begun(redis, large) is not None)
+        small = await server.create("small", "small", LORA)
+        await server.result(small, request_id(small.id, 0))
+        for seq in range(1, 5):
+            if seq % 2:
+                request = await server.forward_backward(small, seq, DATA[:1])
+            else:
+                request = await server.optim_step(small, seq)
+            in_work = int(counted(redis, "cycles")) + 1
+            late.append(cycle_of(await server.result(small, request)) - in_work)
+        results = await answers_of(server, large, requests)
+    assert max(late) <= 1
+    assert cycle_of(results[0]) > SLICES // 2, "the large pass was over too soon"
+    assert [without_cycle(result) for result in results] == expected
+    assert engine.adapters.state(large.id).digest() == digest
+    cycles = [cycle_of(result) for result in results]
+    assert cycles[3] - cycles[2] >= SLICES
+    assert used(redis, "large")["training_tokens"] == 4 * TOKENS
+    assert counted(redis, "tokens") == 4 * TOKENS + 2 * SLICE
+
+
+KILLS = [
+    Failpoint(method, call, after=after)
+    for call in (3, SLICES + 4)
+    for method, after in (
+        ("open_steps", False),
+        ("starts", False),
+        ("commit", False),
+        ("commit", True),
+    )
+]
+
+
+@pytest.mark.parametrize("failpoint", KILLS, ids=str)
+async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_trace_of_a_part(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    failpoint: Failpoint,
+) -> None:
+    """Neither in the numbers, nor in what is counted for its tenant and for the pool."""
+    expected, digest = whole(engine)
+    run = await server.create("a", "a", LORA)
+    requests = await submit_two_steps(server, run)
+    async with dying_worker(empty_redis.url, tmp_path, engine, failpoint, clock_period_s=STEP_S):
+        pass
+    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+        results = await answers_of(server, run, requests)
+    assert [without_cycle(result) for result in results] == expected
+    assert engine.adapters.state(run.id).digest() == digest
+    assert used(redis, "a")["training_tokens"] == counted(redis, "tokens") == 4 * TOKENS
+    assert counted(redis, "resolved_ops") == 7
+
+
+async def test_a_step_that_crashed_runs_its_pass_to_the_end(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    """Else a request that kills behind its third slice would kill in a new step each time, uncounted."""
+    run = await server.create("a", "a", LORA)
+    request = await server.forward_backward(run, 1, DATA)
+    async with dying_worker(
+        empty_redis.url, tmp_path, engine, Failpoint("commit", 4), clock_period_s=STEP_S
+    ):
+        pass
+    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+        assert cycle_of(await server.result(run, request)) == 4
+
+
+async def test_a_worker_that_is_replaced_half_way_leaves_a_pass_that_begins_anew(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    expected, digest = whole(engine)
+    run = await server.create("a", "a", LORA)
+    requests = await submit_two_steps(server, run)
+    for _ in range(2):
+        with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+            await until(lambda: begun(redis, run) is not None)
+    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+        results = await answers_of(server, run, requests)
+    assert [without_cycle(result) for result in results] == expected
+    assert engine.adapters.state(run.id).digest() == digest
+    assert used(redis, "a")["training_tokens"] == 4 * TOKENS
+
+
+async def test_a_run_closed_half_way_leaves_memory_at_once(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    run = await server.create("a", "a", LORA)
+    request = await server.forward_backward(run, 1, sequences(2, 400, SLICE))
+    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+        await until(lambda: begun(redis, run) is not None)
+        await server.intake.close_run(run)
+        assert (await server.result(run, request)).kind is ResultKind.FAILURE
+        await until(lambda: run.id not in engine.adapters)
+        assert not engine.open_passes.runs
+    assert counted(redis, "tokens") == 0
+    assert used(redis, "a")["training_tokens"] == 0
+
+
+async def test_the_body_of_a_pass_is_read_once(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    run = await server.create("a", "a", LORA)
+    request = await server.forward_backward(run, 1, DATA)
+    read: list[QueuedOp] = []
+    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S) as loop:
+        bodies = loop._execution.bodies
+
+        def noted(ops: Any) -> Any:
+            read.extend(ops)
+            return bodies(ops)
+
+        loop._runner._execution.bodies = noted  # type: ignore[method-assign]
+        assert cycle_of(await server.result(run, request)) >= SLICES
+    assert len([op for op in read if op.seq == 1]) <= 1
