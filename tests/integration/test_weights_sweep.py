@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S
-from cotrain_store.keys import sample_keys, weights_keys
+from cotrain_store.keys import age_keys, sample_keys, weights_keys
 from cotrain_store.messages.ids import SamplerId, WeightsRef
+from cotrain_store.weights.checkpoints import Checkpoints
 from cotrain_workers.checkpoints.files import base_model_of_adapter
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.ops import WeightsMissing
@@ -27,11 +28,13 @@ from tests.support.saved_files import (
     weights_store,
     written,
 )
-from tests.support.stack import MODEL
+from tests.support.stack import MODEL, POOL
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from cotrain_store.messages.weights import WeightsRecord
     from tests.support.samples import Samples
 
 
@@ -136,3 +139,90 @@ async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
     assert files_in(tmp_path) == everything  # young
     sweep_files(store, samples, ORPHAN_AGE_S + 1)
     assert files_in(tmp_path) == kept
+
+
+def off_the_round(samples: Samples) -> None:
+    """Have nothing found but what something has ceased to refer to."""
+    samples.log.redis.delete(weights_keys.pool_weights(POOL))
+
+
+async def stored(
+    samples: Samples, tmp_path: Path, *asked: Mapping[str, Any]
+) -> list[WeightsRecord]:
+    """Save a run and have it stored, so often."""
+    run = await samples.log.new_run()
+    store = weights_store(samples, tmp_path)
+    records = [await saved(samples, run, seq, **what) for seq, what in enumerate(asked, 1)]
+    for number, record in enumerate(records):
+        store.put(record, weights_of(float(number)))
+    written(store)
+    return records
+
+
+def unused(samples: Samples) -> list[WeightsRef]:
+    return sorted(record.ref for record in samples.saved.unused_weights())
+
+
+async def test_what_ceases_to_be_referred_to_is_found_without_a_look_at_all_there_is(
+    samples: Samples, tmp_path: Path
+) -> None:
+    names: list[dict[str, Any]] = [{"name": "a"}, {"name": "b"}, {"name": "b"}, {"sampler": 4}]
+    first, older, newer, sampled = await stored(samples, tmp_path, *names)
+    off_the_round(samples)
+    assert unused(samples) == [older.ref]
+    released = weights_keys.released_weights(POOL)
+    assert samples.log.redis.zrange(released, 0, -1) == [older.ref.encode()]
+    await Checkpoints(samples.log.connection).delete(
+        first.tenant, first.run, "sampler_weights", "a"
+    )
+    assert unused(samples) == [first.ref]
+    sampler = sample_keys.sampler(SamplerId(f"{sampled.run.partition(':')[0]}:sample:4"))
+    samples.log.redis.zadd(age_keys.ends(), {sampler: 1})
+    await samples.log.dispatch.pass_time()
+    assert unused(samples) == [sampled.ref]
+    for record in (first, older, sampled):
+        assert samples.saved.forget_weights(record.ref)
+    assert samples.log.redis.exists(released) == 0
+    assert newer.ref not in unused(samples)
+
+
+async def test_what_is_used_for_a_while_is_looked_at_until_it_is_not(
+    samples: Samples, tmp_path: Path
+) -> None:
+    (record,) = await stored(samples, tmp_path, {"name": "a"})
+    off_the_round(samples)
+    released = weights_keys.released_weights(POOL)
+    await Checkpoints(samples.log.connection).set_ttl(
+        record.tenant, record.run, "sampler_weights", "a", 100
+    )
+    assert unused(samples) == []
+    assert samples.log.redis.zcard(released) == 1
+    samples.log.redis.delete(
+        weights_keys.checkpoint(record.run, "sampler_weights", "a")
+    )  # as Redis does
+    assert unused(samples) == []  # it is not time yet
+    samples.log.redis.zadd(released, {record.ref: 0})
+    assert unused(samples) == [record.ref]
+
+
+async def test_all_weights_have_their_turn_and_a_sweep_looks_at_few(
+    samples: Samples, tmp_path: Path
+) -> None:
+    (record,) = await stored(samples, tmp_path, {"name": "a"})
+    old = [f"old:{number}" for number in range(2_000)]
+    row = samples.log.redis.hgetall(weights_keys.weights(record.ref))
+    for ref in old:
+        samples.log.redis.sadd(weights_keys.pool_weights(POOL), ref)
+        text = row[b"record"].replace(record.ref.encode(), ref.encode(), 1)
+        samples.log.redis.hset(
+            weights_keys.weights(WeightsRef(ref)), mapping={**row, "record": text}
+        )
+    found: set[WeightsRef] = set()
+    for looks in range(1, 100):  # noqa: B007
+        some = unused(samples)
+        assert len(some) < 400
+        found |= set(some)
+        if len(found) == len(old):
+            break
+    assert found == set(old)
+    assert looks > 4

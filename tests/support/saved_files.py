@@ -71,7 +71,9 @@ def written(store: WeightsStore) -> None:
 
 def sweep_files(store: WeightsStore, samples: Samples, after_s: float = 0.0) -> None:
     """Let a store look for files to remove, so long after now."""
-    store._files.remove_orphans(samples.saved, store._unwanted, time.monotonic() + after_s)
+    store._files.remove_orphans(
+        samples.saved, store._file_sweep.unwanted, time.monotonic() + after_s
+    )
 
 
 def files_in(tmp_path: Path) -> set[str]:

@@ -31,6 +31,11 @@ def pool_weights(pool: PoolId) -> str:
     return f"{prefix(pool)}weights"
 
 
+def released_weights(pool: PoolId) -> str:
+    """Name the sorted set of weights that something has ceased to refer to (score: when to look at them next)."""
+    return f"{prefix(pool)}released"
+
+
 def content(pool: PoolId, digest: str) -> str:
     """Name the set of weights with one and the same content, hence one folder."""
     return f"{prefix(pool)}content:{digest}"

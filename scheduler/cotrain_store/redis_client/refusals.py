@@ -18,8 +18,10 @@ class RedisRefuses(ResponseError):
 
 #: A script runs for too long; the disk fails; too few replicas; a master that is not there.
 _UNNAMED = ("BUSY", "UNKILLABLE", "MISCONF", "NOREPLICAS")
+#: What an operator has to look at: worth a line in the log each time.
+NEEDS_OPERATOR = (RedisRefuses, ReadOnlyError)
 #: What passes. LOADING is a lost connection to redis-py.
-REFUSALS = (RedisRefuses, OutOfMemoryError, ReadOnlyError)
+REFUSALS = (*NEEDS_OPERATOR, OutOfMemoryError)
 
 _TYPES: dict[str, type[ResponseError]] = {
     **dict.fromkeys(_UNNAMED, RedisRefuses),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import structlog
 
 from cotrain_store.redis_client.connection import ANY_TROUBLE, CONNECTION_LOST, stop_tasks
+from cotrain_store.redis_client.refusals import NEEDS_OPERATOR
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -77,6 +78,6 @@ async def repeat(name: str, every_s: float, act: Callable[[], Awaitable[None]]) 
 
 
 def note_trouble(name: str, trouble: Exception) -> None:
-    """Log an error of Redis, unless it is unavailable: others log that, and it passes."""
-    if not isinstance(trouble, CONNECTION_LOST):
+    """Log an error of Redis, unless it is unavailable or full: others log that, and it passes."""
+    if isinstance(trouble, NEEDS_OPERATOR) or not isinstance(trouble, CONNECTION_LOST):
         log.error("redis_error", task=name, error=str(trouble))

@@ -1,5 +1,5 @@
 -- checkpoint_delete: take a name away. The weights under it are deleted when nothing else uses them.
--- needs: checkpoint_index
+-- needs: checkpoint_index, weights_release
 local checkpoint = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 
@@ -9,4 +9,5 @@ if not text or cjson.decode(text).tenant ~= args.tenant then
 end
 redis.call('DEL', checkpoint)
 strike_checkpoint(args.tenant, args.member)
+release_weights(cjson.decode(text).weights)
 return 'OK'

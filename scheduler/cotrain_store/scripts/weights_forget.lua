@@ -14,6 +14,7 @@ if not row[1] or row[4] or in_use(ref) then
 end
 redis.call('DEL', weights, users)
 redis.call('SREM', of_pool, ref)
+redis.call('ZREM', prefix .. 'released', ref)
 redis.call('SREM', external, args.folder)
 if row[1] == '' then
   redis.call('SREM', prefix .. 'unstored:' .. row[2], ref)

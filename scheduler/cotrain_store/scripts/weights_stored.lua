@@ -2,7 +2,7 @@
 -- A named save gets its name and its result with that, unless a later save of it was faster; the
 -- weights of one without a name count as its sampler's.
 -- Fenced by the worker's epoch. The first digest stays.
--- needs: checkpoint_index, save_end, samplers, usage_add
+-- needs: weights_release, checkpoint_index, save_end, samplers, usage_add
 -- `args.checkpoint` and its result are those that the save holds back, now that its size is known.
 local epoch_key, weights, users, content, unstored, optimizers, notify, usage = unpack(KEYS)
 local args, result = cjson.decode(ARGV[1]), ARGV[2]
@@ -21,6 +21,7 @@ if row[1] ~= '' then
 end
 redis.call('HSET', weights, 'digest', args.digest, 'size', size, 'optimizer', args.optimizer)
 redis.call('SADD', content, ref)
+release_weights(ref) -- its name or its sampler may be another's, or have ended by now
 if args.optimizer ~= '' then
   redis.call('SADD', optimizers, ref)
 end

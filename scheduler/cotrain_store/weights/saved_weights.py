@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 #: Redis does nothing else while it looks at these: about 20 µs for each.
 WEIGHTS_AT_ONCE = 250
+#: So often at most, of weights that something has ceased to refer to, in one sweep.
+LOOKS = 8
+#: What is in use for a while is looked at again after so long.
+LOOK_AGAIN_MS = 3600 * 1000
 
 
 class SavedWeights:
@@ -44,6 +48,7 @@ class SavedWeights:
         self._pool = pool
         self._worker = worker
         self._epoch = epoch
+        self._cursor = 0
         self._epoch_key = fleet_keys.worker_epoch(pool, worker)
         self._stored = sync_script(connection, "weights_stored")
         self._lost = sync_script(connection, "weights_lost")
@@ -128,13 +133,26 @@ class SavedWeights:
             raise Fenced
 
     def unused_weights(self) -> list[WeightsRecord]:
-        """List the stored weights of this pool that no checkpoint, living sampler or load refers to."""
-        members = self._redis.smembers(weights_keys.pool_weights(self._pool))
-        refs = sorted(member.decode() for member in members)
-        unused: list[list[bytes]] = []
-        for start in range(0, len(refs), WEIGHTS_AT_ONCE):
-            unused += self._list_unused([], {"refs": refs[start : start + WEIGHTS_AT_ONCE]})
-        return [weights_record(row) for row in unused]
+        """List stored weights of this pool that no checkpoint, living sampler or load refers to.
+
+        Looked at are those that something has ceased to refer to since, and a few of all: so each has its
+        turn, also those of an older version. What it costs does not grow with how many there are.
+        """
+        self._cursor, some = self._redis.sscan(
+            weights_keys.pool_weights(self._pool), self._cursor, count=WEIGHTS_AT_ONCE
+        )
+        rows: dict[bytes, list[bytes]] = {}
+        refs = [ref.decode() for ref in some]
+        for _ in range(LOOKS):
+            looked, *unused = self._list_unused(
+                [weights_keys.released_weights(self._pool)],
+                {"refs": refs, "most": WEIGHTS_AT_ONCE, "again_ms": LOOK_AGAIN_MS},
+            )
+            rows |= {row[0]: row for row in unused}
+            refs = []
+            if looked < WEIGHTS_AT_ONCE:
+                break
+        return [weights_record(rows[key]) for key in sorted(rows)]
 
     def forget_weights(self, ref: WeightsRef) -> bool:
         """Forget weights unless they are in use again; True when nothing else has their content.

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -76,6 +77,8 @@ class CheckpointFiles:
     optimizers: Path
     external: Path
     base_model: str
+    removing: threading.Lock = field(default_factory=threading.Lock)
+    """Who holds it removes files, or has them known: what is known by then is not removed."""
 
     @classmethod
     def below(cls, data_dir: Path, base_model: str) -> CheckpointFiles:
@@ -142,8 +145,18 @@ class CheckpointFiles:
         )
         of_external = self._orphans(self.external, "*", base_model_of_files, saved.knows_external)
         for path in unwanted.old((*of_adapters, *of_states, *of_external), now):
-            log.info("files_removed", folder=str(path.relative_to(self.adapters.parent)))
-            self._remove(path)
+            with self.removing:
+                if not path.name.startswith(".") and self._is_known(saved, path):
+                    continue  # it was found by a save since
+                log.info("files_removed", folder=str(path.relative_to(self.adapters.parent)))
+                self._remove(path)
+
+    def _is_known(self, saved: SavedWeights, path: Path) -> bool:
+        if path.is_relative_to(self.adapters):
+            return saved.knows(path.stem)
+        if path.is_relative_to(self.external):
+            return saved.knows_external(path.stem)
+        return saved.knows_optimizer(path.stem)
 
     def _remove(self, path: Path) -> None:
         if path.name.startswith("."):

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S, Unwanted
+from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S
 from cotrain_store.failpoints import failpoint
+from cotrain_workers.checkpoints.file_sweep import FileSweep
 from cotrain_workers.checkpoints.optimizer_file import OptimizerUnreadable
 from cotrain_workers.checkpoints.peft_folder import FolderUnreadable
 from cotrain_workers.checkpoints.weights_cache import WeightsCache
@@ -44,9 +45,8 @@ UNSTORED_BYTES = 8 * 1024**3
 RETRY_S = 5.0
 #: Unstored weights of a dead worker, whose successor this one may be, are looked for this often.
 RELOAD_S = 2.0
-#: Weights that are in no use any more are looked for this often, their files less: each is opened.
+#: Weights that are in no use any more are looked for this often.
 SWEEP_S = 60.0
-LOOK_S = 3600.0
 #: What a named save resolves to that cannot be made again.
 LOST = "The checkpoint was lost before it was on disk, and its run cannot be replayed; save again."
 
@@ -87,9 +87,8 @@ class WeightsStore:
         self._given_up: set[WeightsRef] = set()
         self._cache = WeightsCache(memory_bytes)
         self._digests: dict[WeightsRef, str] = {}
-        self._orphan_age_s = orphan_age_s
-        self._unwanted = Unwanted(orphan_age_s)
-        self._reload_at = self._sweep_at = self._orphans_at = 0.0
+        self._file_sweep = FileSweep(files, saved, orphan_age_s)
+        self._reload_at = self._sweep_at = 0.0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.reload()
 
@@ -212,9 +211,7 @@ class WeightsStore:
         """
         self._note_written()
         now = time.monotonic()
-        if now >= self._orphans_at:
-            self._files.remove_orphans(self._saved, self._unwanted, now)
-            self._orphans_at = now + (LOOK_S if self._unwanted.is_empty else self._orphan_age_s)
+        self._file_sweep.maintain(now)
         if now >= self._reload_at:
             self._reload_at = now + RELOAD_S
             self.reload()
@@ -242,6 +239,7 @@ class WeightsStore:
         self.await_writes(time.monotonic() + deadline_s)
         self._note_written()
         self._writer.shutdown(wait=False, cancel_futures=True)
+        self._file_sweep.stop()
 
     def sweep(self) -> list[WeightsRef]:
         """Forget weights that no request can name any more, and return them."""
@@ -270,12 +268,15 @@ class WeightsStore:
             entry.writing, entry.retry_at = None, time.monotonic() + RETRY_S
             return
         assert entry.saved is not None
-        if not self._files.confirm(ref, entry.saved, written):
-            log.error("weights_removed", weights=ref)
-            self._write(entry)
-            return
-        failpoint("weights.before_stored", ref)
-        is_wanted = self._saved.stored(ref, written.digest, written.size, written.optimizer_digest)
+        with self._files.removing:
+            if not self._files.confirm(ref, entry.saved, written):
+                log.error("weights_removed", weights=ref)
+                self._write(entry)
+                return
+            failpoint("weights.before_stored", ref)
+            is_wanted = self._saved.stored(
+                ref, written.digest, written.size, written.optimizer_digest
+            )
         failpoint("weights.stored", ref)
         # Only now: while Redis is unavailable they stay written and unstored.
         del self._unstored[ref]

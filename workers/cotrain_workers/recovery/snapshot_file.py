@@ -6,6 +6,7 @@ that was replaced never writes over a file of its successor, or of a worker that
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -112,10 +113,16 @@ def decode_snapshot(content: bytes) -> tuple[Mapping[str, str], AdapterState]:
 
 
 def remove_snapshots(folder: Path, run: str, keep: frozenset[str] = frozenset()) -> None:
-    """Delete a run's files except those in `keep`. Twice is harmless."""
-    for path in (folder / run_folder(run)).glob("*"):
+    """Delete a run's files except those in `keep`, and its folder with the last. Twice is harmless."""
+    own = folder / run_folder(run)
+    for path in own.glob("*"):
         if f"{path.parent.name}/{path.name}" not in keep:
             path.unlink(missing_ok=True)
+    if not keep:
+        with contextlib.suppress(
+            OSError
+        ):  # it is not there, or another worker has just written to it
+            own.rmdir()
 
 
 def orphans(

@@ -1,5 +1,6 @@
 -- ages: which keys end, and when. Time is that of a clock of the store's own (`tick`), since Redis' goes
 -- with the host's time of day. It began at one, and counts in ms.
+-- needs: weights_release
 local function clock_ms()
   local now_ms = redis.call('GET', 'cotrain:clock')
   if now_ms then
@@ -38,8 +39,13 @@ local function end_now(key)
   if result then
     count_file(result, -1)
   end
+  local sampler = string.match(key, '^cotrain:sampler:') and redis.call('GET', key)
   redis.call('DEL', key)
   redis.call('ZREM', 'cotrain:ends', key)
+  local weights = sampler and cjson.decode(sampler).weights
+  if weights and weights ~= cjson.null then
+    release_weights(weights)
+  end
 end
 
 -- Let a request resolve; false where it had. The first result stays.

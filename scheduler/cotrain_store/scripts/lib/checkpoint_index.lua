@@ -1,5 +1,6 @@
 -- checkpoint_index: a checkpoint is in all lists of its tenant or in none. One that expired is struck off
 -- them when they are next read.
+-- needs: weights_release, ages
 local SOON_S = 60 -- the clocks of the hosts that set a time and that read it may be this far apart
 
 local function strike_checkpoint(tenant, member)
@@ -26,7 +27,11 @@ local function write_checkpoint(text, record)
   local name, tenant = record.kind .. '/' .. record.name, record.tenant
   local member = record.run .. '/' .. name
   local expiring = 'cotrain:tenant:' .. tenant .. ':expiring'
+  local before = redis.call('GET', 'cotrain:checkpoint:' .. member)
   redis.call('SET', 'cotrain:checkpoint:' .. member, text)
+  if before and cjson.decode(before).weights ~= record.weights then
+    release_weights(cjson.decode(before).weights)
+  end
   redis.call('ZADD', 'cotrain:run:' .. record.run .. ':checkpoints', record.created_at, name)
   redis.call('ZADD', 'cotrain:tenant:' .. tenant .. ':checkpoints', record.created_at, member)
   redis.call('HSET', 'cotrain:tenant:' .. tenant .. ':checkpoint_sizes', member, record.size)
@@ -38,5 +43,6 @@ local function write_checkpoint(text, record)
     redis.call('ZADD', expiring, record.expires_at, member)
     local at_ms = string.format('%.0f', record.expires_at * 1000)
     redis.call('PEXPIREAT', 'cotrain:checkpoint:' .. member, at_ms)
+    release_weights(record.weights) -- from now on they are looked at until it has expired
   end
 end

@@ -48,7 +48,7 @@ local function make_sampler_room(tenant, most, idle_ms, rest_ms)
   local rested = clock_in(idle_ms - rest_ms)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', listed, '-inf', rested, 'LIMIT', 0, 1000)) do
     if redis.call('HEXISTS', sizes, id) == 1 then
-      redis.call('DEL', 'cotrain:sampler:' .. id)
+      end_now('cotrain:sampler:' .. id)
       strike_sampler(tenant, id)
     end
     if has_room() then

@@ -1,0 +1,99 @@
+"""What is left of a run that was unloaded: its record, and where its log ended. Nothing else, on disk or in Redis."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store.keys import result_keys, tenant_keys
+from cotrain_store.messages.ids import RunId, SessionId
+from cotrain_store.messages.runs import LoraSpec
+from tests.support.bodies import sequences
+from tests.support.lives import pass_time
+from tests.support.stack import POOL, snapshots, worker
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_workers.engine.engine import Engine
+    from tests.support.redis_server import EmbeddedRedis
+    from tests.support.stack import Stack
+
+LORA = LoraSpec(rank=4, seed=7, train_unembed=False)
+#: Kept permanently, counted by the quota `record_bytes`; `docs/reliability.md` lists them.
+REMAINS = ["cotrain:run:<run>", "cotrain:session:<session>:runs", f"cotrain:{{{POOL}}}:log:<run>"]
+
+
+async def train(server: Stack, redis: Any, session: str) -> RunRecord:
+    """Make a run with bodies in Redis and in the spool, two recovery copies, and results that wait."""
+    run = await server.create("a", session, LORA)
+    for seq, length in ((1, 9), (3, 300)):
+        request = await server.forward_backward(run, seq, sequences(seq, 8, length))
+        await server.result(run, request)
+        await server.result(run, await server.optim_step(run, seq + 1))
+    await until(lambda: len(copies_of(redis, run)) == 2)
+    return run
+
+
+def copies_of(redis: Any, run: RunRecord) -> list[bytes]:
+    files = redis.hmget(f"cotrain:{{{POOL}}}:log:{run.id}", "snapfile", "oldfile")
+    return [file for file in files if file]
+
+
+def described(redis: Any, run: RunRecord | None = None) -> list[str]:
+    """Name all keys; those of a run by what they are."""
+    names = [name.decode() for name in redis.keys("*")]
+    if run is None:
+        return sorted(names)
+    of_run = [name for name in names if run.session in name]
+    return sorted(
+        name.replace(run.id, "<run>").replace(run.session, "<session>") for name in of_run
+    )
+
+
+async def test_a_run_that_is_unloaded_gives_back_all_but_its_record(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    tuning = snapshots(ops=1)
+    folder = tmp_path / "snapshots"
+    with worker(empty_redis.url, tmp_path, engine, tuning=tuning) as loop:
+        redis = loop._execution._redis
+        first = await train(server, redis, "session-0")
+        await server.intake.close_run(first)
+        await until(lambda: not list(folder.iterdir()))
+        before = [name for name in described(redis) if "session-0" not in name]
+        runs = [await train(server, redis, f"session-{number}") for number in (1, 2, 3)]
+        never_planned = await server.create("a", "session-4", LORA)
+        await until(lambda: len(list(folder.glob("*/*.safetensors"))) == 6)
+        for run in (*runs, never_planned):
+            await server.intake.close_run(run)
+        await until(lambda: redis.zcard(tenant_keys.run_bytes()) == 0)
+        await until(lambda: not list(folder.iterdir()))  # nor is a folder left
+        pass_time(redis, result_keys.SMALL_RESULT_TTL_MS + 1)
+        await until(lambda: not redis.keys("cotrain:result:*"))  # the scheduler ends them
+        await until(lambda: described(redis, never_planned) == REMAINS)
+        for run in runs:
+            assert described(redis, run) == REMAINS
+            assert set(redis.hkeys(f"cotrain:{{{POOL}}}:log:{run.id}")) <= POSITION
+        now = [name for name in described(redis) if not re.search(r"session-\d", name)]
+        assert set(now) <= {*before, *UNREAD}
+        assert redis.hlen(result_keys.spool_segment_refs()) == 0
+        assert redis.hlen(result_keys.spool_results()) == 0
+        assert run_ids(redis, SessionId("session-1")) == [runs[0].id]
+        for run in runs:
+            assert run.id not in engine.adapters
+
+
+def run_ids(redis: Any, session: SessionId) -> list[RunId]:
+    return [RunId(name.decode()) for name in redis.smembers(tenant_keys.session_runs(session))]
+
+
+#: What a log that is deleted still says: how far it came, and whose it was.
+POSITION = {
+    b"state", b"tenant", b"next", b"done", b"snap", b"last", b"worker", b"cut", b"oldsnap",
+    b"oldnumerics", b"numerics",
+}  # fmt: skip
+#: Struck off when their tenant next asks for something.
+UNREAD = ["cotrain:tenant:a:unread", "cotrain:tenant:a:unread_until", "cotrain:tenants:unread"]
