@@ -205,6 +205,17 @@ async def test_what_is_used_for_a_while_is_looked_at_until_it_is_not(
     assert unused(samples) == [record.ref]
 
 
+async def test_a_full_redis_is_swept_as_well(samples: Samples, tmp_path: Path) -> None:
+    await stored(samples, tmp_path, {"name": "a"}, {"name": "a"})
+    off_the_round(samples)
+    before = samples.log.redis.config_get("maxmemory")["maxmemory"]
+    samples.log.redis.config_set("maxmemory", 1)
+    try:
+        assert len(unused(samples)) == 1
+    finally:
+        samples.log.redis.config_set("maxmemory", before)
+
+
 async def test_all_weights_have_their_turn_and_a_sweep_looks_at_few(
     samples: Samples, tmp_path: Path
 ) -> None:

