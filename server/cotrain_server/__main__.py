@@ -15,7 +15,13 @@ from typing_extensions import override
 
 import cotrain_server.blas_threads  # noqa: F401  # its import sets them, before that of numpy
 from cotrain_server.app import create_app
-from cotrain_server.http.connection_limits import ImpatientProtocol, allow_many_connections
+from cotrain_server.http.connection_limits import (
+    ACCEPTED_AT_ONCE,
+    allow_many_connections,
+    limited_protocol,
+    listen_long,
+    log_lost_accepts,
+)
 from cotrain_server.services import LONG_POLL_S
 from cotrain_server.settings import ServerSettings
 from cotrain_server.supervisor.environment import refused_variables
@@ -46,6 +52,13 @@ class DrainingServer(uvicorn.Server):
         self._app = app
 
     @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        log_lost_accepts(asyncio.get_running_loop())
+        await super().startup(sockets)
+        listen_long(self.servers)
+
+    @override
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more connections, drain, then close."""
         for server in self.servers:
@@ -74,9 +87,9 @@ def main() -> None:
     except StoreUnavailable:
         log.error("redis_unavailable")  # its supervisor starts it again
         sys.exit(3)
-    allow_many_connections()
+    most_connections = allow_many_connections()
     app = create_app(settings, arguments.long_poll_s)
-    server = DrainingServer(_config(app, settings), app)
+    server = DrainingServer(_config(app, settings, most_connections), app)
     # uvicorn raises the signal once more when it has ended. It must not kill us then, nor be lost
     # when it comes before uvicorn listens for it.
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -108,12 +121,12 @@ def _check_store(settings: ServerSettings) -> None:
         connection.close()
 
 
-def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+def _config(app: FastAPI, settings: ServerSettings, most_connections: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=ImpatientProtocol,
+        http=limited_protocol(most_connections, settings.trusted_proxies),
         ws="none",
         lifespan="on",
         access_log=False,
@@ -125,8 +138,7 @@ def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
         # such header as well.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
-        # Thousands of polls may be open; a burst of them must not be refused by the kernel.
-        backlog=4096,
+        backlog=ACCEPTED_AT_ONCE,
     )
 
 

@@ -12,6 +12,7 @@ RequestError
 ├── TooManyFailures         (wrong API keys from one address)
 ├── TooManyPolls            (held open by one tenant)
 ├── TooManyBodies           (sent at once by one tenant)
+├── TooManyConnections      (in use by one tenant)
 ├── TooManyUploads          (sent at once by one tenant)
 ├── InvalidToken            (not ours, expired, or its key was revoked)
 ├── BadLink                 (to a file)
@@ -105,6 +106,12 @@ class TooManyBodies(RequestError):
     retry_after_s = 1.0
 
 
+class TooManyConnections(RequestError):
+    """Too many requests of this tenant are open; send fewer at once."""
+
+    retry_after_s = 1.0
+
+
 class TooManyUploads(RequestError):
     """Too many uploads of this tenant are on their way."""
 
@@ -125,6 +132,7 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (TooManyFailures, 429),
     (TooManyPolls, 429),
     (TooManyBodies, 429),
+    (TooManyConnections, 429),
     (TooManyUploads, 429),
     (InvalidToken, 401),
     (BadLink, 403),

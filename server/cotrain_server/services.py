@@ -14,7 +14,10 @@ from cotrain_server.admin_key import admin_key
 from cotrain_server.errors import TooManyPolls
 from cotrain_server.limits.body_memory import BodyMemory
 from cotrain_server.limits.failures import FailureCounter
+from cotrain_server.limits.tenant_connections import TenantConnections
 from cotrain_server.limits.upload_slots import UploadSlots
+from cotrain_server.parsing.parser import Parser
+from cotrain_server.parsing.tenant_locks import TenantLocks
 from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.oplog.intake import Intake
@@ -69,6 +72,10 @@ class Services:
     failures: FailureCounter = field(default_factory=FailureCounter)
     polls_by_tenant: Counter[TenantId] = field(default_factory=Counter)
     body_memory: BodyMemory = field(default_factory=BodyMemory)
+    tenant_connections: TenantConnections = field(default_factory=TenantConnections)
+    parser: Parser = field(default_factory=Parser)
+    walks: TenantLocks = field(default_factory=TenantLocks)
+    """For requests that ask Redis many things one after the other: no more than one of a tenant."""
     uploads: UploadSlots = field(default_factory=UploadSlots)
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
@@ -134,7 +141,7 @@ async def open_services(
             Completions(connection) as completions,
             TokenStream(connection) as token_stream,
         ):
-            yield Services(
+            services = Services(
                 settings=settings,
                 long_poll_s=long_poll_s,
                 admin_key=await asyncio.to_thread(admin_key, settings),
@@ -155,6 +162,10 @@ async def open_services(
                 usage=Usage(connection),
                 audit=Audit(connection),
             )
+            try:
+                yield services
+            finally:
+                services.parser.close()
     finally:
         await asyncio.to_thread(spool.close)
         await connection.aclose()

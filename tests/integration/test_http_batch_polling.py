@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cotrain.wire.sampling import MAX_RETRIEVED
 from cotrain_store.keys import age_keys, result_keys
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.redis_client.store_clock import clock_ms
@@ -132,7 +133,7 @@ async def test_a_result_that_has_arrived_is_not_kept_for_a_day(
 
 
 async def test_very_many_results_may_be_acknowledged_at_once(api: Api, sampler: str) -> None:
-    ids = [f"{sampler}:{CLONE * CLONE + number}" for number in range(20_000)]
+    ids = [f"{sampler}:{CLONE * CLONE + number}" for number in range(MAX_RETRIEVED)]
     answer = await poll(api, sampler, timeout=0.0, retrieved_request_ids=ids)
     assert answer.status_code == 200
 

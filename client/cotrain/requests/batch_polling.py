@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 from cotrain.errors import APIError, MalformedMessage
 from cotrain.transport.http import read
-from cotrain.wire.sampling import RetrieveFuturesRequest, RetrieveFuturesResponse
+from cotrain.wire.sampling import (
+    MAX_RETRIEVED,
+    RetrieveFuturesRequest,
+    RetrieveFuturesResponse,
+)
 
 if TYPE_CHECKING:
     from cotrain.errors import CotrainError
@@ -78,7 +82,7 @@ class Completions:
             self.task = None
 
     async def _poll_once(self) -> None:
-        retrieved = sorted(self._retrieved)
+        retrieved = sorted(self._retrieved)[:MAX_RETRIEVED]  # the rest goes with the next poll
         request = RetrieveFuturesRequest(
             target=self._target,
             prev_cursor=self._cursor,

@@ -33,6 +33,12 @@ def chunks_of(
     most = config.cotrain_max_pass_bytes
     if most is None:
         return [*cut(datums, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)]
+    if len(datums) > config.fwdbwd_max_chunk_len:
+        raise UnsupportedInput(
+            f"data has {len(datums)} datums; one call takes up to {config.fwdbwd_max_chunk_len} here, "
+            "because it adds all of its gradient or nothing. Send it in several calls: their "
+            "gradients add up"
+        )
     size = HEAD_BYTES + sum(datum.ByteSize() + FRAME_BYTES for datum in datums)
     if size > most:
         raise UnsupportedInput(

@@ -19,6 +19,8 @@ FinishReasonType = Literal["success", "errored", "interrupted"]
 
 MAX_PAGE = 1_000
 MAX_SEARCH_PAGE = 200
+MAX_SEARCHED = 1_000
+"""Projects, or kinds of status, that one search names: each session is compared with all of them."""
 
 
 class Cursor(WireModel):
@@ -184,13 +186,13 @@ class SessionSearchRequest(WireModel):
     """POST sessions/search. What is not named matches everything."""
 
     session_id: str | None = None
-    project_ids: list[str] | None = None
+    project_ids: list[Name] | None = Field(default=None, max_length=MAX_SEARCHED)
     user_metadata: dict[str, str] = Field(default={})
     """Every pair must hold."""
-    display_name: str | None = Field(default=None, min_length=1)
+    display_name: str | None = Field(default=None, min_length=1, max_length=1024)
     """Each of its words is part of the name. With `session_id`, one of both must match."""
     owner: SearchOwner = OwnSearchOwner()
-    statuses: list[StatusQuery] | None = Field(default=None, min_length=1)
+    statuses: list[StatusQuery] | None = Field(default=None, min_length=1, max_length=MAX_SEARCHED)
     limit: int = Field(default=50, ge=1, le=MAX_SEARCH_PAGE)
     cursor: SessionSearchCursor | None = None
 

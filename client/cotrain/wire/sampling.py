@@ -14,6 +14,9 @@ from cotrain.wire.datums import ModelInput, Token
 from cotrain.wire.model import Argument, Name, SequencedRequest, WireModel
 from cotrain.wire.tensors import TensorData, read_numbers
 
+MAX_RETRIEVED = 10_000
+"""Results that one poll may say have arrived; SDK 0.38 has 2,000 requests on their way at most."""
+
 CLONE_SEQ_IDS = 10**9
 """Clone k of a sampling client, made by unpickling it, numbers its requests from k times this."""
 
@@ -184,7 +187,7 @@ class RetrieveFuturesRequest(WireModel):
     """What ended up to here has been read and may be forgotten."""
     timeout: Annotated[float, Field(ge=0)] | None = None
     """Seconds to wait where nothing has ended; None is as long as the server likes."""
-    retrieved_request_ids: list[Name] = Field(default=[], max_length=100_000)
+    retrieved_request_ids: list[Name] = Field(default=[], max_length=MAX_RETRIEVED)
     """Their results have arrived and need not be kept."""
 
 

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 HOLD_S = 30.0
 #: A wake-up can be lost; look by ourselves this often.
 SWEEP_S = 5.0
-#: What is more goes with the next poll's answer, or is acknowledged by the next script.
+#: What is more goes with the next poll's answer.
 MOST = 1_000
+#: Results in one script: Redis serves no other client while it runs, half a millisecond.
+ACKNOWLEDGED_AT_ONCE = 100
 #: Scores of a sorted set are exact up to here.
 _LARGEST = 2**53
 
@@ -104,8 +106,8 @@ class Completions:
         """Shorten the lives of results that their client holds; ids of others are left alone."""
         named = {request: parse_sample(request) for request in requests}
         own = [request for request, name in named.items() if name and name.sampler == sampler.id]
-        for start in range(0, len(own), MOST):
-            some = own[start : start + MOST]
+        for start in range(0, len(own), ACKNOWLEDGED_AT_ONCE):
+            some = own[start : start + ACKNOWLEDGED_AT_ONCE]
             args = {
                 "requests": some,
                 "ttl_ms": result_keys.READ_RESULT_TTL_MS,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cotrain_server.errors import Invalid, Unreadable
-from cotrain_server.http.request_body import refuse_deep_json
+from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
+from cotrain_server.http.json_size import MANY, count_json
 
 
 def read_object(subject: str, content: bytes) -> dict[str, Any]:
     """Read a JSON object; `subject` begins the sentence that refuses it. Raises Invalid."""
     try:
         text = content.decode()  # UTF-8 alone, whatever json.loads would guess
-        refuse_deep_json(content)
+        count_json(content, MANY)
         value = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_refuse)
-    except (ValueError, Unreadable) as error:
+    except (ValueError, Unreadable, BodyTooLarge) as error:
         raise Invalid(f"{subject} is not readable JSON.") from error
     if not isinstance(value, dict):
         raise Invalid(f"{subject} is not a JSON object.")

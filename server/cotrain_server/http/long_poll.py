@@ -27,7 +27,8 @@ from cotrain_server.errors import (
 )
 from cotrain_server.http.auth import authenticate
 from cotrain_server.http.disconnect import while_connected
-from cotrain_server.http.request_body import is_json, off_event_loop, read_body
+from cotrain_server.http.json_size import FEW
+from cotrain_server.http.request_body import BodyReader, is_json
 from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 
 Ready = TypeVar("Ready")
 
-#: A batch poll may acknowledge this much: 100,000 ids. Refused, it would end sampling on its client.
-POLL_BODY_BYTES = 8 * 1024**2
+#: A batch poll of MAX_RETRIEVED ids, the longest there are.
+POLL_BODY_BYTES = 2 * 1024**2
 #: A poll that cannot be served is held this long: its client asks again the moment it is answered.
 HOLD_S = 1.0
 
@@ -118,8 +119,9 @@ async def _prepare(poll: Poll, request: Request) -> Response | Wait:
 
 async def _read(poll: Poll, request: Request, services: Services, tenant: TenantId) -> WireModel:
     limit_bytes = min(POLL_BODY_BYTES, services.settings.max_body_bytes)
-    with services.body_memory.of(tenant) as take:
-        body = await read_body(request, limit_bytes, take)
+    with services.tenant_connections.of(tenant), services.body_memory.of(tenant) as take:
+        reader = BodyReader(services.parser, tenant, limit_bytes, FEW, take)
+        body = await reader.read(request)
         # What does not say that it is JSON is none: validated as the text that it is, it is refused.
         read = poll.asks.model_validate_json if is_json(request) else poll.asks.model_validate
-        return await off_event_loop(len(body), read, body)
+        return read(body)

@@ -1,4 +1,4 @@
-"""Read a request's body: never more than the limit, never deeper than the limit, never a bomb.
+"""Read a request's body: never more bytes, values or depth than the limits, never a bomb.
 
 Knows sizes and encodings; what the bytes mean is for `requests/`.
 """
@@ -6,26 +6,26 @@ Knows sizes and encodings; what the bytes mean is for `requests/`.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 import zstandard
 
 from cotrain_server.errors import BodyTooLarge, BodyTooSlow, Unreadable, UnsupportedMediaType
+from cotrain_server.http.json_size import count_json
+from cotrain_server.parsing.parser import BINARY_BYTE_WEIGHT, JSON_VALUE_WEIGHT, THREAD_ABOVE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from starlette.requests import Request
 
-Arguments = ParamSpec("Arguments")
-Answer = TypeVar("Answer")
+    from cotrain_server.http.json_size import JsonLimits
+    from cotrain_server.parsing.parser import Parser
+    from cotrain_store.messages.ids import TenantId
 
-#: Above this, work on a body leaves the event loop: other tenants' polls wait for it otherwise.
-THREAD_ABOVE_BYTES = 256 * 1024
 #: An SDK gives up after 60 s; who sends a byte a second only wants to hold the connection.
 RECEIVE_TIMEOUT_S = 60.0
-MAX_JSON_DEPTH = 32
 #: A frame may ask the decoder for this much memory. The SDK's level 3 needs 2 MiB.
 MAX_WINDOW_BYTES = 8 * 1024 * 1024
 #: `max_output_size` is no guard: it is ignored when a frame declares its size. So the input is fed
@@ -33,38 +33,54 @@ MAX_WINDOW_BYTES = 8 * 1024 * 1024
 #: overshoot the limit by at most 16 MiB before it is refused.
 SLICE_BYTES = 512
 
-_DEPTH_STEP = 1 << 20
-_STEP_BY_SYMBOL = np.zeros(256, np.int8)
-_STEP_BY_SYMBOL[[ord("["), ord("{")]] = 1
-_STEP_BY_SYMBOL[[ord("]"), ord("}")]] = -1
-_QUOTE = ord('"')
+
+@dataclass(frozen=True)
+class BodyReader:
+    """Reads the bodies of one tenant's requests to one kind of endpoint."""
+
+    parser: Parser
+    tenant: TenantId
+    limit_bytes: int
+    json_limits: JsonLimits
+    take: Callable[[int], None] = lambda _: None
+    """Counts bytes as they come."""
+
+    async def read(self, request: Request) -> bytes:
+        """Read, decompress and measure the body of a request; `body_weight` tells its weight from then on.
+
+        Raises:
+            BodyTooLarge: it exceeds `limit_bytes` as sent or once decompressed, or `json_limits`.
+            BodyTooSlow: it takes longer than RECEIVE_TIMEOUT_S to arrive.
+            Unreadable: truncated or broken compression, or JSON nested too deep.
+            UnsupportedMediaType: a content encoding other than zstd.
+        """
+        try:
+            async with asyncio.timeout(RECEIVE_TIMEOUT_S):
+                body = await _receive(request, self.limit_bytes, self.take)
+        except TimeoutError as late:
+            raise BodyTooSlow from late
+        encoding = request.headers.get("content-encoding", "identity").lower()
+        if encoding == "zstd":
+            # However small it is: how large it becomes is not known yet.
+            heavy = self.limit_bytes + THREAD_ABOVE
+            body = await self.parser.run(self.tenant, heavy, decompress, body, self.limit_bytes)
+            self.take(len(body))
+        elif encoding != "identity":
+            raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; use zstd.")
+        weight = BINARY_BYTE_WEIGHT * len(body)
+        if not is_protobuf(request):  # FastAPI takes other types for JSON, too, and none at all
+            values = await self.parser.run(
+                self.tenant, len(body), count_json, body, self.json_limits
+            )
+            weight = max(len(body), JSON_VALUE_WEIGHT * values)
+        request.state.body_weight = weight
+        return body
 
 
-async def read_body(
-    request: Request, limit_bytes: int, take: Callable[[int], None] = lambda _: None
-) -> bytes:
-    """Read, decompress and depth-check the body of a request; `take` counts the bytes as they come.
-
-    Raises:
-        BodyTooLarge: it exceeds `limit_bytes` as sent or once decompressed.
-        BodyTooSlow: it takes longer than RECEIVE_TIMEOUT_S to arrive.
-        Unreadable: truncated or broken compression, or JSON nested too deep.
-        UnsupportedMediaType: a content encoding other than zstd.
-    """
-    try:
-        async with asyncio.timeout(RECEIVE_TIMEOUT_S):
-            body = await _receive(request, limit_bytes, take)
-    except TimeoutError as late:
-        raise BodyTooSlow from late
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding == "zstd":
-        body = await off_event_loop(len(body), decompress, body, limit_bytes)
-        take(len(body))
-    elif encoding != "identity":
-        raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; use zstd.")
-    if is_json(request):
-        await off_event_loop(len(body), refuse_deep_json, body)
-    return body
+def body_weight(request: Request) -> int:
+    """Say what a body that was read weighs, as `Parser` counts it."""
+    weight: int = request.state.body_weight
+    return weight
 
 
 async def json_body(request: Request) -> bytes:
@@ -84,18 +100,6 @@ def is_protobuf(request: Request) -> bool:
     return _media_type(request) == "application/x-protobuf"
 
 
-async def off_event_loop(
-    size_bytes: int,
-    work: Callable[Arguments, Answer],
-    *args: Arguments.args,
-    **kwargs: Arguments.kwargs,
-) -> Answer:
-    """Do some work on a body: here when it is small, in a thread when it is not."""
-    if size_bytes <= THREAD_ABOVE_BYTES:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
-
-
 def decompress(body: bytes, limit_bytes: int) -> bytes:
     """Decompress one or more zstd frames, giving up as soon as the limit is passed.
 
@@ -107,25 +111,6 @@ def decompress(body: bytes, limit_bytes: int) -> bytes:
         return b"".join(_frames(body, limit_bytes))
     except zstandard.ZstdError as error:
         raise Unreadable("The request body is not readable zstd.") from error
-
-
-def refuse_deep_json(body: bytes) -> None:
-    """Raise Unreadable where brackets nest deeper than MAX_JSON_DEPTH.
-
-    In time and memory of the body's size whatever it holds, which no regular expression is for a
-    string that never ends.
-    """
-    # First the escaped backslashes: then a quote behind one is escaped, and any other ends a string.
-    symbols = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    depth = quotes = 0
-    for start in range(0, len(symbols), _DEPTH_STEP):  # piecewise: depths take four times the space
-        chunk = symbols[start : start + _DEPTH_STEP]
-        quotes_before = quotes + np.cumsum(chunk == _QUOTE, dtype=np.int32)
-        steps = np.where(quotes_before % 2, 0, _STEP_BY_SYMBOL[chunk])
-        depths = depth + np.cumsum(steps, dtype=np.int32)
-        if depths.max() > MAX_JSON_DEPTH:
-            raise Unreadable(f"The JSON body is nested deeper than {MAX_JSON_DEPTH} levels.")
-        depth, quotes = depths[-1], quotes_before[-1]
 
 
 async def _receive(request: Request, limit_bytes: int, take: Callable[[int], None]) -> bytes:

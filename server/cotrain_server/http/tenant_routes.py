@@ -12,26 +12,27 @@ from fastapi.routing import APIRoute
 from typing_extensions import override
 
 from cotrain_server.http.auth import authenticate
-from cotrain_server.http.request_body import is_json, read_body
+from cotrain_server.http.json_size import FEW, MANY
+from cotrain_server.http.request_body import BodyReader, is_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from typing import Any
+    from typing import Any, ClassVar
 
     from fastapi import Response
 
+    from cotrain_server.http.json_size import JsonLimits
     from cotrain_server.services import Services
     from cotrain_server.settings import ServerSettings
 
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 SMALL_BODY_BYTES = 1024**2
-#: A number of JSON takes two bytes, and forty once it is a Python object.
 JSON_BODY_BYTES = 32 * 1024**2
 
 
 class CheckedRequest(Request):
-    """A request whose body was measured, decompressed and depth-checked before its route runs."""
+    """A request whose body was decompressed and measured before its route runs."""
 
     def __init__(self, request: Request, body: bytes) -> None:
         super().__init__(request.scope, request.receive)
@@ -46,8 +47,10 @@ class CheckedRequest(Request):
 class TenantRoute(APIRoute):
     """A route that knows its tenant (`request.state.tenant`) before it reads the body.
 
-    The body is small: what such routes store goes into Redis.
+    The body is small: what such routes store goes into Redis, and the event loop itself parses it.
     """
+
+    json_limits: ClassVar[JsonLimits] = FEW
 
     @override
     def get_route_handler(self) -> Handler:
@@ -57,8 +60,13 @@ class TenantRoute(APIRoute):
         async def guarded(request: Request) -> Response:
             services: Services = request.app.state.services
             request.state.tenant = tenant = await authenticate(request, services)
-            with services.body_memory.of(tenant.id) as take:
-                body = await read_body(request, self.body_limit(request, services.settings), take)
+            limit_bytes = self.body_limit(request, services.settings)
+            with (
+                services.tenant_connections.of(tenant.id),
+                services.body_memory.of(tenant.id) as take,
+            ):
+                reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)
+                body = await reader.read(request)
                 return await handle(CheckedRequest(request, body))
 
         return guarded
@@ -69,7 +77,9 @@ class TenantRoute(APIRoute):
 
 
 class DataRoute(TenantRoute):
-    """A route whose body holds tokens, maybe very many."""
+    """A route whose body holds tokens, maybe very many: it parses it through the `Parser`."""
+
+    json_limits: ClassVar[JsonLimits] = MANY
 
     @override
     def body_limit(self, request: Request, settings: ServerSettings) -> int:

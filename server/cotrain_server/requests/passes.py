@@ -20,6 +20,7 @@ from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.pass_codec import encode_pass_request
 from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, sentence
+from cotrain_server.requests.pass_scan import TooManyObjects, lean_pass
 from cotrain_server.requests.pass_validation import check_adam, check_pass
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.errors import MalformedBody
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 #: Sparse tensors are small on the wire and full size here; this many elements is 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
+#: A loss takes one or two; a product of millions of them takes minutes.
+MAX_AXES = 8
 
 
 class PlacedRequest(WireModel):
@@ -125,16 +128,19 @@ def read_binary_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
     Raises:
         Unreadable: not the message, or without a run.
     """
+    refusal = ""
     try:
-        message = parse_pass(body)
+        try:
+            lean = lean_pass(body)
+        except TooManyObjects as many:
+            lean, refusal = many.head, str(many)
+        message = parse_pass(lean)
     except MalformedBody as error:
         raise Unreadable(str(error)) from error
     seq = message.seq_id or None  # the wire has no other way to leave it out
     address = address_of(PlacedRequest, {"model_id": message.model_id, "seq_id": seq})
-    for datum in message.data:  # says where tokens were sampled; nothing here uses it
-        datum.ClearField("model_input_spans")
-        datum.ClearField("loss_fn_input_spans")
-    message.DiscardUnknownFields()
+    if refusal:
+        return AddressedPass(address.model_id, address.seq_id, None, refusal, body)
     message.forward_only |= forward_only
     return AddressedPass(address.model_id, address.seq_id, message, "", _canonical(message))
 
@@ -177,7 +183,7 @@ def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
     if request.message is None:
         return Op.rejected(request.refusal, request.content)
     try:
-        _refuse_vast_sparse(request.message)
+        _refuse_vast_shapes(request.message)
         decoded = decode_pass(request.message)
         check_pass(decoded, pool)
     except (Invalid, MalformedBody) as error:
@@ -249,10 +255,15 @@ def _placed(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "seq_id": fields.get("seq_id") or 1}
 
 
-def _refuse_vast_sparse(message: PassMessage) -> None:
+def _refuse_vast_shapes(message: PassMessage) -> None:
     claimed = 0
     for number, datum in enumerate(message.data):
         for name, tensor in datum.loss_fn_inputs.items():
+            if len(tensor.shape) > MAX_AXES:
+                raise Invalid(
+                    f"data[{number}].loss_fn_inputs.{name}: a shape of {len(tensor.shape)} axes; "
+                    f"there are at most {MAX_AXES}."
+                )
             if tensor.HasField("sparse_csr"):
                 claimed += abs(prod(tensor.shape))
             if claimed > MAX_SPARSE_ELEMENTS:

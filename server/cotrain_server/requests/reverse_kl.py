@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import ValidationError
@@ -34,30 +34,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AddressedKl:
-    """A reverse KL whose run is known; nothing else is checked yet."""
+    """A reverse KL whose run is known; nothing of it is compared with its base model yet."""
 
     model_id: str
     seq: int | None
     """None: behind all that the run was sent so far."""
-    fields: dict[str, Any]
-
-    @property
-    def content(self) -> bytes:
-        """The same bytes for the same request."""
-        return canonical_json(self.fields)
-
-    @property
-    def reference_path(self) -> str | None:
-        """The path or base model that it names; None where that is no text."""
-        path = self.fields.get("reference_model_path")
-        return path if isinstance(path, str) else None
+    reference_path: str | None
+    """The path or base model that it names; None where that is no text."""
+    body: ReverseKlBody | None
+    """What to run, but for its reference; None where the request does not say (`refusal` says why)."""
+    refusal: str
+    content: bytes
+    """The same bytes for the same request."""
 
 
-def read_reverse_kl(body: bytes) -> AddressedKl:
-    """Read whose a reverse KL is; raises Unreadable where it does not say."""
-    fields = json_object(body)
+def read_reverse_kl(content: bytes) -> AddressedKl:
+    """Read a reverse KL; raises Unreadable where it does not say whose it is."""
+    fields = json_object(content)
     address = address_of(PlacedRequest, fields)
-    return AddressedKl(address.model_id, address.seq_id, fields)
+    path = fields.get("reference_model_path")
+    body, refusal = None, ""
+    try:
+        body = _body(ReverseKlRequest.model_validate(fields))
+    except ValidationError as error:
+        refusal = sentence(error.errors(include_url=False, include_input=False))
+    except (Invalid, UnsupportedInput) as error:
+        refusal = str(error)
+    return AddressedKl(
+        address.model_id,
+        address.seq_id,
+        path if isinstance(path, str) else None,
+        body,
+        refusal,
+        canonical_json(fields),
+    )
 
 
 def refused_reverse_kl(request: AddressedKl, message: str) -> Op:
@@ -70,23 +80,21 @@ def reverse_kl_op(request: AddressedKl, reference: WeightsRef | None, pool: Pool
 
     `reference` is what its path names; None is the base model alone.
     """
+    if request.body is None:
+        return refused_reverse_kl(request, request.refusal)
+    body = replace(request.body, reference=reference)
     try:
-        wanted = ReverseKlRequest.model_validate(request.fields)
-        body = _body(wanted, reference)
         _check_body(body, pool)
-    except ValidationError as error:
-        refusal = sentence(error.errors(include_url=False, include_input=False))
-        return refused_reverse_kl(request, refusal)
-    except (Invalid, UnsupportedInput) as error:
+    except Invalid as error:
         return refused_reverse_kl(request, str(error))
     uses = () if reference is None else (reference,)
     digest = digest_of(request.content)
     return Op(OpKind.REVERSE_KL, encode_reverse_kl(body), body.num_tokens, digest, uses)
 
 
-def _body(wanted: ReverseKlRequest, reference: WeightsRef | None) -> ReverseKlBody:
+def _body(wanted: ReverseKlRequest) -> ReverseKlBody:
     datums = tuple(_arrays(number, datum) for number, datum in enumerate(wanted.data))
-    return ReverseKlBody(reference, wanted.temperature, datums)
+    return ReverseKlBody(None, wanted.temperature, datums)
 
 
 def _arrays(number: int, datum: ReverseKlDatum) -> KlArrays:

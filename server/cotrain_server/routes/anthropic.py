@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,7 +13,7 @@ from typing_extensions import override
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of
-from cotrain_server.requests.sample_validation import check_sample, is_sampleable
+from cotrain_server.requests.sample_validation import is_sampleable
 from cotrain_server.text_apis.anthropic_requests import (
     AnthropicError,
     MessageRequest,
@@ -21,6 +22,7 @@ from cotrain_server.text_apis.anthropic_requests import (
 from cotrain_server.text_apis.anthropic_responses import MessageReply, answer, stream
 from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.model_names import find_target
+from cotrain_server.text_apis.prompts import characters_of, chat_body, text_weight
 from cotrain_server.text_apis.route import (
     STREAMS,
     EventStream,
@@ -78,19 +80,20 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any
 )
 async def write_message(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat; where the last one is the model's own, the rest of that."""
-    asked = await read_asked(request, MessageRequest)
+    asked = await read_asked(request, services, tenant.id, MessageRequest)
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
-    prompt = await target.language.chat_tokens(asked.chat(), continue_final=asked.is_prefilled)
+    chat = asked.chat()
+    make = partial(chat_body, target, chat, asked.body, continue_final=asked.is_prefilled)
+    body = await services.parser.run(tenant.id, text_weight(characters_of(chat)), make)
     reply = MessageReply(
         id=secrets.token_hex(12),
         request_id=request.state.request_id,
         model=asked.model,
         target=target,
-        body=asked.body(prompt),
+        body=body,
         stop=tuple(asked.stop_sequences or ()),
     )
-    check_sample(reply.body, target.pool)
     generation = await Generation.start(services, target.sampler, [reply.body])
     if asked.stream:
         return EventStream(stream(reply, generation.events()), generation.close)

@@ -22,7 +22,7 @@ from cotrain.wire.sampling import (
 )
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.long_poll import Poll, try_again
-from cotrain_server.http.request_body import off_event_loop
+from cotrain_server.parsing.parser import JSON_VALUE_WEIGHT
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import ResultKind
@@ -47,6 +47,7 @@ _JSON_OF: Mapping[ResultKind, Callable[[bytes], bytes]] = {
     ResultKind.SAMPLE: sample_response_to_json,
 }
 """Results that are messages: SDK 0.38 takes them as they are, 0.22 may ask for JSON."""
+_NUMBER_BYTES = 4
 
 
 @router.post(
@@ -78,7 +79,9 @@ async def retrieve_futures(
     target, longest_s = poll.target, services.long_poll_s
     hold_s = longest_s if poll.timeout is None else min(poll.timeout, longest_s)
     sampler = await services.records.sampler(tenant.id, target.sampling_session_id)
-    await services.completions.acknowledge(sampler, poll.retrieved_request_ids)
+    if poll.retrieved_request_ids:
+        async with services.walks.of(tenant.id):
+            await services.completions.acknowledge(sampler, poll.retrieved_request_ids)
     clone, cursor = target.cloned_sampler_id, poll.prev_cursor
     return partial(_ended, services, sampler, clone, cursor, hold_s)
 
@@ -111,7 +114,7 @@ async def _result(
         # Of the message only its kind: it may quote what the tenant sent.
         category = outcome.json()["category"]
         log.info("failure_answered", request=request, tenant=tenant, category=category)
-    return await _answer(outcome, accept)
+    return await _answer(services, tenant, outcome, accept)
 
 
 async def _ended(
@@ -135,12 +138,12 @@ def _completion(completion: Completion) -> FutureCompletion:
     )
 
 
-async def _answer(result: Result, accept: str) -> Response:
+async def _answer(services: Services, tenant: TenantId, result: Result, accept: str) -> Response:
     rewrite = _JSON_OF.get(result.kind)
     if rewrite is None:
         return Response(result.payload, media_type="application/json")
     if PROTOBUF in accept:
         return Response(result.payload, media_type=PROTOBUF)
-    payload = result.payload
-    json = await off_event_loop(len(payload), rewrite, payload)
+    payload, weight = result.payload, JSON_VALUE_WEIGHT * len(result.payload) // _NUMBER_BYTES
+    json = await services.parser.parse_json(tenant, weight, rewrite, payload)
     return Response(json, media_type="application/json")

@@ -12,8 +12,8 @@ from cotrain.wire.mint import InterpolateRequest, ReverseKlRequest
 from cotrain_server.errors import Invalid
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of
-from cotrain_server.http.request_body import json_body, off_event_loop
-from cotrain_server.http.tenant_routes import DataRoute
+from cotrain_server.http.request_body import body_weight, json_body
+from cotrain_server.http.tenant_routes import DataRoute, TenantRoute
 from cotrain_server.requests.checkpoint_lookup import WRONG_PATH, find_loadable
 from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
 from cotrain_server.requests.pass_validation import check_rank
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from cotrain_store.messages.sessions import Tenant
     from cotrain_store.messages.weights import WeightsRecord
 
-router = APIRouter(
-    prefix="/api/v1/mint", tags=["mint"], route_class=DataRoute, dependencies=[api_key]
-)
+router = APIRouter(prefix="/api/v1/mint", tags=["mint"], dependencies=[api_key])
+passes = APIRouter(route_class=DataRoute)
+checkpoints = APIRouter(route_class=TenantRoute)
 
 
-@router.post(
+@passes.post(
     "/forward_backward_reverse_kl",
     response_model_exclude_none=True,
     openapi_extra=body_of(ReverseKlRequest),
@@ -51,9 +51,8 @@ async def forward_backward_reverse_kl(
 
     Without a `seq_id` it goes behind all that the run was sent so far.
     """
-    content = await json_body(request)
-    size = len(content)
-    asked = await off_event_loop(size, read_reverse_kl, content)
+    content, weight = await json_body(request), body_weight(request)
+    asked = await services.parser.parse_json(tenant.id, weight, read_reverse_kl, content)
     run = await services.records.run(tenant.id, asked.model_id)
     pool = await services.records.pool(run.pool)
     if pool is None:
@@ -61,11 +60,11 @@ async def forward_backward_reverse_kl(
     key = idempotency_key(request)
     try:
         reference = await _reference(services, tenant.id, asked, pool)
-        op = await off_event_loop(size, reverse_kl_op, asked, reference, pool)
+        op = await services.parser.run(tenant.id, weight, reverse_kl_op, asked, reference, pool)
         return await submit(services, run, asked.seq, op, key)
     except WRONG_PATH as error:
         message = f"reference_model_path: {error}"
-        op = await off_event_loop(size, refused_reverse_kl, asked, message)
+        op = await services.parser.run(tenant.id, weight, refused_reverse_kl, asked, message)
         return await submit(services, run, asked.seq, op, key)
 
 
@@ -88,7 +87,7 @@ async def _reference(
     return weights.ref
 
 
-@router.post("/checkpoints/interpolate", response_model_exclude_none=True)
+@checkpoints.post("/checkpoints/interpolate", response_model_exclude_none=True)
 async def interpolate_checkpoints(
     wanted: InterpolateRequest, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
@@ -130,3 +129,7 @@ async def _open_run(
         lora=lora,
         created_at=time.time(),
     )
+
+
+router.include_router(passes)
+router.include_router(checkpoints)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,7 +15,8 @@ from typing_extensions import override
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of
-from cotrain_server.requests.sample_validation import check_sample, is_sampleable
+from cotrain_server.http.request_body import body_weight
+from cotrain_server.requests.sample_validation import is_sampleable
 from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.model_names import find_target
 from cotrain_server.text_apis.openai_choices import ChatShape, CompletionShape
@@ -26,6 +28,13 @@ from cotrain_server.text_apis.openai_requests import (
     openai_error,
 )
 from cotrain_server.text_apis.openai_responses import Reply, answer, chunks
+from cotrain_server.text_apis.prompts import (
+    characters_of,
+    chat_body,
+    prompt_bodies,
+    text_weight,
+    written_characters,
+)
 from cotrain_server.text_apis.route import (
     STREAMS,
     EventStream,
@@ -39,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cotrain_server.services import Services
-    from cotrain_server.text_apis.detokenizer import Tokenizer
     from cotrain_server.text_apis.model_names import Target
     from cotrain_server.text_apis.route import Refusal
     from cotrain_store.bodies.sample_body import SampleBody
@@ -83,12 +91,13 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any
 )
 async def continue_texts(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Go on with one or more texts."""
-    asked = await read_asked(request, CompletionRequest)
+    asked = await read_asked(request, services, tenant.id, CompletionRequest)
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
-    tokenizer = target.language.tokenizer
-    bodies = [asked.body(await tokens_of(tokenizer, prompt)) for prompt in asked.prompts]
-    echoes = [_text(tokenizer, prompt) for prompt in asked.prompts] if asked.echo else []
+    prompts = asked.prompts
+    weight = body_weight(request) + text_weight(written_characters(prompts))
+    make = partial(prompt_bodies, target, prompts, asked.body, echo=bool(asked.echo))
+    bodies, echoes = await services.parser.run(tenant.id, weight, make)
     reply = Reply(
         **_reply(asked, target, bodies),
         shape=CompletionShape(),
@@ -106,12 +115,14 @@ async def continue_texts(request: Request, services: ServicesDep, tenant: Tenant
 )
 async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat."""
-    asked = await read_asked(request, ChatCompletionRequest)
+    asked = await read_asked(request, services, tenant.id, ChatCompletionRequest)
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
-    prompt = await target.language.chat_tokens(asked.chat(), asked.chat_template_kwargs)
+    chat = asked.chat()
+    make = partial(chat_body, target, chat, asked.body, asked.chat_template_kwargs)
+    body = await services.parser.run(tenant.id, text_weight(characters_of(chat)), make)
     reply = Reply(
-        **_reply(asked, target, [asked.body(prompt)]),
+        **_reply(asked, target, [body]),
         shape=ChatShape(),
         wants_logprobs=bool(asked.logprobs),
     )
@@ -135,8 +146,6 @@ def _reply(
 async def _generate(
     request: Request, services: Services, reply: Reply, *, is_streamed: bool
 ) -> Response:
-    for body in reply.bodies:
-        check_sample(body, reply.target.pool)
     generation = await Generation.start(services, reply.target.sampler, reply.bodies)
     if is_streamed:
         return EventStream(chunks(reply, generation.events()), generation.close)
@@ -144,14 +153,3 @@ async def _generate(
     if complete is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(await asyncio.to_thread(answer, reply, complete))
-
-
-async def tokens_of(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
-    """Cut a prompt into tokens, unless it is tokens already."""
-    if isinstance(prompt, str):
-        return await asyncio.to_thread(tokenizer.encode, prompt, special=True)
-    return prompt
-
-
-def _text(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True)

@@ -10,7 +10,7 @@ from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.sampling import SampleRequest
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of
-from cotrain_server.http.request_body import json_body, off_event_loop
+from cotrain_server.http.request_body import body_weight, json_body
 from cotrain_server.http.tenant_routes import DataRoute
 from cotrain_server.requests.sample_validation import check_sample
 from cotrain_server.requests.samples import read_sample
@@ -31,13 +31,13 @@ async def asample(request: Request, services: ServicesDep, tenant: TenantDep) ->
     Twice is harmless: the client's own number for it names it. Over the tenant's quota the answer
     is 429, and SDKs slow down and send the same number again.
     """
-    content = await json_body(request)
-    sample = await off_event_loop(len(content), read_sample, content)
+    content, weight = await json_body(request), body_weight(request)
+    sample = await services.parser.parse_json(tenant.id, weight, read_sample, content)
     sampler = await services.records.sampler(tenant.id, sample.sampler)
     pool = await services.records.pool(sampler.pool)
     if pool is None:
         raise BaseModelNotServed(f"Base model {sampler.base_model!r} is not served here any more.")
-    await off_event_loop(len(content), check_sample, sample.body, pool)
+    await services.parser.run(tenant.id, weight, check_sample, sample.body, pool)
     longest = pool.max_sequence_tokens
     request_id = await services.sample_intake.submit(sampler, sample.seq, sample.body, longest)
     return UntypedAPIFuture(

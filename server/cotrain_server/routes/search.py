@@ -27,9 +27,9 @@ router = APIRouter(
     prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]
 )
 
-READ_AT_ONCE = 200
+READ_AT_ONCE = 100
 #: One page looks at no more than this many; a rare match may be some pages away.
-LOOKED_AT = 10_000
+LOOKED_AT = 2_000
 
 
 @router.post("/sessions/search")
@@ -39,8 +39,9 @@ async def search_sessions(
     """Find sessions. Go on with `next_cursor` until there is none: a page may be short."""
     if not may_find(request.owner, tenant.id):
         return SessionSearchResponse(sessions=[])
-    found, position = await _look(request, services, tenant.id)
-    stored = await services.session_search.stored(tenant.id)
+    async with services.walks.of(tenant.id):
+        found, position = await _look(request, services, tenant.id)
+        stored = await services.session_search.stored(tenant.id)
     return SessionSearchResponse(
         sessions=[
             summary_of(entry, tenant.id, stored.get(entry.record.id, Stored())) for entry in found

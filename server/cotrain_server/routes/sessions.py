@@ -24,15 +24,15 @@ from cotrain_server.http.auth import exchanges_key, is_local
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.requests.checkpoint_validation import check_notes
+from cotrain_server.requests.pass_scan import MAX_DATUMS
 from cotrain_server.requests.sample_validation import is_sampleable
 
 router = APIRouter(
     prefix="/api/v1", tags=["sessions"], route_class=TenantRoute, dependencies=[api_key]
 )
 
-#: SDK 0.38 cuts larger calls of forward_backward into requests of this many datums,
-CHUNK_DATUMS = 65_536
-#: and of so many bytes, as it counts them: arrays alone, before compression.
+#: SDK 0.38 cuts larger calls of forward_backward into requests of MAX_DATUMS, and of so many bytes, as it
+#: counts them: arrays alone, before compression.
 CHUNK_BYTES = 32_000_000
 MAX_SAMPLES_AT_ONCE = 2_000
 """Requests one sampling client has on their way, as the hosted service has it."""
@@ -46,7 +46,7 @@ async def client_config(
     settings = services.settings
     return ClientConfigResponse(
         pjwt_auth_enabled=exchanges_key(request, settings),
-        fwdbwd_max_chunk_len=CHUNK_DATUMS,
+        fwdbwd_max_chunk_len=MAX_DATUMS,
         # It counts arrays alone; what is around them takes as much where they are small.
         fwdbwd_max_chunk_bytes_count=min(CHUNK_BYTES, settings.max_body_bytes // 2),
         proto_compress_fwdbwd=not is_local(request),

@@ -6,6 +6,7 @@ an answer that waited for an earlier chunk would never end.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
@@ -16,7 +17,7 @@ from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepR
 from cotrain_server.errors import UnsupportedMediaType
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of
-from cotrain_server.http.request_body import is_json, is_protobuf, json_body, off_event_loop
+from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
 from cotrain_server.http.tenant_routes import DataRoute
 from cotrain_server.requests.passes import (
     pass_op,
@@ -29,9 +30,6 @@ from cotrain_server.requests.submission import idempotency_key, submit
 from cotrain_store.errors import BaseModelNotServed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_server.requests.passes import AddressedPass
     from cotrain_server.services import Services
     from cotrain_store.messages.sessions import Tenant
 
@@ -71,7 +69,8 @@ async def optim_step(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
     """Queue one AdamW step on the gradient gathered so far."""
-    step = read_step(await json_body(request))
+    content = await json_body(request)
+    step = await services.parser.parse_json(tenant.id, body_weight(request), read_step, content)
     run = await services.records.run(tenant.id, step.model_id)
     return await submit(services, run, step.seq, step_op(step), idempotency_key(request))
 
@@ -79,21 +78,18 @@ async def optim_step(
 async def _queue_pass(
     request: Request, services: Services, tenant: Tenant, *, forward_only: bool
 ) -> UntypedAPIFuture:
-    body = await request.body()
-    size = len(body)
-    read = _reader(request)
-    addressed = await off_event_loop(size, read, body, forward_only=forward_only)
+    body, weight = await request.body(), body_weight(request)
+    if is_protobuf(request):
+        read = partial(read_binary_pass, body, forward_only=forward_only)
+        addressed = await services.parser.run(tenant.id, weight, read)
+    elif is_json(request):
+        read = partial(read_json_pass, body, forward_only=forward_only)
+        addressed = await services.parser.parse_json(tenant.id, weight, read)
+    else:
+        raise UnsupportedMediaType(f"Send application/json or {PROTOBUF}.")
     run = await services.records.run(tenant.id, addressed.model_id)
     pool = await services.records.pool(run.pool)
     if pool is None:
         raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
-    op = await off_event_loop(size, pass_op, addressed, pool)
+    op = await services.parser.run(tenant.id, weight, pass_op, addressed, pool)
     return await submit(services, run, addressed.seq, op, idempotency_key(request))
-
-
-def _reader(request: Request) -> Callable[..., AddressedPass]:
-    if is_protobuf(request):
-        return read_binary_pass
-    if is_json(request):
-        return read_json_pass
-    raise UnsupportedMediaType(f"Send application/json or {PROTOBUF}.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from cotrain.wire.sample_codec import decode_sample_response
 from cotrain_server.errors import RequestError
-from cotrain_server.http.request_body import off_event_loop
+from cotrain_server.parsing.parser import BINARY_BYTE_WEIGHT
 from cotrain_store.errors import StoreError
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import ResultKind
@@ -197,7 +197,9 @@ class Generation:
         if outcome.kind is ResultKind.FAILURE:
             raise GenerationFailed(outcome)
         payload = outcome.payload
-        return await off_event_loop(len(payload), decode_sample_response, payload)
+        weight = BINARY_BYTE_WEIGHT * len(payload)
+        parser, tenant = self._services.parser, self._sampler.tenant
+        return await parser.run(tenant, weight, decode_sample_response, payload)
 
     def _withdraw(self) -> None:
         for task in self._tasks:

@@ -127,7 +127,8 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[str | Tokens]:
         """The prompts, each as text or as tokens; raises Invalid for none, or too many."""
         given = self.prompt
-        is_one = isinstance(given, str) or (given and all(isinstance(part, int) for part in given))
+        # A list holds numbers alone or none: its first says which.
+        is_one = isinstance(given, str) or (given and isinstance(given[0], int))
         prompts: list[Any] = [given] if is_one else list(given)
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise Invalid(f"prompt: 1 to {MAX_PROMPTS} prompts are taken, not {len(prompts)}.")

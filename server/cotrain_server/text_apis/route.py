@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -14,7 +14,8 @@ from typing_extensions import override
 from cotrain_server import errors
 from cotrain_server.errors import Invalid, RequestError, sentence
 from cotrain_server.http.disconnect import while_connected
-from cotrain_server.http.request_body import json_body, off_event_loop
+from cotrain_server.http.json_size import CHATS
+from cotrain_server.http.request_body import body_weight, json_body
 from cotrain_server.http.tenant_routes import DataRoute
 from cotrain_server.text_apis.generation import GenerationFailed, ShuttingDown
 from cotrain_store.errors import BaseModelNotServed, StoreError, StoreUnavailable
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from cotrain.wire.sampling import SampleResponse
+    from cotrain_server.http.json_size import JsonLimits
     from cotrain_server.http.tenant_routes import Handler
+    from cotrain_server.services import Services
     from cotrain_server.text_apis.generation import Generation
+    from cotrain_store.messages.ids import TenantId
 
 Asked = TypeVar("Asked", bound=BaseModel)
 
@@ -49,6 +53,8 @@ class Refusal(NamedTuple):
 
 class InferenceRoute(DataRoute):
     """A tenant's route whose errors have a shape of their own (`error_body`)."""
+
+    json_limits: ClassVar[JsonLimits] = CHATS
 
     @override
     def get_route_handler(self) -> Handler:
@@ -90,11 +96,17 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def read_asked(request: Request, model: type[Asked]) -> Asked:
+async def read_asked(
+    request: Request, services: Services, tenant: TenantId, model: type[Asked]
+) -> Asked:
     """Read the JSON of a request; raises Invalid with the name of its first wrong field."""
-    content = await json_body(request)
+    content, weight = await json_body(request), body_weight(request)
+    return await services.parser.parse_json(tenant, weight, _read, model, content)
+
+
+def _read(model: type[Asked], content: bytes) -> Asked:
     try:
-        return await off_event_loop(len(content), model.model_validate_json, content)
+        return model.model_validate_json(content)
     except ValidationError as error:
         raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
 

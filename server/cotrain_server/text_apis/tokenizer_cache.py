@@ -15,11 +15,8 @@ from cotrain_server.text_apis.chat_template import ChatTemplate
 from cotrain_server.text_apis.detokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from typing import Any
 
-    from cotrain_server.text_apis.chat_template import Message
     from cotrain_store.messages.pools import PoolRecord
 
 log = structlog.get_logger()
@@ -34,25 +31,6 @@ class Language:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
-
-    async def chat_tokens(
-        self,
-        messages: Sequence[Message],
-        options: Mapping[str, Any] | None = None,
-        *,
-        continue_final: bool = False,
-    ) -> list[int]:
-        """Write a chat as the prompt of its next message, or of the rest of its last one.
-
-        Raises:
-            Invalid: there is no template, or it refuses the messages.
-        """
-        if self.template is None:
-            raise Invalid("messages: this model has no chat template; send a text to completions.")
-        text = await asyncio.to_thread(
-            self.template.render, messages, options, continue_final=continue_final
-        )
-        return await asyncio.to_thread(self.tokenizer.encode, text, special=False)
 
 
 def published_tokenizer(pool: PoolRecord, data_dir: Path) -> Path | None:

@@ -47,13 +47,20 @@ def test_1030_datums_are_two_chunks_where_the_server_says_nothing() -> None:
 @given(st.lists(st.integers(0, 3000), max_size=20), st.integers(5_000, 40_000))
 def test_to_a_server_of_ours_a_pass_goes_whole_or_not_at_all(sizes: list[int], most: int) -> None:
     datums = [datum_of(size) for size in sizes]
-    config = ClientConfigResponse(cotrain_max_pass_bytes=most, fwdbwd_max_chunk_len=1)
+    config = ClientConfigResponse(cotrain_max_pass_bytes=most, fwdbwd_max_chunk_len=20)
     request = wire.ForwardBackwardRequest(model_id="m" * 100, seq_id=2**31 - 1, data=datums)
     if request.ByteSize() <= most - 5_000:
         assert chunks_of(datums, config) == [datums]
     elif request.ByteSize() > most:
         with pytest.raises(UnsupportedInput, match="Send it in several calls"):
             chunks_of(datums, config)
+
+
+def test_a_server_of_ours_says_how_many_datums_it_takes_at_once() -> None:
+    config = ClientConfigResponse(cotrain_max_pass_bytes=10**9, fwdbwd_max_chunk_len=2)
+    assert chunks_of([datum_of(1)] * 2, config) == [[datum_of(1)] * 2]
+    with pytest.raises(UnsupportedInput, match=r"data has 3 datums; one call takes up to 2 here"):
+        chunks_of([datum_of(1)] * 3, config)
 
 
 def test_one_chunk_is_the_whole_result() -> None:

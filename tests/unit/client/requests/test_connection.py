@@ -68,7 +68,7 @@ def test_the_server_is_asked_once_before_anything_else(
         ({}, [5]),
         ({"fwdbwd_max_chunk_len": 2}, [2, 2, 1]),
         ({"fwdbwd_max_chunk_bytes_count": 30_000}, [2, 2, 1]),
-        ({"fwdbwd_max_chunk_len": 2, "cotrain_max_pass_bytes": 70_000}, [5]),
+        ({"fwdbwd_max_chunk_bytes_count": 30_000, "cotrain_max_pass_bytes": 70_000}, [5]),
     ],
 )
 def test_the_server_says_how_large_a_request_may_be(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,17 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from cotrain_server.http.connection_limits import ImpatientProtocol, allow_many_connections
+from cotrain_server.http import connection_limits
+from cotrain_server.http.connection_limits import (
+    ACCEPTED_AT_ONCE,
+    RESERVED_DESCRIPTORS,
+    ImpatientProtocol,
+    allow_many_connections,
+    limited_protocol,
+    listen_long,
+    log_lost_accepts,
+    most_connections,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -91,5 +102,141 @@ def test_as_many_connections_are_allowed_as_the_host_grants() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
         allow_many_connections()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        assert most_connections() == 1024 - RESERVED_DESCRIPTORS
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+# ---- How many there may be --------------------------------------------------------------------------
+
+MOST = 8
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n"
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Held:
+    """A server that answers health checks at once, and all else when it is let."""
+
+    def __init__(self) -> None:
+        self.let = asyncio.Event()
+        self.asked = asyncio.Semaphore(0)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != "/healthz":
+            self.asked.release()
+            await self.let.wait()
+        await answer(send)
+
+
+async def answer(send: Send) -> None:
+    headers = [(b"content-length", b"4")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"here"})
+
+
+@asynccontextmanager
+async def limited(app: Held) -> AsyncIterator[asyncio.Server]:
+    config = uvicorn.Config(app, ws="none", log_level="error")
+    state, loop = ServerState(), asyncio.get_running_loop()
+    protocol = limited_protocol(MOST, proxies=())
+    server = await loop.create_server(
+        lambda: protocol(config, state, {}), "127.0.0.1", 0, backlog=ACCEPTED_AT_ONCE
+    )
+    listen_long([server])
+    async with server:
+        yield server
+        app.let.set()
+
+
+async def connect(server: asyncio.Server, *, count: int = 1) -> list[Streams]:
+    address = server.sockets[0].getsockname()
+    return [await asyncio.open_connection(*address) for _ in range(count)]
+
+
+async def ask(streams: Streams, request: bytes) -> bytes:
+    streams[1].write(request)
+    return await streams[0].readuntil(b"\r\n")
+
+
+async def test_a_flood_that_says_nothing_takes_the_place_of_its_own_first_ones() -> None:
+    app = Held()
+    async with limited(app) as server:
+        flood = await connect(server, count=5 * MOST)
+        [ordinary] = await connect(server)
+        assert await ask(ordinary, HEALTH) == b"HTTP/1.1 200 OK\r\n"
+        closed = [reader for reader, _ in flood if reader.at_eof() or reader.exception()]
+        assert len(closed) == 4 * MOST + 1
+        for _, writer in [*flood, ordinary]:
+            writer.close()
+
+
+async def test_where_every_connection_is_being_answered_health_checks_are_too() -> None:
+    app = Held()
+    async with limited(app) as server:
+        polls = await connect(server, count=MOST)
+        for _, writer in polls:
+            writer.write(REQUEST)
+        for _ in polls:
+            await app.asked.acquire()
+        check, other = await connect(server, count=2)
+        assert await ask(check, HEALTH) == b"HTTP/1.1 200 OK\r\n"
+        assert await ask(other, REQUEST) == b"HTTP/1.1 503 Service Unavailable\r\n"
+        said = await other[0].read()
+        assert b"retry-after: 1" in said
+        assert b"too_many_connections" in said
+        app.let.set()
+        for streams in polls:
+            assert (await streams[0].readuntil(b"here")).startswith(b"HTTP/1.1 200")
+        # Back at once: the place of one that was answered is another's.
+        [late] = await connect(server)
+        assert await ask(late, REQUEST) == b"HTTP/1.1 200 OK\r\n"
+        for _, writer in [*polls, check, other, late]:
+            writer.close()
+
+
+async def test_out_of_descriptors_is_one_line_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the flood ended, asyncio had logged 136,000 tracebacks, and listened again two minutes later."""
+    lines: list[str] = []
+    monkeypatch.setattr(connection_limits, "_logged_at", {})
+    monkeypatch.setattr(connection_limits.log, "warning", lambda event, **_: lines.append(event))
+    loop = asyncio.get_running_loop()
+    log_lost_accepts(loop)
+    timers = 0
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal timers
+        timers += 1
+        return later(*args, **kwargs)  # type: ignore[arg-type]
+
+    later = loop.call_later
+    app = Held()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with limited(app) as server:
+        client = socket.socket()
+        client.setblocking(False)
+        await loop.sock_connect(client, server.sockets[0].getsockname())
+        ordinary = await asyncio.open_connection(sock=client)
+        assert await ask(ordinary, HEALTH) == b"HTTP/1.1 200 OK\r\n"
+        waiting = socket.socket()
+        waiting.setblocking(False)
+        monkeypatch.setattr(loop, "call_later", counted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # none is left
+        try:
+            await loop.sock_connect(waiting, server.sockets[0].getsockname())
+            for _ in range(1000):
+                await asyncio.sleep(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert lines == ["accept_paused"]
+        assert timers <= ACCEPTED_AT_ONCE
+        assert not caplog.records
+        # Taken when there is one again.
+        late = await asyncio.open_connection(sock=waiting)
+        assert await ask(late, HEALTH) == b"HTTP/1.1 200 OK\r\n"
+        for _, writer in (ordinary, late):
+            writer.close()
+    loop.set_exception_handler(None)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import tracemalloc
 
 import pytest
 import zstandard
 from starlette.requests import Request
 
 from cotrain_server.errors import BodyTooLarge, Unreadable, UnsupportedMediaType
-from cotrain_server.http import request_body as bodies
-from cotrain_server.http.request_body import decompress, read_body, refuse_deep_json
+from cotrain_server.http.json_size import FEW
+from cotrain_server.http.request_body import BodyReader, decompress
+from cotrain_server.parsing.parser import Parser
+from cotrain_store.messages.ids import TenantId
 
 LIMIT = 1024 * 1024
 
@@ -32,7 +33,12 @@ def request_of(chunks: list[bytes], **headers: str) -> Request:
 
 
 async def read(chunks: list[bytes], **headers: str) -> bytes:
-    return await read_body(request_of(chunks, **headers), LIMIT)
+    parser = Parser()
+    try:
+        reader = BodyReader(parser, TenantId("t"), LIMIT, FEW)
+        return await reader.read(request_of(chunks, **headers))
+    finally:
+        parser.close()
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -74,48 +80,6 @@ def test_a_truncated_frame_is_unreadable(cut: int) -> None:
 def test_bytes_that_are_no_frame_are_unreadable() -> None:
     with pytest.raises(Unreadable):
         decompress(b"not a zstd frame at all", LIMIT)
-
-
-@pytest.mark.parametrize("body", [b"[" * 33, b'{"a":' * 33, b'"[[" ' * 40 + b"[{" * 17])
-def test_json_nested_too_deep_is_unreadable(body: bytes) -> None:
-    with pytest.raises(Unreadable, match="deeper than 32"):
-        refuse_deep_json(body)
-
-
-def test_depth_is_counted_across_the_chunks_a_body_is_looked_at_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bodies, "_DEPTH_STEP", 7)
-    refuse_deep_json(b"[1,{" * 16 + b"}]" * 16)
-    with pytest.raises(Unreadable):
-        refuse_deep_json(b"[1,{" * 17)
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"[" * 32 + b"]" * 32, b"[]," * 1000, b'"' + b"[" * 99 + b'"', b'["\\"[[[[[[[["]']
-)
-def test_brackets_inside_strings_and_next_to_each_other_are_not_depth(body: bytes) -> None:
-    refuse_deep_json(body)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
-def test_a_string_goes_on_across_the_chunks_a_body_is_looked_at_in(
-    monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
-    monkeypatch.setattr(bodies, "_DEPTH_STEP", chunk)
-    refuse_deep_json(b'["' + b"[" * 40 + rb"\"[\\\"[" + b'"]')
-    with pytest.raises(Unreadable):
-        refuse_deep_json(rb'["\\",' + b"[" * 32)
-
-
-@pytest.mark.parametrize("hostile", [b'"' + rb"\"" * 1_000_000, b'"' + b"a" * 4_000_000])
-def test_a_string_that_never_ends_costs_no_more_than_its_size(hostile: bytes) -> None:
-    tracemalloc.start()
-    try:
-        refuse_deep_json(hostile)
-        assert tracemalloc.get_traced_memory()[1] < 16 * len(hostile)
-    finally:
-        tracemalloc.stop()
 
 
 async def test_a_body_is_read_chunk_by_chunk() -> None:

@@ -1,0 +1,124 @@
+"""What one tenant sends, another does not notice: attacks on a whole API, counted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+import zstandard
+
+from bench.attacks import JSON, PROTOBUF, ZSTD, deflated_json_body, empty_datums_body
+from cotrain.wire.proto import wire_pb2
+from cotrain.wire.sampling import MAX_RETRIEVED
+from cotrain_server.limits.tenant_connections import TenantConnections
+from cotrain_store.redis_client.batching import BatchingRedis
+from cotrain_store.sampling.completions import ACKNOWLEDGED_AT_ONCE
+from tests.support.http_api import ALICE, BOB, Api, pass_body, running_api
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.redis_server import EmbeddedRedis
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url) as opened:
+        yield opened
+
+
+async def test_small_json_of_ten_million_lists_is_refused_with_its_limit(api: Api) -> None:
+    for path, limit in (("forward", 262_144), ("asample", 262_144), ("create_session", 20_000)):
+        answer = await api.post(path, content=deflated_json_body(900_000), headers=JSON | ZSTD)
+        assert answer.status_code == 413
+        assert f"more than {limit} lists and objects" in answer.json()["detail"]
+    answer = await api.post("forward", content=deflated_json_body(), headers=JSON | ZSTD)
+    assert answer.status_code == 413
+
+
+async def test_a_pass_of_four_million_empty_datums_takes_its_place_and_fails(api: Api) -> None:
+    run = await api.new_run()
+    head = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=1).SerializeToString()
+    body = zstandard.compress(head + b"\x1a\x00" * 4_000_000)
+    answer = await api.post("forward_backward", content=body, headers=PROTOBUF | ZSTD)
+    assert answer.status_code == 200, answer.text
+    # It is in the run's order: the next one is taken as the next.
+    assert (await api.post("forward_backward", pass_body(run, 2))).status_code == 200
+
+
+async def test_a_pass_for_nobody_is_refused(api: Api) -> None:
+    answer = await api.post(
+        "forward_backward", content=empty_datums_body(), headers=PROTOBUF | ZSTD
+    )
+    assert answer.status_code == 404
+
+
+async def test_more_ids_than_any_sdk_sends_are_refused_by_their_field(api: Api) -> None:
+    sampler = await api.new_sampler()
+    ids = [f"{sampler}:{seq}" for seq in range(MAX_RETRIEVED + 1)]
+    target = {"type": "sampling_session", "sampling_session_id": sampler}
+    body = {"target": target, "timeout": 0.0, "retrieved_request_ids": ids}
+    answer = await api.post("retrieve_futures", body)
+    assert answer.status_code == 422
+    assert "retrieved_request_ids" in answer.text
+    assert str(MAX_RETRIEVED) in answer.text
+    assert (
+        await api.post("retrieve_futures", {**body, "retrieved_request_ids": ids[1:]})
+    ).is_success
+
+
+async def test_others_ask_redis_between_the_ids_of_twelve_retrieves(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve at once had Redis serve nobody else for 5.8 s: now a batch of commands holds one script."""
+    sampler = await api.new_sampler()
+    ids = [f"{sampler}:{seq}" for seq in range(1_000)]
+    target = {"type": "sampling_session", "sampling_session_id": sampler}
+    body = {"target": target, "timeout": 0.0, "retrieved_request_ids": ids}
+    most_ids, answers = 0, BatchingRedis._answers
+
+    async def watched(
+        redis: BatchingRedis, batch: list[tuple[tuple[bytes, ...], object]]
+    ) -> object:
+        nonlocal most_ids
+        given = [argument for args, *_ in batch for argument in args]
+        in_batch = sum(str(each).count(":sample:") for each in given)
+        most_ids = max(most_ids, in_batch)
+        return await answers(redis, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BatchingRedis, "_answers", watched)
+    retrieves = [asyncio.create_task(api.post("retrieve_futures", body)) for _ in range(12)]
+    sessions = 0
+    while not all(retrieve.done() for retrieve in retrieves):
+        assert (await api.post("create_session", {}, BOB)).is_success
+        sessions += 1
+    assert all([(await retrieve).is_success for retrieve in retrieves])
+    # 12 scripts of a thousand ids each came in one batch; with it went what others had asked.
+    assert ACKNOWLEDGED_AT_ONCE <= most_ids <= 2 * ACKNOWLEDGED_AT_ONCE
+    assert sessions > 5
+
+
+async def test_a_tenant_has_so_many_requests_open_and_its_neighbour_its_own(api: Api) -> None:
+    api.services.tenant_connections = TenantConnections(most=2)
+    half = b'{"a":'
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield half
+        arrived.release()
+        await ended.wait()
+        yield b"1}"
+
+    arrived, ended = asyncio.Semaphore(0), asyncio.Event()
+    slow = [
+        asyncio.create_task(api.post("telemetry", content=slowly(), headers=JSON)) for _ in range(2)
+    ]
+    for _ in slow:
+        await arrived.acquire()
+    refused = await api.post("telemetry", {}, ALICE)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["code"] == "too_many_connections"
+    assert (await api.post("telemetry", {}, BOB)).is_success
+    ended.set()
+    assert [(await each).is_success for each in slow] == [True, True]
+    assert (await api.post("telemetry", {}, ALICE)).is_success

@@ -1,0 +1,99 @@
+"""Which connections a process keeps where there are too many."""
+
+from __future__ import annotations
+
+import pytest
+
+from cotrain_server.http.connection_table import HEALTH_CONNECTIONS, Admission, ConnectionTable
+
+MOST = 10
+FLOODER, OFFICE = "203.0.113.7", "198.51.100.1"
+
+
+def table(most_of_address: int = 1000) -> ConnectionTable[str]:
+    return ConnectionTable(MOST, most_of_address, lambda address: address == "127.0.0.1")
+
+
+def full(of_address: str = FLOODER, *, asking: bool) -> ConnectionTable[str]:
+    made = table()
+    for number in range(MOST):
+        assert made.add(f"old {number}", of_address) == (Admission.ALL, None)
+        if asking:
+            made.asks(f"old {number}")
+    return made
+
+
+def test_a_new_one_takes_the_place_of_the_one_that_has_waited_longest() -> None:
+    made = full(asking=False)
+    made.asks("old 0")
+    made.waits("old 0")  # answered: it has waited for the shortest time now
+    assert made.add("new", OFFICE) == (Admission.ALL, "old 1")
+    assert made.add("newer", OFFICE) == (Admission.ALL, "old 2")
+    assert len(made) == MOST
+
+
+def test_none_on_which_a_request_is_answered_makes_way() -> None:
+    made = full(asking=True)
+    made.waits("old 5")
+    assert made.add("new", OFFICE) == (Admission.ALL, "old 5")
+    assert made.add("newer", OFFICE) == (Admission.ALL, "new")
+
+
+def test_where_all_are_answered_health_checks_still_have_room() -> None:
+    made = full(asking=True)
+    for number in range(HEALTH_CONNECTIONS):
+        assert made.add(f"check {number}", OFFICE) == (Admission.HEALTH_ONLY, None)
+    assert made.add("one more", OFFICE) == (Admission.HEALTH_ONLY, "check 0")
+    assert len(made) == MOST + HEALTH_CONNECTIONS
+    for number in range(1, HEALTH_CONNECTIONS):
+        made.asks(f"check {number}")
+    made.asks("one more")
+    assert made.add("too many", OFFICE) == (Admission.NOTHING, None)
+
+
+def test_a_place_that_is_free_again_is_a_whole_one() -> None:
+    made = full(asking=True)
+    made.remove("old 3")
+    made.remove("old 3")
+    assert made.add("new", OFFICE) == (Admission.ALL, None)
+
+
+def test_an_address_at_its_limit_makes_way_for_itself_alone() -> None:
+    made = table(most_of_address=3)
+    made.add("of another", OFFICE)
+    for number in range(3):
+        made.add(f"flood {number}", FLOODER)
+    assert made.add("flood 3", FLOODER) == (Admission.ALL, "flood 0")
+    for number in (1, 2, 3):
+        made.asks(f"flood {number}")
+    assert made.add("flood 4", FLOODER) == (Admission.NOTHING, None)
+    assert made.add("of another again", OFFICE) == (Admission.ALL, None)
+
+
+def test_an_address_that_many_share_has_no_limit_of_its_own() -> None:
+    made = table(most_of_address=3)
+    assert [made.add(str(number), "127.0.0.1")[1] for number in range(MOST)] == [None] * MOST
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("2001:db8::1", "2001:db8::ffff:2", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:203.0.113.7", "::ffff:203.0.113.8", False),
+    ],
+)
+def test_addresses_of_one_network_have_one_owner(one: str, other: str, is_same: bool) -> None:
+    made = table(most_of_address=1)
+    made.add("first", one)
+    assert made.add("second", other) == (Admission.ALL, "first" if is_same else None)
+
+
+def test_nothing_is_kept_of_those_that_are_gone() -> None:
+    made = full(asking=False)
+    for number in range(MOST):
+        made.remove(f"old {number}")
+    made.waits("old 0")  # its answer was on its way
+    made.asks("old 1")
+    assert len(made) == 0
+    assert not any([made._waiting, made._waiting_by_address, made._count_by_address])

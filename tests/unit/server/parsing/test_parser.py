@@ -1,0 +1,164 @@
+"""Large work is done elsewhere, one piece per tenant at a time, and what it took is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
+from cotrain_server.parsing.heap import trim_heap
+from cotrain_server.parsing.parser import CHILD_ABOVE, THREAD_ABOVE, Parser
+from cotrain_server.requests.passes import json_object
+from cotrain_store.messages.ids import TenantId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ALICE, BOB = TenantId("alice"), TenantId("bob")
+LIGHT, HEAVY, VAST = THREAD_ABOVE, THREAD_ABOVE + 1, CHILD_ABOVE + 1
+MIB = 1024**2
+
+
+@pytest.fixture(scope="module")
+def parser() -> Iterator[Parser]:
+    opened = Parser()
+    yield opened
+    opened.close()
+
+
+class Gate:
+    """Work that waits until it may end, and counts how many do so at once."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+        self.inside = 0
+
+    def work(self) -> int:
+        self.inside += 1
+        self.entered.release()
+        self.open.wait()
+        self.inside -= 1
+        return 1
+
+    async def until_entered(self) -> None:
+        await asyncio.to_thread(self.entered.acquire)
+
+
+async def test_light_work_is_done_at_once_and_heavy_work_in_a_thread(parser: Parser) -> None:
+    here = threading.get_ident()
+    assert await parser.run(ALICE, LIGHT, threading.get_ident) == here
+    assert await parser.run(ALICE, HEAVY, threading.get_ident) != here
+    assert await parser.parse_json(ALICE, HEAVY, os.getpid) == os.getpid()
+
+
+async def test_a_tenant_has_one_piece_of_heavy_work_at_a_time(parser: Parser) -> None:
+    gate = Gate()
+    first = [asyncio.create_task(parser.run(ALICE, HEAVY, gate.work)) for _ in range(5)]
+    await gate.until_entered()
+    other = asyncio.create_task(parser.run(BOB, HEAVY, gate.work))
+    await gate.until_entered()  # beside the first one, before the other four
+    assert gate.inside == 2
+    gate.open.set()
+    assert await asyncio.gather(*first, other) == [1] * 6
+
+
+async def test_who_hangs_up_does_not_begin_the_next_one_beside_the_first(parser: Parser) -> None:
+    gate = Gate()
+    first = asyncio.create_task(parser.run(ALICE, HEAVY, gate.work))
+    await gate.until_entered()
+    first.cancel()
+    second = asyncio.create_task(parser.run(ALICE, HEAVY, gate.work))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert gate.inside == 1
+    gate.open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert await second == 1
+
+
+async def test_vast_json_is_parsed_in_another_process(parser: Parser) -> None:
+    assert await parser.parse_json(ALICE, VAST, os.getpid) != os.getpid()
+    assert await parser.parse_json(ALICE, VAST, json_object, b'{"a": [1]}') == {"a": [1]}
+    with pytest.raises(Unreadable, match="not a JSON object"):
+        await parser.parse_json(ALICE, VAST, json_object, b"[]")
+
+
+async def test_other_work_goes_on_while_vast_json_is_parsed(parser: Parser) -> None:
+    """A parser holds the lock of its interpreter: in a thread, nothing would run beside it."""
+    await parser.parse_json(ALICE, VAST, os.getpid)  # it has started
+    body = b'{"a": [' + b"1," * 2_000_000 + b"1]}"
+    parsing = asyncio.create_task(parser.parse_json(ALICE, VAST, _size_of_list, body))
+    steps = 0
+    while not parsing.done():
+        await asyncio.sleep(0)
+        steps += 1
+    assert await parsing == 2_000_001
+    assert steps > 100  # in a thread it is 2: one before and one behind it
+
+
+async def test_what_vast_json_took_of_memory_is_the_other_processs(parser: Parser) -> None:
+    body = b'{"a": [' + b"[1]," * 200_000 + b"1]}"
+    await parser.parse_json(ALICE, VAST, os.getpid)
+    before = resident_bytes()
+    await parser.parse_json(ALICE, VAST, _size_of_list, body)
+    assert resident_bytes() - before < 8 * MIB  # 200,000 lists and numbers are 20
+
+
+async def test_a_process_that_crashed_fails_its_request_and_the_next_has_another(
+    parser: Parser,
+) -> None:
+    with pytest.raises(BodyTooLarge, match="too much memory"):
+        await parser.parse_json(ALICE, VAST, _crash)
+    assert await parser.parse_json(ALICE, VAST, _size_of_list, b'{"a": [1]}') == 1
+
+
+async def test_what_takes_too_much_memory_fails_alone(parser: Parser) -> None:
+    with pytest.raises(BodyTooLarge, match="too much memory"):
+        await parser.parse_json(ALICE, VAST, bytes, 1 << 40)
+    assert await parser.parse_json(ALICE, VAST, _size_of_list, b'{"a": [1]}') == 1
+
+
+async def test_an_error_of_the_other_process_is_raised_here(parser: Parser) -> None:
+    with pytest.raises(Invalid, match="this is why"):
+        await parser.parse_json(ALICE, VAST, _refuse, "this is why")
+
+
+def test_freed_memory_is_given_back_to_the_host() -> None:
+    """glibc keeps what a thread has freed below something that is still in use."""
+    kept: list[bytes] = []
+
+    def fill() -> None:
+        blocks = [bytes(60_000) for _ in range(2_000)]  # 120 MB, each below the size of a mapping
+        kept.append(bytes(60_000))
+        del blocks
+
+    before = resident_bytes()
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join()
+    trim_heap()
+    assert resident_bytes() - before < 24 * MIB
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _size_of_list(body: bytes) -> int:
+    return len(json_object(body)["a"])
+
+
+def _crash() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _refuse(why: str) -> None:
+    raise Invalid(why)

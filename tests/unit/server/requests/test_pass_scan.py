@@ -1,0 +1,187 @@
+"""A binary pass is counted before anything is built of it, and what nothing reads is left out unparsed."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+import zstandard
+
+from bench.attacks import empty_datums_body
+from cotrain.wire.proto import wire_pb2 as wire
+from cotrain_server.errors import Unreadable
+from cotrain_server.requests import pass_scan
+from cotrain_server.requests.pass_scan import MAX_DATUMS, MOST, TooManyObjects, lean_pass
+from cotrain_server.requests.passes import pass_op, read_binary_pass
+from cotrain_store.errors import MalformedBody
+from cotrain_store.messages.ops import OpKind
+from tests.support.http_api import POOL
+
+MIB = 1024**2
+
+
+def message(datums: int = 3) -> wire.ForwardBackwardRequest:
+    """Make a pass with everything in it that an SDK sends."""
+    made = wire.ForwardBackwardRequest(
+        model_id="s:train:0", seq_id=300, loss_fn="ppo", forward_only=True
+    )
+    made.loss_fn_config["clip_low_threshold"] = 0.5
+    made.loss_fn_config_v2["clip_low_threshold"].number = 0.5
+    made.loss_fn_config_v2["name"].text = "x" * 200
+    tokens = np.arange(200, dtype="<i4")
+    for _ in range(datums):
+        datum = made.data.add()
+        datum.model_input.add().encoded_text.tokens = tokens.tobytes()
+        image = datum.model_input.add().image
+        image.data, image.format, image.expected_tokens = b"png", "png", 7
+        image.override_dimensions.width = 1
+        datum.model_input.add().dmel.dmel = b"sound"
+        dense = datum.loss_fn_inputs["target_tokens"]
+        dense.dtype, dense.dense = wire.DTYPE_INT32, tokens.tobytes()
+        dense.shape.append(200)
+        sparse = datum.loss_fn_inputs["weights"]
+        sparse.dtype = wire.DTYPE_FLOAT32
+        sparse.shape.extend([200, 2])
+        sparse.sparse_csr.values = sparse.sparse_csr.crow_indices = b"1234"
+        sparse.sparse_csr.col_indices = b""
+    return made
+
+
+def with_spans(made: wire.ForwardBackwardRequest) -> wire.ForwardBackwardRequest:
+    for datum in made.data:
+        for spans in (datum.model_input_spans, datum.loss_fn_input_spans):
+            spans.add().sampled_tokens.sequence_id = "r:0"
+            spans.add().prompt_tokens.length = 3
+    return made
+
+
+def varint(number: int) -> bytes:
+    low, rest = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + varint(rest) if rest else bytes([low])
+
+
+def inside(*tags: int, content: bytes) -> bytes:
+    """Wrap some fields in messages, the last tag innermost."""
+    for tag in reversed(tags):
+        content = bytes([tag]) + varint(len(content)) + content
+    return content
+
+
+def test_what_sdks_send_passes_as_the_same_bytes() -> None:
+    body = message().SerializeToString()
+    assert lean_pass(body) is body
+
+
+def test_where_tokens_were_sampled_is_left_out_and_nothing_else() -> None:
+    plain, spans = message(), with_spans(message())
+    assert len(spans.SerializeToString()) > len(plain.SerializeToString())
+    lean = wire.ForwardBackwardRequest.FromString(lean_pass(spans.SerializeToString()))
+    assert lean == plain
+
+
+# A number, 8 bytes, a text and 4 bytes, of a name that takes two bytes.
+UNKNOWN = b"\xf8\x07\xac\x02" + b"\xf9\x07" + bytes(8) + b"\xfa\x07\x02ab" + b"\xfd\x07" + bytes(4)
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [(), (0x1A,), (0x1A, 0x0A), (0x1A, 0x0A, 0x0A), (0x1A, 0x12, 0x12), (0x2A,), (0x3A, 0x12)],
+)
+def test_unknown_fields_are_left_out_of_every_message(tags: tuple[int, ...]) -> None:
+    body = message().SerializeToString()
+    lean = lean_pass(inside(*tags, content=UNKNOWN) + body + inside(*tags, content=UNKNOWN))
+    assert lean == inside(*tags, content=b"") + body + inside(*tags, content=b"")
+
+
+@pytest.mark.parametrize("tags", [(), (0x1A,), (0x1A, 0x12, 0x12)])
+def test_unknown_fields_are_counted_too(
+    monkeypatch: pytest.MonkeyPatch, tags: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(pass_scan, "MOST", {**MOST, "field": 50})
+    with pytest.raises(TooManyObjects, match=r"^field: one request holds at most 50 fields"):
+        lean_pass(inside(*tags, content=b"\xf8\x07\x01" * 51))
+
+
+def test_four_million_empty_datums_are_refused_before_there_is_one() -> None:
+    """771 bytes on the wire took 1.5 GB and two minutes."""
+    body = zstandard.decompress(empty_datums_body(), max_output_size=16 * MIB)
+    assert body.count(b"\x1a\x00") == 4_000_000
+    tracemalloc.start()
+    try:
+        refused = read_binary_pass(body, forward_only=False)
+        # Nothing of it but what its digest will be of.
+        assert tracemalloc.get_traced_memory()[1] < 64 * 1024
+    finally:
+        tracemalloc.stop()
+    assert refused.message is None
+    assert (refused.model_id, refused.seq) == ("a", 1)
+    op = pass_op(refused, POOL)
+    assert op.kind is OpKind.REJECTED
+    assert f"data: one request holds at most {MAX_DATUMS} datums".encode() in op.body
+
+
+@pytest.mark.parametrize(
+    ("field", "tags"),
+    [
+        ("model_input", (0x1A, 0x0A)),
+        ("loss_fn_inputs", (0x1A, 0x12)),
+        ("loss_fn_config", (0x2A,)),
+        ("loss_fn_config", (0x3A,)),
+    ],
+)
+def test_every_repeated_field_has_a_limit(
+    monkeypatch: pytest.MonkeyPatch, field: str, tags: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(pass_scan, "MOST", {**MOST, field: 5})
+    many, tag = 6, bytes([tags[-1], 0])
+    lean_pass(inside(*tags[:-1], content=tag * (many - 1)))
+    with pytest.raises(TooManyObjects, match=f"^{field}: one request holds at most 5 "):
+        lean_pass(inside(*tags[:-1], content=tag * many))
+
+
+@pytest.mark.parametrize("axes", [b"\x22\x05" + bytes(5), b"\x20\x01" * 5])
+def test_the_axes_of_shapes_have_a_limit(monkeypatch: pytest.MonkeyPatch, axes: bytes) -> None:
+    monkeypatch.setattr(pass_scan, "MOST", {**MOST, "shape": 4})
+    with pytest.raises(TooManyObjects, match=r"^shape: "):
+        lean_pass(inside(0x1A, 0x12, 0x12, content=axes))
+
+
+def test_a_shape_of_a_million_axes_is_refused_without_their_product() -> None:
+    made = message(1)
+    made.data[0].loss_fn_inputs["weights"].shape.extend([2**62] * 100_000)
+    op = pass_op(read_binary_pass(made.SerializeToString(), forward_only=False), POOL)
+    assert b"a shape of 100002 axes; there are at most 8" in op.body
+
+
+def test_a_message_that_is_cut_anywhere_is_malformed_or_another_message() -> None:
+    body = message(1).SerializeToString()
+    for end in range(len(body)):
+        try:
+            lean = lean_pass(body[:end])
+        except MalformedBody:
+            continue
+        assert lean == body[:end]
+        wire.ForwardBackwardRequest.FromString(lean)
+
+
+def test_bytes_that_are_no_message_are_never_taken_for_one() -> None:
+    generator = random.Random(0)
+    body = bytearray(message(1).SerializeToString())
+    for _ in range(500):
+        broken = bytearray(body)
+        broken[generator.randrange(len(body))] = generator.randrange(256)
+        try:
+            lean = lean_pass(bytes(broken))
+        except MalformedBody:
+            continue
+        assert len(lean) <= len(broken)
+
+
+@pytest.mark.parametrize(
+    "body", [b"\x0b", b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x00\x00"]
+)
+def test_groups_and_lengths_without_end_are_unreadable(body: bytes) -> None:
+    with pytest.raises(Unreadable):
+        read_binary_pass(body, forward_only=False)

@@ -1,0 +1,126 @@
+"""Text is refused by its length before anything cuts it into tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_server.errors import Invalid
+from cotrain_server.parsing.parser import THREAD_ABOVE
+from cotrain_server.text_apis import prompts
+from cotrain_server.text_apis.detokenizer import Tokenizer
+from cotrain_server.text_apis.model_names import Target
+from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
+from cotrain_server.text_apis.prompts import chat_body, longest_text, prompt_bodies, text_weight
+from cotrain_server.text_apis.tokenizer_cache import language_of
+from tests.support.http_api import POOL
+from tests.support.talking import write_language
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.bodies.sample_body import SampleBody
+
+LARGE = replace(POOL, max_sequence_tokens=32_768)
+
+
+@pytest.fixture
+async def target(tmp_path: Path) -> Target:
+    write_language(tmp_path)
+    sampler: Any = None
+    return Target(sampler, POOL, await language_of(POOL, tmp_path))
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the texts that were cut into tokens."""
+    lengths: list[int] = []
+
+    def encode(_: Tokenizer, text: str, *, special: bool) -> list[int]:
+        lengths.append(len(text))
+        return [1, 2] if special else [2]
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    return lengths
+
+
+def bodies(target: Target, *given: str | list[int], echo: bool = False) -> list[SampleBody]:
+    asked = CompletionRequest(model="m", prompt=list(given))
+    return prompt_bodies(target, asked.prompts, asked.body, echo=echo)[0]
+
+
+def chat(target: Target, *texts: str) -> SampleBody:
+    messages = [{"role": "user", "content": text} for text in texts]
+    asked = ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
+    return chat_body(target, asked.chat(), asked.body)
+
+
+def test_the_longest_text_grows_with_the_context() -> None:
+    assert longest_text(POOL) == 65_536
+    assert longest_text(LARGE) == 524_288
+
+
+def test_a_text_of_ten_million_characters_is_never_cut(target: Target, cut: list[int]) -> None:
+    """It took 34 s and 2 GB."""
+    vast = "x" * 10_000_000
+    sentence = (
+        "10000000 characters; tiny/model .* up to 64 tokens, .* no more than 65536 characters"
+    )
+    with pytest.raises(Invalid, match=rf"^prompt: {sentence}"):
+        bodies(target, "short", vast)
+    with pytest.raises(Invalid, match=rf"^messages: {sentence}"):
+        chat(target, vast)
+    assert cut == []
+
+
+def test_many_messages_are_as_long_as_they_are_together(target: Target, cut: list[int]) -> None:
+    with pytest.raises(Invalid, match=r"^messages: 70000 characters"):
+        chat(target, *["x" * 7_000] * 10)
+    assert cut == []
+
+
+def test_what_a_template_makes_of_short_messages_is_bounded_too(
+    target: Target, cut: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "ALWAYS_READ", 20)
+    monkeypatch.setattr(prompts, "CHARACTERS_PER_TOKEN", 0)
+    with pytest.raises(Invalid, match=r"^messages: "):
+        chat(target, *["Hi"] * 10)
+    assert cut == []
+
+
+def test_many_prompts_are_bounded_together(
+    target: Target, cut: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "MOST_CHARACTERS", 100_000)
+    assert len(bodies(target, *["x" * 50_000] * 2)) == 2
+    with pytest.raises(
+        Invalid, match=r"^prompt: the texts .* 100000 characters together, not 150000"
+    ):
+        bodies(target, *["x" * 50_000] * 3)
+    assert cut == [50_000] * 2
+
+
+def test_tokens_are_counted_before_they_are_written_as_text(
+    target: Target, cut: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise AssertionError("it was decoded")
+
+    monkeypatch.setattr(Tokenizer, "decode", refuse)
+    with pytest.raises(Invalid, match="prompt has 65 tokens"):
+        bodies(target, [1] * 65, echo=True)
+    assert cut == []
+
+
+def test_cutting_text_is_never_the_event_loops_work() -> None:
+    assert text_weight(0) > THREAD_ABOVE
+    assert text_weight(1_000_000) > text_weight(1_000)
+
+
+def test_a_model_that_is_none_for_chats_says_so(target: Target) -> None:
+    mute = replace(target, language=replace(target.language, template=None))
+    with pytest.raises(Invalid, match="no chat template"):
+        chat(mute, "Hi")
