@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound
-from cotrain_store.keys import result_keys, run_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.gaps import still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.results.futures import GAP_NOTICE_S, Pending
+from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Pending
 from tests.support.full_table import no_descriptor
 from tests.support.lives import life_ms
-from tests.support.log import open_log
+from tests.support.log import WORKER, open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
 from tests.support.waiting import until
@@ -65,7 +68,7 @@ async def test_a_result_that_is_there_is_answered_at_once_and_again(log: Log) ->
 async def test_a_poll_that_runs_out_of_time_is_pending(log: Log) -> None:
     run = await log.new_run()
     async with log.futures() as futures:
-        assert await futures.wait(A, request_id(run.id, 0), 0.01) == Pending()
+        assert await futures.wait(A, request_id(run.id, 0), 0.01) == NO_WORKER
         assert futures.waiters == 0
 
 
@@ -248,7 +251,23 @@ async def test_a_gap_is_named_once_it_is_more_than_a_client_still_sending(log: L
     await log.run_all()
     await log.submit(run, 4)
     async with log.futures() as futures:
-        assert await futures.wait(A, request_id(run.id, 4), 0.01) == Pending()
+        assert await futures.wait(A, request_id(run.id, 4), 0.01) == NO_WORKER
         log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - GAP_NOTICE_S - 1) * 1000})
         answer = await futures.wait(A, request_id(run.id, 4), 0.01)
         assert answer == Pending("paused_capacity", still_waiting(1))
+
+
+async def test_a_poll_says_where_its_request_stands(log: Log) -> None:
+    one, other = await log.new_run(), await log.new_run(tenant=B)
+    for seq in (1, 2):
+        await log.submit(one, seq)
+    await log.submit(other, 1)
+    beat = WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 7.0, 0, 0, 0.0)
+    log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
+    async with log.futures() as futures:
+        answer = await futures.wait(A, request_id(one.id, 2), 0.01)
+        assert answer == Pending(
+            "active",
+            "position 3 in its run's queue, next to 1 other tenant with work; "
+            "about 3 s for all that you have sent",
+        )

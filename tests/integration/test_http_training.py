@@ -160,8 +160,8 @@ async def test_a_pending_future_is_answered_408_so_that_sdks_ask_again(api: Api)
     assert answer.json() == {
         "type": "try_again",
         "request_id": f"{run}:0",
-        "queue_state": "active",
-        "queue_state_reason": None,
+        "queue_state": "paused_capacity",
+        "queue_state_reason": "no worker serves this base model at the moment",
     }
 
 

@@ -15,7 +15,7 @@ from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.sample_ids import parse_sample
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
-from cotrain_store.results.futures import Pending
+from cotrain_store.results.futures import NO_WORKER, Pending
 from tests.support.lives import life_ms
 from tests.support.samples import RESULT
 from tests.support.waiting import until
@@ -33,9 +33,9 @@ LATER = NOW + READ_AFTER_S + 1
 async def test_a_poll_is_pending_until_the_result_is_there(samples: Samples) -> None:
     (request,) = await samples.submit(await samples.sampler(), 0)
     async with samples.log.futures() as futures:
-        assert await futures.wait(A, request, 0.01) == Pending()
+        assert await futures.wait(A, request, 0.01) == NO_WORKER
         samples.claim()
-        assert await futures.wait(A, request, 0.01) == Pending()
+        assert await futures.wait(A, request, 0.01) == NO_WORKER
         poll = asyncio.create_task(futures.wait(A, request, PATIENCE_S))
         await until(lambda: futures.waiters)
         samples.resolve(request)

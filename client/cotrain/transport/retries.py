@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -55,6 +56,11 @@ def queue_state_reason(error: APIStatusError) -> str | None:
     return str(reason) if reason else None
 
 
+def is_moving(error: APIStatusError) -> bool:
+    """Whether the server says that the queue a request waits in goes on."""
+    return isinstance(error.body, dict) and error.body.get("queue_state") == "active"
+
+
 def is_transient(error: APIError) -> bool:
     """Whether the same request may well succeed in a while."""
     if isinstance(error, APIStatusError):
@@ -93,7 +99,8 @@ class Contact:
         """Note why the server lets a call wait; warn of it once where the wait is long."""
         why = queue_state_reason(error)
         PROGRESS.show_word(why or str(error), WORD_LASTS_S)
-        about = why or error.status_code  # a refusal may hold numbers that change
+        # What is said holds numbers that change: a position, seconds.
+        about = re.sub(r"\d+", "", why) if why else error.status_code
         now = time.monotonic()
         if (
             waited_s >= WARN_AFTER_S
@@ -120,9 +127,16 @@ class Patience:
         self._failures, self._since = 0, time.monotonic()
 
     def pending(self, error: APIStatusError) -> None:
-        """Begin anew: the result is not there yet, and maybe the server says why."""
+        """Begin anew: the result is not there yet, and maybe the server says why.
+
+        A position in a queue that moves is shown where there is a progress bar; a queue that does not is
+        worth a warning.
+        """
         self.renew()
-        if queue_state_reason(error):
+        reason = queue_state_reason(error)
+        if reason and is_moving(error):
+            PROGRESS.show_word(reason, WORD_LASTS_S)
+        elif reason:
             self.contact.busy(error, time.monotonic() - self._began)
 
     async def wait_out(self, error: APIError) -> None:

@@ -30,6 +30,7 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.redis_client.store_clock import clock_ms
 from cotrain_store.redis_client.subscription import RETRY_S, ChannelSubscriber, repeat
 from cotrain_store.results.delivery import FLUSH_EVERY_S, DeliveryLog
+from cotrain_store.results.queue_notice import Backlogs, sample_notice, training_notice
 from cotrain_store.tenants.records import Records
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class Pending:
     reason: str | None = None
 
 
+NO_WORKER = Pending("paused_capacity", "no worker serves this base model at the moment")
+
+
 class Futures:
     """Resolve request ids to results for the tenants that own them."""
 
@@ -65,6 +69,7 @@ class Futures:
         self._spool = spool
         self._records = Records(connection)
         self._deliveries = DeliveryLog(connection)
+        self._backlogs = Backlogs(connection)
         self._subscriber = ChannelSubscriber(
             connection, result_keys.notify_results(), self._receive,
             lambda: repeat("sweep futures", SWEEP_S, self._sweep),
@@ -128,7 +133,7 @@ class Futures:
         if value is None and self._released:
             return Pending()  # thousands leave at once, and the next process looks anyway
         if value is None:
-            return await self._pending(pool, request)
+            return await self._pending(tenant, pool, request)
         self._deliveries.sent(tenant, request, pool, time.monotonic())
         return await self._whole(value, RequestNotFound("The result has expired."))
 
@@ -138,7 +143,7 @@ class Futures:
         is_done = await self._is_sample_done(tenant, request, name)
         value = await self._awaited(request, 0.0 if is_done else timeout_s)
         if value is None and not await self._is_sample_done(tenant, request, name):
-            return Pending()
+            return Pending() if self._released else await self._pending_sample(tenant, name)
         # Done between the two looks.
         value = value or await self._redis.get(result_keys.result(request))
         if value is None:
@@ -181,7 +186,15 @@ class Futures:
             if not self._waiters[request]:
                 del self._waiters[request]
 
-    async def _pending(self, pool: PoolId, request: RequestId) -> Pending:
+    async def _pending_sample(self, tenant: TenantId, name: SampleName) -> Pending:
+        try:
+            pool = (await self._records.sampler(tenant, name.sampler)).pool
+        except SamplerNotFound:  # its request goes on without it
+            return Pending()
+        backlog = await self._backlogs.of(pool)
+        return Pending(reason=sample_notice(backlog, tenant)) if backlog.workers else NO_WORKER
+
+    async def _pending(self, tenant: TenantId, pool: PoolId, request: RequestId) -> Pending:
         """Tell a waiter why, and a client that polls for what never was or has expired, so."""
         run = run_of(request)
         log, since, now_ms = await asyncio.gather(
@@ -198,7 +211,13 @@ class Futures:
         if since is not None and now_ms - since > GAP_NOTICE_S * 1000:
             missing = await client_seq(self._redis, pool, run, int(log[0]))
             return Pending("paused_capacity", still_waiting(missing))
-        return Pending()
+        position = int(seq) - int(log[1])
+        if position <= 0:
+            return Pending()  # done: its weights are on their way to a disk
+        backlog = await self._backlogs.of(pool)
+        if not backlog.workers:
+            return NO_WORKER
+        return Pending(reason=training_notice(backlog, tenant, position))
 
     async def _has_expired(self, request: RequestId) -> bool:
         """Tell whether a committed op has no result any more; one whose weights are unstored has none yet."""

@@ -155,7 +155,29 @@ async def test_a_wait_that_lasts_is_logged_again_after_a_while(
 
 
 def pending(reason: str | None) -> APIStatusError:
-    return status_error(408, "not yet", {"queue_state_reason": reason})
+    state = {"queue_state": "paused_capacity", "queue_state_reason": reason}
+    return status_error(408, "not yet", state)
+
+
+async def test_a_position_in_a_queue_that_moves_is_no_warning(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    patience = patience_with(time, Contact(URL))
+    state = {"queue_state": "active", "queue_state_reason": "position 1 in its run's queue"}
+    for _ in range(3):
+        time.now += 45.0
+        patience.pending(status_error(408, "not yet", state))
+    assert caplog.messages == []
+
+
+async def test_a_reason_whose_numbers_change_is_logged_once(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    patience = patience_with(time, Contact(URL))
+    for number in (9, 5, 2):
+        time.now += 45.0
+        patience.pending(pending(f"position {number}"))
+    assert len(caplog.messages) == 1
 
 
 async def test_why_a_result_is_not_there_yet_is_logged_once(

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.results.queue_notice import Backlog, sample_notice, training_notice
+
+A, B, C = TenantId("a"), TenantId("b"), TenantId("c")
+
+
+def backlog(tokens: dict[TenantId, int], tokens_per_s: float = 100.0) -> Backlog:
+    return Backlog(tokens, {}, workers=1, tokens_per_s=tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected_s"),
+    [
+        ({A: 500}, 5.0),
+        ({A: 500, B: 100}, 6.0),
+        ({A: 500, B: 10**9, C: 500}, 15.0),  # of a heavy neighbour no more than its own
+        ({B: 10**9}, 0.0),
+    ],
+)
+def test_what_a_tenant_waits_for_is_its_own_and_as_much_of_each_neighbour(
+    tokens: dict[TenantId, int], expected_s: float
+) -> None:
+    assert backlog(tokens).expected_s(A) == pytest.approx(expected_s)
+
+
+def test_without_a_throughput_nothing_is_expected() -> None:
+    assert backlog({A: 1}, tokens_per_s=0.0).expected_s(A) == math.inf
+    assert training_notice(backlog({A: 1}, 0.0), A, 2) == (
+        "position 2 in its run's queue, next to 0 other tenants with work"
+    )
+
+
+def test_a_notice_names_place_company_and_seconds() -> None:
+    assert training_notice(backlog({A: 250, B: 7, C: 0}), A, 3) == (
+        "position 3 in its run's queue, next to 1 other tenant with work; "
+        "about 3 s for all that you have sent"
+    )
+
+
+def test_a_sample_is_told_how_many_wait() -> None:
+    busy = Backlog({}, {A: 20, B: 3, C: 1}, workers=1, tokens_per_s=1.0)
+    assert (
+        sample_notice(busy, A)
+        == "one of your 20 sample requests, next to 2 other tenants with work"
+    )
