@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.keys import fleet_keys
@@ -44,11 +44,14 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Cycle:
-    """When a cycle was planned, for which worker, and how many requests of each run it held."""
+    """When a cycle was planned, for which worker, and what of each run it held."""
 
     planned_at: float
     served: Mapping[str, int]
+    """Requests that were over in it."""
     worker: str = "w0"
+    ran: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of each run that ran in it, those of passes that were not over in it, too; else its requests'."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def cycles_of(store: SyncConnection, pool: PoolId) -> list[Cycle]:
             record["planned_at"],
             {row["run"]: sum(row["ops"].values()) for row in record["runs"]},
             record["worker"],
+            {row["run"]: row["tokens"] for row in record["runs"]},
         )
         for record in sorted(records, key=lambda record: int(record["cycle"]))
     ]
@@ -104,7 +108,7 @@ def turns(
                 continue
             passed_over += 1
             window = windows.setdefault(run, _Window(cycle.planned_at))
-            window.note(served)
+            window.note(served, cycle.ran)
             rounds = 1 + sum(window.since_s <= at_s <= cycle.planned_at for at_s in restarted_s)
             violations += window.unfair(run, head, rounds, quantum_tokens)
     return Turns(violations, passed_over)
@@ -124,12 +128,14 @@ class _Window:
         self._tokens: Counter[str] = Counter()
         self._largest: defaultdict[str, int] = defaultdict(int)
 
-    def note(self, served: Mapping[str, Sequence[Accepted]]) -> None:
-        """Add a cycle."""
+    def note(self, served: Mapping[str, Sequence[Accepted]], ran: Mapping[str, int]) -> None:
+        """Add a cycle: requests that were over in it, and the tokens that ran, of which some may be of others."""
         for run, requests in served.items():
             costs = [request.cost for request in requests]
-            self._tokens[run] += sum(costs)
-            self._largest[run] = max(self._largest[run], *costs)
+            # What has no tokens takes a turn as well (`Accepted.cost`).
+            without = sum(request.cost for request in requests if not request.tokens)
+            self._tokens[run] += ran[run] + without if run in ran else sum(costs)
+            self._largest[run] = max([self._largest[run], *costs])
 
     def unfair(self, waiting: str, head: Accepted, rounds: int, quantum: int) -> Iterable[str]:
         """Name whoever got too much while a run waited."""
