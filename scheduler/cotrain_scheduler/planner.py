@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 QUANTUM_TOKENS = 2_048
 #: A cycle holds so many quanta at least, where it is short.
 QUANTA_PER_CYCLE = 16
+#: A cycle holds no more than this many times the tokens of the one before it, or than FIRST_TOKENS: a
+#: throughput that was measured on small cycles says little of one a hundred times as large.
+GROWTH = 4
+FIRST_TOKENS = 8 * QUANTUM_TOKENS
 #: These run last in a cycle, in order…
 _TAIL = (OpKind.SAVE, OpKind.LOAD)
 #: … and after one of these a cycle takes nothing else of their run.
@@ -169,9 +173,13 @@ def cost(op: QueuedOp) -> int:
     return max(1, op.tokens) if op.kind in PASSES else 0
 
 
-def budget(worker: WorkerHeartbeat, period_s: float) -> int:
-    """Count the tokens a worker does in one clock period, at the throughput it measured."""
-    return max(1, int(worker.tokens_per_s * period_s))
+def budget(worker: WorkerHeartbeat, period_s: float, last_tokens: int) -> int:
+    """Count the tokens a worker does in one clock period, at the throughput it measured.
+
+    After a cycle of `last_tokens` no more than that has shown.
+    """
+    shown = max(FIRST_TOKENS, GROWTH * last_tokens)
+    return max(1, min(shown, int(worker.tokens_per_s * period_s)))
 
 
 class _Backlog:

@@ -48,6 +48,8 @@ class _WorkerClock:
 
     fairness: planner.Fairness = field(default_factory=planner.Fairness)
     last: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
+    last_tokens: int = 0
+    """Of the last step that was planned."""
     planned_at: float | None = None
     """When the step in work was planned; None while the worker is free."""
 
@@ -215,7 +217,7 @@ class PoolClock:
     async def _plan(self, worker: WorkerHeartbeat, now: float) -> bool:
         """Write one worker's step; False when the log is not as it was read: it is read again."""
         clock = self._clocks[worker.id]
-        tokens = planner.budget(worker, self._settings.clock_period_s)
+        tokens = planner.budget(worker, self._settings.clock_period_s, clock.last_tokens)
         chosen = planner.select(
             self._queue.waiting(worker.id), clock.fairness, tokens, self._quantum_tokens,
             takes_saves=worker.takes_saves,
@@ -235,7 +237,7 @@ class PoolClock:
         failpoint("scheduler.after_plan")
         self._queue.taken(chosen.ops, worker.id)
         clock.fairness, clock.planned_at = chosen.fairness, now
-        clock.last = cycle_start.LastCycle(runs)
+        clock.last, clock.last_tokens = cycle_start.LastCycle(runs), chosen.tokens
         log_requests(
             log, "cycle_planned", [op.request_id for op in chosen.ops], cycle=cycle,
             pool=self.pool, worker=worker.id, runs=len(runs), ops=len(chosen.ops),
