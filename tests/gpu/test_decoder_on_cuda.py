@@ -67,8 +67,6 @@ def test_graphs_are_used_and_agree_with_the_plain_steps(
     monkeypatch.setattr(model_runner, "groups_take", lambda *args: False)
     plain = output(engine.decoder(weights.__getitem__, kv_tokens=8192, text=None), mine)
 
-    if "plain steps" in report:
-        pytest.skip("this torch has no flash kernel over pages")
     assert report == "2 in use", report
     gaps = [
         np.abs(one.logprobs - other.logprobs)[: same_prefix(one.tokens, other.tokens)]

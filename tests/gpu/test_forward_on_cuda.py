@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cotrain_workers.engine import engine
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import flex_attention as flex
@@ -54,7 +53,7 @@ def test_gemma_2_holds_no_dense_mask(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> None:
         raise AssertionError("a dense mask")
 
-    monkeypatch.setattr("cotrain_workers.engine.routing.SequenceTable.mask", refuse)
+    monkeypatch.setattr("cotrain_workers.engine.sequence_table.SequenceTable.mask", refuse)
     loaded = Engine.load(str(build_tiny("gemma2", tmp_path)), device="cuda")
 
     loaded.run([op for tenant in MIX for op in tenant.ops(0)])
@@ -65,7 +64,7 @@ def test_gemma_2_holds_no_dense_mask(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_compiled_norms_are_those_of_transformers(function: str, dtype: torch.dtype) -> None:
     x, weight = torch.randn(64, 1024, device=CUDA).to(dtype), torch.randn(1024, device=CUDA)
 
-    run = compiled(getattr(fusion, function), (0,), (x, weight.to(dtype), 1e-6))
+    run = compiled(getattr(fusion, function), (0,), (x, weight.to(dtype), 1e-6), gradients=1)
 
     assert run is not None
     longer = torch.randn(4096, 1024, device=CUDA, dtype=dtype)
@@ -184,7 +183,7 @@ def test_a_cycle_waits_for_the_device_only_for_its_results_and_its_norms(
         return run
 
     monkeypatch.setattr(state, "values_on_host", allowed(state.values_on_host))
-    monkeypatch.setattr(engine, "gradient_norms", allowed(adam.gradient_norms))
+    monkeypatch.setattr(adam, "gradient_norms", allowed(adam.gradient_norms))
     torch.cuda.set_sync_debug_mode("error")
     try:
         loaded.run([op for tenant in MIX for op in tenant.ops(2)])

@@ -51,6 +51,7 @@ class Rehearsal(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.mode = "default"  # of set_sync_debug_mode
+        self.flash = "2.13"  # whose flash kernel is played: torch's of "2.12" or "2.13", or "3"
         self.ops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -64,6 +64,7 @@ def flash(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
     """Play the flash kernel for ragged batches, over a row or over pages."""
     given = arguments(func, args, kwargs)
     check_flash(given)
+    check_contract(play.flash, given)
     q = given["query"].held
     out = torch.zeros_like(q)
     for span, keys, values, seen in spans(given):
@@ -116,12 +117,28 @@ def check_flash(given: dict[str, Any]) -> None:
         raise RuntimeError(f"flash: {[name for name, is_so in wrong.items() if is_so]}")
 
 
+def check_contract(flash: str, given: dict[str, Any]) -> None:
+    """Refuse what `_flash_attention_forward` of torch 2.12 or 2.13 does, or FlashAttention 3 ("3")."""
+    is_paged, splits = given.get("block_table") is not None, given.get("num_splits")
+    if flash == "3":
+        if is_paged and given["cu_seq_k"] is not None:
+            raise RuntimeError("If page_table is passed in, then cu_seqlens_k cannot be")
+        return
+    if (given["cu_seq_q"] is None) != (given["cu_seq_k"] is None):
+        raise RuntimeError(
+            "cumulative_sequence_length_q and cumulative_sequence_length_k must be both set or both "
+            "not set"
+        )
+    if flash == "2.12" and splits is not None:
+        raise RuntimeError("num_splits requires FA3.")
+
+
 def spans(given: dict[str, Any]) -> Iterator[tuple[slice, Any, Any, Any]]:
     """Yield of each sequence its queries, its keys and values per query head, and what may be seen."""
     q, k, v = (given[name].held for name in ("query", "key", "value"))
     ends = given["cu_seq_q"].held.tolist()
     pages = None if given.get("block_table") is None else given["block_table"].held
-    window = given["window_size"][0]
+    window, right = given["window_size"]
     shared = q.shape[1] // k.shape[-2]
     for at in range(len(ends) - 1):
         span = slice(ends[at], ends[at + 1])
@@ -132,7 +149,11 @@ def spans(given: dict[str, Any]) -> Iterator[tuple[slice, Any, Any, Any]]:
         keys, values = (each.float().repeat_interleave(shared, 1) for each in (keys, values))
         back = torch.arange(len(keys) - (span.stop - span.start), len(keys))[:, None]
         back = back - torch.arange(len(keys))
-        seen = (back >= 0) & (back <= window if window >= 0 else back >= 0)
+        seen = torch.ones_like(back, dtype=torch.bool)
+        if right >= 0:
+            seen &= back >= -right
+        if window >= 0:
+            seen &= back <= window
         yield span, keys, values, seen
 
 

@@ -42,6 +42,17 @@ def check_device(device: torch.device) -> None:
         raise DeviceLost(str(lost)) from lost
 
 
+def memory_use(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of the device in use, by anything, and all it has; zeros on a CPU. Any thread may ask."""
+    if device.type != "cuda":
+        return 0, 0
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # the device is lost: the worker's own thread will find out
+        return 0, 0
+    return total - free, total
+
+
 def make_cuda_deterministic() -> None:
     """Rule out atomics, TF32 and 16-bit reductions, for the whole process."""
     torch.use_deterministic_algorithms(mode=True)
@@ -75,10 +86,10 @@ def to_device(
 
     On CUDA through pinned memory, so that neither side waits: a copy from memory that the system may
     move waits for all that the device still has to do. torch keeps the pinned block until it is read.
-    On the CPU the tensor may share the memory of `source`.
+    On the CPU the tensor may share the memory of `source`; so may one that is on the device already.
     """
     tensor = torch.as_tensor(source)
-    if device.type == "cuda":
+    if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device, dtype)
 

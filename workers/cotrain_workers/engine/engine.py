@@ -19,14 +19,21 @@ from cotrain_workers.engine.adapters.residency import adapter_budget
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
-from cotrain_workers.engine.device import check_device, keep_freed_memory, make_cuda_deterministic
+from cotrain_workers.engine.device import (
+    check_device,
+    keep_freed_memory,
+    make_cuda_deterministic,
+    memory_use,
+)
 from cotrain_workers.engine.lora.backend import find_backend
+from cotrain_workers.engine.model.attention import use_flash_3
 from cotrain_workers.engine.model.base_model import load_base_model
 from cotrain_workers.engine.model.compile import compiled
 from cotrain_workers.engine.model.fusion import fuse
 from cotrain_workers.engine.model_facts import model_facts
 from cotrain_workers.engine.numerics import numerics_of
 from cotrain_workers.engine.ops import (
+    CyclePart,
     Failure,
     Load,
     OptimStep,
@@ -110,6 +117,7 @@ class Engine:
         dtype = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
         if where.type == "cuda":
             make_cuda_deterministic()
+            use_flash_3(where)
         else:
             keep_freed_memory()
         base = load_base_model(model, device=where, dtype=dtype, local_files_only=local_files_only)
@@ -207,6 +215,11 @@ class Engine:
         check_device(self._base.head_weight.device)
 
     @property
+    def device_memory(self) -> tuple[int, int]:
+        """Return the bytes in use on the device, and all it has; zeros on a CPU. Any thread may ask."""
+        return memory_use(self._base.head_weight.device)
+
+    @property
     def safe_tokens(self) -> int:
         """Return how many tokens one pass of the base model has room for, as far as that is known."""
         return self._forward_backward.safe_tokens
@@ -223,7 +236,7 @@ class Engine:
 
     def _run_group(self, ops: Sequence[Op], cycle: RunningCycle) -> Yielding[None]:
         """Run those ops of a cycle whose adapters fit on the device together: mostly all of them."""
-        began = time.perf_counter()
+        began, began_at = time.perf_counter(), time.time()
         self.adapters.bring_in(list(dict.fromkeys(op.run for op in ops)))
         cycle.cost.seconds += time.perf_counter() - began
         waiting = [op for op in ops if isinstance(op, Pass | ReverseKl)]
@@ -233,7 +246,7 @@ class Engine:
             if cycle.is_over():
                 cycle.deferred.update(op.run for op in waiting)
             waiting = [op for op in waiting if op.run not in cycle.deferred]
-        began = time.perf_counter()
+        began, stepped_at = time.perf_counter(), time.time()
         rest = [op for op in ops if op.run not in cycle.deferred]
         take_steps(self.adapters, [op for op in rest if isinstance(op, OptimStep)], cycle.outputs)
         for op in rest:
@@ -242,6 +255,8 @@ class Engine:
             elif isinstance(op, Load) and not op.creates:
                 cycle.outputs[op.run, op.seq] = load(self.adapters, op)
         cycle.optim_s += time.perf_counter() - began
+        cycle.parts.append(CyclePart("wave", began_at, stepped_at))
+        cycle.parts.append(CyclePart("optim", stepped_at, time.time()))
 
     def _run_wave(self, ops: Sequence[Pass | ReverseKl], cycle: RunningCycle) -> Yielding[None]:
         """Run passes together; those that did not end are kept, and hold back their runs."""

@@ -91,7 +91,8 @@ def numerics_of(
 def cuda_hardware(device: torch.device) -> str:
     """Name a GPU, and what decides which kernels run on it."""
     name = torch.cuda.get_device_name(device)
-    return f"{name} cuda {torch.version.cuda} {sorted(attn.varlen_parameters())}"
+    flash = f"{attn.flash_in_use()} {sorted(attn.varlen_parameters())}"
+    return f"{name} cuda {torch.version.cuda} {flash}"
 
 
 def cpu_hardware() -> str:

@@ -243,6 +243,15 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class CyclePart:
+    """A part of a cycle, in s of the wall clock; at its yield points others may have worked."""
+
+    name: str
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
 class CycleOutput:
     """What one cycle did, and what it cost."""
 
@@ -257,6 +266,8 @@ class CycleOutput:
     is_exact: bool = True  # False: memory ran out so that an op has other last bits than with more
     divided: Mapping[tuple[str, int], Progress] = field(default_factory=dict)
     """Of passes that stay open, or did so in a cycle before; those without an output are open."""
+    parts: Sequence[CyclePart] = ()
+    """Its waves and optimizer steps, in order."""
 
     @property
     def open_tokens(self) -> dict[tuple[str, int], int]:
@@ -279,3 +290,12 @@ class HostWeights:
 
     spec: AdapterSpec
     flat: torch.Tensor  # fp32 [layout.size]
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of `flat`, for which it need not have arrived."""
+        return self.flat.nbytes
+
+    def on_device(self) -> torch.Tensor | None:
+        """Return the same values on the device, where an adapter still has them there; read-only."""
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cotrain_workers.engine.ops import CycleOutput, Output, Progress
+from cotrain_workers.engine.ops import CycleOutput, CyclePart, Output, Progress
 from cotrain_workers.engine.training.micro_batches import PassesCost
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class RunningCycle:
     cost: PassesCost = field(default_factory=PassesCost)
     optim_s: float = 0.0
     is_exact: bool = True
+    parts: list[CyclePart] = field(default_factory=list)
 
     def note(self, state: PassState) -> None:
         """Take what came of a pass that ran, as far as it did."""
@@ -49,4 +50,5 @@ class RunningCycle:
             optim_s=self.optim_s,
             is_exact=self.is_exact,
             divided=self.divided,
+            parts=tuple(self.parts),
         )

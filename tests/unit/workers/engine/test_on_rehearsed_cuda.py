@@ -17,7 +17,7 @@ from cotrain_workers.engine.decoding import model_runner as model_runner
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Failure, ReverseKl, Save, SaveOutput
+from cotrain_workers.engine.ops import Failure, HostWeights, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec, Target
 from cotrain_workers.engine.training import memory_probe as probe
 from cotrain_workers.engine.training.memory_model import MOST_TOKENS
@@ -145,9 +145,11 @@ def repeat(cuda: Rehearsal) -> Callable[..., Any]:
     return record
 
 
+@pytest.mark.parametrize("flash", ["2.13", "2.12", "3"])
 def test_a_decoder_step_is_captured_and_samples_what_a_cpu_does(
-    cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+    cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, flash: str
 ) -> None:
+    cuda.flash = flash
     monkeypatch.setattr(model_runner, "CudaRecorder", lambda: repeat(cuda))
     # Tensors that wrap others cannot be viewed in inference mode.
     step = inspect.unwrap(EngineDecoder.step)
@@ -176,6 +178,35 @@ def test_a_decoder_step_is_captured_and_samples_what_a_cpu_does(
         pair = zip(found.sequences, expected.sequences, strict=True)
         for one, other in pair:  # the first token may be a near tie: log-probabilities are compared
             assert abs(one.logprobs[0] - other.logprobs[0]) < 0.05
+
+
+@pytest.mark.parametrize("trained_on", [False, True])
+def test_a_sampler_is_refreshed_without_a_copy_that_waits(
+    cuda: Rehearsal, model_folder: ModelFolder, *, trained_on: bool
+) -> None:
+    engine = load(model_folder("qwen3"))
+    succeeded(engine.run(ops(0)))
+    cuda.waits.clear()
+    out = engine.run([Save(tenant.run, 5) for tenant in SOME]).outputs
+    assert cuda.waits == []
+    saved = [each.weights for each in out.values() if isinstance(each, SaveOutput)]
+    plain = [HostWeights(each.spec, each.flat.clone()) for each in saved]
+    if trained_on:  # the adapters are others by now: from the host, through pinned memory
+        succeeded(engine.run(ops(1)))
+    assert all((each.on_device() is None) == trained_on for each in saved)
+
+    contents = []
+    for weights in (saved, plain):
+        by_key = {str(at): each for at, each in enumerate(weights)}
+        decoder = engine.decoder(by_key.__getitem__, kv_tokens=2048, text=None)
+        cuda.waits.clear()
+        slots = [decoder.slots.pin(key) for key in by_key]
+        contents.append([each.pool.flat[each.index].cpu() for each in slots if each])
+        waits = [each for each in cuda.waits if each != "copy to cpu"]  # of this test
+        assert set(waits) <= {"aten._local_scalar_dense"}  # whether all is finite
+
+    assert len(contents[0]) == len(SOME)
+    assert all(map(torch.equal, *contents))
 
 
 def test_adapters_move_through_pinned_memory_and_nobody_waits(cuda: Rehearsal) -> None:

@@ -101,6 +101,12 @@ class Adapter:
             self._compute.version = self.version
         return self._compute.views
 
+    def hold_compute(self) -> None:
+        """Let what is computed from here on begin after copies of the arenas that are under way."""
+        if self.arrival is not None:
+            self.arrival.hold_compute()
+            self.arrival = None
+
     def weights_changed(self) -> None:
         """Make every copy of the weights stale; call after every write to `weights`."""
         self.version = next(_VERSIONS)

@@ -145,6 +145,13 @@ class AdapterBank:
             adapter.arrival = copied.arrival  # behind that of any earlier copies
         return StateCopy(adapter.spec, adapter.step, adapter.grads_pending, copied)
 
+    def carry_out(self, run: str, *arenas: str) -> HostArenas:
+        """Begin to copy some arenas of a run to the host, within a cycle that has it on the device."""
+        adapter = self[run]
+        copied = carry_out(self._copy_stream, {name: adapter.arenas[name] for name in arenas})
+        adapter.arrival = copied.arrival  # behind that of any earlier copies
+        return copied
+
     def restore(self, run: str, state: AdapterState) -> Adapter:
         """Put a state, copied, in place of whatever this run held.
 
@@ -176,10 +183,7 @@ class AdapterBank:
         self._make(moves_for(self._sizes(), known, self._adapter_bytes))
         for run in known:
             self._adapter_by_run.move_to_end(run)
-            adapter = self[run]
-            if adapter.arrival is not None:
-                adapter.arrival.hold_compute()
-                adapter.arrival = None
+            self[run].hold_compute()
         self._in_use = frozenset(known)
 
     def prefetch(self, runs: Sequence[str]) -> None:
@@ -204,6 +208,17 @@ class AdapterBank:
         sizes = {run: self._host_bytes_of(adapter) for run, adapter in self._adapter_by_run.items()}
         on_host = {run: size for run, size in sizes.items() if size and run not in self._in_use}
         return over_budget(on_host, self._host_bytes)
+
+    @property
+    def by_tier(self) -> dict[str, tuple[int, int]]:
+        """Count adapters and their bytes, by where they are: `device` or `host`. Any thread may ask."""
+        adapters = list(self._adapter_by_run.values())
+        on_host = [copied.bytes for each in adapters if (copied := each.on_host) is not None]
+        on_device = [each.device_bytes for each in adapters if each.on_host is None]
+        return {
+            "device": (len(on_device), sum(on_device)),
+            "host": (len(on_host), sum(on_host)),
+        }
 
     def _host_bytes_of(self, adapter: Adapter) -> int:
         if adapter.on_host is not None:
@@ -239,11 +254,6 @@ class AdapterBank:
 def size_of(run: str, adapter: Adapter) -> AdapterSize:
     """Return an adapter as the decisions on residency see it."""
     return AdapterSize(run, adapter.device_bytes, is_on_device=adapter.on_host is None)
-
-
-def host_copy(arena: torch.Tensor) -> torch.Tensor:
-    """Copy an arena to the host. Waits for the device."""
-    return arena.to("cpu", copy=True)
 
 
 def initial_weights(spec: AdapterSpec, layout: Layout) -> torch.Tensor:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 
 from cotrain_workers.engine.adapters.adapter import discard_gradients
-from cotrain_workers.engine.adapters.bank import AdapterState, host_copy
+from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import
+from cotrain_workers.engine.adapters.saved import SavedWeights
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
@@ -52,14 +53,15 @@ def begin(bank: AdapterBank, op: Beginning, max_rank: int) -> CreateOutput | Loa
 
 
 def save(bank: AdapterBank, op: Save) -> SaveOutput | Failure:
-    """Copy a run's adapter to the host; with its optimizer state, if asked for."""
+    """Begin to copy a run's adapter to the host; with its optimizer state, if asked for."""
     if op.run not in bank:
         return unknown_run()
     adapter = bank[op.run]
-    weights = HostWeights(adapter.spec, host_copy(adapter.weights).float())
+    weights = SavedWeights(adapter, bank.carry_out(op.run, "weights"))
     if not op.optimizer:
         return SaveOutput(weights)
-    m, v = (host_copy(moment).float() for moment in (adapter.m, adapter.v))
+    moments = bank.carry_out(op.run, "m", "v").whole()
+    m, v = moments["m"].float(), moments["v"].float()
     return SaveOutput(weights, HostOptimizer(adapter.spec, m, v, adapter.step))
 
 
@@ -81,6 +83,7 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
         flat = _scaled(flat, adapter.layout, op.weights.spec.alpha / adapter.spec.alpha)
         if not torch.isfinite(flat).all():
             return Failure(f"Checkpoint {op.path} has too large an alpha for this run.", "user")
+    adapter.hold_compute()
     adapter.weights.copy_(flat)
     adapter.weights_changed()
     discard_gradients([adapter])

@@ -1,4 +1,4 @@
-"""Sampler weights on the device: a cache of slots, filled from the host.
+"""Sampler weights on the device: a cache of slots, filled from adapters that are there, or from the host.
 
 Adapters of one rank class (rank rounded up to a power of two, 8 at least) lie in one pool, so that rows
 of many adapters gather their matrices in one call. Ranks and outputs are padded with zeros: a product
@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.spec import aligned, plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_workers.engine.ops import HostWeights
-    from cotrain_workers.engine.spec import Target
+    from cotrain_workers.engine.spec import AdapterSpec, Target
 
 DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # what the cache holds by default
+ZERO_SLOTS = 2  # of each pool
 MIN_RANK = 8
 
 
@@ -77,12 +79,12 @@ class Pool:
         return self._shaped(module, *self._parts(module))
 
     def grow(self, slots: int) -> None:
-        """Add free slots. Slot 0 stays zero: it serves rows that have no adapter, in CUDA graphs."""
-        count = self.flat.shape[0]
-        kept_zero = 1 if count == 0 else 0
-        more = self.flat.new_zeros(slots + kept_zero, self.layout.size)
-        self.flat = torch.cat([self.flat, more])
-        self.free += range(count + kept_zero + slots - 1, count + kept_zero - 1, -1)
+        """Add free slots; the first and the last stay zero, for rows of no adapter of this pool."""
+        count = max(len(self.flat), ZERO_SLOTS)
+        grown = self.flat.new_zeros(count + slots, self.layout.size)
+        grown[: len(self.flat)] = self.flat
+        self.flat = grown
+        self.free += range(count + slots - 2, count - 2, -1)
 
     def _parts(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         layout = self.layout
@@ -169,24 +171,35 @@ class WeightSlots:
         host = self._next[1] if self._next and self._next[0] == key else self._load(key)
         self._next = (key, host)
         layout = slot_layout(self._targets, host.spec.rank)
-        staged = stage(host, layout)
+        weights = self._checked(host, layout)
         pool = self._pools.setdefault(layout.rank, self._new_pool(layout))
         if not (pool.free or self._free_slot(pool)):
             return None
         self._next = None
         slot = Slot(pool, pool.free.pop(), trained_modules(host, self._targets))
-        pool.flat[slot.index].copy_(staged)
+        lay_out(to_device(weights, self._device), host.spec, layout, pool.flat[slot.index])
         self._slots[key] = slot
         return slot
+
+    def _checked(self, host: HostWeights, layout: SlotLayout) -> torch.Tensor:
+        """Return weights where they are, best on the device. Raises WeightsUnfit, WeightsNotFinite."""
+        found = host.on_device()
+        weights = host.flat if found is None else found
+        size = plan_layout(host.spec, list(layout.target_by_name.values())).size
+        if weights.shape != (size,):
+            raise WeightsUnfit(f"The weights hold {weights.numel()} values, not {size}.")
+        if not torch.isfinite(weights).all():
+            raise WeightsNotFinite
+        return weights
 
     def _new_pool(self, layout: SlotLayout) -> Pool:
         return Pool(layout, torch.zeros(0, layout.size, device=self._device, dtype=self._dtype))
 
     def _free_slot(self, pool: Pool) -> bool:
         """Free a slot of a pool: by growing, by evicting, or by giving up pools none of whose slots is in use."""
-        affordable = (self._limit - self._bytes()) // pool.slot_bytes
+        affordable = self._affordable(pool)
         if affordable > 0:
-            pool.grow(min(affordable, max(1, pool.flat.shape[0])))
+            pool.grow(min(affordable, max(1, len(pool.flat) - ZERO_SLOTS)))
             return True
         unused = [key for key, slot in self._slots.items() if not slot.users]
         for key in unused:
@@ -201,10 +214,15 @@ class WeightSlots:
                     self._evict(key)
                 del self._pools[rank]
         is_alone = self._bytes() == 0  # larger than the limit, and nothing else is there
-        if is_alone or self._limit - self._bytes() >= pool.slot_bytes:
+        if is_alone or self._affordable(pool) > 0:
             pool.grow(1)
             return True
         return False
+
+    def _affordable(self, pool: Pool) -> int:
+        """Return by how many slots a pool may grow."""
+        more = (self._limit - self._bytes()) // pool.slot_bytes
+        return more if len(pool.flat) else more - ZERO_SLOTS
 
     def _evict(self, key: str) -> None:
         slot = self._slots.pop(key)
@@ -216,7 +234,8 @@ class WeightSlots:
 
 def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:
     """Return what the cache holds by default."""
-    return DEFAULT_SLOTS * slot_layout(targets, DEFAULT_RANK).size * dtype.itemsize
+    slots = DEFAULT_SLOTS + ZERO_SLOTS
+    return slots * slot_layout(targets, DEFAULT_RANK).size * dtype.itemsize
 
 
 def slot_layout(targets: Sequence[Target], rank: int) -> SlotLayout:
@@ -230,23 +249,23 @@ def slot_layout(targets: Sequence[Target], rank: int) -> SlotLayout:
     return SlotLayout(padded, offsets, {target.name: target for target in targets}, end)
 
 
-def stage(host: HostWeights, layout: SlotLayout) -> torch.Tensor:
-    """Return a slot's content, `[layout.size]` on the host. Raises WeightsUnfit, WeightsNotFinite."""
-    targets = list(layout.target_by_name.values())
-    own = plan_layout(host.spec, targets)
-    if host.flat.shape != (own.size,):
-        raise WeightsUnfit(f"The weights hold {host.flat.numel()} values, not {own.size}.")
-    if not torch.isfinite(host.flat).all():
-        raise WeightsNotFinite
-    staged, rank = torch.zeros(layout.size, dtype=host.flat.dtype), host.spec.rank
-    for name, pair in own.views(host.flat).items():
+def lay_out(
+    weights: torch.Tensor, spec: AdapterSpec, layout: SlotLayout, slot: torch.Tensor
+) -> None:
+    """Lay an adapter's arena `[size]` out in a slot `[layout.size]` of the same device."""
+    rank = spec.rank
+    own = plan_layout(spec, list(layout.target_by_name.values()))
+    scaled = own.views(weights * spec.scale)
+    to, found = [], []
+    for name, pair in own.views(weights).items():
         at_a, at_b = layout.offset_by_name[name]
-        inputs, outputs = pair.a.shape[1], pair.b.shape[0]
-        staged[at_a : at_a + rank * inputs].view(rank, inputs).copy_(pair.a)
+        outputs, inputs = len(pair.b), pair.a.shape[1]
         width = aligned(outputs)
-        rows = staged[at_b : at_b + rank * width].view(rank, width)
-        torch.mul(pair.b.t(), host.spec.scale, out=rows[:, :outputs])
-    return staged
+        to.append(slot[at_a : at_a + rank * inputs].view(rank, inputs))
+        to.append(slot[at_b : at_b + rank * width].view(rank, width)[:, :outputs])
+        found += [pair.a, scaled[name].b.t()]
+    slot.zero_()
+    torch._foreach_copy_(to, found)
 
 
 def trained_modules(host: HostWeights, targets: Sequence[Target]) -> frozenset[str]:

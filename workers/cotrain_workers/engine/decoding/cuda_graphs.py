@@ -1,4 +1,4 @@
-"""CUDA graphs of pure decode steps: one per number of rows, captured when first wanted.
+"""CUDA graphs of pure decode steps: one per number of rows and set of ranks, captured when first wanted.
 
 A step of eager kernels is bound by their launches (about 40 to 60 ms for 36 layers); a graph is not. A
 graph is used only after its output was compared with that of the same step run eagerly.
@@ -7,15 +7,18 @@ graph is used only after its output was compared with that of the same step run 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cotrain_workers.engine.decoding.cuda_kernels import (
+    Contract,
     Grouped,
     GroupedLora,
     KernelAttention,
     KernelTables,
+    key_offsets,
     slot_ends,
 )
 from cotrain_workers.engine.decoding.step import Chunk, MixedStep
@@ -23,7 +26,7 @@ from cotrain_workers.engine.decoding.step import Chunk, MixedStep
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cotrain_workers.engine.decoding.adapter_slots import Pool
+    from cotrain_workers.engine.decoding.adapter_slots import Pool, Slot
     from cotrain_workers.engine.decoding.kv_cache import KvCache
     from cotrain_workers.engine.decoding.step import Item
     from cotrain_workers.engine.routing import StepRoute
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     RunModel = Callable[[torch.Tensor, torch.Tensor, StepRoute], torch.Tensor]
     # Records some work; returns what repeats it, and where its output then is.
     Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+    Key = tuple[int, tuple[tuple[int, int, int], ...]]  # rows, and where the pools lie
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 TOLERANCE = 0.02  # of the largest hidden state: bf16 kernels that sum in another order
@@ -44,7 +48,7 @@ class Inputs:
     ids: torch.Tensor  # int64 [1, rows]
     positions: torch.Tensor  # int64 [1, rows]
     tables: KernelTables
-    slot_ends: torch.Tensor  # int32 [slots]; of no slots without adapters
+    slot_ends: Sequence[torch.Tensor]  # of each pool, int32 [slots]
 
 
 @dataclass(frozen=True)
@@ -64,15 +68,15 @@ class DecodeGraphs:
         run_model: RunModel,
         cache: KvCache,
         most_pages: int,
-        device: torch.device,
+        contract: Contract,
         record: Record,
     ) -> None:
         self.refused: list[str] = []  # why a graph is not used, for the operator
         self._run_model = run_model
         self._cache = cache
         self._most_pages = most_pages
-        self._device = device
-        self._captured: dict[tuple[int, ...], Captured | None] = {}
+        self._contract = contract
+        self._captured: dict[Key, Captured | None] = {}
         self._record = record
 
     @property
@@ -82,32 +86,39 @@ class DecodeGraphs:
 
     def run(self, items: Sequence[Item]) -> torch.Tensor | None:
         """Return the hidden states of a step, or None if it must run eagerly."""
-        pools = {item.slot.pool for item in items if item.slot is not None}
-        too_many = len(items) > ROWS[-1] or len(pools) > 1
-        if too_many or any(isinstance(item.work, Chunk) for item in items):
+        if len(items) > ROWS[-1] or any(isinstance(item.work, Chunk) for item in items):
             return None
-        pool = next(iter(pools), None)
+        # The rows are sorted by pool.
+        pools = list(dict.fromkeys(item.slot.pool for item in items if item.slot is not None))
         rows = next(rows for rows in ROWS if rows >= len(items))
-        # A pool that grew lies elsewhere.
-        pool_key = () if pool is None else (pool.flat.data_ptr(), *pool.flat.shape)
-        key = (rows, *pool_key)
+        key = (rows, tuple(lies_at(pool) for pool in pools))
         if key not in self._captured:
-            self._captured[key] = self._capture(rows, pool, items)
+            self._forget_moved(key)
+            self._captured[key] = self._capture(rows, pools, items)
         captured = self._captured[key]
         if captured is None:
             return None
-        self._fill(captured.inputs, items, pool)
+        self._fill(captured.inputs, items, pools)
         captured.replay()
         return captured.hidden
 
-    def _capture(self, rows: int, pool: Pool | None, items: Sequence[Item]) -> Captured | None:
-        inputs = self._inputs(rows, pool)
-        self._fill(inputs, items, pool)
-        groups = [] if pool is None else [Grouped(0, rows, pool, inputs.slot_ends)]
-        route = MixedStep(KernelAttention(self._cache, inputs.tables), GroupedLora(groups))
+    def _forget_moved(self, key: Key) -> None:
+        """Drop the graphs over pools that have grown since, and lie elsewhere."""
+        now = {lies[0]: lies for lies in key[1]}
+        for other in list(self._captured):
+            if any(now.get(lies[0], lies) != lies for lies in other[1]):
+                del self._captured[other]
 
-        def work() -> torch.Tensor:
-            return self._run_model(inputs.ids, inputs.positions, route)
+    def _capture(self, rows: int, pools: Sequence[Pool], items: Sequence[Item]) -> Captured | None:
+        inputs = self._inputs(rows, pools)
+        self._fill(inputs, items, pools)
+        groups = [
+            Grouped(0, rows, pool, ends) for pool, ends in zip(pools, inputs.slot_ends, strict=True)
+        ]
+        attention = KernelAttention(self._cache, inputs.tables, self._contract)
+        route = MixedStep(attention, GroupedLora(groups))
+        # No method of this object, which will hold it: dropping a decoder frees its memory at once.
+        work = partial(self._run_model, inputs.ids, inputs.positions, route)
 
         try:
             expected = work().clone()
@@ -126,22 +137,25 @@ class DecodeGraphs:
             return None
         return Captured(replay, inputs, hidden)
 
-    def _inputs(self, rows: int, pool: Pool | None) -> Inputs:
+    def _inputs(self, rows: int, pools: Sequence[Pool]) -> Inputs:
+        device, most_keys = self._cache.device, self._most_pages * self._cache.page_tokens
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self._device)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         tables = KernelTables(
             kv_slots=zeros(rows),
-            offsets=torch.arange(rows + 1, dtype=torch.int32, device=self._device),
+            offsets=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            key_offsets=key_offsets(rows, most_keys, device),
             lengths=zeros(rows, dtype=torch.int32),
             blocks=zeros(rows, self._most_pages, dtype=torch.int32),
             most_queries=1,
-            most_keys=self._most_pages * self._cache.page_tokens,
+            most_keys=most_keys,
         )
-        slots = 0 if pool is None else pool.flat.shape[0]
-        return Inputs(zeros(1, rows), zeros(1, rows), tables, zeros(slots, dtype=torch.int32))
+        ends = [zeros(len(pool.flat), dtype=torch.int32) for pool in pools]
+        return Inputs(zeros(1, rows), zeros(1, rows), tables, ends)
 
-    def _fill(self, inputs: Inputs, items: Sequence[Item], pool: Pool | None) -> None:
+    def _fill(self, inputs: Inputs, items: Sequence[Item], pools: Sequence[Pool]) -> None:
         """Copy a step into the inputs; the rows left over belong to no sequence and write to the dump."""
         size, dump = self._cache.page_tokens, self._cache.dump
         left = inputs.ids.shape[1] - len(items)
@@ -162,11 +176,27 @@ class DecodeGraphs:
         put(inputs.tables.kv_slots, kv_slots)
         put(inputs.tables.lengths, [at + 1 for at in starts] + [1] * left)
         put(inputs.tables.blocks, blocks)
-        if pool is not None:
-            # Slot 0 of a pool is zero: rows of the base model alone, which come first. Those left
-            # over come last, and go with the last slot.
-            indices = [0 if item.slot is None else item.slot.index for item in items]
-            put(inputs.slot_ends, slot_ends(indices + [pool.flat.shape[0] - 1] * left, pool))
+        slots = [item.slot for item in items]
+        for pool, ends in zip(pools, inputs.slot_ends, strict=True):
+            put(ends, slot_ends(whole_row(slots, pool, left), pool))
+
+
+def lies_at(pool: Pool) -> tuple[int, int, int]:
+    """Name the memory that a graph over a pool reads: rank, address, slots."""
+    return pool.layout.rank, pool.flat.data_ptr(), len(pool.flat)
+
+
+def whole_row(slots: Sequence[Slot | None], pool: Pool, left: int) -> list[int]:
+    """Return which slot of a pool each row takes, `left` of filler included, in ascending order.
+
+    Rows of other adapters take a slot of zeros: the first one before those of the pool, else the last.
+    """
+    before, last, found = True, len(pool.flat) - 1, []
+    for slot in slots:
+        is_own = slot is not None and slot.pool is pool
+        before = before and not is_own
+        found.append(slot.index if slot is not None and is_own else 0 if before else last)
+    return found + [last] * left
 
 
 class CudaRecorder:
@@ -183,7 +213,8 @@ class CudaRecorder:
             work()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Another thread may wait for its copies in between: that must end neither capture nor thread.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             hidden = work()
         return graph.replay, hidden
 

@@ -62,6 +62,7 @@ class KernelTables:
 
     kv_slots: torch.Tensor  # int64 [n]
     offsets: torch.Tensor  # int32 [s + 1]: where each span begins, and the end
+    key_offsets: torch.Tensor  # int32 [s + 1]: where each one's pages would begin, side by side
     lengths: torch.Tensor  # int32 [s]: positions to attend to
     blocks: torch.Tensor  # int32 [s, pages]
     most_queries: int
@@ -84,6 +85,7 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, device: torch.device) -
     return KernelTables(
         kv_slots=torch.tensor(kv_slots, device=device),
         offsets=int32(list(accumulate(counts, initial=0))),
+        key_offsets=key_offsets(len(spans), pages * size, device),
         lengths=int32([span.stop for span in spans]),
         blocks=int32(blocks),
         most_queries=max(counts),
@@ -91,12 +93,31 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, device: torch.device) -
     )
 
 
+def key_offsets(spans: int, most_keys: int, device: torch.device) -> torch.Tensor:
+    """Return where the pages of each of `spans` would begin if all had the most, and the end."""
+    return torch.arange(spans + 1, dtype=torch.int32, device=device) * most_keys
+
+
+class Contract(NamedTuple):
+    """Which arguments a flash kernel over pages needs."""
+
+    key_offsets: bool
+    """Where each sequence's pages begin: wanted by FlashAttention 2, which never looks, refused by 3."""
+    one_split: bool
+    """That one sum goes over all of a sequence's keys; its bits then do not depend on its neighbours."""
+
+
+#: FlashAttention 2 of torch 2.13 and of 2.12, and 3, which under deterministic algorithms splits no sum.
+CONTRACTS = (Contract(True, True), Contract(True, False), Contract(False, False))
+
+
 class KernelAttention:
     """Attention of a step in one kernel per layer."""
 
-    def __init__(self, cache: KvCache, tables: KernelTables) -> None:
+    def __init__(self, cache: KvCache, tables: KernelTables, contract: Contract) -> None:
         self._cache = cache
         self._tables = tables
+        self._contract = contract
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
@@ -107,18 +128,20 @@ class KernelAttention:
         keys, values = self._cache.paged(layer)
         kernel = varlen_kernel()
         assert kernel is not None
-        # One split: a sequence's bits then do not depend on how long its neighbours are.
-        splits = {"num_splits": 1} if "num_splits" in varlen_parameters() else {}
+        splits = {"num_splits": 1} if self._contract.one_split else {}
+        # Of one query nothing lies to the right. With a bound there, FlashAttention 2 reads the keys once
+        # for each head of queries; without, once for all that share them.
+        right = -1 if tables.most_queries == 1 and rule.window is None else 0
         out: torch.Tensor = kernel(
             q[:n].contiguous(),
             keys,
             values,
             tables.offsets,
-            None,
+            tables.key_offsets if self._contract.key_offsets else None,
             tables.most_queries,
             tables.most_keys,
             scale=rule.scaling,
-            window_size=((rule.window - 1) if rule.window else -1, 0),
+            window_size=((rule.window - 1) if rule.window else -1, right),
             enable_gqa=q.shape[1] != keys.shape[2],
             seqused_k=tables.lengths,
             block_table=tables.blocks,
@@ -148,7 +171,7 @@ class GroupedLora:
             rows = slice(group.start, group.stop)
             a, b = group.pool.stacked(module)
             low = functional.grouped_mm(x[rows], a.transpose(1, 2), offs=group.ends)
-            y[rows] += functional.grouped_mm(low, b, offs=group.ends)[:, : y.shape[1]]
+            y[rows].add_(functional.grouped_mm(low, b, offs=group.ends)[:, : y.shape[1]])
 
 
 def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedLora:

@@ -109,6 +109,11 @@ class EngineDecoder:
         """How many requests of each tenant were added and have not begun."""
         return Counter(g.request.tenant for g in self._groups.values() if not g.has_begun)
 
+    @property
+    def kv_cache_ratio(self) -> float:
+        """What part of the pages for keys and values sequences hold. Any thread may ask."""
+        return 1 - (self.pages.free + self.pages.idle) / self.pages.count
+
     def refuse(self, request: SampleRequest) -> str | None:
         """Return why this request can never run, as a sentence for the tenant, or None."""
         return refuse_sample(

@@ -35,6 +35,11 @@ class KvCache:
         self._keys = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.layers)]
         self._values = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.layers)]
 
+    @property
+    def device(self) -> torch.device:
+        """Return where it is."""
+        return self._keys[0].device
+
     def paged(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values `[pages + 1, page_tokens, kv heads, head dim]`."""
         shape = (self.pages + 1, self.page_tokens, *self._keys[layer].shape[1:])
@@ -65,9 +70,8 @@ class KvCache:
         """
         if not copies and not blank:
             return
-        device = self._keys[0].device
         to, of, empty = (
-            torch.tensor(list(pages), dtype=torch.int64, device=device)
+            torch.tensor(list(pages), dtype=torch.int64, device=self.device)
             for pages in (copies.keys(), copies.values(), blank)
         )
         every = [memory for layer in range(len(self._keys)) for memory in self.paged(layer)]

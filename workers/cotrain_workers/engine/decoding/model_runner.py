@@ -17,7 +17,7 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     kernel_takes,
 )
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, positions
-from cotrain_workers.engine.decoding.paged_attention_check import kernel_is_right
+from cotrain_workers.engine.decoding.paged_attention_check import find_contract
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.step import Chunk, MixedStep, arrange, padded
 from cotrain_workers.engine.model.base_model import UNEMBED
@@ -53,12 +53,16 @@ class ModelRunner:
         self._last_lora = RowLora([], self._device)
         # No method of this object: dropping it frees its memory at once.
         self._run_model = partial(run_model, base)
-        self._has_kernel = kernel_takes(base.head_weight, base.score_softcap) and kernel_is_right(
-            base.kv, query_heads(base), cache.page_tokens, self._device, base.head_weight.dtype
+        weight = base.head_weight
+        self._contract = (
+            find_contract(base.kv, query_heads(base), cache.page_tokens, self._device, weight.dtype)
+            if kernel_takes(weight, base.score_softcap)
+            else None
         )
-        if self._has_kernel and groups_take(base.head_weight, []):
-            record = CudaRecorder()
-            self.graphs = DecodeGraphs(self._run_model, cache, most_pages, self._device, record)
+        if self._contract is not None and groups_take(weight, []):
+            self.graphs = DecodeGraphs(
+                self._run_model, cache, most_pages, self._contract, CudaRecorder()
+            )
 
     def forward(self, plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> Forward | None:
         """Compute a plan's rows and chunks; None if it has none."""
@@ -80,13 +84,14 @@ class ModelRunner:
     def _route(self, items: Sequence[Item]) -> MixedStep:
         slots = [item.slot for item in items for _ in positions(item.span)]
         spans = [item.span for item in items]
-        if self._has_kernel:
+        if self._contract is not None:
             tables = kernel_tables(spans, self._cache, self._device)
-            return MixedStep(KernelAttention(self._cache, tables), self._lora(slots))
+            attention = KernelAttention(self._cache, tables, self._contract)
+            return MixedStep(attention, self._lora(slots))
         rows = [item.span for item in items if not isinstance(item.work, Chunk)]
         chunks = [item.span for item in items if isinstance(item.work, Chunk)]
-        attention = PagedAttention(self._cache, rows, chunks, self._device)
-        return MixedStep(attention, self._lora(slots))
+        plain = PagedAttention(self._cache, rows, chunks, self._device)
+        return MixedStep(plain, self._lora(slots))
 
     def _lora(self, slots: list[Slot | None]) -> Lora:
         """Return the adapters of some rows: as the last step had them, if no row joined or left."""

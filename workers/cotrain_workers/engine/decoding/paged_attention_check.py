@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.engine.decoding.cuda_kernels import KernelAttention, kernel_tables
+from cotrain_workers.engine.decoding.cuda_kernels import (
+    CONTRACTS,
+    KernelAttention,
+    kernel_tables,
+)
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span
+from cotrain_workers.engine.model.attention import varlen_parameters
 from cotrain_workers.engine.routing import AttentionRule
 
 if TYPE_CHECKING:
+    from cotrain_workers.engine.decoding.cuda_kernels import Contract
     from cotrain_workers.engine.model.base_model import KvShape
 
 #: Over the largest value: probabilities rounded to 16 bits.
@@ -22,21 +29,29 @@ TOLERANCE = 2e-2
 log = logging.getLogger(__name__)
 
 
-def kernel_is_right(
+def find_contract(
     shape: KvShape, heads: int, page_tokens: int, device: torch.device, dtype: torch.dtype
-) -> bool:
-    """Compare both over two sequences, one of two pages; if the kernel fails or differs, the log says so.
+) -> Contract | None:
+    """Return how to call the kernel so that it gives what the plain attention does.
 
-    `heads` is the number of query heads.
+    Over two sequences, one of two pages. None if it cannot: the log says why. `heads` is the number of
+    query heads.
     """
-    try:
-        found = max(difference(shape, heads, page_tokens, device, dtype, w) for w in (None, 8))
-    except Exception:  # its signature moves with each release of torch
-        log.exception("Decoding is slow here: the flash kernel over pages cannot run")
-        return False
-    if not found < TOLERANCE:
-        log.error("Decoding is slow here: the flash kernel over pages is off by %.3g", found)
-    return found < TOLERANCE
+    reasons = []
+    for contract in CONTRACTS:
+        if contract.one_split and "num_splits" not in varlen_parameters():
+            continue
+        try:
+            check = partial(difference, shape, heads, page_tokens, device, dtype, contract=contract)
+            found = max(check(window=window, queries=n) for window in (None, 8) for n in (1, 3))
+        except (RuntimeError, TypeError, ValueError) as error:  # what it wants moves with torch
+            reasons.append(f"{contract} cannot run: {str(error).splitlines()[0]}")
+            continue
+        if found < TOLERANCE:
+            return contract
+        reasons.append(f"{contract} is off by {found:.3g}")
+    log.error("Decoding is slow here: the flash kernel over pages: %s", "; ".join(reasons))
+    return None
 
 
 @torch.no_grad()
@@ -46,9 +61,12 @@ def difference(
     page_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    contract: Contract,
     window: int | None,
+    queries: int,
 ) -> float:
-    """Return how far the two lie apart, over the largest value."""
+    """Return how far the two lie apart, over the largest value; the second sequence has `queries`."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, count: int) -> torch.Tensor:
@@ -63,11 +81,10 @@ def difference(
         cache.write(0, torch.arange(page_tokens, device=device), *earlier)
     # One more token of the sequence whose first page is page 0; the beginning of another.
     row = Span(0, page_tokens, page_tokens + 1, [0, 1])
-    queries = page_tokens // 2
     chunk = Span(1, 0, queries, [2])
     q, k, v = (random(1 + queries, count) for count in (heads, shape.heads, shape.heads))
     rule = AttentionRule(shape.head_dim**-0.5, window, None)
-    flash = KernelAttention(caches[0], kernel_tables([row, chunk], caches[0], device))
+    flash = KernelAttention(caches[0], kernel_tables([row, chunk], caches[0], device), contract)
     plain = PagedAttention(caches[1], [row], [chunk], device)
     ours, theirs = (each.attend(0, q, k, v, rule).double() for each in (flash, plain))
     return float((ours - theirs).abs().max() / theirs.abs().max())

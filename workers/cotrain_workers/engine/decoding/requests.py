@@ -120,5 +120,9 @@ class Decoder(Protocol):
     def waiting(self) -> Counter[str]:
         """How many requests of each tenant were added and have not begun."""
 
+    @property
+    def kv_cache_ratio(self) -> float | None:
+        """What part of the pages for keys and values sequences hold; None where that is not known."""
+
     def drop_weights(self, key: str) -> None:
         """Forget copies of weights that no request will name again; those in use stay until unused."""

@@ -21,9 +21,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 log = logging.getLogger(__name__)
 
 
-def compiled(function: Pure, dims: Sequence[int], examples: Sequence[Any]) -> Pure | None:
+def compiled(
+    function: Pure, dims: Sequence[int], examples: Sequence[Any], *, gradients: int
+) -> Pure | None:
     """Compile a function of tensors for any size in dimension `dims[i]` of its i-th, else of the sizes of
-    `examples`; None if torch cannot, or what it makes is off.
+    `examples`; None if torch cannot, or what it makes is off. The first `gradients` get gradients, as in
+    training: for others the compiler would make, and this check, a kernel that is never used.
     """
     options = reproducible_options()
     if options is None:
@@ -38,7 +41,7 @@ def compiled(function: Pure, dims: Sequence[int], examples: Sequence[Any]) -> Pu
             torch._dynamo.mark_dynamic(tensor, dim)
         return kernel(*args)
 
-    return run if is_right(run, function, len(dims), examples) else None
+    return run if is_right(run, function, gradients, examples) else None
 
 
 def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]) -> bool:

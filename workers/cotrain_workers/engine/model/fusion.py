@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.routing import Router
 
     Pure = Callable[..., Any]
-    Compile = Callable[[Pure, Sequence[int], Sequence[Any]], Pure | None]
+    Compile = Callable[..., Pure | None]
 
 ROPE = "apply_rotary_pos_emb"
 ROWS = 64
@@ -70,7 +70,7 @@ def half_turned(x: torch.Tensor) -> torch.Tensor:
 def fuse(backbone: Any, router: Router, compiled: Compile) -> tuple[str, ...]:
     """Put compiled functions into a loaded model; return which.
 
-    `compiled(function, dims, examples)` is that of `compile.py`. Where a model is not as this file
+    `compiled(function, dims, examples, gradients=…)` is that of `compile.py`. Where a model is not as this file
     knows it, it stays as it is, and the log says so.
     """
     layers = backbone.layers
@@ -91,7 +91,7 @@ def _fuse_norm(norm: Any, router: Router, compiled: Compile) -> bool:
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
     x = example(norm.weight, ROWS, len(weight))
     pure = first_equal((norm_then_weight, norm_with_one), (x, weight, eps), eager(x))
-    fused = pure and compiled(pure, (0,), (x, weight, eps))
+    fused = pure and compiled(pure, (0,), (x, weight, eps), gradients=1)
     if not fused:
         return False
 
@@ -110,7 +110,7 @@ def _fuse_gate(mlp: Any, router: Router, compiled: Compile) -> bool:
     shape = (1, ROWS, mlp.down_proj.weight.shape[1])
     both = [example(mlp.down_proj.weight, *shape) for _ in range(2)]
     pure = first_equal((silu_gate, gelu_gate), both, mlp.act_fn(both[0]) * both[1])
-    fused = pure and compiled(pure, (1, 1), both)
+    fused = pure and compiled(pure, (1, 1), both, gradients=2)
     if not fused:
         return False
 
@@ -136,7 +136,7 @@ def _fuse_rope(attention: Any, router: Router, compiled: Compile) -> bool:
     both = [example(like, 1, ROWS, count, size).transpose(1, 2) for count in heads]
     inputs = (*both, *(example(like, 1, ROWS, size) for _ in range(2)))
     pure = first_equal((rotate,), inputs, eager(*inputs))
-    fused = pure and compiled(pure, (2, 2, 1, 1), inputs)
+    fused = pure and compiled(pure, (2, 2, 1, 1), inputs, gradients=2)
     if not fused:
         return False
 

@@ -8,6 +8,7 @@ import torch
 
 from cotrain_workers.engine.decoding import row_lora
 from cotrain_workers.engine.decoding.adapter_slots import (
+    ZERO_SLOTS,
     WeightSlots,
     WeightsNotFinite,
     WeightsUnfit,
@@ -34,9 +35,9 @@ def host(rank: int, seed: int = 0, **families: bool) -> HostWeights:
 
 
 def slots_of(stored: Mapping[str, HostWeights], capacity: int | None = None) -> WeightSlots:
-    """Return a cache with room for some adapters of rank 8 (a slot of a pool is always zero)."""
+    """Return a cache with room for some adapters of rank 8 (two slots of a pool are always zero)."""
     one = slot_layout(TARGETS, 8).size * 4
-    limit = None if capacity is None else (capacity + 1) * one
+    limit = None if capacity is None else (capacity + ZERO_SLOTS) * one
     loads.clear()
 
     def load(key: str) -> HostWeights:
@@ -191,6 +192,12 @@ def test_weights_of_another_model_are_refused() -> None:
 
     with pytest.raises(WeightsUnfit, match="The weights hold 7 values, not"):
         slots_of({"a": bad}).pin("a")
+
+
+def test_by_default_64_adapters_of_rank_16_are_there_at_once() -> None:
+    slots = slots_of({str(at): host(16, at) for at in range(64)})
+
+    assert all(slots.pin(str(at)) is not None for at in range(64))
 
 
 def test_unknown_weights_are_missing() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.requests import SampleOutput
-from cotrain_workers.engine.ops import Failure, WeightsMissing
+from cotrain_workers.engine.ops import Failure, HostWeights, WeightsMissing
 from tests.support.decoding import (
     RUNS,
     assert_same,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import HostWeights
 
     NewEngine = Callable[..., Engine]
     ModelFolder = Callable[..., Path]
@@ -36,10 +35,8 @@ if TYPE_CHECKING:
 def test_a_neighbour_whose_weights_are_not_finite_fails_alone(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
-    bad = replace(
-        weights["all-8"],
-        flat=weights["all-8"].flat.clone().index_fill_(0, torch.tensor([5]), float("nan")),
-    )
+    good = weights["all-8"]
+    bad = HostWeights(good.spec, good.flat.clone().index_fill_(0, torch.tensor([5]), float("nan")))
     mine = whole("mine", "all-5")
     alone = output(decoder_of(engine, weights), mine)
     victim = request("victim", np.arange(20), "bad", num_samples=3)
@@ -55,7 +52,7 @@ def test_a_neighbour_whose_numbers_overflow_fails_alone(new_engine: NewEngine) -
     """Its keys and values are NaN in pages that others use next."""
     engine = new_engine()
     weights = trained_weights(engine)
-    huge = replace(weights["all-8"], flat=weights["all-8"].flat * 1e30)
+    huge = HostWeights(weights["all-8"].spec, weights["all-8"].flat * 1e30)
     mine = whole("mine", "all-5")
     alone = output(decoder_of(engine, weights), mine)
     decoder = decoder_of(engine, {**weights, "huge": huge}, kv_tokens=16 * 12)
@@ -104,7 +101,7 @@ def test_missing_weights_fail_their_request_alone(new_engine: NewEngine) -> None
 def test_weights_of_another_model_fail_their_request_alone(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
-    other = replace(weights["all-8"], flat=torch.zeros(5))
+    other = HostWeights(weights["all-8"].spec, torch.zeros(5))
 
     decoder = decoder_of(engine, {"other": other})
     found = finish(decoder, [request("other", [1, 2], "other"), request("base", [1, 2])])

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import forward
@@ -20,7 +19,7 @@ from cotrain_workers.engine.sequence_table import SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import forward_backward as wave
 from tests.support.tiny_models import FAMILIES
-from tests.support.training import random_datum
+from tests.support.training import load_plain, random_datum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +52,7 @@ def together_logprobs(engine: Engine, datums: Sequence[Datum]) -> np.ndarray:
 
 @torch.no_grad()
 def unpacked_logprobs(folder: Path, datums: Sequence[Datum]) -> np.ndarray:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_plain(folder, torch.float32)
     found = []
     for datum in datums:
         logits = model(input_ids=torch.from_numpy(datum.tokens)[None], use_cache=False).logits[0]
@@ -228,11 +227,65 @@ def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_right(
     assert check(kernel_of_torch_2_13)
     assert not caplog.records
     assert not check(one_too_few)
-    assert "The flash kernel is off by" in caplog.text
+    assert "The flash kernel (FA2) is off by" in caplog.text
     assert not check(kernel_of_torch_2_10)
     assert "has no windows in varlen_attn" in caplog.text
     assert not check(None)
     assert "has no varlen_attn" in caplog.text
+    attn.varlen_is_right.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "failure", "expected"),
+    [
+        ((9, 0), None, True),
+        ((9, 0), ModuleNotFoundError("No module named 'flash_attn_interface'"), False),
+        ((9, 0), RuntimeError("does not expose FA3 backward kernels"), False),
+        ((10, 0), None, False),
+    ],
+)
+def test_flash_attention_3_is_used_where_it_is_installed_on_a_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    failure: Exception | None,
+    expected: bool,
+) -> None:
+    activated: list[str] = []
+
+    def activate(name: str) -> None:
+        if failure:
+            raise failure
+        activated.append(name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+
+    assert attn.use_flash_3(torch.device("cuda")) == expected
+    assert activated == (["FA3"] if expected else [])
+
+
+def test_flash_attention_3_that_is_off_gives_way_to_2(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_use = ["FA3"]
+
+    def kernel(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> torch.Tensor:
+        wrong = in_use[0] == "FA3"
+        return kernel_of_torch_2_13(*args, window_size=(window_size[0] - wrong, 0), **kwargs)
+
+    known = frozenset(inspect.signature(kernel_of_torch_2_13).parameters)
+    monkeypatch.setattr(attn, "varlen_kernel", lambda: kernel)
+    monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
+    monkeypatch.setattr(attn, "flash_in_use", lambda: in_use[0])
+    monkeypatch.setattr(
+        torch.nn.attention, "restore_flash_attention_impl", lambda: in_use.__setitem__(0, "FA2")
+    )
+    attn.varlen_is_right.cache_clear()
+
+    rule = AttentionRule(0.2, 16, None)
+    assert attn.varlen_is_right(torch.device("cpu"), torch.float32, (4, 2, 8), rule)
+    assert in_use == ["FA2"]
+    assert "The flash kernel (FA3) is off by" in caplog.text
     attn.varlen_is_right.cache_clear()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine.model import fusion
-from cotrain_workers.engine.model.compile import difference, is_right, kernel_of, variant
+from cotrain_workers.engine.model.compile import compiled, difference, is_right, kernel_of, variant
 from cotrain_workers.engine.model.fusion import fuse, gelu_gate, norm_then_weight, silu_gate
 from cotrain_workers.engine.ops import OptimStep, PassOutput
 from tests.support.tiny_models import FAMILIES
@@ -29,7 +29,9 @@ class Uncompiled:
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
 
-    def __call__(self, function: Any, dims: Sequence[int], examples: Sequence[Any]) -> Any:
+    def __call__(
+        self, function: Any, dims: Sequence[int], examples: Sequence[Any], *, gradients: int
+    ) -> Any:
         assert all(examples[at].shape[dim] == fusion.ROWS for at, dim in enumerate(dims))
         self.calls.setdefault(function.__name__, 0)
 
@@ -93,7 +95,7 @@ def test_what_cannot_be_compiled_stays_as_it_is(new_engine: NewEngine) -> None:
     engine = new_engine()
     before = engine._base.backbone.get_submodule("norm").forward
 
-    assert fuse(engine._base.backbone, engine._base.router, lambda *_: None) == ()
+    assert fuse(engine._base.backbone, engine._base.router, lambda *_, **__: None) == ()
     assert engine._base.backbone.get_submodule("norm").forward == before
 
 
@@ -119,6 +121,22 @@ def test_a_kernel_is_used_if_it_and_its_gradients_are_right(
     assert "silu_gate is not fused: it would be off by" in caplog.text
     assert not is_right(fails, silu_gate, 2, examples)
     assert "no compiler here" in caplog.text
+
+
+def test_a_kernel_is_checked_with_gradients_of_what_trains_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted: list[tuple[bool, ...]] = []
+
+    def turn(*tensors: torch.Tensor) -> Any:
+        wanted.append(tuple(tensor.requires_grad for tensor in tensors))
+        return fusion.rotate(*tensors)
+
+    monkeypatch.setattr("cotrain_workers.engine.model.compile.kernel_of", lambda *_: turn)
+    inputs = (torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16), *torch.randn(2, 1, 8, 16))
+
+    assert compiled(fusion.rotate, (2, 2, 1, 1), inputs, gradients=2)
+    assert wanted == [(True, True, False, False)]
 
 
 def test_the_difference_of_a_function_to_itself_is_nothing() -> None:

@@ -1,0 +1,269 @@
+"""What a training pass and a decode step launch, move and keep per layer, counted without a GPU.
+
+    python -m bench.cost [--sizes 0.6b,8b] [--tenants 4] [--length 2048] [--lora grouped,seg] [--json]
+
+The engine itself runs, on a CUDA device that has shapes and no values (`tests/support/fake_cuda.py`, which
+needs a C++ compiler). Two layers are compared with one, so that a number of layers is only a factor. The
+tokens/s beside the counts are an estimate: each launch takes what its FLOP or its bytes take at the
+rates of an H200, whichever is longer, and never less than 2 us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
+
+import numpy as np
+import torch
+
+from bench.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device
+from bench.model import SHAPES
+from cotrain_workers.engine.decoding import model_runner
+from cotrain_workers.engine.decoding.adapter_slots import Pool, slot_layout
+from cotrain_workers.engine.decoding.cuda_kernels import (
+    CONTRACTS,
+    Grouped,
+    GroupedLora,
+    KernelAttention,
+    KernelTables,
+    key_offsets,
+)
+from cotrain_workers.engine.decoding.kv_cache import KvCache
+from cotrain_workers.engine.decoding.step import MixedStep
+from cotrain_workers.engine.ops import Create, Datum, Failure, OptimStep, Pass
+from cotrain_workers.engine.spec import AdapterSpec
+from tests.support import fake_cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bench.model import Shape
+    from cotrain_workers.engine.engine import Engine
+    from tests.support.fake_cuda import Launch, LaunchLog
+
+#: Of an H200: GEMMs in bf16, FlashAttention 2, a copy, and the smallest kernel.
+GEMM_FLOPS, FLASH_FLOPS, COPY_BYTES, LEAST_S = 680e12, 290e12, 4.0e12, 2e-6
+PAGE = 256
+LAYERS = (2, 3)  # with one alone, memory is at its peak in the head
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one layer, of what is outside of the layers, or of a whole model."""
+
+    launches: float
+    bytes: float
+    seconds: float
+    kept_bytes: float = 0.0  # at the peak, above what was there before
+
+    def minus(self, other: Cost) -> Cost:
+        return Cost(
+            *(a - b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True))
+        )
+
+    def with_layers(self, layer: Cost, layers: int) -> Cost:
+        """Return the cost of a model of so many layers, of which this is what is outside."""
+        both = zip(asdict(self).values(), asdict(layer).values(), strict=True)
+        return Cost(*(a + layers * b for a, b in both))
+
+
+def flops(launch: Launch) -> float:
+    """Return the FLOP of a product; 0 of what is bound by its bytes."""
+    shapes = [each for each in launch.args if isinstance(each, tuple)]
+    match launch.name:
+        case "mm" | "_grouped_mm" | "bmm" | "linear":
+            left, right = shapes[0], shapes[1]
+            if launch.name == "linear":
+                return 2.0 * prod(left) * right[0]
+            return 2.0 * prod(left) * right[-1]
+        case _:
+            return 0.0
+
+
+def flash_flops(launch: Launch) -> float:
+    """Return the FLOP of causal attention, half of the square: 2 S H D a token, 2.5 times that back."""
+    if not launch.name.startswith("_varlen_attn"):
+        return 0.0
+    is_back = launch.name.endswith("backward")
+    rows, heads, size = launch.args[1 if is_back else 0]
+    longest = next(each for each in launch.args if type(each) is int)
+    return 2.0 * rows * longest * heads * size * (2.5 if is_back else 1.0)
+
+
+def seconds(launch: Launch) -> float:
+    """Estimate how long a launch takes on an H200."""
+    compute = flops(launch) / GEMM_FLOPS + flash_flops(launch) / FLASH_FLOPS
+    return max(compute, launch.bytes / COPY_BYTES, LEAST_S)
+
+
+def cost_of(log: LaunchLog) -> Cost:
+    return Cost(
+        sum(fake_cuda.counts(log.launches).values()),
+        sum(each.bytes for each in log.launches),
+        sum(map(seconds, log.launches)),
+        log.peak,
+    )
+
+
+def train(shape: Shape, layers: int, settings: argparse.Namespace) -> tuple[FakeEngine, FakeEngine]:
+    """Run one pass and one optimizer step of every tenant; return what each of the two did."""
+    fake, steps = FakeEngine(shape, layers, settings), SimpleNamespace(log=fake_cuda.LaunchLog())
+    ids = np.zeros(settings.length, np.int64)
+    datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(settings.length, np.float32)})
+
+    def work(engine: Engine) -> None:
+        runs = [f"r{at}" for at in range(settings.tenants)]
+        engine.run([Create(run, 0, AdapterSpec(settings.rank, seed=0)) for run in runs])
+        for run in runs:
+            _ = engine.adapters[run].gradient  # as it is from the second cycle on
+        fake.reads.clear()
+        fake.log.launches.clear()
+        with fake.log:
+            found = engine.run([Pass(run, 1, [datum], "cross_entropy", {}, True) for run in runs])
+        with steps.log:
+            stepped = engine.run(
+                [OptimStep(run, 2, 1e-4, 0.9, 0.95, 1e-8, 0.0, 1.0) for run in runs]
+            )
+        for output in (*found.outputs.values(), *stepped.outputs.values()):
+            assert not isinstance(output, Failure), output
+
+    on_fake_device(fake, work)
+    return fake, steps  # type: ignore[return-value]
+
+
+def decode(shape: Shape, layers: int, settings: argparse.Namespace) -> FakeEngine:
+    """Run one decode step of `rows` sequences over as many adapters as tenants, as a graph holds it."""
+    fake, rows = FakeEngine(shape, layers, settings), settings.rows
+    pages = -(-settings.context // PAGE)
+
+    def zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=DEVICE)
+
+    def work(engine: Engine) -> None:
+        base = engine._base
+        cache = KvCache(base.kv, rows * pages, PAGE, DEVICE, BF16)
+        layout = slot_layout(base.targets, settings.rank)
+        pool = Pool(layout, zeros(settings.adapters + 2, layout.size, dtype=BF16))
+        tables = KernelTables(
+            kv_slots=zeros(rows),
+            offsets=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE),
+            key_offsets=key_offsets(rows, pages * PAGE, DEVICE),
+            lengths=zeros(rows, dtype=torch.int32),
+            blocks=zeros(rows, pages, dtype=torch.int32),
+            most_queries=1,
+            most_keys=pages * PAGE,
+        )
+        lora = GroupedLora([Grouped(0, rows, pool, zeros(len(pool.flat), dtype=torch.int32))])
+        route = MixedStep(KernelAttention(cache, tables, CONTRACTS[0]), lora)
+        fake.log.launches.clear()
+        with torch.no_grad(), fake.log:
+            model_runner.run_model(base, zeros(1, rows), zeros(1, rows), route)
+
+    on_fake_device(fake, work)
+    return fake
+
+
+def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what training costs with each LoRA backend, then what a decode step does."""
+    shape = SHAPES[size]
+    tokens = settings.tenants * settings.length
+    for name in settings.lora.split(","):
+        own = argparse.Namespace(**{**vars(settings), "backend": name})
+        (one, step), (two, _) = (train(shape, layers, own) for layers in LAYERS)
+        costs = [cost_of(fake.log) for fake in (one, two)]
+        layer = costs[1].minus(costs[0])
+        outside = costs[0].with_layers(layer, -LAYERS[0])
+        whole = outside.with_layers(layer, shape.layers)
+        each = fake_cuda.counts(two.log.launches)
+        each.subtract(fake_cuda.counts(one.log.launches))
+        adam = cost_of(step.log)
+        yield {
+            "what": "train",
+            "size": size,
+            "lora": name,
+            "tenants": settings.tenants,
+            "length": settings.length,
+            "launches_per_layer": layer.launches,
+            "kb_per_token_and_layer": layer.bytes / tokens / 1e3,
+            "kept_kb_per_token_and_layer": layer.kept_bytes / tokens / 1e3,
+            "launches_outside": outside.launches,
+            "kb_per_token_outside": outside.bytes / tokens / 1e3,
+            "launches_of_steps": adam.launches,
+            "host_reads": sum(one.reads.values()),
+            "estimated_tokens_per_s": tokens / whole.seconds,
+            "ops": {op: count for op, count in each.most_common() if count},
+        }
+    own = argparse.Namespace(**{**vars(settings), "backend": "grouped"})
+    head_s = shape.hidden * shape.vocab * BF16.itemsize / COPY_BYTES
+    one, two = (decode(shape, layers, own) for layers in LAYERS)
+    costs = [cost_of(fake.log) for fake in (one, two)]
+    layer = costs[1].minus(costs[0])
+    each = fake_cuda.counts(two.log.launches)
+    each.subtract(fake_cuda.counts(one.log.launches))
+    yield {
+        "what": "decode",
+        "size": size,
+        "rows": settings.rows,
+        "adapters": settings.adapters,
+        "launches_per_layer": layer.launches,
+        "mb_per_layer": layer.bytes / 1e6,
+        # Of a graph; without the choice of tokens, and without what the host does between two steps.
+        "estimated_tokens_per_s": settings.rows / (shape.layers * layer.seconds + head_s),
+        "ops": {op: count for op, count in each.most_common() if count},
+    }
+
+
+def main() -> int:
+    settings = parse()
+    if "fake-cuda" not in os.environ.get("LD_PRELOAD", ""):
+        ran = fake_cuda.preloaded("bench.cost", sys.argv[1:])
+        print(ran.stdout, end="")
+        print(ran.stderr, end="", file=sys.stderr)
+        return ran.returncode
+    rows = [row for size in settings.sizes.split(",") for row in report(size, settings)]
+    if settings.json:
+        print(json.dumps(rows))
+        return 0
+    for row in rows:
+        each = {name: value for name, value in row.items() if name != "ops"}
+        print("  ".join(f"{name} {show(value)}" for name, value in each.items()))
+    return 0
+
+
+def show(value: object) -> str:
+    """Write a number with as many digits as mean anything."""
+    return (
+        f"{value:,.4g}"
+        if isinstance(value, float) and value < 1e4
+        else (f"{value:,.0f}" if isinstance(value, float) else str(value))
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="8b")
+    parser.add_argument("--tenants", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--lora", default="grouped,seg")
+    parser.add_argument("--recompute", default="never", choices=("never", "always"))
+    parser.add_argument("--plain", dest="fused", action="store_false", help="nothing is compiled")
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--adapters", type=int, default=64)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

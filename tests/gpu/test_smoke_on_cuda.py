@@ -1,0 +1,92 @@
+"""The first two minutes on a GPU: does each fast path run, and is it right? Nothing is compiled, all is tiny.
+
+What fails here is slow, or wrong, everywhere else: its name says which path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.engine.decoding.paged_attention_check import find_contract
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora.backend import slow
+from cotrain_workers.engine.lora.self_check import disagreement
+from cotrain_workers.engine.model.attention import flash_in_use, varlen_is_right
+from cotrain_workers.engine.model.base_model import KvShape
+from cotrain_workers.engine.ops import Failure, Save, SaveOutput
+from cotrain_workers.engine.routing import AttentionRule
+from tests.support.decoding import graph_report, output, request
+from tests.support.tiny_models import build_tiny
+from tests.support.training import MIX
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_workers.engine.ops import HostWeights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = build_tiny("qwen3", tmp_path_factory.mktemp("model"), hidden=128)
+    return Engine.load(
+        str(folder), device="cuda", fusion=False, micro_batch_tokens=256, recompute="never"
+    )
+
+
+@pytest.fixture(scope="module")
+def weights(engine: Engine) -> Mapping[str, HostWeights]:
+    done = engine.run([op for tenant in MIX for op in tenant.ops(0)])
+    assert not [each for each in done.outputs.values() if isinstance(each, Failure)]
+    saved = engine.run([Save(tenant.run, 5) for tenant in MIX]).outputs
+    return {run: each.weights for (run, _), each in saved.items() if isinstance(each, SaveOutput)}
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_flash_attention_trains_the_heads_of_an_8b_model(window: int | None) -> None:
+    print(torch.__version__, torch.cuda.get_device_name(CUDA), flash_in_use())
+    rule = AttentionRule(128**-0.5, window, None)
+
+    assert varlen_is_right(CUDA, torch.bfloat16, (32, 8, 128), rule)
+
+
+def test_flash_attention_decodes_over_pages() -> None:
+    found = find_contract(KvShape(1, 8, 128), 32, 256, CUDA, torch.bfloat16)
+    print(found)
+
+    assert found is not None
+
+
+def test_grouped_products_have_a_kernel_and_are_those_of_a_loop() -> None:
+    assert slow(torch.zeros(1, device=CUDA, dtype=torch.bfloat16)) is None
+    assert disagreement(CUDA, torch.bfloat16) is None
+
+
+def test_adapters_of_every_rank_train_in_one_cycle(weights: Mapping[str, HostWeights]) -> None:
+    assert len(weights) == len(MIX)
+    assert all(bool(torch.isfinite(each.flat).all()) for each in weights.values())
+
+
+def test_a_sampler_takes_its_weights_from_the_device(weights: Mapping[str, HostWeights]) -> None:
+    for each in weights.values():
+        found = each.on_device()
+        assert found is not None
+        assert torch.equal(found.cpu(), each.flat)
+
+
+def test_a_decode_step_is_a_graph(engine: Engine, weights: Mapping[str, HostWeights]) -> None:
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=8192, text=None)
+
+    output(decoder, request("mine", np.arange(100), "all-8", num_samples=5, max_tokens=40))
+
+    assert graph_report(decoder) == "2 in use"

@@ -1,0 +1,263 @@
+# mypy: disable-error-code="explicit-override, no-untyped-call"
+"""A CUDA device without a GPU: tensors that have shapes and no values, at any size, and what each op moves.
+
+FakeTensorMode gives shapes, types and devices; the library of `fake_cuda.cpp`, preloaded, answers for the
+device that this torch lacks. What would read a value on the host raises, unless it is played here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+TOTAL_BYTES = 150_000_000_000  # of an H200, about
+#: Ops that launch nothing.
+VIEWS = frozenset(
+    [
+        "alias",
+        "as_strided",
+        "chunk",
+        "detach",
+        "device",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "expand",
+        "is_pinned",
+        "lift_fresh",
+        "narrow",
+        "new_empty",
+        "new_empty_strided",
+        "permute",
+        "record_stream",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+        "unfold",
+        "view",
+        "_reshape_alias",
+        "_unsafe_view",
+    ]
+)
+
+
+class NoCompiler(RuntimeError):
+    """There is no C++ compiler here; the device cannot be built."""
+
+
+def library() -> Path:
+    """Build the library for this torch, unless that was done. Raises NoCompiler."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise NoCompiler
+    built = Path(tempfile.gettempdir(), f"cotrain-fake-cuda-{os.getuid()}-{torch.__version__}.so")
+    if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
+        root = Path(torch.__file__).parent
+        paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"]
+        new = built.with_suffix(f".{os.getpid()}")
+        command = [compiler, "-shared", "-fPIC", "-std=c++20", str(SOURCE), "-o", str(new)]
+        subprocess.run([*command, *paths, "-ltorch_cpu", "-lc10"], check=True)
+        new.replace(built)
+    return built
+
+
+def preloaded(module: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a Python module where the device is. Raises NoCompiler."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env={**os.environ, "LD_PRELOAD": str(library()), "OMP_NUM_THREADS": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One op: what it is called, what it reads and writes, and the arguments it was given."""
+
+    name: str
+    bytes: int
+    args: Any = field(repr=False)
+    out: Any = field(repr=False)
+
+
+class LaunchLog(TorchDispatchMode):
+    """Notes every launch on the device, and how much memory storages take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.peak = self._now = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in VIEWS or name.startswith(("empty", "new_empty")):
+            self._hold(
+                out, given={each.untyped_storage()._cdata for each in tensors((args, kwargs))}
+            )
+        if not self._is_paused and name not in VIEWS:
+            self.note(name, args, kwargs, out)
+        return out
+
+    def note(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        """Note a launch that reads `args` and writes `out`."""
+        # A write to some rows touches those alone.
+        size = 2 * bytes_of(args[3]) if name == "index_copy_" else bytes_of((args, kwargs, out))
+        if size:
+            shapes = [tuple(each.shape) if is_tensor(each) else each for each in args]
+            self.launches.append(Launch(name, size, shapes, [tuple(o.shape) for o in tensors(out)]))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note no launch."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def _hold(self, out: Any, given: set[int]) -> None:
+        """Count the storages that an op has made."""
+        for tensor in tensors(out):
+            storage = tensor.untyped_storage()
+            known = StorageWeakRef(storage)
+            if storage._cdata not in given and known.cdata not in self._held:
+                self._held[known.cdata] = (known, storage.nbytes())
+                self._now += storage.nbytes()
+        if self._now > self.peak:
+            for cdata, (known, size) in list(self._held.items()):
+                if known.expired():
+                    del self._held[cdata]
+                    self._now -= size
+            self.peak = max(self.peak, self._now)
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors on the device in a value."""
+    return [each for each in tree_leaves(value) if is_tensor(each) and each.device.type == "cuda"]
+
+
+def bytes_of(value: Any) -> int:
+    """Return the size of all tensors in a value."""
+    return sum(each.numel() * each.element_size() for each in tensors(value))
+
+
+class Fused(torch.autograd.Function):
+    """A compiled function: one launch forward, one back."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, log: LaunchLog, gradients: int, *args: Any) -> Any:
+        with log.paused():
+            out = function(*args)
+        log.note(f"fused {function.__name__}", args, {}, out)
+        # A rotation is turned back without what it turned.
+        needed = args[gradients:] if function.__name__ == "rotate" else args
+        ctx.save_for_backward(*(each for each in needed if is_tensor(each)))
+        ctx.shapes = [each.shape for each in args[:gradients]]
+        ctx.function, ctx.log, ctx.gradients, ctx.count = function, log, gradients, len(args)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Any) -> Any:
+        saved = ctx.saved_tensors
+        found = [slopes[0].new_empty(shape) for shape in ctx.shapes]
+        ctx.log.note(f"fused {ctx.function.__name__} back", (*saved, *slopes), {}, found)
+        return (None, None, None, *found, *[None] * (ctx.count - ctx.gradients))
+
+
+class Played:
+    """Stands for a CUDA event or stream."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+@contextmanager
+def no_stream(_: Any) -> Iterator[None]:
+    """Play `torch.cuda.stream`."""
+    yield
+
+
+@contextmanager
+def fake_cuda() -> Iterator[None]:
+    """Let `device="cuda:0"` mean this device. The process must have the library preloaded."""
+    facts = SimpleNamespace(total_memory=TOTAL_BYTES)
+    played: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0,
+        "reset_peak_memory_stats": lambda *_: None,
+        "mem_get_info": lambda *_: (TOTAL_BYTES, TOTAL_BYTES),
+        "get_device_properties": lambda *_: facts,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_name": lambda *_: "no device",
+        "Stream": Played,
+        "Event": Played,
+        "current_stream": Played,
+        "stream": no_stream,
+    }
+    real = torch.Generator
+
+    def generator(*_: Any) -> torch.Generator:
+        return real()
+
+    with ExitStack() as stack:
+        for name, value in played.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        tensor = {
+            "pin_memory": lambda own, *_: torch.empty_like(own),
+            "record_stream": lambda *_: None,
+        }
+        for name, value in tensor.items():
+            stack.enter_context(mock.patch.object(torch.Tensor, name, value))
+        stack.enter_context(mock.patch.object(torch, "Generator", generator))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def counts(launches: Sequence[Launch]) -> Counter[str]:
+    """Return how many launches each op has; a grouped product is two."""
+    found: Counter[str] = Counter()
+    for each in launches:
+        found[each.name] += 2 if each.name == "_grouped_mm" else 1
+    return found
