@@ -120,12 +120,12 @@ def test_the_demo_says_what_it_does_before_it_loads_torch() -> None:
 
 
 def test_fine_tuning_lowers_the_loss_on_what_was_held_out(run: Run) -> None:
-    before, *_, after = (row["loss"] for row in run("sft.py", "--steps=20"))
+    before, *_, after = (row["loss"] for row in run("sft.py", "--steps=12"))
     assert after < 0.7 * before
 
 
 def test_reinforcement_raises_the_reward(run: Run) -> None:
-    *_, first, last = (row["reward"] for row in run("rl.py", "--steps=24"))
+    *_, first, last = (row["reward"] for row in run("rl.py", "--steps=16"))
     assert last > first + 0.05
 
 
@@ -137,7 +137,7 @@ def test_preferences_are_learned_for_pairs_that_were_held_out(run: Run) -> None:
 
 
 def test_a_student_comes_nearer_to_its_teacher(run: Run) -> None:
-    *_, first, last = (row["KL"] for row in run("distill.py", "--steps=10"))
+    *_, first, last = (row["KL"] for row in run("distill.py", "--steps=6"))
     assert last < 0.9 * first
 
 
@@ -195,7 +195,7 @@ def test_sft_ends_with_the_same_losses_when_every_process_of_the_server_is_kille
 ) -> None:
     options = [f"--port={free_port()}"]
     serve = partial(Serving, tmp_path / "data", [str(base_model)], [KEY], options)
-    steps = 16
+    steps = 8
     with serve() as first:
         script = started("sft.py", first.address, f"--steps={steps}")
         with script:

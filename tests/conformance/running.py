@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.warm.popen import run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -154,17 +155,14 @@ def run_scenarios(
         "HF_HUB_OFFLINE": "1",
         **variables,
     }
-    done = subprocess.run(
+    done = run(
         [
             *(sys.executable, "-W", "ignore", "-m", f"tests.conformance.{program}"),
             *(address, base_model, *names),
         ],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
         timeout=TIMEOUT_S,
         env=environment,
-        check=False,
     )
     assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr}"
     facts: Facts = json.loads(done.stdout)

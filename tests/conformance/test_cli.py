@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import re
 import tarfile
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -90,6 +92,43 @@ def test_a_run_is_listed_and_shown(cotrain: Run, paths: list[str], server: Serve
         assert expected in text
 
 
+def test_the_history_of_a_run_is_shown_written_and_exported(
+    cotrain: Run, paths: list[str], server: Server, tmp_path: Path
+) -> None:
+    run_id = paths[0].split("/")[2]
+    with ServiceClient(server.address, KEY) as service:
+        rest = service.create_rest_client()
+        [point] = rest.get_training_run_history(run_id).result().points
+    assert (point.kind, point.step, point.weight_sum) == ("optim_step", 1, 19.0)
+    assert read(cotrain("runs", "history", run_id, "--last", "1", "--json")) == [point.model_dump()]
+    [row] = csv.DictReader(cotrain("runs", "history", run_id, "--csv").stdout.splitlines())
+    assert (float(row["loss_sum"]), float(row["grad_norm"])) == (point.loss_sum, point.grad_norm)
+    assert f"{point.loss:.6g}" in cotrain("runs", "history", run_id).stdout
+    to_nothing = cotrain("runs", "export", "x:train:0", "--to", "tensorboard")
+    assert (to_nothing.exit_code, to_nothing.stdout) == (1, "")
+
+    pytest.importorskip("tensorboard")
+    events = import_module("tensorboard.backend.event_processing.event_accumulator")
+    given = ("--to", "tensorboard", "--output", str(tmp_path))
+    assert cotrain("runs", "export", run_id, *given).exit_code == 0
+    shown = events.EventAccumulator(str(tmp_path / run_id.replace(":", "_"))).Reload()
+    [scalar] = shown.Scalars("train/loss_sum")
+    assert (scalar.step, scalar.wall_time) == (1, point.time_s)
+    assert scalar.value == pytest.approx(point.loss_sum, rel=1e-6)
+
+
+def test_a_run_is_noted_and_tagged(cotrain: Run, paths: list[str]) -> None:
+    run_id = paths[0].split("/")[2]
+    assert cotrain("runs", "note", run_id, "a <b>note</b>").exit_code == 0
+    assert read(cotrain("runs", "tag", run_id, "x", "y", "--json"))["tags"] == ["x", "y"]
+    labelled = read(cotrain("runs", "tag", run_id, "z", "--remove", "x", "--json"))
+    assert labelled == {"training_run_id": run_id, "note": "a <b>note</b>", "tags": ["y", "z"]}
+    [found] = read(cotrain("runs", "list", "--tag", "y", "--text", "NOTE", "--json"))
+    assert found["training_run_id"] == run_id
+    assert read(cotrain("runs", "list", "--tag", "x", "--json")) == []
+    assert "a <b>note</b>" in cotrain("runs", "show", run_id).stdout
+
+
 def test_a_list_that_is_cut_says_so(cotrain: Run, paths: list[str]) -> None:
     assert paths
     whole = len(read(cotrain("runs", "list", "--limit", "1000", "--json")))
@@ -134,6 +173,8 @@ def test_the_fields_of_json_are_the_documented_ones(cotrain: Run, paths: list[st
     answers = {
         "models": read(cotrain("models", "--json")),
         "runs list": read(cotrain("runs", "list", "--json")),
+        "runs tag": read(cotrain("runs", "tag", run_id, "--json")),
+        "runs history": read(cotrain("runs", "history", run_id, "--json")),
         "checkpoints list": read(cotrain("checkpoints", "list", "--run", run_id, "--json")),
         "sample PROMPT": read(cotrain("sample", "x", "--json")),
         "top": read(cotrain("top", "--json")),

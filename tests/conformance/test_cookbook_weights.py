@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.conformance.running import ROOT
+from tests.warm.popen import run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,13 +28,10 @@ def distances() -> Mapping[str, float | str]:
     if not COOKBOOK.exists():
         pytest.fail("tinker_cookbook is missing: run tests/cookbook/fetch.sh")
     roots = [ROOT, *(ROOT / name for name in ("client", "scheduler", "server", "workers"))]
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-m", "tests.conformance.cookbook_weights"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*roots, COOKBOOK]))},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     found: Mapping[str, float | str] = json.loads(done.stdout)

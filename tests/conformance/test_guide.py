@@ -8,7 +8,6 @@ only compiled (`tests/unit/test_docs.py`).
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ import pytest
 from tests.conformance.running import KEYS
 from tests.support.markdown import blocks
 from tests.support.notebook import run_page
+from tests.warm.popen import run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,11 +56,7 @@ def test_every_block_of_the_readme_runs(
 ) -> None:
     # Apart from us: the official SDK, which it shows, leaves connections open.
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.notebook", str(README), json.dumps(replacements)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    ran = run(
+        [sys.executable, "-m", "tests.support.notebook", str(README), json.dumps(replacements)]
     )
     assert ran.returncode == 0, ran.stderr

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.warm.popen import Popen, run
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -55,29 +57,18 @@ class Bench:
 
     def run(self, recipe: str, folder: str, **options: object) -> Ran:
         """Run a recipe to its end; `folder` is its log folder, for it to go on from if it is there."""
-        done = subprocess.run(
-            self._command(recipe, folder, options),
-            cwd=self.workshop,
-            env=self._environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        return self._ran(done.returncode, done.stdout, folder)
+        with self._popen(recipe, folder, options) as program:
+            try:
+                said, _ = program.communicate(timeout=TIMEOUT_S)
+            except BaseException:
+                program.kill()
+                raise
+        return self._ran(program.returncode, said, folder)
 
     def run_and_kill(self, recipe: str, folder: str, at: str, **options: object) -> Ran:
         """Run a recipe until it prints a line with a match of `at`, and kill it there."""
         said = []
-        with subprocess.Popen(
-            self._command(recipe, folder, options),
-            cwd=self.workshop,
-            env=self._environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as program:
+        with self._popen(recipe, folder, options) as program:
             assert program.stdout is not None
             for line in program.stdout:
                 said.append(line)
@@ -87,14 +78,11 @@ class Bench:
 
     def run_script(self, script: Path, *arguments: str) -> str:
         """Run a script of ours on the cookbook's library; what it printed."""
-        done = subprocess.run(
+        done = run(
             [sys.executable, str(script), *arguments],
             cwd=self.workshop,
             env=self._environment(),
-            capture_output=True,
-            text=True,
             timeout=TIMEOUT_S,
-            check=False,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -125,6 +113,16 @@ class Bench:
         steps = [row for row in rows if any(name.startswith("progress") for name in row)]
         return Ran(status, output, steps, _rows(self.logs / folder / "checkpoints.jsonl"))
 
+    def _popen(self, recipe: str, folder: str, options: Mapping[str, object]) -> Popen:
+        return Popen(
+            self._command(recipe, folder, options),
+            cwd=self.workshop,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
     def _command(self, recipe: str, folder: str, options: Mapping[str, object]) -> Sequence[str]:
         if not COOKBOOK.is_dir():
             pytest.fail("tinker_cookbook is missing: run tests/cookbook/fetch.sh")
@@ -140,7 +138,7 @@ class Bench:
             "PYTHONPATH": str(COOKBOOK),
             "TINKER_BASE_URL": self.address,
             "TINKER_API_KEY": self.key,
-            "HF_HOME": str(self.logs / "huggingface"),
+            "HF_DATASETS_CACHE": str(self.logs / "huggingface"),
             "HF_HUB_OFFLINE": "1",
             "HTTPS_PROXY": NOWHERE,
             "OMP_NUM_THREADS": "1",

@@ -12,6 +12,7 @@ from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import Records
+from tests.support.limits import always
 from tests.support.stack import MODEL, Stack
 from tests.warm.popen import Popen, run
 from tests.warm.sources import SOURCES
@@ -95,9 +96,9 @@ def settings_of(url: str, data_dir: Path, model: Path) -> dict[str, str]:
 def stack_of(connection: Connection, spool: Spool, futures: Futures) -> Stack:
     """Put the API's part together, beside processes that do the rest."""
     return Stack(
-        Intake(connection, spool, TenantLimits()),
+        Intake(connection, spool, always(TenantLimits())),
         futures,
         Dispatch(connection, "nobody"),
         Records(connection),
-        SampleIntake(connection, spool, SampleLimits()),
+        SampleIntake(connection, spool, always(SampleLimits())),
     )

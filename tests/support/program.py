@@ -18,6 +18,7 @@ from tests.support.stack import POOL, Stack, make_worker, worker
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from cotrain_store.messages.history import HistoryPoint
     from cotrain_store.messages.ids import RequestId, RunId
     from cotrain_store.messages.runs import RunRecord
     from cotrain_workers.engine.engine import Engine
@@ -75,6 +76,29 @@ async def undisturbed(
         run = await server.create("undisturbed", "undisturbed", LORA)
         answers = await results(server, run, await submit(server, run, 1, last))
     return answers, engine.adapters.state(run.id).digest()
+
+
+def computed(answers: list[Any]) -> list[tuple[str, int, float, float | None]]:
+    """Say what a client knows of its steps by the answers to the program: `numbers_of` its history."""
+    numbers: list[tuple[str, int, float, float | None]] = []
+    loss, steps = 0.0, 0
+    for kind, answer in zip(PROGRAM, answers, strict=True):
+        if kind is OpKind.OPTIM_STEP:
+            steps += 1
+            numbers.append((kind.value, steps, loss, answer["metrics"]["grad_norm"]))
+            loss = 0.0
+            continue
+        found = wire_pb2.ForwardBackwardOutput.FromString(answer).metrics["loss:sum"]
+        if kind is OpKind.FORWARD:
+            numbers.append((kind.value, steps, found, None))
+        else:
+            loss += found
+    return numbers
+
+
+def numbers_of(points: list[HistoryPoint]) -> list[tuple[str, int, float, float | None]]:
+    """Take of a history what its client computed."""
+    return [(point.kind, point.step, point.loss_sum, point.grad_norm) for point in points]
 
 
 def snapshot_files(redis: Any, run: RunRecord, folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.warm.popen import Popen, is_same, read_command, run
+from tests.warm.sources import ROOT, SOURCES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,6 +73,23 @@ def test_a_process_whose_environment_changes_what_imports_do_is_started_by_the_i
 def test_what_imports_set_in_the_environment_of_a_test_makes_no_difference() -> None:
     importlib.import_module("cotrain_workers.engine.engine")
     assert is_same({**os.environ, "COTRAIN_DATA_DIR": "/elsewhere"})
+
+
+@pytest.mark.parametrize("path", [None, str(ROOT), os.pathsep.join(SOURCES)])
+def test_a_supervisor_that_was_forked_has_its_children_forked(path: str | None) -> None:
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = "import os; from tests.warm.popen import is_same; print(is_same(os.environ))"
+    ran = run(python(code), env=given if path is None else {**given, "PYTHONPATH": path})
+    assert (ran.stdout, ran.stderr) == ("True\n", "")
+
+
+def test_a_program_of_another_sdk_is_forked_from_a_process_that_has_imported_that_one() -> None:
+    older = ROOT / ".sdk" / "tinker-0.22.0"
+    if not older.is_dir():
+        pytest.fail("tinker 0.22.0 is missing: run tests/conformance/sdks.sh")
+    code = "import sys; loaded = 'tinker' in sys.modules; import tinker; print(loaded, tinker.__file__)"
+    ran = run(python(code), env={**os.environ, "PYTHONPATH": str(older)})
+    assert ran.stdout == f"True {older / 'tinker' / '__init__.py'}\n", ran.stderr
 
 
 def test_a_process_that_fails_says_so_and_is_put_in_order_as_ever() -> None:

@@ -17,11 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cotrain_store import failpoints
-from tests.warm.supervision import have_children_forked
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 PR_SET_PDEATHSIG = 1
 #: Descriptors are put out of the way up here, before each gets the number it is to have.
@@ -42,7 +39,8 @@ def become(order: dict[str, Any], descriptors: Sequence[int], parent_address: An
     os.chdir(order["folder"])
     take_environment(order["environment"])
     read_environment_again()
-    have_children_forked(parent_address)
+    if "tests.warm.supervision" in sys.modules:  # that of our own programs, not that of an SDK
+        sys.modules["tests.warm.supervision"].have_children_forked(parent_address)
     if order["ignores_warnings"]:
         warnings.simplefilter("ignore")
     run(order["program"], order["arguments"], sees_folder=order["sees_folder"])
@@ -71,7 +69,13 @@ def take_environment(given: dict[str, str]) -> None:
 
 def read_environment_again() -> None:
     """Do what importing does with the environment, where that matters."""
-    failpoints._FAULTS = failpoints.Faults.asked_for(os.environ)
+    imported: Mapping[str, Any] = sys.modules
+    if failpoints := imported.get("cotrain_store.failpoints"):
+        failpoints._FAULTS = failpoints.Faults.asked_for(os.environ)
+    if hub := imported.get("huggingface_hub.constants"):
+        hub.HF_HUB_OFFLINE = (
+            os.environ.get("HF_HUB_OFFLINE", "").upper() in hub.ENV_VARS_TRUE_VALUES
+        )
     tempfile.tempdir = None
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as PYTHONUNBUFFERED has it
@@ -82,7 +86,12 @@ def run(program: Sequence[str], arguments: Sequence[str], *, sees_folder: bool) 
     kind, name = program
     sys.argv = ["-c" if kind == "code" else name, *arguments]
     folder = Path(name).resolve().parent if kind == "script" else Path.cwd()
-    sys.path[:1] = [str(folder)] if sees_folder else []
+    added = [
+        found
+        for found in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if found not in sys.path
+    ]
+    sys.path[:1] = [str(folder)] * sees_folder + [found for found in added if found]
     status: object = 0
     try:
         match kind:

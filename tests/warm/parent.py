@@ -1,6 +1,6 @@
 """The process that others are forked from: `python -m tests.warm.parent LISTENER RUN`.
 
-It imports what our programs import, once per test run, and then obeys whoever connects to LISTENER, a
+It imports what our programs import, and those of the SDK that it finds, once per test run, and then obeys whoever connects to LISTENER, a
 socket it inherits. A connection orders one process, hears its number, and later how it ended; when the
 connection is closed while the process lives, that gets the signal the order names. All end with RUN, the
 process of the test run, or with this one.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.warm.child import become
+from tests.warm.sources import SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,10 @@ MODULES = (
     "cotrain_server.commands.serve",
     "cotrain_workers.fetch",
     "transformers.models.qwen3.modeling_qwen3",
+    "tests.warm.supervision",
 )
+#: What programs of the official SDK import.
+SDK_MODULES = ("tinker", "tinker.types", "transformers")
 LARGEST_ORDER = 1 << 20
 MOST_DESCRIPTORS = 32
 
@@ -130,10 +134,11 @@ def preload() -> None:
 
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # no thread that watches progress bars
-    for module in MODULES:
+    ours = MODULES if os.environ["PYTHONPATH"] == os.pathsep.join(SOURCES) else ()
+    for module in (*ours, *SDK_MODULES):
         importlib.import_module(module)
     for program in PROGRAMS:  # a child runs it, as `python -m` does, and not what was imported here
-        del sys.modules[f"{program}.__main__"]
+        sys.modules.pop(f"{program}.__main__", None)
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a fork would lose all but one"
     gc.collect()

@@ -1,7 +1,8 @@
-"""`subprocess.Popen` for programs of ours: a real process, forked from the warm parent where that is the same.
+"""`subprocess.Popen` for Python programs: a real process, forked from a warm parent where that is the same.
 
 It is the same for `python -m MODULE` and for scripts, unless the environment has another value than this
-test run's for a variable that something reads when it is imported.
+test run's for a variable that something reads when it is imported. Programs of an SDK that is not the
+installed one are forked from a parent that has imported that one.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.warm.sources import COMMAND, ROOT, SOURCES
+from tests.warm.sources import COMMAND, ROOT, SDKS, SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,9 +31,11 @@ AT_START = dict(os.environ)
 READ_LATER = {
     "PATH", "PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM",
     "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG", "GOMP_SPINCOUNT",
+    "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HTTPS_PROXY", "FOLDER",
     *(f"{library}_NUM_THREADS" for library in ("OMP", "OPENBLAS", "MKL", "RAYON")),
 }  # fmt: skip
-READ_LATER_PREFIXES = ("COTRAIN_", "PYTEST_", "TINKER_", "TORCHINDUCTOR_")
+READ_LATER_PREFIXES = ("COTRAIN_", "PYTEST_", "TINKER_", "MINT_", "TORCHINDUCTOR_")
+READ_LATER_SUFFIX = "_API_KEY"
 RETRY_S = 0.01
 _parents: list[subprocess.Popen[bytes]] = []
 """Referred to until the end of this process: it outlives us, and nobody waits for it."""
@@ -81,11 +85,23 @@ def is_same(environment: Mapping[str, str]) -> bool:
         if AT_START.get(name) != environment.get(name)
         and name not in READ_LATER
         and not name.startswith(READ_LATER_PREFIXES)
+        and not name.endswith(READ_LATER_SUFFIX)
     }
-    return names <= {"PYTHONPATH"} and environment.get("PYTHONPATH") in (
-        AT_START.get("PYTHONPATH"),
-        _PYTHONPATH,
-    )  # fmt: skip
+    known = {*SOURCES, str(ROOT), *folders_of(AT_START)}
+    return names <= {"PYTHONPATH"} and all(
+        folder in known or Path(folder).is_relative_to(SDKS) for folder in folders_of(environment)
+    )
+
+
+def folders_of(environment: Mapping[str, str]) -> list[str]:
+    """List the folders of `PYTHONPATH`."""
+    return [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def path_of_parent(environment: Mapping[str, str]) -> str:
+    """Name the `PYTHONPATH` that tells one parent from another: our sources, or another SDK."""
+    sdks = [folder for folder in folders_of(environment) if Path(folder, "tinker").is_dir()]
+    return sdks[0] if sdks else _PYTHONPATH
 
 
 def order(
@@ -126,7 +142,7 @@ class Popen(subprocess.Popen[Any]):
         theirs = enumerate((pipes[0], pipes[3], pipes[5]))
         descriptors = {number: number if pipe == -1 else pipe for number, pipe in theirs}
         descriptors |= {descriptor: descriptor for descriptor in pass_fds}
-        self._orderer = connected()
+        self._orderer = connected(path_of_parent(environment))
         self.pid = order(
             self._orderer, what, descriptors, environment,
             folder=cwd, new_session=arguments[21],
@@ -173,23 +189,23 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def connected() -> socket.socket:
-    """Reach the parent of this test run; start it if nobody has."""
+def connected(path: str = _PYTHONPATH) -> socket.socket:
+    """Reach the parent of this test run with this `PYTHONPATH`; start it if it is not there."""
     # That of xdist's workers is the process that started them.
     run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    address = f"\0cotrain-warm-{run}"
+    address = f"\0cotrain-warm-{run}-{zlib.crc32(path.encode())}"
     while True:
         orderer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             orderer.connect(address)
         except ConnectionRefusedError:
             orderer.close()
-            start_parent(address, run)
+            start_parent(address, run, path)
         else:
             return orderer
 
 
-def start_parent(address: str, run: int) -> None:
+def start_parent(address: str, run: int, path: str) -> None:
     """Start it, unless somebody just does; it hears what was said to it meanwhile."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
@@ -203,7 +219,7 @@ def start_parent(address: str, run: int) -> None:
         environment = {
             **{name: value for name, value in AT_START.items() if not name.startswith(READ_LATER_PREFIXES)},
             **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "RAYON")},
-            "PYTHONPATH": _PYTHONPATH,
+            "PYTHONPATH": path,
         }  # fmt: skip
         command = [sys.executable, "-m", "tests.warm.parent", str(listener.fileno()), str(run)]
         _parents.append(
