@@ -32,6 +32,7 @@ from redis import ConnectionError as RedisConnectionError
 from redis import Redis
 
 from bench.pool.world import Shape, World
+from bench.tethered import tethered
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.redis_client.embedded_server import (
     find_redis_binary,
@@ -165,7 +166,9 @@ def a_redis(folder: Path) -> Iterator[tuple[str, int]]:
     socket = folder / "redis.sock"
     command = redis_command(find_redis_binary(), folder, socket, maxmemory="8gb")
     with (folder / "redis.log").open("wb") as log:
-        process = subprocess.Popen([*command, "--appendonly", "no"], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            tethered([*command, "--appendonly", "no"]), stdout=log, stderr=log
+        )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with (

@@ -24,6 +24,7 @@ from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection
 from cotrain_store.results.futures import Futures, Pending
+from tests.support.limits import always
 
 if TYPE_CHECKING:
     import argparse
@@ -98,7 +99,7 @@ async def _through_the_store(place: Place, args: argparse.Namespace) -> dict[str
     connection = open_batching_connection(place.redis_url)
     spool = Spool(place.folder / "data" / "spool", new_writer("api"))
     async with Futures(connection, spool) as futures:
-        intake = Intake(connection, spool, TenantLimits())
+        intake = Intake(connection, spool, always(TenantLimits()))
 
         async def tenant(number: int) -> Ask:
             run = _run_of(number)

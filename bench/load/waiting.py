@@ -21,6 +21,7 @@ from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection
 from cotrain_store.tenants.api_keys import Tenants
 from cotrain_store.tenants.key_format import read_chosen_keys
+from tests.support.limits import always
 
 if TYPE_CHECKING:
     import argparse
@@ -100,7 +101,7 @@ async def accept(place: Place, keys: Sequence[str], count: int) -> list[Waiting]
     """Have `count` requests accepted, straight into the store: that is not what is measured here."""
     connection = open_batching_connection(place.redis_url)
     spool = Spool(place.folder / "data" / "spool", new_writer("bench"))
-    intake = Intake(connection, spool, TenantLimits())
+    intake = Intake(connection, spool, always(TenantLimits()))
     tenants = Tenants(connection)
     await tenants.take(read_chosen_keys(keys))  # as the API did
 

@@ -14,10 +14,12 @@ import structlog
 from cotrain_scheduler.clock import Clock
 from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
+from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.logs import start_logs
+from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.redis_client.connection import check_store, open_connection
-from cotrain_store.refusal import read_settings, refuse
+from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
 from cotrain_store.settings.scheduler import SchedulerSettings
 
 log = structlog.get_logger()
@@ -34,7 +36,8 @@ async def serve(settings: SchedulerSettings, quantum_tokens: int = QUANTUM_TOKEN
         loop.add_signal_handler(signum, clock.stop)
     log.info("scheduler_started", mode=settings.clock_mode, period_s=settings.clock_period_s)
     try:
-        await clock.run()
+        with metrics_port(settings, own_metrics(Source.SCHEDULER)):
+            await clock.run()
     finally:
         await connection.aclose()
     log.info("scheduler_stopped")
@@ -52,6 +55,7 @@ def main() -> None:
     start_logs("scheduler")
     settings = read_settings(SchedulerSettings)
     start_logs("scheduler", settings.log_level)
+    trace_or_refuse("scheduler", f"{socket.gethostname()}-{os.getpid()}")
     try:
         sys.exit(asyncio.run(serve(settings, asked.quantum_tokens)))
     except UnsafeRedis as unsafe:

@@ -12,6 +12,8 @@ import structlog
 from cotrain_scheduler import cycle_start, planner
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.errors import Fenced
+from cotrain_store.messages.pauses import PlanPolicy
+from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Clock:
         self._gather_s = gather_s
         self._quantum_tokens = quantum_tokens
         self._pools: dict[PoolId, tuple[PoolClock, asyncio.Event]] = {}
+        self._policy = PlanPolicy()
         self._stopped = asyncio.Event()
         self._leads = False
         self._gaps_at = 0.0
@@ -80,6 +83,7 @@ class Clock:
             except Fenced:
                 log.warning("scheduler_fenced")
                 self._leads = False
+                metrics.SCHEDULER_LEADER.set(0)
                 wait_s = RENEW_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(woken.wait(), max(0.0, began + wait_s - time.monotonic()))
@@ -87,8 +91,14 @@ class Clock:
     async def _keep_lead(self, tasks: asyncio.TaskGroup) -> float:
         """Take or renew the lease, let the store's time pass, and drive pools that are new."""
         epoch = self._dispatch.epoch
-        led, self._leads = self._leads, await self._dispatch.lead()
-        if not self._leads:
+        leads = await self._dispatch.lead()
+        if leads:  # before a pool may plan: nothing is planned for who is paused
+            self._policy = await self._dispatch.policy()
+            for clock, _ in self._pools.values():
+                clock.policy = self._policy
+        led, self._leads = self._leads, leads
+        metrics.SCHEDULER_LEADER.set(leads)
+        if not leads:
             return RENEW_S
         if self._dispatch.epoch != epoch:
             self._forget_queues()  # another one led
@@ -96,7 +106,7 @@ class Clock:
         pools = await self._dispatch.pools()
         for pool in pools:
             if pool not in self._pools:
-                self._drive(pool, tasks)
+                self._drive(pool, await self._dispatch.base_model(pool), tasks)
         if not led:
             self._wake_all()
         if time.monotonic() - self._gaps_at > GAPS_S:
@@ -105,12 +115,13 @@ class Clock:
                 await self._expire_gaps(pool)
         return RENEW_S
 
-    def _drive(self, pool: PoolId, tasks: asyncio.TaskGroup) -> None:
+    def _drive(self, pool: PoolId, base_model: str, tasks: asyncio.TaskGroup) -> None:
         """Tick a pool from now on. Another one that takes its time does not hold it up."""
         clock = PoolClock(
             self._dispatch, self._settings, pool, gather_s=self._gather_s,
-            quantum_tokens=self._quantum_tokens,
+            quantum_tokens=self._quantum_tokens, base_model=base_model,
         )  # fmt: skip
+        clock.policy = self._policy
         woken = asyncio.Event()
         self._pools[pool] = clock, woken
 
@@ -122,7 +133,7 @@ class Clock:
     async def _expire_gaps(self, pool: PoolId) -> None:
         for run, tenant in await self._dispatch.old_gaps(pool, self._settings.gap_limit_s):
             await self._dispatch.expire_gap(pool, run, tenant)
-            log.warning("gap_expired", run=run)
+            log.warning("gap_expired", pool=pool, run=run, tenant=tenant)
 
     async def _listen(self) -> None:
         while True:

@@ -6,6 +6,7 @@ transaction. Everything is read once: at the start, and whenever this process ca
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -14,20 +15,28 @@ import structlog
 
 from cotrain_scheduler import cycle_start, planner
 from cotrain_scheduler import reassignment as fleet
+from cotrain_scheduler.fair_queue import FairQueue
 from cotrain_scheduler.host_time import HostTime
+from cotrain_scheduler.pausing import going_on
+from cotrain_scheduler.plan_trace import begin_plan, end_plan
 from cotrain_scheduler.queue import PoolQueue
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ops import Step
+from cotrain_store.messages.pauses import PlanPolicy
+from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import log_requests
+from cotrain_store.monitoring.traceparent import trace_id
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN
 from cotrain_store.settings.scheduler import ClockMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cotrain_scheduler.waiting import Waiting
     from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
     from cotrain_store.messages.ids import PoolId, WorkerId
+    from cotrain_store.messages.ops import QueuedOp
     from cotrain_store.messages.queue_changes import Wake
     from cotrain_store.oplog.dispatch import Dispatch
     from cotrain_store.settings.scheduler import SchedulerSettings
@@ -46,7 +55,9 @@ LOOK_S = 1.0
 class _WorkerClock:
     """What is remembered of one worker between cycles."""
 
-    fairness: planner.Fairness = field(default_factory=planner.Fairness)
+    fair_queue: FairQueue = field(default_factory=FairQueue)
+    policy: PlanPolicy = field(default_factory=PlanPolicy)
+    """That of the last step that was planned."""
     last: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
     last_tokens: int = 0
     """Of the last step that was planned."""
@@ -65,8 +76,12 @@ class PoolClock:
         *,
         gather_s: float = cycle_start.GATHER_S,
         quantum_tokens: int = planner.QUANTUM_TOKENS,
+        base_model: str = "",
     ) -> None:
+        """`base_model` is what the pool is called in metrics."""
         self.pool = pool
+        self._label = base_model or pool
+        self._tick_duration = metrics.SCHEDULER_TICK.labels(self._label)
         self._dispatch = dispatch
         self._settings = settings
         self._gather_s = gather_s
@@ -74,18 +89,22 @@ class PoolClock:
         self._queue = PoolQueue(MAX_OPS_PER_RUN)
         self._seen: int | None = None
         """The number of the last change that is in the queue; None: read everything."""
+        self._is_forgotten = False
+        """Whether all shall be read at the next tick; one that reads now does not undo that."""
         self._slots: dict[WorkerId, int] = {}
         """The workers there are, each with the epoch of its last process."""
         self._free: frozenset[WorkerId] | None = None
         """The workers that were free after the last tick; None before, and during one."""
         self._clocks: defaultdict[WorkerId, _WorkerClock] = defaultdict(_WorkerClock)
         self._empty_since: fleet.Absences = {}
+        self.policy = PlanPolicy()
+        """As the operator set them; the driver of this clock keeps them up to date."""
         self._time = HostTime()
         self._last_period = self._period_number(self._time.now)
 
     def forget_queue(self) -> None:
         """Read everything at the next tick: something may have been missed."""
-        self._seen = None
+        self._is_forgotten = True
         self._free = None
 
     def _forget_times(self, now: float) -> None:
@@ -110,6 +129,7 @@ class PoolClock:
         Raises:
             Fenced: a newer scheduler leads.
         """
+        structlog.contextvars.bind_contextvars(pool=self.pool)  # of this pool's task alone
         jumped_s = self._time.read()
         now = self._time.now
         if jumped_s:
@@ -134,17 +154,24 @@ class PoolClock:
         return next_look
 
     async def _tick(self, now: float) -> float:
+        with self._tick_duration.time():
+            return await self._plan_free(now)
+
+    async def _plan_free(self, now: float) -> float:
         self._free = None  # until this tick knows: what becomes ready during it counts
         slots = await self._dispatch.worker_slots(self.pool)
         await self._reassign(slots, now)
-        workers = [slot.heartbeat for slot in slots if slot.heartbeat]
+        await self._strike_off(slots)
+        workers = [
+            slot.heartbeat for slot in slots if slot.heartbeat and not slot.heartbeat.hands_over
+        ]
         free = [worker for worker in workers if await self._is_free(worker, now)]
         again = now + SWEEP_S
         if free:
             await self._follow({slot.worker: slot.epoch for slot in slots})
             self._queue.assign(workers)
         for worker in free:
-            if not self._queue.waiting(worker.id):
+            if not self._waiting(worker):
                 continue
             start = self._start(worker, now)
             if start > now:
@@ -156,8 +183,9 @@ class PoolClock:
 
     async def _follow(self, slots: dict[WorkerId, int]) -> None:
         """Bring the queue in memory up to date: by what changed, or by all there is."""
-        if slots.keys() - self._slots.keys():
-            self._seen = None  # it may have had runs before
+        if self._is_forgotten or slots.keys() - self._slots.keys():
+            self._seen = None  # a new worker may have had runs before
+        self._is_forgotten = False
         for worker, epoch in self._slots.items():
             if worker not in slots:
                 self._queue.strike_off(worker)
@@ -198,6 +226,12 @@ class PoolClock:
                     "worker_reassigned", pool=self.pool, worker=dead.worker, successor=successor
                 )
 
+    async def _strike_off(self, slots: Sequence[WorkerSlot]) -> None:
+        """Let the runs of drained workers go to others."""
+        for slot, successor in fleet.drained(slots):
+            if await self._dispatch.strike_off(self.pool, slot, successor):
+                log.info("worker_drained", pool=self.pool, worker=slot.worker)
+
     async def _is_free(self, worker: WorkerHeartbeat, now: float) -> bool:
         if await self._dispatch.open_steps(self.pool, worker.id):
             return False
@@ -216,34 +250,53 @@ class PoolClock:
 
     async def _plan(self, worker: WorkerHeartbeat, now: float) -> bool:
         """Write one worker's step; False when the log is not as it was read: it is read again."""
-        clock = self._clocks[worker.id]
+        clock, began = self._clocks[worker.id], time.time()
         tokens = planner.budget(worker, self._settings.clock_period_s, clock.last_tokens)
+        policy = self.policy  # it may be set while this plan is written
+        fair_queue = clock.fair_queue.copy(is_current=policy == clock.policy)
         chosen = planner.select(
-            self._queue.waiting(worker.id), clock.fairness, tokens, self._quantum_tokens,
-            takes_saves=worker.takes_saves,
+            self._waiting(worker), fair_queue, tokens, self._quantum_tokens,
+            takes_saves=worker.takes_saves, weights=policy.weights,
         )  # fmt: skip
         if not chosen.ops:
             return True  # nothing but saves, which the worker takes none of now
         cycle = await self._dispatch.last_cycle(self.pool) + 1
         runs = frozenset(op.run for op in chosen.ops)
         tenants = {run: self._queue[run].tenant for run in runs}
-        step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances)
+        span = begin_plan(chosen.ops, began)
+        trace = span.traceparent if span else ""
+        step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances, trace)
         failpoint("scheduler.before_plan")
         try:
-            await self._dispatch.plan(self.pool, step, self._seen or 0)
+            seen = 0 if self._is_forgotten else self._seen or 0
+            await self._dispatch.plan(self.pool, step, seen)
         except PlanOutdated:
             self._queue.unread |= runs
             return False
         failpoint("scheduler.after_plan")
+        self._count(chosen.ops, now)
+        if span:
+            end_plan(span, self.pool, step)
         self._queue.taken(chosen.ops, worker.id)
-        clock.fairness, clock.planned_at = chosen.fairness, now
+        clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
         clock.last, clock.last_tokens = cycle_start.LastCycle(runs), chosen.tokens
         log_requests(
-            log, "cycle_planned", [op.request_id for op in chosen.ops], cycle=cycle,
+            log.debug, "cycle_planned", [op.request_id for op in chosen.ops], cycle=cycle,
             pool=self.pool, worker=worker.id, runs=len(runs), ops=len(chosen.ops),
-            tokens=chosen.tokens,
+            tokens=chosen.tokens, **({"trace_id": trace_id(trace)} if trace else {}),
         )  # fmt: skip
         return True
+
+    def _waiting(self, worker: WorkerHeartbeat) -> Waiting:
+        return going_on(self._queue.waiting(worker.id), self.policy.pauses)
+
+    def _count(self, ops: Sequence[QueuedOp], now: float) -> None:
+        """Count what waited until now, a pass that goes on only once."""
+        for op in ops:
+            queue = self._queue[op.run]
+            if not (queue.begun_tokens and op.seq == queue.ops[0].seq):
+                waited_s = max(0.0, now - op.accepted_at)
+                metrics.OP_WAIT.labels(self._label, op.kind.value).observe(waited_s)
 
     def _period_number(self, now: float) -> int:
         return cycle_start.period_number(now, self._settings.clock_period_s)

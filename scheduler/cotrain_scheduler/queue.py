@@ -10,15 +10,14 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cotrain_scheduler.waiting import Waiting
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from cotrain_store.messages.fleet import WorkerHeartbeat
-    from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+    from cotrain_store.messages.ids import RunId, WorkerId
     from cotrain_store.messages.ops import QueuedOp, RunQueue
-
-    #: The runs of each tenant, in the order of their turns.
-    Waiting = dict[TenantId, dict[RunId, RunQueue]]
 
 
 class PoolQueue:
@@ -29,7 +28,7 @@ class PoolQueue:
         self._window_ops = window_ops
         self._runs: dict[RunId, RunQueue] = {}
         self._at: dict[RunId, WorkerId | None] = {}
-        self._waiting: defaultdict[WorkerId | None, Waiting] = defaultdict(dict)
+        self._waiting: defaultdict[WorkerId | None, Waiting] = defaultdict(Waiting)
         self._placed: Counter[WorkerId | None] = Counter()
         self._workers: list[WorkerId] = []
         self.unread: set[RunId] = set()
@@ -43,8 +42,9 @@ class PoolQueue:
 
     def clear(self) -> None:
         """Forget every run."""
-        for kept in (self._runs, self._at, self._waiting, self._placed, self.unread):
-            kept.clear()
+        for queue in list(self._runs.values()):
+            self._remove(queue)
+        self.unread.clear()
 
     def put(self, queues: Iterable[RunQueue]) -> None:
         """Take runs as they were read; one without ops can not go on, and goes. The others keep their turn."""
@@ -53,7 +53,7 @@ class PoolQueue:
             known = self._runs.get(queue.run)
             if known and queue.ops and queue.worker == known.worker:
                 self._runs[queue.run] = queue
-                self._waiting[self._at[queue.run]][queue.tenant][queue.run] = queue
+                self._waiting[self._at[queue.run]].replace(known, queue)
                 continue
             if known:
                 self._remove(known)
@@ -70,14 +70,15 @@ class PoolQueue:
         while load and (unplaced := self._waiting.get(None)):
             least = min(load, key=lambda name: (load[name], name))
             load[least] += 1
-            self._move([next(iter(next(iter(unplaced.values())).values()))], least)
+            self._move([next(iter(unplaced))], least)
+        self._waiting[None].changed.clear()  # no cycle is planned of these
 
     def strike_off(self, worker: WorkerId) -> None:
         """Take its runs from a worker that is none any more."""
         lost = [queue for queue in self._runs.values() if queue.worker == worker]
         for queue in lost:
             self._remove(queue)
-            self._add(replace(queue, worker=None), None)
+            self._add(replace(queue, worker=None, begun_tokens=0), None)
 
     def begin_anew(self, worker: WorkerId) -> None:
         """Have read again what a worker began: another process of that id has none of it."""
@@ -87,16 +88,17 @@ class PoolQueue:
             if queue.worker == worker and queue.begun_tokens
         }
 
-    def waiting(self, worker: WorkerId) -> dict[TenantId, Iterable[RunQueue]]:
+    def waiting(self, worker: WorkerId) -> Waiting:
         """Give the runs that a worker can go on with, as the planner takes them."""
-        return {tenant: runs.values() for tenant, runs in self._waiting[worker].items()}
+        return self._waiting[worker]
 
     def has_all(self, worker: WorkerId, runs: Iterable[RunId]) -> bool:
         """Tell whether all of these runs wait for this worker."""
         return all(self._at.get(run) == worker for run in runs)
 
     def taken(self, ops: Iterable[QueuedOp], worker: WorkerId) -> None:
-        """Note what a worker's step took. Its runs had their turn."""
+        """Note what a worker's step took. Its runs had their turn, and what changed before it is known."""
+        self._waiting[worker].changed.clear()
         last = {op.run: op.seq for op in ops}  # of one run, in order
         for run, seq in last.items():
             queue = self._runs[run]
@@ -115,14 +117,11 @@ class PoolQueue:
     def _add(self, queue: RunQueue, worker: WorkerId | None) -> None:
         self._runs[queue.run] = queue
         self._at[queue.run] = worker
-        self._waiting[worker].setdefault(queue.tenant, {})[queue.run] = queue
+        self._waiting[worker].put(queue)
         self._placed[worker] += queue.worker is None
 
     def _remove(self, queue: RunQueue) -> None:
         del self._runs[queue.run]
         worker = self._at.pop(queue.run)
-        tenants = self._waiting[worker]
-        del tenants[queue.tenant][queue.run]
-        if not tenants[queue.tenant]:
-            del tenants[queue.tenant]
+        self._waiting[worker].remove(queue)
         self._placed[worker] -= queue.worker is None

@@ -1,4 +1,4 @@
-"""Decide which dead worker's work goes to whom. Pure; times in seconds, `now` comes in."""
+"""Decide which dead or drained worker's work goes to whom. Pure; times in seconds, `now` comes in."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ def reassignments(
         (slot, successor)
         for slot in slots
         if now - empty_since.get((slot.worker, slot.epoch), now) >= after_s
+    ]
+
+
+def drained(slots: Sequence[WorkerSlot]) -> list[tuple[WorkerSlot, WorkerId]]:
+    """Pair each worker that has nothing left with its successor, which gets what it was to forget."""
+    staying = [
+        slot.heartbeat for slot in slots if slot.heartbeat and slot.heartbeat.state == "serving"
+    ]
+    if not staying:
+        return []
+    successor = min(staying, key=_runs).id
+    return [
+        (slot, successor)
+        for slot in slots
+        if slot.heartbeat and slot.heartbeat.hands_over and slot.heartbeat.state == "drained"
     ]
 
 

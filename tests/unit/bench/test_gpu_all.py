@@ -31,7 +31,16 @@ def call(folder: Path, name: str, python: str) -> tuple[int, Sequence[str]]:
 @pytest.mark.parametrize(
     ("name", "scripts"),
     [
-        ("checks", ["tests/gpu", "bench/engine_check.py"]),
+        ("smoke", ["tests/gpu/test_smoke_on_cuda.py"]),
+        (
+            "checks",
+            [
+                "tests/gpu/test_engine_on_cuda.py",
+                "tests/gpu/test_forward_on_cuda.py",
+                "bench/engine_check.py",
+            ],
+        ),
+        ("backends", ["bench/engine.py"]),
         ("speed", ["bench/engine.py"]),
         ("peft", ["bench/engine.py", "bench/decode.py"]),
     ],
@@ -44,6 +53,14 @@ def test_a_part_that_fails_keeps_no_other_from_running(
     assert status == 1
     assert all(script in line for script, line in zip(scripts, started, strict=True))
     assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_the_calls_name_every_test_on_a_gpu() -> None:
+    script = (ROOT / "bench/gpu_all.sh").read_text()
+
+    assert all(
+        f"tests/gpu/{each.name}" in script for each in (ROOT / "tests/gpu").glob("test_*.py")
+    )
 
 
 def test_a_call_that_it_does_not_know_starts_nothing(tmp_path: Path) -> None:

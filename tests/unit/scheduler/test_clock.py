@@ -21,6 +21,7 @@ from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
+from cotrain_store.messages.pauses import Pause, Pauses, PlanPolicy
 from cotrain_store.messages.queue_changes import QueueChanges, Wake
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
@@ -39,6 +40,7 @@ class InMemory:
 
     def __init__(self) -> None:
         self.leads = True
+        self.paused = PlanPolicy()
         self.queued: defaultdict[str, list[QueuedOp]] = defaultdict(list)
         self.steps: list[Step] = []
         self.open: list[Step] = []
@@ -83,6 +85,12 @@ class InMemory:
 
     async def resign(self) -> None:
         self.resigned = True
+
+    async def policy(self) -> PlanPolicy:
+        return self.paused
+
+    async def base_model(self, pool: PoolId) -> str:
+        return f"model of {pool}"
 
     async def pools(self) -> list[PoolId]:
         return [POOL]
@@ -240,6 +248,20 @@ async def test_a_save_without_room_holds_its_own_run_back_until_there_is_room(
     assert [op.kind for op in store.steps[-1].ops] == [OpKind.SAVE]
 
 
+async def test_nothing_is_planned_of_who_is_paused_and_it_keeps_its_turn(store: InMemory) -> None:
+    clock = pool_on(store)
+    clock.policy = PlanPolicy(pauses=Pauses({TenantId("a"): Pause(NOW)}))
+    for run in ("a", "b"):
+        store.submit(run)
+    await clock.tick(NOW)
+    assert {op.run for op in store.steps[-1].ops} == {"b"}
+    store.finish()
+    assert await clock.tick(NOW + 1) == NOW + 1 + SWEEP_S
+    clock.policy = PlanPolicy()
+    await clock.tick(NOW + 2)
+    assert {op.run for op in store.steps[-1].ops} == {"a"}
+
+
 async def test_a_worker_that_is_gone_for_long_loses_its_work_once(store: InMemory) -> None:
     clock = pool_on(store, reassign_after_s=30)
     store.dead = [WorkerId("w1")]
@@ -368,6 +390,22 @@ async def test_everything_is_read_again_once_something_may_have_been_missed(
     store.submit("a")
     await clock.tick(NOW + 1)
     assert (len(store.read_all), len(store.steps)) == (2, 1)
+
+
+async def test_a_queue_that_is_forgotten_while_it_is_read_is_read_again(store: InMemory) -> None:
+    """A lost connection of the listener, while a tick waits for what changed."""
+    clock = pool_on(store)
+    read = store.changes
+
+    async def forget_and_read(pool: PoolId, since: int) -> QueueChanges:
+        clock.forget_queue()
+        return await read(pool, since)
+
+    store.changes = forget_and_read  # type: ignore[method-assign, assignment]
+    await clock.tick(NOW)
+    store.changes = read  # type: ignore[method-assign]
+    await clock.tick(NOW + 1)
+    assert len(store.read_all) == 2
 
 
 async def test_a_change_that_nothing_notes_is_found_by_counting(store: InMemory) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from cotrain_scheduler.planner import Fairness, select
+from cotrain_scheduler.fair_queue import FairQueue
+from cotrain_scheduler.planner import select
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
+from tests.support.planning import waiting_of
 
 TOKENS_PER_S = 3_800.0
 """A pass of LONG tokens takes 37 s at this rate."""
@@ -36,7 +38,7 @@ class Pool:
     def __init__(self, guessed: float = TOKENS_PER_S) -> None:
         self.now, self.cycle, self.guessed = 0.0, 0, guessed
         self.queues: dict[str, RunQueue] = {}
-        self.fairness = Fairness()
+        self.fair_queue = FairQueue()
         self.answers: defaultdict[str, list[Answer]] = defaultdict(list)
 
     def send(self, run: str, kind: OpKind, tokens: int = 0) -> Answer:
@@ -51,11 +53,9 @@ class Pool:
     def step(self) -> float:
         """Plan and run one cycle; return how long it took."""
         waiting = [queue for queue in self.queues.values() if queue.ops]
-        tenants: dict[TenantId, list[RunQueue]] = {}
-        for queue in waiting:
-            tenants.setdefault(queue.tenant, []).append(queue)
-        selection = select(tenants, self.fairness, int(self.guessed * PERIOD_S))
-        self.fairness, self.cycle = selection.fairness, self.cycle + 1
+        everyone = waiting_of(waiting, self.fair_queue)
+        selection = select(everyone, self.fair_queue, int(self.guessed * PERIOD_S))
+        self.fair_queue, self.cycle = selection.fair_queue, self.cycle + 1
         took_s, ended = 0.0, []
         for queue in waiting:
             for op in [op for op in selection.ops if op.run == queue.run]:

@@ -7,22 +7,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cotrain_scheduler import planner
-from cotrain_scheduler.planner import (
-    FIRST_TOKENS,
-    GROWTH,
-    QUANTA_PER_CYCLE,
-    Fairness,
-    Selection,
-    budget,
-    cost,
-    runnable_prefix,
-)
-from cotrain_scheduler.planner import select as select_by_tenant
+from cotrain_scheduler import backlog
+from cotrain_scheduler.backlog import cost, runnable_prefix
+from cotrain_scheduler.fair_queue import FairQueue
+from cotrain_scheduler.planner import FIRST_TOKENS, GROWTH, QUANTA_PER_CYCLE, Selection, budget
+from cotrain_scheduler.planner import select as select_of_waiting
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
+from cotrain_store.messages.pauses import LEAST_WEIGHT, MOST_WEIGHT
 from tests.support.draws import examples
+from tests.support.planning import leads, waiting_of
 
 TAIL = {OpKind.SAVE, OpKind.LOAD}
 KINDS = [*PASSES, OpKind.OPTIM_STEP, *TAIL, OpKind.REJECTED]
@@ -37,13 +32,12 @@ def queue_of(run: str, tenant: str, ops: list[QueuedOp]) -> RunQueue:
 
 
 def select(
-    rows: list[RunQueue], fairness: Fairness, budget_tokens: int, *quantum: int, **more: Any
+    rows: list[RunQueue], fair_queue: FairQueue, budget_tokens: int, *quantum: int, **more: Any
 ) -> Selection:
     """Choose from runs in the order they came."""
-    waiting: dict[TenantId, list[RunQueue]] = {}
-    for row in rows:
-        waiting.setdefault(row.tenant, []).append(row)
-    return select_by_tenant(waiting, fairness, budget_tokens, *quantum, **more)
+    return select_of_waiting(
+        waiting_of(rows, fair_queue), fair_queue, budget_tokens, *quantum, **more
+    )
 
 
 def heartbeat(name: str, runs: int = 0, tokens_per_s: float = 100.0) -> WorkerHeartbeat:
@@ -69,7 +63,7 @@ def queues(draw: st.DrawFn, most_tokens: int = 300) -> list[RunQueue]:
 def test_a_run_is_never_reordered_and_never_skips(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
-    chosen = select(rows, Fairness(), budget_tokens, quantum).ops
+    chosen = select(rows, FairQueue(), budget_tokens, quantum).ops
     for row in rows:
         mine = [chosen_op for chosen_op in chosen if chosen_op.run == row.run]
         assert mine == list(row.ops[: len(mine)])
@@ -79,7 +73,7 @@ def test_a_run_is_never_reordered_and_never_skips(
 def test_weights_change_at_most_once_per_run_and_only_after_its_passes(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
-    chosen = select(rows, Fairness(), budget_tokens, quantum).ops
+    chosen = select(rows, FairQueue(), budget_tokens, quantum).ops
     for row in rows:
         kinds = [chosen_op.kind for chosen_op in chosen if chosen_op.run == row.run]
         assert kinds.count(OpKind.OPTIM_STEP) <= 1
@@ -92,7 +86,7 @@ def test_weights_change_at_most_once_per_run_and_only_after_its_passes(
 def test_a_run_is_only_saved_and_loaded_after_a_save_or_load_in_the_same_cycle(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
-    chosen = select(rows, Fairness(), budget_tokens, quantum).ops
+    chosen = select(rows, FairQueue(), budget_tokens, quantum).ops
     for row in rows:
         kinds = [chosen_op.kind for chosen_op in chosen if chosen_op.run == row.run]
         first = next((place for place, kind in enumerate(kinds) if kind in TAIL), len(kinds))
@@ -103,7 +97,7 @@ def test_a_run_is_only_saved_and_loaded_after_a_save_or_load_in_the_same_cycle(
 def test_something_runs_and_the_budget_holds(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
-    selection = select(rows, Fairness(), budget_tokens, quantum)
+    selection = select(rows, FairQueue(), budget_tokens, quantum)
     assert selection.ops
     assert selection.tokens == planned_tokens(selection)
     if len(rows) > 1:
@@ -125,7 +119,7 @@ def test_a_pass_is_divided_into_quanta_and_small_ones_are_not(
 ) -> None:
     assume(len(rows) > 1)
     least = min(quantum, max(1, budget_tokens // QUANTA_PER_CYCLE))
-    selection = select(rows, Fairness(), budget_tokens, quantum)
+    selection = select(rows, FairQueue(), budget_tokens, quantum)
     for row in rows:
         mine = [chosen for chosen in selection.ops if chosen.run == row.run]
         parts = [op for op in mine if op.request_id in selection.allowances]
@@ -143,13 +137,14 @@ def test_repeated_cycles_serve_every_op_once_and_every_token_once(
 ) -> None:
     served: list[str] = []
     tokens = 0
-    fairness = Fairness()
+    fair_queue = FairQueue()
     expected = sorted(queued.request_id for row in rows for queued in row.ops)
     in_all = sum(cost(queued) for row in rows for queued in row.ops)
     while rows:
-        selection = select(rows, fairness, budget_tokens, quantum)
-        assert selection == select(list(rows), fairness, budget_tokens, quantum)
-        fairness = selection.fairness
+        selection = select(rows, fair_queue, budget_tokens, quantum)
+        again = select(list(rows), fair_queue, budget_tokens, quantum)
+        assert replace(again, fair_queue=selection.fair_queue) == selection
+        fair_queue = selection.fair_queue
         tokens += selection.tokens
         before, rows = rows, after(rows, selection)
         left = {queued.request_id for row in rows for queued in row.ops}
@@ -179,17 +174,26 @@ def after(rows: list[RunQueue], selection: Selection) -> list[RunQueue]:
 class Backlogged:
     """Tenants that always have passes of their own repeating sizes waiting, and what they were served."""
 
-    def __init__(self, sizes: list[list[int]], quantum: int, budget_tokens: int) -> None:
+    def __init__(
+        self,
+        sizes: list[list[int]],
+        quantum: int,
+        budget_tokens: int,
+        weights: list[float] | None = None,
+    ) -> None:
+        self.weights = {TenantId(f"t{t}"): weight for t, weight in enumerate(weights or [])}
         self.sizes, self.quantum, self.budget = sizes, quantum, budget_tokens
-        self.fairness = Fairness()
+        self.fair_queue = FairQueue()
         self.served = [0] * len(sizes)
         self.rows = [queue_of(f"r{t}", f"t{t}", []) for t in range(len(sizes))]
         self.seqs = [0] * len(sizes)
 
     def cycle(self) -> Selection:
         self.rows = [self.refilled(tenant) for tenant in range(len(self.sizes))]
-        selection = select(self.rows, self.fairness, self.budget, self.quantum)
-        self.fairness = selection.fairness
+        selection = select(
+            self.rows, self.fair_queue, self.budget, self.quantum, weights=self.weights
+        )
+        self.fair_queue = selection.fair_queue
         for chosen in selection.ops:
             begun = self.begun(chosen)
             tokens = selection.allowances.get(chosen.request_id, chosen.tokens - begun)
@@ -255,6 +259,58 @@ def test_who_had_nothing_waiting_is_served_before_others_get_more_than_it_asks_f
             assert max(tenants.served) < tokens + 2 * quantum
 
 
+weights = st.lists(
+    st.floats(LEAST_WEIGHT, MOST_WEIGHT).map(lambda w: round(w, 1)), min_size=5, max_size=5
+)
+
+
+@given(mixed, weights, st.integers(2, 600), st.integers(50, 1500), st.integers(3, 15))
+@settings(max_examples=examples(50))
+def test_backlogged_tenants_get_tokens_by_their_weights_within_two_quanta(
+    sizes: list[list[int]], weights: list[float], quantum: int, budget_tokens: int, cycles: int
+) -> None:
+    weights = weights[: len(sizes)]
+    tenants = Backlogged(sizes, quantum, budget_tokens, weights)
+    for _ in range(cycles):
+        tenants.cycle()
+        served = [tokens / weight for tokens, weight in zip(tenants.served, weights, strict=True)]
+        assert max(served) - min(served) < 2 * quantum / min(weights) + 1e-6
+
+
+def test_a_tenant_with_weight_2_gets_twice_the_tokens_under_contention() -> None:
+    tenants = Backlogged([[300], [300], [300]], 10, 1000, [1.0, 2.0, 1.0])
+    for _ in range(30):
+        tenants.cycle()
+    light, heavy, other = tenants.served
+    assert abs(heavy - 2 * light) < 4 * 10
+    assert abs(light - other) < 2 * 10
+
+
+@given(
+    mixed, weights, st.integers(1, 600), st.integers(100, 1500), st.integers(1, 10),
+    st.integers(1, 99), st.floats(LEAST_WEIGHT, MOST_WEIGHT),
+)  # fmt: skip
+@settings(max_examples=examples(50))
+def test_who_had_nothing_waiting_waits_for_no_more_than_weights_say(
+    sizes: list[list[int]], weights: list[float], quantum: int, budget_tokens: int, cycles: int,
+    tokens: int, own: float,
+) -> None:  # fmt: skip
+    weights = weights[: len(sizes)]
+    tenants = Backlogged(sizes, quantum, budget_tokens, weights)
+    for _ in range(cycles):
+        tenants.cycle()
+    tenants.sizes = [*sizes, [tokens]]
+    tenants.rows.append(queue_of(f"r{len(sizes)}", "newcomer", []))
+    tenants.weights[TenantId("newcomer")] = own
+    tenants.seqs.append(0)
+    tenants.served = [0] * len(tenants.sizes)
+    while not tenants.served[-1]:
+        tenants.cycle()
+        if not tenants.served[-1]:
+            for served, weight in zip(tenants.served[:-1], weights, strict=True):
+                assert served < tokens * weight / own + 2 * quantum + 1e-6
+
+
 def test_a_step_submitted_whole_runs_in_one_cycle() -> None:
     step = [op("r", 1), op("r", 2), op("r", 3, OpKind.OPTIM_STEP)]
     assert runnable_prefix([*step, op("r", 4)]) == step
@@ -294,13 +350,13 @@ def test_a_barrier_holds_back_its_own_run_only() -> None:
         queue_of("a", "t", [op("a", 1, OpKind.OPTIM_STEP), op("a", 2)]),
         queue_of("b", "t", [op("b", 1), op("b", 2)]),
     ]
-    chosen = select(rows, Fairness(), 1000).ops
+    chosen = select(rows, FairQueue(), 1000).ops
     assert [(o.run, o.seq) for o in chosen] == [("a", 1), ("b", 1), ("b", 2)]
 
 
 def test_the_runs_of_a_tenant_take_turns() -> None:
     rows = [queue_of(run, "t", [op(run, seq) for seq in range(20)]) for run in ("a", "b")]
-    first = select(rows, Fairness(), 170)
+    first = select(rows, FairQueue(), 170)
     assert [(o.run, o.seq) for o in first.ops] == [
         *(("a", seq) for seq in range(9)),
         *(("b", seq) for seq in range(8)),
@@ -309,7 +365,7 @@ def test_the_runs_of_a_tenant_take_turns() -> None:
 
 def test_a_large_pass_leaves_the_other_runs_of_its_tenant_their_turn() -> None:
     rows = [queue_of("a", "t", [op("a", 1, tokens=9_000)]), queue_of("b", "t", [op("b", 1)])]
-    selection = select(rows, Fairness(), 1_600, 100)
+    selection = select(rows, FairQueue(), 1_600, 100)
     assert [(o.run, o.seq) for o in selection.ops] == [("a", 1), ("b", 1)]
     assert selection.allowances == {"a:1": 1_500}
 
@@ -317,25 +373,27 @@ def test_a_large_pass_leaves_the_other_runs_of_its_tenant_their_turn() -> None:
 def test_what_is_left_of_an_open_pass_is_what_it_costs() -> None:
     rest = replace(queue_of("a", "t", [op("a", 1, tokens=500)]), begun_tokens=450)
     others = [queue_of("b", "u", [op("b", 1, tokens=50)])]
-    selection = select([rest, *others], Fairness(), 100, 50)
+    selection = select([rest, *others], FairQueue(), 100, 50)
     assert (len(selection.ops), selection.allowances, selection.tokens) == (2, {}, 100)
     overrun = replace(
         rest, begun_tokens=501
     )  # it was not counted to the token: it still has to end
-    assert select([overrun, *others], Fairness(), 100, 50).tokens == 51
+    assert select([overrun, *others], FairQueue(), 100, 50).tokens == 51
 
 
 def test_what_is_begun_is_the_first_op_and_no_other() -> None:
     row = queue_of("a", "t", [op("a", 0, OpKind.SAVE), op("a", 1, tokens=500)])
-    assert select([replace(row, begun_tokens=450)], Fairness(), 1000).tokens == 0
+    assert select([replace(row, begun_tokens=450)], FairQueue(), 1000).tokens == 0
     row = queue_of("a", "t", [op("a", 0, OpKind.CREATE), op("a", 1, tokens=500)])
-    assert select([replace(row, begun_tokens=450)], Fairness(), 1000).tokens == 500
+    assert select([replace(row, begun_tokens=450)], FairQueue(), 1000).tokens == 500
 
 
 @pytest.mark.parametrize("tail", [OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD])
 def test_what_stands_behind_a_planned_pass_costs_nothing(tail: OpKind) -> None:
-    rows = [queue_of(f"r{n}", f"t{n}", [op(f"r{n}", 1), op(f"r{n}", 2, tail)]) for n in range(20)]
-    selection = select(rows, Fairness(), 160)
+    rows = [
+        queue_of(f"r{n}", f"t{n:02}", [op(f"r{n}", 1), op(f"r{n}", 2, tail)]) for n in range(20)
+    ]
+    selection = select(rows, FairQueue(), 160)
     assert {o.run: o.seq for o in selection.ops} == {f"r{n}": 2 for n in range(16)}
 
 
@@ -343,60 +401,60 @@ def test_what_has_no_tokens_is_in_the_next_cycle_whoever_else_waits() -> None:
     large = [queue_of(f"r{n}", f"t{n}", [op(f"r{n}", 1, tokens=10_000)]) for n in range(100)]
     kinds = (OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD, OpKind.REJECTED)
     free = [queue_of(f"s{kind}", "t0", [op(f"s{kind}", 0, kind)]) for kind in kinds]
-    selection = select([*large, *free], Fairness(), 100)
+    selection = select([*large, *free], FairQueue(), 100)
     assert {o.kind for o in selection.ops} == {*kinds, OpKind.FORWARD_BACKWARD}
     assert selection.tokens <= 100
 
 
 def test_a_budget_is_used_to_the_last_token() -> None:
     rows = [queue_of("a", "t", [op("a", 1), op("a", 2)]), queue_of("b", "u", [op("b", 1)])]
-    assert select(rows, Fairness(), 20).tokens == 20
+    assert select(rows, FairQueue(), 20).tokens == 20
 
 
 def test_a_pass_that_is_alone_may_take_a_whole_period_and_its_step_comes_with_it() -> None:
     step = [op("a", 1, tokens=900), op("a", 2, OpKind.OPTIM_STEP), op("a", 3, OpKind.SAVE)]
-    selection = select([queue_of("a", "t", step)], Fairness(), 100)
+    selection = select([queue_of("a", "t", step)], FairQueue(), 100)
     assert (selection.ops, selection.allowances) == (tuple(step), {"a:1": 900})
-    assert selection.fairness == Fairness()  # who comes meanwhile finds nobody in debt
+    assert leads(selection.fair_queue) == {}  # a tenant that comes meanwhile finds no other in debt
     begun = replace(queue_of("a", "t", step), begun_tokens=700)
-    assert select([begun], Fairness(), 100).allowances == {"a:1": 200}
+    assert select([begun], FairQueue(), 100).allowances == {"a:1": 200}
     saving = queue_of("b", "u", [op("b", 1, OpKind.SAVE)])
-    divided = select([begun, saving], Fairness(), 100)
+    divided = select([begun, saving], FairQueue(), 100)
     assert divided.allowances == {"a:1": 96}  # sixteen quanta
-    blocked = select([begun, saving], Fairness(), 100, takes_saves=False)
+    blocked = select([begun, saving], FairQueue(), 100, takes_saves=False)
     assert blocked.allowances == {"a:1": 200}
 
 
 def test_one_pass_of_a_run_on_its_own_may_exceed_the_budget_and_no_second_one() -> None:
     ops = [op("a", seq, tokens=60) for seq in range(1, 5)]
-    selection = select([queue_of("a", "t", ops)], Fairness(), 100)
+    selection = select([queue_of("a", "t", ops)], FairQueue(), 100)
     assert (selection.ops, selection.allowances) == (tuple(ops[:2]), {"a:2": 60})
-    whole = select([queue_of("a", "t", ops)], Fairness(), 120)
+    whole = select([queue_of("a", "t", ops)], FairQueue(), 120)
     assert (whole.ops, whole.allowances) == (tuple(ops[:2]), {})
 
 
 def test_who_was_served_more_is_so_until_the_others_were_too() -> None:
     rows = [queue_of(name, name, [op(name, 1), op(name, 2)]) for name in ("a", "b")]
-    owing = Fairness({TenantId("a"): 10})
+    owing = FairQueue({TenantId("a"): 10})
     alike = [queue_of(f"c{n}", "c", [op(f"c{n}", 1)]) for n in range(20)]
     away = select([rows[1], *alike], owing, 100)
-    assert away.fairness.tenants == {}  # all who wait were served alike, and a only as much
-    still = select([rows[1], *alike], Fairness({TenantId("a"): 900}), 100)
-    assert still.fairness.tenants == {"a": 820}
-    assert select(rows, owing, 1000).fairness == Fairness()  # nobody waits any more
+    assert leads(away.fair_queue) == {}  # all who wait were served alike, and a only as much
+    still = select([rows[1], *alike], FairQueue({TenantId("a"): 900}), 100)
+    assert leads(still.fair_queue) == {"a": 820}
+    assert leads(select(rows, owing, 1000).fair_queue) == {}  # no tenant waits any more
 
 
 def test_who_is_served_more_or_less_than_was_planned_is_charged_what_ran() -> None:
     rows = [queue_of(name, name, [op(name, 1, tokens=5_000)]) for name in ("a", "b")]
-    first = select(rows, Fairness(), 1_600, 100)
+    first = select(rows, FairQueue(), 1_600, 100)
     assert first.allowances == {"a:1": 800, "b:1": 800}
     ran = [
         replace(row, begun_tokens=tokens) for row, tokens in zip(rows, (1_200, 700), strict=True)
     ]
-    second = select(ran, first.fairness, 1_600, 100)
+    second = select(ran, first.fair_queue, 1_600, 100)
     assert second.allowances == {"a:1": 600, "b:1": 1_000}
     ended = [queue_of("a", "a", [op("a", 2, tokens=5_000)]), ran[1]]
-    third = select(ended, first.fairness, 1_600, 100)
+    third = select(ended, first.fair_queue, 1_600, 100)
     assert third.allowances == {"b:1": 1_600}  # a had 5,000 at once
 
 
@@ -420,8 +478,18 @@ def test_only_those_are_read_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -
         read.append(ops[0].run)
         return runnable_prefix(ops, **more)
 
-    monkeypatch.setattr(planner, "runnable_prefix", noted)
+    monkeypatch.setattr(backlog, "runnable_prefix", noted)
     rows = [queue_of(f"{t}{n}", t, [op(f"{t}{n}", 5)]) for t in "abc" for n in range(100)]
-    chosen = select(rows, Fairness(), 160)
+    chosen = select(rows, FairQueue(), 160)
     assert len(chosen.ops) == 16
     assert len(read) == 16 + 3  # one of each tenant beyond those, to know its cost
+
+
+def test_a_tenant_that_did_not_change_is_not_looked_at() -> None:
+    rows = [queue_of(f"{t}{n}", t, [op(f"{t}{n}", 5)]) for t in "abc" for n in range(100)]
+    waiting = waiting_of(rows, FairQueue())
+    before = select_of_waiting(waiting, FairQueue(), 160).fair_queue
+    waiting.changed.clear()
+    waiting.passes = {TenantId(t): waiting.passes[TenantId(t)] for t in "ab"}  # c cannot be seen
+    assert [turn for turn in before.waiting if turn == "c"] == ["c"]
+    assert {o.run[0] for o in select_of_waiting(waiting, before, 20).ops} <= {"a", "b"}

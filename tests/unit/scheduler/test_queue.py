@@ -32,7 +32,7 @@ def beat(name: WorkerId, runs: int = 0) -> WorkerHeartbeat:
 
 
 def order(queue: PoolQueue, worker: WorkerId) -> dict[str, list[str]]:
-    return {tenant: [one.run for one in runs] for tenant, runs in queue.waiting(worker).items()}
+    return {tenant: list(runs) for tenant, runs in queue.waiting(worker).passes.items()}
 
 
 def test_a_run_stays_where_it_is_and_a_new_one_goes_to_the_emptiest_worker() -> None:
@@ -149,7 +149,7 @@ def test_whatever_happens_each_run_is_in_one_place_once(acts: list[tuple[str, in
             queue.assign([beat(W0, count), beat(W1)][: 1 + count % 2])
     known = {run: count for run, count in expected.items() if count}
     queue.assign([beat(W0), beat(W1)])
-    found = [one for worker in (W0, W1) for runs in queue.waiting(worker).values() for one in runs]
+    found = [one for worker in (W0, W1) for one in queue.waiting(worker)]
     assert {one.run: len(one.ops) for one in found} == known
     assert len(found) == len(queue) == len(known)
     assert min(queue._placed.values(), default=0) >= 0

@@ -1,0 +1,29 @@
+"""A queue for the planner, made of runs as they wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain_scheduler.waiting import Waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cotrain_scheduler.fair_queue import FairQueue
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.ops import RunQueue
+
+
+def waiting_of(rows: Iterable[RunQueue], fair_queue: FairQueue) -> Waiting:
+    """Put runs, in the order of their turns; all who waited may have changed."""
+    waiting = Waiting()
+    for row in rows:
+        waiting.put(row)
+    waiting.changed.update(fair_queue.waiting)
+    return waiting
+
+
+def leads(fair_queue: FairQueue) -> dict[TenantId, float]:
+    """Say by how many tokens each was served more than a newcomer counts as served."""
+    served = {name: tokens - fair_queue._floor for name, tokens in fair_queue._served.items()}
+    return {name: lead for name, lead in served.items() if lead > 0}
