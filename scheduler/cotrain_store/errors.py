@@ -64,6 +64,18 @@ class RunNotFound(NotFound):
     """Training run not found."""
 
 
+class TenantNotFound(NotFound):
+    """Tenant not found."""
+
+
+class KeyNotFound(NotFound):
+    """API key not found."""
+
+
+class WorkerNotFound(NotFound):
+    """Worker not found."""
+
+
 class RequestNotFound(NotFound):
     """Request not found."""
 
@@ -78,6 +90,10 @@ class SamplerNotFound(NotFound):
 
 class CheckpointNotFound(NotFound):
     """Checkpoint not found."""
+
+
+class WebhookNotFound(NotFound):
+    """There is no webhook: PUT /api/v1/webhook sets one."""
 
 
 class WeightsDeleted(NotFound):
@@ -172,6 +188,12 @@ class SessionQuotaReached(Busy):
 
 class SamplerQuotaReached(Busy):
     """Sampler quota reached; those without use expire."""
+
+    retry_after_s = 30.0
+
+
+class WebhookFull(Busy):
+    """As many events wait for this webhook as are kept."""
 
     retry_after_s = 30.0
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import structlog
 from pydantic import ValidationError
 
+from cotrain_store.monitoring.tracing import TracingRefused, start_tracing
 from cotrain_store.settings.removed import removed_variables
 from cotrain_store.settings.store import PREFIX, StoreSettings
 
@@ -46,6 +47,14 @@ def read_settings(kind: type[Settings]) -> Settings:
         name = f"{PREFIX}{first['loc'][0]}: ".upper() if first["loc"] else ""
         reason = first["msg"].removeprefix("Value error, ").rstrip(".")
         refuse("settings_refused", f"{name}{reason}.")
+
+
+def trace_or_refuse(process: str, instance: str, *, decides: bool = False) -> None:
+    """Report spans where the environment asks for that; where that cannot be, it ends the process."""
+    try:
+        start_tracing(process, instance, decides=decides)
+    except TracingRefused as refused:
+        refuse("tracing_refused", str(refused))
 
 
 def last_reason(lines: Sequence[str]) -> str | None:

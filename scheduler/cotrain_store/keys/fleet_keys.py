@@ -15,6 +15,8 @@ WORKER_HEARTBEAT_TTL_MS = 10_000
 LEASE_TTL_MS = 3_000
 #: Cycle records kept for the dashboard and for debugging.
 CYCLES_KEPT = 1_000
+#: What happened in a minute is kept for this long: the pages show an hour.
+MINUTE_TTL_S = 2 * 3600
 
 
 def schema() -> str:
@@ -70,6 +72,14 @@ def workers(pool: PoolId) -> str:
     return f"{prefix(pool)}workers"
 
 
+def draining(pool: PoolId) -> str:
+    """Name the hash of worker id → when (s) the operator asked that its runs go elsewhere; until it is taken back.
+
+    It outlives the worker's processes.
+    """
+    return f"{prefix(pool)}draining"
+
+
 def worker(pool: PoolId, worker_id: WorkerId) -> str:
     """Name a worker's heartbeat (JSON); expires unless renewed."""
     return f"{prefix(pool)}worker:{worker_id}"
@@ -113,6 +123,14 @@ def cycles(pool: PoolId) -> str:
     return f"{prefix(pool)}cycles"
 
 
+def minute(pool: PoolId, start_s: int) -> str:
+    """Name the hash of what a pool did in the minute that began then (`minute_fields`); MINUTE_TTL_S."""
+    return f"{prefix(pool)}minute:{start_s}"
+
+
 def counters(pool: PoolId) -> str:
-    """Name the hash of a pool's totals (cycles, tokens, …), for /metrics; only grow."""
+    """Name the hash of a pool's totals (cycles, tokens, …), for /metrics; only grow.
+
+    Of runs: `runs_made`, and of those `runs_closed` and `runs_failed`.
+    """
     return f"{prefix(pool)}counters"

@@ -15,6 +15,27 @@ def run(run_id: RunId) -> str:
     return f"cotrain:run:{run_id}"
 
 
+def steps(run_id: RunId) -> str:
+    """Name the list of a run's optimizer steps, a packed point each; at most 1,024, kept with the run.
+
+    Like those of its evaluations it goes earlier when its tenant's quota is full: `tenant_keys.histories`.
+    """
+    return f"cotrain:run:{run_id}:steps"
+
+
+def evaluations(run_id: RunId) -> str:
+    """Name the list of a run's forwards between optimizer steps, as `steps`."""
+    return f"cotrain:run:{run_id}:evaluations"
+
+
+def history(run_id: RunId) -> str:
+    """Name where a run's history stands: what it counted, and what passes found since the last optimizer step.
+
+    Packed, as long as the run.
+    """
+    return f"cotrain:run:{run_id}:history"
+
+
 def log(pool: PoolId, run_id: RunId) -> str:
     """Name where a run's log stands (next, done, snap, worker, state); kept with the run.
 

@@ -39,6 +39,34 @@ def settings_keys() -> str:
     return "cotrain:keys:settings"
 
 
+def key_uses() -> str:
+    """Name the hash of key id → when it was last shown (s); a field goes with the key."""
+    return "cotrain:keys:used"
+
+
+def limits(tenant: TenantId) -> str:
+    """Name the hash of the limits (quota → number) that the operator gave a tenant; what is not in it has its default.
+
+    A field lives until it is taken back.
+    """
+    return f"cotrain:tenant:{tenant}:limits"
+
+
+def weights() -> str:
+    """Name the hash of tenant → its weight in fair queueing; without a field it is 1. Lives until it is set to 1."""
+    return "cotrain:tenants:weights"
+
+
+def paused_tenants() -> str:
+    """Name the hash of tenant → its pause (JSON); a field lives until the tenant is resumed."""
+    return "cotrain:tenants:paused"
+
+
+def paused_runs() -> str:
+    """Name the hash of run → its pause (JSON); a field lives until the run is resumed, or ends."""
+    return "cotrain:runs:paused"
+
+
 def signing_secret() -> str:
     """Name the hash of the secrets that links and tokens are signed with (current, previous)."""
     return "cotrain:secret:signing"
@@ -74,6 +102,21 @@ def training_runs(tenant: TenantId) -> str:
     return f"cotrain:tenant:{tenant}:training_runs"
 
 
+def all_training_runs() -> str:
+    """Name the sorted set of the runs of all tenants (score: created_at, in s); lives permanently."""
+    return "cotrain:training_runs"
+
+
+def all_runs_listed() -> str:
+    """Name the mark that the runs of earlier versions are in that set; lives permanently."""
+    return "cotrain:training_runs:complete"
+
+
+def labelled_runs(tenant: TenantId) -> str:
+    """Name the sorted set of a tenant's runs with a note or a tag (score: created_at, in s)."""
+    return f"cotrain:tenant:{tenant}:labelled_runs"
+
+
 def tenant_sessions(tenant: TenantId) -> str:
     """Name the sorted set of a tenant's sessions (score: created_at, in s)."""
     return f"cotrain:tenant:{tenant}:sessions"
@@ -102,6 +145,19 @@ def record_bytes(tenant: TenantId) -> str:
     return f"cotrain:tenant:{tenant}:record_bytes"
 
 
+def histories(tenant: TenantId) -> str:
+    """Name the sorted set of a tenant's runs that have a history (score: its newest point, in s).
+
+    The first ones go when the quota of points is full.
+    """
+    return f"cotrain:tenant:{tenant}:histories"
+
+
+def history_points(tenant: TenantId) -> str:
+    """Name the hash of how many points a tenant's histories have, and the quota of its newest run's time."""
+    return f"cotrain:tenant:{tenant}:history"
+
+
 def run_bytes() -> str:
     """Name the sorted set of tenants (score: bytes that their runs hold); one that holds nothing is struck off."""
     return "cotrain:tenants:run_bytes"
@@ -122,5 +178,10 @@ def usage(tenant: TenantId, hour: int) -> str:
 
 
 def audit(tenant: TenantId) -> str:
-    """Name the stream of what a tenant did with its records; its last 10,000 or so are kept."""
+    """Name the stream of what was done with a tenant's records, and with itself; the last 10,000 or so are kept."""
     return f"cotrain:audit:{tenant}"
+
+
+def audit_of_all() -> str:
+    """Name the stream of what all tenants and the operator did; the last 10,000 or so are kept."""
+    return "cotrain:audit"

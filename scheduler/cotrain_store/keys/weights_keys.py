@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def weights(ref: WeightsRef) -> str:
     """Name the hash of weights (record, digest, size, optimizer); a worker forgets unused ones.
 
-    While a named save is not stored: also its checkpoint, result and whatever else becomes of it then.
+    `history`: where the run's own stood then. While a named save is not stored: also its checkpoint, result and whatever else becomes of it then.
     """
     return f"cotrain:weights:{ref}"
 
@@ -84,6 +84,11 @@ def tenant_checkpoints(tenant: TenantId) -> str:
 def expiring_checkpoints(tenant: TenantId) -> str:
     """Name the sorted set of a tenant's checkpoints that expire (score: expires_at, in s)."""
     return f"cotrain:tenant:{tenant}:expiring"
+
+
+def checkpoint_bytes() -> str:
+    """Name the sorted set of tenants (score: bytes of their checkpoints), for /metrics; none at 0 is in it."""
+    return "cotrain:tenants:checkpoint_bytes"
 
 
 def checkpoint_sizes(tenant: TenantId) -> str:

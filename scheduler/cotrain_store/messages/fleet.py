@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ class WorkerHeartbeat:
     id: WorkerId
     epoch: int
     state: str
+    """`serving`; `draining` from the operator's request on; `drained` once nothing is left here."""
     device: str
     tokens_per_s: float
     runs: int
@@ -32,8 +33,29 @@ class WorkerHeartbeat:
     host: str = ""
     parked_runs: int = 0
     """Of `runs`, those whose adapters are offloaded to host memory."""
+    hands_over: bool = False
+    """It is to be drained, and another worker is there: nothing is planned for it."""
     takes_saves: bool = True
     """False while its disk is too far behind: a save waits then, and its run behind it."""
+    device_seconds: dict[str, float] = field(default_factory=dict)
+    """Phase (train, optim, sample, idle) → s since the process began; they add up to that time."""
+    duty: dict[str, float] = field(default_factory=dict)
+    """Phase → its part of the last minute; they add up to 1."""
+    device_memory_bytes: int = 0
+    """In use on the device, by anything; 0 on a CPU."""
+    device_memory_limit_bytes: int = 0
+    kv_cache_ratio: float | None = None
+    """Of the pages for keys and values, the part that sequences hold; None: another server samples."""
+    adapters: dict[str, int] = field(default_factory=dict)
+    """Where in memory (device, host) → how many adapters."""
+    adapter_bytes: dict[str, int] = field(default_factory=dict)
+    """The same → their bytes."""
+    unstored_bytes: int = 0
+    """Saved weights that are not on disk yet."""
+    snapshot_age_s: float = 0.0
+    """Training that no recovery copy holds, in s of computing, of the run with the most."""
+    snapshot_due_s: float = 0.0
+    """At how much of it a copy of that run is due."""
 
 
 @dataclass(frozen=True)

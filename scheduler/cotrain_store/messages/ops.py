@@ -54,16 +54,20 @@ class QueuedOp:
     size: int
     """Bytes of the body."""
     accepted_at: float
+    trace: str = ""
+    """The span of its request, as a `traceparent`, where that is reported."""
 
     def envelope(self) -> str:
         """Write what the log stores under this seq; the scripts read its first and last field."""
-        return f"{self.kind}|{self.tokens}|{self.size}|{self.accepted_at!r}|{self.ref}"
+        accepted = f"{self.accepted_at!r}{self.trace and ';' + self.trace}"
+        return f"{self.kind}|{self.tokens}|{self.size}|{accepted}|{self.ref}"
 
     @classmethod
     def parse(cls, run: RunId, seq: int, envelope: str) -> QueuedOp:
         """Read `envelope` back."""
-        kind, tokens, size, accepted_at, ref = envelope.split("|", 4)
-        return cls(run, seq, OpKind(kind), int(tokens), ref, int(size), float(accepted_at))
+        kind, tokens, size, accepted, ref = envelope.split("|", 4)
+        at, _, trace = accepted.partition(";")
+        return cls(run, seq, OpKind(kind), int(tokens), ref, int(size), float(at), trace)
 
     @property
     def request_id(self) -> RequestId:
@@ -99,6 +103,8 @@ class Step:
     allowances: dict[RequestId, int] = field(default_factory=dict)
     """About how many more tokens of these passes shall run in this step: they may stay open behind it.
     Each runs one slice at least. A pass without an allowance runs to its end."""
+    trace: str = ""
+    """The span of its plan, as a `traceparent`, where some op of it is traced."""
 
     @classmethod
     def parse(cls, text: str | bytes) -> Step:

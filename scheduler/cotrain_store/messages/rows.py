@@ -39,7 +39,14 @@ def run_record(row: dict[bytes, bytes]) -> RunRecord:
     raw["last_request_at"] = float(last) if last else None
     raw["weights_epoch"] = int(row.get(b"weights_epoch", b"0"))
     raw["rolled_back_to"] = row.get(b"rolled_back_to", b"").decode()
+    raw["note"] = row.get(b"note", b"").decode()
+    raw["tags"] = tags_of(row.get(b"tags"))
     return decode(RunRecord, raw)
+
+
+def tags_of(field: bytes | None) -> tuple[str, ...]:
+    """Read the tags of a run."""
+    return tuple(json.loads(field)) if field else ()
 
 
 def pool_record(row: bytes) -> PoolRecord:

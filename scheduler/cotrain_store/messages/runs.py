@@ -58,3 +58,5 @@ class RunRecord:
     """How often the server lost its newest state and went on from a checkpoint."""
     rolled_back_to: str = ""
     """The path of the last such checkpoint."""
+    note: str = ""
+    tags: tuple[str, ...] = ()

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import SessionId, TenantId
 
 FinishReason = Literal["success", "errored", "interrupted"]
+Role = Literal["member", "viewer"]
+"""What a key may do for its tenant: everything, or read."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,9 @@ class Tenant:
 
     id: TenantId
     name: str
+    """Of the key that was shown."""
+    key_id: str = ""
+    role: Role = "member"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import structlog
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from typing import TextIO
 
@@ -60,13 +60,21 @@ def configure_logs(process: str, level: str = "info", stream: TextIO | None = No
 
 
 def log_requests(
-    logger: Any, event: str, requests: Sequence[str], *, cycle: int, **fields: object
+    write: Callable[..., Any], event: str, requests: Sequence[str], *, cycle: int, **fields: object
 ) -> None:
-    """Write down a cycle with its requests' ids, in full; those of a large one on lines of their own."""
-    logger.info(event, cycle=cycle, **fields, requests=list(requests[:REQUESTS_PER_LINE]))
+    """Write down a cycle with its requests' ids, in full; those of a large one on lines of their own.
+
+    `write` is a logger's method of the level they have.
+    """
+    write(event, cycle=cycle, **fields, requests=list(requests[:REQUESTS_PER_LINE]))
     for first in range(REQUESTS_PER_LINE, len(requests), REQUESTS_PER_LINE):
         more = list(requests[first : first + REQUESTS_PER_LINE])
-        logger.info("cycle_requests", cycle=cycle, of=event, requests=more)
+        write("cycle_requests", cycle=cycle, of=event, requests=more)
+
+
+def looks_like_key(text: str) -> bool:
+    """Tell whether some text holds what a line of the log would not show."""
+    return _KEY.search(text) is not None
 
 
 class _Unfailing:

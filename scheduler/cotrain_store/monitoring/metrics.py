@@ -1,70 +1,69 @@
-"""Every metric, in one place. Base units, `_total` for counters, never a run id as a label.
+"""What each process counts itself, as prometheus_client's objects; what they are called is in `definitions.py`.
 
-The API process counts what it does itself; what the scheduler and the workers did it reads from the
-pool's counters in Redis, so that one scrape tells all.
+Cheap enough for every request and every cycle (about a microsecond each), and safe from any thread.
 """
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-REGISTRY = CollectorRegistry(auto_describe=True)
+from cotrain_store.monitoring.counted_histogram import CountedHistogram
+from cotrain_store.monitoring.definitions import METRICS, Metric, Source
 
-HTTP_REQUESTS = Counter(
-    "cotrain_http_requests_total", "Requests answered.", ["route", "code"], registry=REGISTRY
-)
-HTTP_DURATION = Histogram(
-    "cotrain_http_request_duration_seconds", "Time to answer.", ["route"], registry=REGISTRY
-)
-LONGPOLL_WAITERS = Gauge(
-    "cotrain_longpoll_waiters", "Requests held open for a result.", registry=REGISTRY
-)
-REQUESTS_ACCEPTED = Counter(
-    "cotrain_requests_accepted_total", "Ops accepted into the log.", ["op"], registry=REGISTRY
-)
-REQUESTS_DUPLICATE = Counter(
-    "cotrain_requests_duplicate_total", "Ops sent again, and accepted before.", registry=REGISTRY
-)
-REQUESTS_REJECTED = Counter(
-    "cotrain_requests_rejected_total", "Requests refused.", ["reason"], registry=REGISTRY
-)
-BUILD_INFO = Gauge(
-    "cotrain_build_info", "1; the version is the label.", ["version"], registry=REGISTRY
-)
-
-#: What a commit adds to its pool's counters, and under which metric it is shown.
-POOL_COUNTERS = {
-    "cycles": ("cotrain_cycles_total", "Cycles committed."),
-    "cycle_seconds": ("cotrain_cycle_duration_seconds_total", "Time spent in cycles."),
-    "tokens": ("cotrain_tokens_processed_total", "Tokens of passes that are over."),
-    "padding_tokens": ("cotrain_tokens_padding_total", "Filler tokens added to fill a bucket."),
-    "forwards": ("cotrain_base_forwards_total", "Forward passes of the base model."),
-    "optim_steps": ("cotrain_optim_steps_total", "Optimizer steps."),
-    "failed_ops": ("cotrain_requests_failed_total", "Ops that resolved to a failure."),
-    "resolved_ops": ("cotrain_requests_resolved_total", "Ops that resolved, failures included."),
-    "nonfinite": (
-        "cotrain_nonfinite_total",
-        "Ops refused because a loss or gradient was not finite.",
-    ),
-    "sample_requests": ("cotrain_sample_requests_total", "Sample requests resolved."),
-    "sampled_tokens": ("cotrain_sampled_tokens_total", "Tokens generated."),
-    "prompt_tokens": ("cotrain_prompt_tokens_total", "Prompt tokens of sample requests."),
-    "cached_prompt_tokens": (
-        "cotrain_prompt_tokens_cached_total",
-        "Prompt tokens of sample requests that were there already.",
-    ),
-    "replayed_ops": ("cotrain_replay_ops_total", "Ops run again after a restart."),
-    "reassignments": (
-        "cotrain_reassignments_total",
-        "Dead workers whose work was given to another one.",
-    ),
-    "poison_ops": (
-        "cotrain_poison_ops_total",
-        "Requests given up: processes crashed during them alone.",
-    ),
-    "rollbacks": (
-        "cotrain_rollbacks_total",
-        "Runs that lost their newest state and went on from a checkpoint.",
-    ),
-    "diverged_runs": ("cotrain_replay_divergence_total", "Runs stopped because a replay differed."),
+REGISTRIES: dict[Source, CollectorRegistry] = {
+    source: CollectorRegistry(auto_describe=True) for source in Source if source != Source.FLEET
 }
+
+
+def _counter(name: str) -> Counter:
+    metric = METRICS[name]
+    return Counter(name, metric.help, metric.labels, registry=REGISTRIES[metric.source])
+
+
+def _gauge(name: str) -> Gauge:
+    metric = METRICS[name]
+    return Gauge(name, metric.help, metric.labels, registry=REGISTRIES[metric.source])
+
+
+def _histogram(name: str) -> Histogram:
+    metric = METRICS[name]
+    return Histogram(
+        name, metric.help, metric.labels, registry=REGISTRIES[metric.source], buckets=_buckets(metric)
+    )  # fmt: skip
+
+
+def _buckets(metric: Metric) -> tuple[float, ...]:
+    return metric.buckets or Histogram.DEFAULT_BUCKETS
+
+
+# API
+BUILD_INFO = _gauge("cotrain_build_info")
+HTTP_DURATION = _histogram("cotrain_http_request_duration_seconds")
+HTTP_REQUESTS = _counter("cotrain_http_requests_total")
+LONGPOLL_WAITERS = _gauge("cotrain_longpoll_waiters")
+REQUESTS_ACCEPTED = _counter("cotrain_requests_accepted_total")
+REQUESTS_DUPLICATE = _counter("cotrain_requests_duplicate_total")
+REQUESTS_REJECTED = _counter("cotrain_requests_rejected_total")
+WEBHOOK_DELIVERIES = _counter("cotrain_webhook_deliveries_total")
+
+# Of each process that traces, its own
+TRACE_SPANS_DROPPED = {
+    source: _counter(f"cotrain_{source}_trace_spans_dropped_total")
+    for source in (Source.API, Source.SCHEDULER, Source.WORKER)
+}
+
+# Scheduler
+OP_WAIT = _histogram("cotrain_op_wait_seconds")
+SCHEDULER_LEADER = _gauge("cotrain_scheduler_leader")
+SCHEDULER_TICK = _histogram("cotrain_scheduler_tick_seconds")
+
+# Worker
+CYCLE_DURATION = _histogram("cotrain_cycle_duration_seconds")
+OP_LATENCY = _histogram("cotrain_op_latency_seconds")
+SAMPLE_INTER_TOKEN = CountedHistogram(
+    METRICS["cotrain_sample_inter_token_seconds"], REGISTRIES[Source.WORKER]
+)
+SAMPLE_QUEUE = _histogram("cotrain_sample_queue_seconds")
+SAMPLE_FIRST_TOKEN = _histogram("cotrain_sample_time_to_first_token_seconds")
+SNAPSHOT_DURATION = _histogram("cotrain_snapshot_seconds")
+TENANT_DEVICE_SECONDS = _counter("cotrain_tenant_device_seconds_total")

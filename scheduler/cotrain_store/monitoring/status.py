@@ -11,6 +11,7 @@ from cotrain_store.keys import age_keys, fleet_keys, run_keys, sample_keys, weig
 from cotrain_store.messages.encoding import decode
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, SessionId, TenantId, WorkerId
+from cotrain_store.monitoring.backlog import backlog_seconds, workers_wanted
 from cotrain_store.redis_client.store_clock import parse_ms
 
 if TYPE_CHECKING:
@@ -52,6 +53,37 @@ class PoolStatus:
     counters: Mapping[str, float]
     weights: int = 0
     """Saved weights of which there is a record."""
+    measured_tokens_per_s: float = 0.0
+    """Of a worker, when the last one started."""
+
+    @property
+    def backlog_s(self) -> float:
+        """What waits in these queues, as time of the workers there are."""
+        return backlog_seconds(self._tokens, self._rates, self.measured_tokens_per_s)
+
+    @property
+    def workers_wanted(self) -> int:
+        """Count the workers that would end it within a minute."""
+        is_busy = any(q.ops or q.samples_waiting or q.samples_running for q in self.queues)
+        rates, measured = self._rates, self.measured_tokens_per_s
+        return workers_wanted(self._tokens, rates, measured, is_busy=is_busy)
+
+    @property
+    def duty(self) -> Mapping[str, float]:
+        """What part of the last minute the devices did what (train, optim, sample, idle), on average."""
+        shares = [worker.duty for worker in self.workers if any(worker.duty.values())]
+        phases = dict.fromkeys(phase for each in shares for phase in each)
+        return {
+            phase: sum(each.get(phase, 0.0) for each in shares) / len(shares) for phase in phases
+        }
+
+    @property
+    def _tokens(self) -> int:
+        return sum(queue.tokens for queue in self.queues)
+
+    @property
+    def _rates(self) -> list[float]:
+        return [worker.tokens_per_s for worker in self.workers]
 
 
 @dataclass(frozen=True)
@@ -85,13 +117,14 @@ async def pool_status(
     pipeline.get(fleet_keys.cycle_counter(pool))
     pipeline.hgetall(fleet_keys.counters(pool))
     pipeline.scard(weights_keys.pool_weights(pool))
+    pipeline.hget(fleet_keys.pools(), pool)
     for worker in ids:
         pipeline.get(fleet_keys.worker(pool, worker))
         pipeline.hlen(fleet_keys.open_steps(pool, worker))
     for tenant in tenants:
         pipeline.hmget(run_keys.queue(pool, tenant), ["ops", "tokens", "bytes"])
         pipeline.hmget(sample_keys.sample_load(pool, tenant), ["waiting", "running"])
-    ready, gaps, clock, cycle, counters, weights, *rows = await pipeline.execute()
+    ready, gaps, clock, cycle, counters, weights, record, *rows = await pipeline.execute()
     heartbeats, opened = rows[0 : 2 * len(ids) : 2], rows[1 : 2 * len(ids) : 2]
     loads = rows[2 * len(ids) :]
     queues = [
@@ -114,6 +147,7 @@ async def pool_status(
         oldest_gap_s=_age_s(gaps, parse_ms(clock)),
         counters={name.decode(): float(value) for name, value in counters.items()},
         weights=weights,
+        measured_tokens_per_s=float(json.loads(record)["tokens_per_s"]) if record else 0.0,
     )
 
 
@@ -139,6 +173,20 @@ async def cycle_records(connection: Connection, pool: PoolId, count: int) -> lis
     return [
         json.loads(row) for row in await connection.lrange(fleet_keys.cycles(pool), 0, count - 1)
     ]
+
+
+async def cycle_record(connection: Connection, pool: PoolId, cycle: int) -> dict[str, Any] | None:
+    """Read the record of one cycle, near where its number should lie; None where it is not kept.
+
+    Cycles of several workers end in another order than they began.
+    """
+    newest = await cycle_records(connection, pool, 1)
+    if not newest:
+        return None
+    first = max(0, newest[0]["cycle"] - cycle - READ_AT_ONCE // 2)
+    rows = await connection.lrange(fleet_keys.cycles(pool), first, first + READ_AT_ONCE - 1)
+    found = (json.loads(row) for row in rows if b'"cycle": %d,' % cycle in row)
+    return next((record for record in found if record["cycle"] == cycle), None)
 
 
 async def session_cycles(

@@ -9,8 +9,9 @@ from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.history import HISTORY_POINTS
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
 from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.weights import external_folder
@@ -18,6 +19,7 @@ from cotrain_store.messages.weights import external_folder
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from cotrain_store.messages.history import HistoryEntry
     from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_store.messages.saves import SaveRecords
@@ -47,6 +49,10 @@ class OpRow:
     """Where the body is that is needed no more: `inline` or a spool segment."""
     envelope: str | None
     """What the log holds of the op from now on, where that changes."""
+    found: HistoryEntry | None
+    """What it adds to the history of its run."""
+    replaces_state: bool
+    """What passes found before it is in no optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,19 @@ class Commit:
     counted: Mapping[str, float]
     used: Mapping[str, Mapping[str, float]]
     """What runs used, by the keys and fields of their tenants' hours."""
+    minute: str
+    """What holds the counts of this minute."""
+    minute_counts: Mapping[str, float]
+    time_s: float
+    """By the clock of this host."""
     failures: Mapping[str, str] = field(default_factory=lambda: dict(_FAILURES))
     """What becomes of an op that goes back to a run which takes none any more, by the run's state."""
     failure_ttl_ms: int = result_keys.SMALL_RESULT_TTL_MS
     cycles_kept: int = fleet_keys.CYCLES_KEPT
     usage_ttl_s: int = tenant_keys.USAGE_TTL_S
+    minute_ttl_s: int = fleet_keys.MINUTE_TTL_S
+    history_points: int = HISTORY_POINTS
+    """The quota of a tenant that has made no run since there are histories."""
 
 
 def op_rows(
@@ -88,10 +102,11 @@ def op_rows(
     results: Mapping[OpId, Result],
     crashed: Collection[OpId],
     ttls_ms: Sequence[int],
+    found: Mapping[OpId, HistoryEntry],
 ) -> list[OpRow]:
     """Write the ops of a step that have results as `commit.lua` reads them.
 
-    `ttls_ms` are those of their results, in order.
+    `ttls_ms` are those of their results, in order; `found` is what they add to histories.
     """
     rows: list[OpRow] = []
     done = [op for op in step.ops if (op.run, op.seq) in results]
@@ -108,6 +123,9 @@ def op_rows(
                 result_bytes=len(results[op.run, op.seq].payload),
                 released=_body_of(op) if has_crashed or op.kind is OpKind.FORWARD else None,
                 envelope=_rejected_envelope(op) if has_crashed else None,
+                found=found.get((op.run, op.seq)),
+                replaces_state=op.kind is OpKind.LOAD
+                and results[op.run, op.seq].kind is not ResultKind.FAILURE,
             )
         )
     return rows

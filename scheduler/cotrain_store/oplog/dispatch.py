@@ -16,12 +16,15 @@ from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.gaps import client_seq, given_up
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import QueuedOp, RunQueue, Step
+from cotrain_store.messages.pauses import PlanPolicy
 from cotrain_store.messages.queue_changes import QueueChanges, Wake
 from cotrain_store.messages.results import Result
 from cotrain_store.oplog.rejection import rejection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.store_clock import clock_ms
 from cotrain_store.sampling.endings import CANCEL, LIVES
+from cotrain_store.tenants.pauses import read_pauses
+from cotrain_store.tenants.policies import read_weights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -54,6 +57,7 @@ class Dispatch:
         self._plan = async_script(connection, "plan")
         self._lease = async_script(connection, "lease")
         self._reassign = async_script(connection, "reassign")
+        self._strike_off = async_script(connection, "strike_off")
         self._expire_gap = async_script(connection, "expire_gap")
         self._tick = async_script(connection, "tick")
         self._counted_at: float | None = None
@@ -103,6 +107,14 @@ class Dispatch:
         """List the pools there are."""
         return sorted(PoolId(name.decode()) for name in await self._redis.hkeys(fleet_keys.pools()))
 
+    async def policy(self) -> PlanPolicy:
+        """Read who is held back, and the weights of tenants."""
+        return PlanPolicy(await read_weights(self._redis), await read_pauses(self._redis))
+
+    async def base_model(self, pool: PoolId) -> str:
+        """Name the base model of a pool."""
+        return str(json.loads(await self._redis.hget(fleet_keys.pools(), pool))["base_model"])
+
     async def worker_slots(self, pool: PoolId) -> list[WorkerSlot]:
         """List the worker ids of a pool, also those that no process has had for a while."""
         ids = sorted(
@@ -139,6 +151,27 @@ class Dispatch:
             "any_worker": sample_keys.ANY_WORKER, "cancel": CANCEL, "lives": LIVES,
         }  # fmt: skip
         answer = await self._reassign(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+        return bool(answer == b"OK")
+
+    async def strike_off(self, pool: PoolId, drained: WorkerSlot, successor: WorkerId) -> bool:
+        """Take a drained worker off its pool's list: its runs can go anywhere. False where it is not yet drained.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        script_keys = [
+            fleet_keys.scheduler_epoch(), fleet_keys.workers(pool),
+            fleet_keys.worker_epoch(pool, drained.worker), fleet_keys.draining(pool),
+            fleet_keys.worker(pool, successor),
+        ]  # fmt: skip
+        args = {
+            "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "worker": drained.worker,
+            "seen_epoch": str(drained.epoch), "successor": successor,
+            "any_worker": sample_keys.ANY_WORKER,
+        }  # fmt: skip
+        answer = await self._strike_off(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED, encoded_results
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.keys.minute_fields import cycle_counts, minute_of
 from cotrain_store.keys.usage_fields import training_amounts
 from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.fleet import WorkerHeartbeat
@@ -22,6 +23,7 @@ from cotrain_store.messages.ops import QueuedOp, RunUsage, Step
 from cotrain_store.messages.runs import RunState
 from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, save_row
 from cotrain_store.oplog.crash_counts import CrashCounts
+from cotrain_store.oplog.drains import OwnDrain
 from cotrain_store.oplog.reader import RunLogs
 from cotrain_store.oplog.rollback import DIGESTS_KEPT, Rollback
 from cotrain_store.redis_client.scripts import sync_script
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from cotrain_store.disk.spool import Spool
+    from cotrain_store.messages.history import HistoryEntry
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.messages.results import Result
@@ -59,6 +62,7 @@ class Execution:
         self.logs = RunLogs(connection, results, pool)
         self.crash_counts = CrashCounts(connection, pool)
         self.tenant_names = TenantNames(connection)
+        self.drain = OwnDrain(connection, pool, worker)
         self._commit = sync_script(connection, "commit")
         self._snapshot = sync_script(connection, "snapshot")
         self._roll_back = Rollback(connection, pool, worker)
@@ -151,6 +155,7 @@ class Execution:
         usage: Mapping[RunId, RunUsage] | None = None,
         *,
         opened: Mapping[OpId, int] | None = None,
+        found: Mapping[OpId, HistoryEntry] | None = None,
         is_exact: bool = True,
     ) -> None:
         """Make a step's results visible and end its cycle. Twice is harmless.
@@ -163,14 +168,16 @@ class Execution:
         when its weights are stored (`SavedWeights.stored`); where its name is in use it fails here, and
         has no weights. `record` is what the cycle's history keeps; `counted` is added to the pool's
         totals, `usage` to what the tenants used. Ops in `crashed` changed nothing and must never be
-        run again: the log keeps their place only. What is not `is_exact` has other last bits than this
+        run again: the log keeps their place only. `found` is what passes and optimizer steps add to the
+        histories of their runs. What is not `is_exact` has other last bits than this
         worker's numerics stand for.
 
         Raises:
             Fenced: another worker took this one's place; nothing was written.
         """
         saved = {request_id(*op): save_row(records) for op, records in (saves or {}).items()}
-        used = training_amounts(usage or {}, step.tenant_by_run, self._base_model, time.time())
+        now_s = time.time()
+        used = training_amounts(usage or {}, step.tenant_by_run, self._base_model, now_s)
         script_keys = [
             fleet_keys.worker_epoch(self.pool, self.worker),
             fleet_keys.open_steps(self.pool, self.worker), fleet_keys.cycles(self.pool),
@@ -183,9 +190,13 @@ class Execution:
             asked = Commit(
                 epoch=str(self.epoch), prefix=fleet_keys.prefix(self.pool), cycle=str(step.cycle),
                 numerics=self._numerics_id if is_exact else "mixed",
-                ops=op_rows(step, results, crashed, [ttl_ms for _, ttl_ms in encoded]),
+                ops=op_rows(
+                    step, results, crashed, [ttl_ms for _, ttl_ms in encoded], found or {}
+                ),
                 back=put_backs(step, results, opened or {}),
-                saves=saved, counted=dict(counted), used=used,
+                saves=saved, counted=dict(counted), used=used, time_s=now_s,
+                minute=fleet_keys.minute(self.pool, minute_of(now_s)),
+                minute_counts=cycle_counts(record, usage or {}, step.tenant_by_run),
             )  # fmt: skip
             answer = self._commit(
                 script_keys, asked, json.dumps(record), *(value for value, _ in encoded)

@@ -11,6 +11,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from cotrain_store.disk.capacity import Capacity
 from cotrain_store.disk.result_storage import UNLOADED
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, SpoolRef
@@ -24,13 +26,9 @@ from cotrain_store.messages.results import Result
 from cotrain_store.messages.rows import pool_record
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring import metrics
+from cotrain_store.monitoring.tracing import CURRENT
 from cotrain_store.oplog.refusals import refusal
-from cotrain_store.oplog.submission import (
-    Submission,
-    SubmittedOp,
-    TenantLimits,
-    submission_keys,
-)
+from cotrain_store.oplog.submission import Submission, SubmittedOp, submission_keys
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.run_bytes import weigh_run
@@ -41,8 +39,12 @@ if TYPE_CHECKING:
     from cotrain_store.disk.capacity import StoreBody
     from cotrain_store.disk.spool import Spool
     from cotrain_store.messages.ids import SamplerId, WeightsRef
+    from cotrain_store.oplog.submission import TenantLimits
     from cotrain_store.redis_client.connection import Connection
+    from cotrain_store.tenants.policies import LimitsOf
     from cotrain_store.tenants.run_bytes import RunWeight
+
+log = structlog.get_logger()
 
 
 class Intake:
@@ -52,10 +54,10 @@ class Intake:
         self,
         connection: Connection,
         spool: Spool,
-        limits: TenantLimits,
+        limits_of: LimitsOf[TenantLimits],
         disk_reserve_bytes: int = 0,
     ) -> None:
-        self._limits = limits
+        self._limits_of = limits_of
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
         self._submit = async_script(connection, "submit")
         self._close = async_script(connection, "close")
@@ -187,20 +189,22 @@ class Intake:
         save: bytes | None = None,
         sampler: SamplerId | None = None,
     ) -> RequestId:
+        structlog.contextvars.bind_contextvars(run=run.id, seq=seq)
         await self._capacity.check()
-        weighs = await self._weigh(run) if record else None
+        limits = await self._limits_of(run.tenant)
+        weighs = await self._weigh(run, limits.run_bytes) if record else None
         now = time.time()
         with self._capacity.storing() as store:
             along = (
                 None if save is None else await _stored(store, run, 1, OpKind.SAVE, save, 0, now)
             )
-            unread_bytes = self._capacity.unread_bytes(self._limits.unread_bytes)
+            unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
             asked = Submission(
                 run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
                 idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=along,
                 tokens=tokens, uses=tuple(uses), sampler=sampler, now_ms=int(now * 1000),
                 pool_tag=fleet_keys.hash_tag(run.pool), weighs=weighs,
-                limits=replace(self._limits, unread_bytes=unread_bytes),
+                limits=replace(limits, unread_bytes=unread_bytes),
             )  # fmt: skip
             answer, at = b"ROOM", list[int]()
             if len(body) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
@@ -213,13 +217,18 @@ class Intake:
         refused = refusal(answer.decode(), at, asked)
         if refused:
             raise refused
+        request = request_id(run.id, at[0])
         if answer == b"DUP":
             metrics.REQUESTS_DUPLICATE.inc()
         else:
             metrics.REQUESTS_ACCEPTED.labels(kind).inc()
-        return request_id(run.id, at[0])
+        log.debug(
+            "request_accepted", request=request, kind=kind.value, tokens=tokens,
+            again=answer == b"DUP",
+        )  # fmt: skip
+        return request
 
-    async def _weigh(self, run: RunRecord) -> RunWeight | None:
+    async def _weigh(self, run: RunRecord, quota: int) -> RunWeight | None:
         try:
             rows = await self._redis.hvals(fleet_keys.pools())
         except CONNECTION_LOST as lost:
@@ -227,7 +236,7 @@ class Intake:
         pools = {pool.id: pool for pool in map(pool_record, rows)}
         if run.pool not in pools:
             return None
-        free_bytes, quota = self._capacity.free_disk_bytes, self._limits.run_bytes
+        free_bytes = self._capacity.free_disk_bytes
         return weigh_run(run.lora, pools[run.pool], pools.values(), quota, free_bytes)
 
     async def _run_submit(
@@ -254,7 +263,7 @@ async def _stored(
 ) -> SubmittedOp:
     """Store a body where it belongs, and say what the log shall hold of its op."""
     ref = await store(body)
-    op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now)
+    op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now, CURRENT.get())
     return SubmittedOp(
         digest=digest or hashlib.sha256(body).hexdigest(),
         size=len(body),

@@ -60,6 +60,8 @@ class Rollback:
             "weights_epoch": weights_epoch, "path": checkpoint.path, "digests_kept": DIGESTS_KEPT,
             "failure": rejection(run, failure),
             "steps": self._steps_without(run, len(failure.payload)),
+            "tenant": position.tenant, "weights": checkpoint.weights,
+            "kept": seq_of(checkpoint.weights),
         }  # fmt: skip
         answer = self._script(script_keys, args)
         if answer == b"FENCED":

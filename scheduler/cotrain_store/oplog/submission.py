@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, tenant_keys
+from cotrain_store.messages.history import HISTORY_POINTS
 
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import RunId, SamplerId, TenantId, WeightsRef
@@ -36,6 +37,8 @@ class TenantLimits:
     """Of what live runs hold; 0: `run_bytes.default_quota`."""
     record_bytes: int = 200_000_000
     """Of records of sessions and runs, which are kept permanently."""
+    history_points: int = HISTORY_POINTS
+    """Of the histories of all runs, in all pools; over it, those go that were added to longest ago."""
 
 
 @dataclass(frozen=True)
@@ -90,4 +93,5 @@ def submission_keys(run: RunRecord) -> list[str]:
         result_keys.spool_segment_refs(), tenant_keys.session_runs(run.session),
         tenant_keys.tenant_runs(tenant), fleet_keys.notify_scheduler(),
         run_keys.unnumbered_ops(pool, run.id), tenant_keys.training_runs(tenant),
+        tenant_keys.all_training_runs(),
     ]  # fmt: skip

@@ -23,7 +23,8 @@ from cotrain_store.errors import (
 )
 from cotrain_store.keys import result_keys, run_keys, sample_keys, weights_keys
 from cotrain_store.messages.gaps import client_seq, still_waiting
-from cotrain_store.messages.ids import RequestId, WeightsRef, run_of
+from cotrain_store.messages.ids import RequestId, RunId, WeightsRef, run_of
+from cotrain_store.messages.ops import QueuedOp
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.sample_ids import parse_sample
 from cotrain_store.redis_client.connection import CONNECTION_LOST
@@ -122,6 +123,16 @@ class Futures:
                     return Pending("paused_capacity", "the server's store is restarting")
                 await asyncio.sleep(min(RETRY_S, left_s))
 
+    async def trace_of(self, tenant: TenantId, request: RequestId) -> str:
+        """Read the span that an op's record names; "" where it names none, or is not there any more."""
+        try:
+            pool = await self._pool_of_own(tenant, request)
+            run, _, seq = request.rpartition(":")
+            envelope = await self._redis.hget(run_keys.ops(pool, RunId(run)), seq)
+        except (RequestNotFound, *CONNECTION_LOST):
+            return ""
+        return QueuedOp.parse(RunId(run), int(seq), envelope.decode()).trace if envelope else ""
+
     async def _outcome(
         self, tenant: TenantId, request: RequestId, timeout_s: float
     ) -> Result | Pending:
@@ -192,6 +203,9 @@ class Futures:
         except SamplerNotFound:  # its request goes on without it
             return Pending()
         backlog = await self._backlogs.of(pool)
+        pause = backlog.policy.pauses.notice(tenant)
+        if pause:
+            return Pending("paused_capacity", pause)
         return Pending(reason=sample_notice(backlog, tenant)) if backlog.workers else NO_WORKER
 
     async def _pending(self, tenant: TenantId, pool: PoolId, request: RequestId) -> Pending:
@@ -215,6 +229,9 @@ class Futures:
         if position <= 0:
             return Pending()  # done: its weights are on their way to a disk
         backlog = await self._backlogs.of(pool)
+        pause = backlog.policy.pauses.notice(tenant, run)
+        if pause and int(seq) >= int(log[0]):  # not planned yet
+            return Pending("paused_capacity", pause)
         if not backlog.workers:
             return NO_WORKER
         return Pending(reason=training_notice(backlog, tenant, position))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.keys import fleet_keys, run_keys, sample_keys
 from cotrain_store.messages.ids import TenantId, WorkerId
+from cotrain_store.messages.pauses import WEIGHT, PlanPolicy
+from cotrain_store.tenants.pauses import read_pauses
+from cotrain_store.tenants.policies import read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,16 +34,24 @@ class Backlog:
     """Sample requests, waiting or running."""
     workers: int
     tokens_per_s: float
+    policy: PlanPolicy = field(default_factory=PlanPolicy)
 
     def expected_s(self, tenant: TenantId) -> float:
         """Return the seconds until all that a tenant has queued is trained.
 
-        Tenants take equal turns by tokens, so that of each neighbour no more comes before it than the
-        tenant has queued itself.
+        Tenants take turns by tokens, each in proportion to its weight, so that of each neighbour no more comes
+        before it than the tenant has queued itself, by their weights; of one that is paused, nothing.
         """
         own = self.tokens.get(tenant, 0)
-        before = sum(min(tokens, own) for tokens in self.tokens.values())
+        before = sum(
+            min(tokens, own * self._weight(other) / self._weight(tenant))
+            for other, tokens in self.tokens.items()
+            if other not in self.policy.pauses.tenants
+        )
         return before / self.tokens_per_s if self.tokens_per_s > 0 else math.inf
+
+    def _weight(self, tenant: TenantId) -> float:
+        return self.policy.weights.get(tenant, WEIGHT)
 
 
 def training_notice(backlog: Backlog, tenant: TenantId, position: int) -> str:
@@ -90,6 +101,7 @@ class Backlogs:
         for name in workers:
             pipeline.get(fleet_keys.worker(pool, WorkerId(name)))
         rows: list[Any] = await pipeline.execute()
+        policy = PlanPolicy(await read_weights(self._redis), await read_pauses(self._redis))
         queued, heartbeats = (
             rows[: 2 * len(tenants)],
             [row for row in rows[2 * len(tenants) :] if row],
@@ -106,6 +118,7 @@ class Backlogs:
             tokens_per_s=sum(
                 float(json.loads(heartbeat)["tokens_per_s"]) for heartbeat in heartbeats
             ),
+            policy=policy,
         )
 
 

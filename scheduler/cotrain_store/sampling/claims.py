@@ -17,6 +17,7 @@ from cotrain_store.bodies.sample_body import decode_sample
 from cotrain_store.disk.result_storage import encoded_results
 from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys
+from cotrain_store.keys.minute_fields import minute_of, sample_counts
 from cotrain_store.keys.usage_fields import sampling_amounts, usage_hour
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
 from cotrain_store.messages.results import Result, ResultKind
@@ -138,6 +139,7 @@ class SampleClaims:
                 {
                     "request": request, "ttl_ms": ttl_ms, "result_bytes": len(result.payload),
                     "failed": int(result.kind is ResultKind.FAILURE),
+                    "counts": sample_counts((usage or {}).get(request)),
                     "used": sampling_amounts(request, (usage or {}).get(request), self._base_model),
                 }
                 for (request, result), (_, ttl_ms) in zip(results.items(), encoded, strict=True)
@@ -145,6 +147,8 @@ class SampleClaims:
             args = {
                 "epoch": str(self._epoch), "requests": ended, "counted": dict(counted), "lives": LIVES,
                 "hour": usage_hour(time.time()), "usage_ttl_s": tenant_keys.USAGE_TTL_S,
+                "minute": fleet_keys.minute(self._pool, minute_of(time.time())),
+                "minute_ttl_s": fleet_keys.MINUTE_TTL_S,
             }  # fmt: skip
             answer = self._resolve(script_keys, args, *(value for value, _ in encoded))
         if answer == b"FENCED":

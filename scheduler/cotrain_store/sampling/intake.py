@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import SamplerId, TenantId
     from cotrain_store.messages.samples import SamplerRecord
     from cotrain_store.redis_client.connection import Connection
+    from cotrain_store.tenants.policies import LimitsOf
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,10 @@ class SampleIntake:
         self,
         connection: Connection,
         spool: Spool,
-        limits: SampleLimits,
+        limits_of: LimitsOf[SampleLimits],
         disk_reserve_bytes: int = 0,
     ) -> None:
-        self._limits = limits
+        self._limits_of = limits_of
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
         self._submit = async_script(connection, "sample_submit")
         self._cancel = async_script(connection, "sample_cancel")
@@ -169,7 +170,8 @@ class SampleIntake:
         tokens: int,
         ref: str | None,
     ) -> bytes:
-        pool, tenant, limits = sampler.pool, sampler.tenant, self._limits
+        pool, tenant = sampler.pool, sampler.tenant
+        limits = await self._limits_of(tenant)
         weights = sampler.weights or WeightsRef("")
         script_keys = [
             sample_keys.sample(request), sample_keys.sampler(sampler.id),

@@ -1,7 +1,7 @@
 -- checkpoint_copy: give stored weights a second name, in a run made for it: closed, without a log.
 -- Twice is harmless: answers the record there is.
 -- needs: checkpoint_index, records
-local source, record_key, session_runs, training_runs, checkpoint = unpack(KEYS)
+local source, record_key, session_runs, training_runs, checkpoint, all_runs = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 
 local known = redis.call('GET', checkpoint)
@@ -20,5 +20,6 @@ redis.call('HSET', record_key, 'record', args.record, 'state', 'closed')
 count_record(copy.tenant, args.record)
 redis.call('SADD', session_runs, args.run)
 redis.call('ZADD', training_runs, args.created_at, args.run)
+redis.call('ZADD', all_runs, args.created_at, args.run)
 write_checkpoint(args.checkpoint, copy)
 return args.checkpoint

@@ -1,7 +1,7 @@
 -- commit: make a step's effects visible: its results, `done`, and the end of its cycle, at once.
 -- Fenced by the worker's epoch; an op counts only as the next one of its run. Twice is harmless.
 -- What of the step has no result goes back to the head of its run's queue (`args.back`).
--- needs: idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed
+-- needs: minute_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis does not take for an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
@@ -55,9 +55,18 @@ local function add_sampler(ref, save)
   end
 end
 
-local function note_unstored(ref, save)
+-- Read once, written once: of each run of the step.
+local histories = {}
+local function history_of(run)
+  if not histories[run] then
+    histories[run] = parse_history(redis.call('GET', 'cotrain:run:' .. run .. ':history'))
+  end
+  return histories[run]
+end
+
+local function note_unstored(ref, run, save)
   redis.call('HSET', 'cotrain:weights:' .. ref, 'record', save.weights, 'worker', save.worker,
-    'digest', '', 'size', 0)
+    'digest', '', 'size', 0, 'history', pack_history(history_of(run)))
   redis.call('SADD', prefix .. 'weights', ref)
   redis.call('SADD', prefix .. 'unstored:' .. save.worker, ref)
   if save.folder then
@@ -66,7 +75,7 @@ local function note_unstored(ref, save)
 end
 
 -- Write what a save leaves; return its result as far as it is known by now.
-local function write_save(ref, seq, save, result, ttl_ms)
+local function write_save(ref, run, seq, save, result, ttl_ms)
   if save.kind == 's' then
     add_sampler(ref, save)
   elseif reserve(ref, seq, save, result, ttl_ms) then
@@ -74,11 +83,11 @@ local function write_save(ref, seq, save, result, ttl_ms)
   else
     return save.collision
   end
-  note_unstored(ref, save)
+  note_unstored(ref, run, save)
   return result
 end
 
-local resolved, served = {}, {}
+local resolved, served, points = {}, {}, {}
 for i, op in ipairs(args.ops) do
   local run, seq, tenant = op.run, op.seq, op.tenant
   local log = prefix .. 'log:' .. run
@@ -87,7 +96,7 @@ for i, op in ipairs(args.ops) do
     local request = run .. ':' .. seq
     local result, ttl_ms = ARGV[RESULTS + i], op.ttl_ms
     if args.saves[request] then
-      result = write_save(request, seq, args.saves[request], result, ttl_ms)
+      result = write_save(request, run, seq, args.saves[request], result, ttl_ms)
     end
     if result then
       if put_result(request, result, ttl_ms) then
@@ -98,6 +107,12 @@ for i, op in ipairs(args.ops) do
     redis.call('HSET', log, 'done', seq, 'numerics', (row[2] or numerics) == numerics and numerics or 'mixed')
     if row[3] then
       redis.call('HDEL', log, 'begun')
+    end
+    if op.found then
+      points[run] = (points[run] or 0) + note_found(history_of(run), run, seq, op.found, op.tokens, args.time_s)
+    elseif op.replaces_state then
+      forget_passes(history_of(run)) -- a gradient that was pending is gone
+      points[run] = points[run] or 0
     end
     local queue = prefix .. 'queue:' .. tenant
     served[tenant] = true
@@ -113,6 +128,14 @@ for i, op in ipairs(args.ops) do
     if op.envelope then
       redis.call('HSET', prefix .. 'ops:' .. run, seq, op.envelope)
     end
+  end
+end
+for _, op in ipairs(args.ops) do
+  local more = points[op.run]
+  if more then
+    redis.call('SET', 'cotrain:run:' .. op.run .. ':history', pack_history(histories[op.run]))
+    count_points(op.tenant, op.run, more, args.time_s, args.history_points)
+    points[op.run] = nil
   end
 end
 for _, part in ipairs(args.back) do
@@ -146,6 +169,7 @@ end
 for name, value in pairs(args.counted) do
   redis.call('HINCRBYFLOAT', counters, name, value)
 end
+add_minute(args.minute, args.minute_counts, args.minute_ttl_s)
 for usage, fields in pairs(args.used) do
   for field, amount in pairs(fields) do
     add_usage(usage, field, amount, args.usage_ttl_s)

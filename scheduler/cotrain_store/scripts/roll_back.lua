@@ -1,7 +1,7 @@
 -- roll_back: the newest state of a run is lost; go on from a file that holds an older one, as of `done`.
 -- What is accepted and not committed was meant for the lost state: it fails. What comes later runs.
 -- Fenced by the worker's epoch. Twice is harmless.
--- needs: log_cut, reject, changed
+-- needs: log_cut, reject, changed, history
 -- `args.steps` has each open step with ops of the run: its cycle, it as it is, and it after this.
 local epoch_key, log, record_key, open, ops, bodies, digests, refs, queue, notify, counters = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
@@ -37,6 +37,7 @@ redis.call('HSET', log, 'snap', done, 'snapfile', args.file, 'snapsha', args.sha
 redis.call('HDEL', log, 'numerics', 'oldnumerics', 'begun')
 redis.call('HSET', record_key, 'weights_epoch', weights_epoch, 'rolled_back_to', args.path)
 redis.call('HINCRBY', counters, 'rollbacks', 1)
+cut_history(args.tenant, run, args.kept, redis.call('HGET', 'cotrain:weights:' .. args.weights, 'history'))
 note_change(args.prefix, run)
 redis.call('PUBLISH', notify, table.concat(resolved, '\n'))
 return 'OK'

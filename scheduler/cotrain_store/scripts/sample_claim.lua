@@ -2,6 +2,7 @@
 -- may have waiting at the worker (`most_of_tenant`, with those that `waiting` counts there).
 -- Fenced by the worker's epoch. What only this worker can run comes first, then what any can, then
 -- what waits for a worker that is dead and yet needs nothing of it: its weights are stored.
+-- A tenant that is paused is passed over.
 -- The same token once more is a claim whose answer was lost: it gets that answer.
 local epoch_key, ring, claimed, workers, last_claim = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
@@ -51,11 +52,17 @@ local function next_of(tenant)
 end
 
 local requests, waiting = {}, args.waiting
+local has_pauses = redis.call('EXISTS', 'cotrain:tenants:paused') == 1
+
+local function is_paused(tenant)
+  return has_pauses and redis.call('HEXISTS', 'cotrain:tenants:paused', tenant) == 1
+end
+
 local tenants, at = redis.call('LRANGE', ring, 0, -1), 1
 while #requests < args.most and at <= #tenants do
   local tenant = tenants[at]
   local has = waiting[tenant] or 0
-  local request = has < args.most_of_tenant and next_of(tenant)
+  local request = has < args.most_of_tenant and not is_paused(tenant) and next_of(tenant)
   if request then
     local load = prefix .. 'samples:' .. tenant
     waiting[tenant] = has + 1

@@ -1,6 +1,6 @@
 -- sample_resolve: a worker ends sample requests; the first result of each wins. Twice is harmless.
 -- Fenced by the worker's epoch.
--- needs: unread, usage_add, sample_finish
+-- needs: minute_add, unread, usage_add, sample_finish
 -- The results follow `args`, in the order of `args.requests`.
 local epoch_key, refs, notify, counters = unpack(KEYS)
 -- Decoded before anything is written: a script that fails undoes nothing.
@@ -18,6 +18,10 @@ for i, ended in ipairs(args.requests) do
   if tenant then
     resolved[#resolved + 1] = request
     note_unread(tenant, request, ended.result_bytes, ttl_ms)
+    add_minute(args.minute, ended.counts, args.minute_ttl_s)
+    if ended.counts.sample_s then
+      add_minute(args.minute, { ['device_s|' .. tenant] = ended.counts.sample_s }, args.minute_ttl_s)
+    end
     for field, amount in pairs(ended.used) do
       add_usage('cotrain:usage:' .. tenant .. ':' .. args.hour, field, amount, args.usage_ttl_s)
     end

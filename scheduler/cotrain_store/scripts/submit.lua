@@ -5,7 +5,7 @@
 -- seq behind all that is accepted by now, and what the client sends later moves behind it.
 -- Without an envelope it only says ROOM for what it would take.
 local record_key, log, ops, bodies, digests, ready, gaps, queue, queue_tenants, refs, session_runs,
-  tenant_runs, wake, unnumbered, training_runs = unpack(KEYS)
+  tenant_runs, wake, unnumbered, training_runs, all_runs = unpack(KEYS)
 local args, body, save_body = cjson.decode(ARGV[1]), ARGV[2], ARGV[3]
 local run, tenant, seq, op, save, max = args.run, args.tenant, args.seq, args.op, args.save, args.limits
 local ops_added = save and 2 or 1
@@ -78,12 +78,16 @@ if not state then
   redis.call('HSET', record_key, 'record', args.record)
   count_record(tenant, args.record)
   redis.call('HSET', log, 'state', 'live', 'tenant', tenant, 'next', 0, 'done', -1, 'snap', -1, 'last', -1)
+  local prefix = 'cotrain:' .. args.pool_tag
+  redis.call('HINCRBY', prefix .. 'counters', 'runs_made', 1)
   redis.call('SADD', session_runs, run)
   redis.call('SADD', tenant_runs, run)
+  redis.call('HSET', 'cotrain:tenant:' .. tenant .. ':history', 'quota', max.history_points)
   if args.weighs then
     hold_run(log, tenant, args.weighs.bytes, args.weighs.disk_bytes)
   end
   redis.call('ZADD', training_runs, args.created_at, run)
+  redis.call('ZADD', all_runs, args.created_at, run)
 end
 redis.call('HSET', record_key, 'last_request_at', string.format('%.3f', args.now_ms / 1000))
 if not seq then

@@ -2,7 +2,7 @@
 -- A named save gets its name and its result with that, unless a later save of it was faster; the
 -- weights of one without a name count as its sampler's.
 -- Fenced by the worker's epoch. The first digest stays.
--- needs: weights_release, checkpoint_index, save_end, samplers, usage_add
+-- needs: weights_release, checkpoint_index, save_end, samplers, usage_add, webhook_event
 -- `args.checkpoint` and its result are those that the save holds back, now that its size is known.
 local epoch_key, weights, users, content, unstored, optimizers, notify, usage = unpack(KEYS)
 local args, result = cjson.decode(ARGV[1]), ARGV[2]
@@ -33,6 +33,9 @@ if row[2] then
   if seq then -- no later save of this name is stored: that would have taken this one off the list
     redis.call('ZREMRANGEBYSCORE', pending, '-inf', seq)
     write_checkpoint(args.checkpoint, record)
+    note_event(record.tenant, 'checkpoint.saved', {
+      training_run_id = record.run, tinker_path = 'tinker://' .. member, size_bytes = size,
+    })
   end
   add_usage(usage, args.used, 1, args.usage_ttl_s)
   end_save(weights, ref, record, args.prefix, result, row[3], notify, args.closing)

@@ -6,7 +6,7 @@ from pathlib import Path  # pydantic reads the annotation at run time
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "COTRAIN_"
@@ -31,6 +31,9 @@ class StoreSettings(BaseSettings):
     accept_data_loss: bool = False
     """Start even on a Redis that could lose acknowledged writes."""
     log_level: LogLevel = "info"
+    metrics_host: str = "127.0.0.1"
+    metrics_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    """Where this process shows its metrics to all who can reach it, without a key; 0: nowhere."""
     disk_reserve_bytes: int = 2 * 1024**3
     """Below this much free disk new work is refused, so that accepted work can always finish."""
 

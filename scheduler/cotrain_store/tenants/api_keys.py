@@ -12,24 +12,29 @@ import hmac
 import json
 import secrets
 import time
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cotrain_store.errors import ExpiredKey, InvalidKey, KeyInSettings
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.sessions import Tenant
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.tenants.key_format import KeyRecord, digest_of_key, issued_key_id
 from cotrain_store.tenants.names import name_tenant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cotrain_store.messages.sessions import Role
     from cotrain_store.redis_client.connection import Connection
     from cotrain_store.tenants.key_format import ChosenKey, KeyPrefix
 
 #: A revoked key stops working within this time.
 CACHE_S = 5.0
+#: Its last use is written at most this often by each process.
+USE_NOTED_S = 60.0
 _CACHE_SIZE = 10_000
 _SIGNING_KEY_BYTES = 32
 
@@ -44,12 +49,14 @@ class Tenants:
         self._redis = connection
         self._chosen: dict[str, KeyRecord] = {}  # by digest
         self._known: dict[str, tuple[float, KeyRecord]] = {}
-        self._live: dict[str, tuple[float, bool]] = {}
+        self._live: dict[str, tuple[float, KeyRecord | None]] = {}
+        self._used_at: dict[str, float] = {}
 
     async def key(self, api_key: str) -> KeyRecord:
         """Find a key by what its owner shows; raises InvalidKey or ExpiredKey."""
         key_id, digest = issued_key_id(api_key), digest_of_key(api_key)  # only what has the form
         if digest in self._chosen:
+            await self._note_use(self._chosen[digest])
             return self._chosen[digest]
         cached = self._known.get(digest)
         if cached and time.monotonic() - cached[0] < CACHE_S:
@@ -62,24 +69,34 @@ class Tenants:
         if record.has_expired(time.time()):
             raise ExpiredKey
         _remember(self._known, digest, record)
+        await self._note_use(record)
         return record
 
-    async def is_live(self, key_id: str) -> bool:
-        """Tell whether a key exists and has not expired; the answer may be CACHE_S old."""
-        if any(key.id == key_id for key in self._chosen.values()):
-            return True
+    async def live_key(self, key_id: str) -> KeyRecord | None:
+        """Find a key by its id; None where it was revoked or has expired. The answer may be CACHE_S old."""
+        for chosen in self._chosen.values():
+            if chosen.id == key_id:
+                return chosen
         cached = self._live.get(key_id)
         if cached and time.monotonic() - cached[0] < CACHE_S:
             return cached[1]
+        record = await self.issued_key(key_id)
+        if record and record.has_expired(time.time()):
+            record = None
+        _remember(self._live, key_id, record)
+        if record:
+            await self._note_use(record)
+        return record
+
+    async def issued_key(self, key_id: str) -> KeyRecord | None:
+        """Find an issued key by its id, also one that has expired; None where it was revoked."""
         row = await self._row(key_id)
-        is_live = bool(row) and not _record(key_id, row).has_expired(time.time())
-        _remember(self._live, key_id, is_live)
-        return is_live
+        return _record(key_id, row) if row else None
 
     async def authenticate(self, api_key: str) -> Tenant:
         """Find the tenant of a key; raises InvalidKey or ExpiredKey."""
         record = await self.key(api_key)
-        return Tenant(record.tenant, record.name)
+        return Tenant(record.tenant, record.name, record.id, record.role)
 
     async def issue(
         self,
@@ -88,6 +105,7 @@ class Tenants:
         tenant: TenantId | None = None,
         not_after: float | None = None,
         prefix: KeyPrefix = "tml",
+        role: Role = "member",
     ) -> str:
         """Make a key and return it: the only time that its secret is seen.
 
@@ -102,6 +120,7 @@ class Tenants:
             "created_at": repr(time.time()),
             "not_after": "" if not_after is None else repr(not_after),
             "prefix": f"{prefix}-{key_id}",
+            "role": role,
         }
         await self._redis.hset(tenant_keys.api_key(key_id), mapping=row)
         await self._redis.sadd(tenant_keys.api_keys(), key_id)
@@ -137,6 +156,7 @@ class Tenants:
             return False
         removed = await self._redis.delete(tenant_keys.api_key(key_id))
         await self._redis.srem(tenant_keys.api_keys(), key_id)
+        await self._redis.hdel(tenant_keys.key_uses(), key_id)
         self._known.clear()
         self._live.clear()
         return bool(removed)
@@ -147,6 +167,20 @@ class Tenants:
         rows = [(key_id.decode(), await self._row(key_id.decode())) for key_id in ids]
         issued = [_record(key_id, row) for key_id, row in rows if row]
         return sorted([*issued, *await self._listed()], key=lambda record: record.created_at)
+
+    async def last_uses(self) -> dict[str, float]:
+        """Read when each key was last shown, in s, to within USE_NOTED_S."""
+        found = await self._redis.hgetall(tenant_keys.key_uses())
+        return {key_id.decode(): float(at) for key_id, at in found.items()}
+
+    async def _note_use(self, key: KeyRecord) -> None:
+        now = time.time()
+        if now - self._used_at.get(key.id, 0.0) < USE_NOTED_S:
+            return
+        _trim(self._used_at)
+        self._used_at[key.id] = now
+        with suppress(*CONNECTION_LOST):  # a key of the settings opens the door without Redis
+            await self._redis.hset(tenant_keys.key_uses(), key.id, f"{now:.0f}")
 
     async def is_known(self, tenant: TenantId) -> bool:
         """Tell whether a tenant was ever given a key, or has anything."""
@@ -223,10 +257,15 @@ def _record(key_id: str, row: Mapping[str, str]) -> KeyRecord:
         float(row["not_after"]) if row["not_after"] else None,
         # Rows of earlier versions do not say whether theirs begins with `tml` or `sk`.
         row.get("prefix", f"…-{key_id}"),
+        "viewer" if row.get("role") == "viewer" else "member",
     )
 
 
 def _remember(cache: dict[str, tuple[float, _Cached]], name: str, value: _Cached) -> None:
+    _trim(cache)
+    cache[name] = (time.monotonic(), value)
+
+
+def _trim(cache: dict[str, Any]) -> None:
     if len(cache) >= _CACHE_SIZE:
         cache.clear()
-    cache[name] = (time.monotonic(), value)

@@ -1,4 +1,4 @@
-"""What each tenant changed, shared or took away, and when: the last 10,000 or so events of each."""
+"""What tenants changed, shared or took away, what the operator did, and by which key: the last 10,000 or so of each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.keys import tenant_keys
+from cotrain_store.redis_client.scripts import async_script
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.sessions import Tenant
     from cotrain_store.redis_client.connection import Connection
 
 #: Redis cuts in whole nodes of its stream, so somewhat more are kept.
 EVENTS_KEPT = 10_000
+
+#: The key of what the operator does, who has one.
+OPERATOR = "operator"
 
 _DAY_MS = 24 * 3600 * 1000
 
@@ -36,6 +41,18 @@ class AuditEvent(StrEnum):
     CHECKPOINT_UPLOAD = "checkpoint_upload"
     PROJECT_ASSIGN = "project_assign"
     APIKEY_REVOKE = "apikey_revoke"
+    APIKEY_CREATE = "apikey_create"
+    #: From here on by the operator alone.
+    TENANT_CREATE = "tenant_create"
+    TENANT_LIMITS = "tenant_limits"
+    TENANT_WEIGHT = "tenant_weight"
+    TENANT_PAUSE = "tenant_pause"
+    TENANT_RESUME = "tenant_resume"
+    RUN_PAUSE = "run_pause"
+    RUN_RESUME = "run_resume"
+    RUN_CLOSE = "run_close"
+    WORKER_DRAIN = "worker_drain"
+    WORKER_UNDRAIN = "worker_undrain"
 
 
 @dataclass(frozen=True)
@@ -45,23 +62,62 @@ class AuditEntry:
     at: datetime
     event: str
     details: dict[str, Any]
+    tenant: str = ""
+    """Whom it was about; empty for what is about none."""
+    key_id: str = ""
+    """That it was done with; empty where an earlier version noted it."""
+    key_name: str = ""
+    id: str = ""
+    """To ask for what came before."""
 
 
 class Audit:
-    """Write and read a tenant's audit log."""
+    """Write and read the audit logs: one of each tenant, and one of all acts."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
+        self._note = async_script(connection, "audit")
 
     async def note(
-        self, tenant: TenantId, event: AuditEvent, details: Mapping[str, str | int | None]
+        self, tenant: Tenant, event: AuditEvent, details: Mapping[str, str | int | None]
     ) -> None:
-        """Note what was just done. A process that dies right before leaves it out of the log.
+        """Note what a tenant just did. A process that dies right before leaves it out of the log.
 
         `details` of a checkpoint hold its `tinker_path`.
         """
-        row = {"event": str(event), "details": json.dumps(dict(details))}
-        await self._redis.xadd(tenant_keys.audit(tenant), row, maxlen=EVENTS_KEPT, approximate=True)
+        await self._write(tenant.id, event, details, tenant.key_id, tenant.name)
+
+    async def note_operator(
+        self,
+        tenant: TenantId | None,
+        event: AuditEvent,
+        details: Mapping[str, str | float | None],
+    ) -> None:
+        """Note what the operator just did, with a tenant where it is about one."""
+        await self._write(tenant, event, details, OPERATOR, OPERATOR)
+
+    async def _write(
+        self,
+        tenant: TenantId | None,
+        event: AuditEvent,
+        details: Mapping[str, str | float | None],
+        key_id: str,
+        key_name: str,
+    ) -> None:
+        streams = [tenant_keys.audit_of_all(), *([tenant_keys.audit(tenant)] if tenant else [])]
+        args = {
+            "event": str(event), "details": json.dumps(dict(details)), "tenant": tenant or "",
+            "key_id": key_id, "key_name": key_name, "kept": EVENTS_KEPT,
+        }  # fmt: skip
+        await self._note(streams, args)
+
+    async def page(
+        self, tenant: TenantId | None, before: str | None, limit: int
+    ) -> list[AuditEntry]:
+        """Read events, newest first: of one tenant, or of all. `before`: the id of the last one known."""
+        name = tenant_keys.audit(tenant) if tenant else tenant_keys.audit_of_all()
+        rows = await self._redis.xrevrange(name, f"({before}" if before else "+", "-", limit)
+        return [_entry(entry, fields) for entry, fields in rows]
 
     async def entries(self, tenant: TenantId, day: date, resource: str = "") -> list[AuditEntry]:
         """Read the events of one day (UTC), oldest first; of one resource where it is named."""
@@ -77,4 +133,8 @@ class Audit:
 def _entry(name: bytes, fields: Mapping[bytes, bytes]) -> AuditEntry:
     """Read one entry of the stream; its name starts with the time in ms."""
     at = datetime.fromtimestamp(int(name.partition(b"-")[0]) / 1000, UTC)
-    return AuditEntry(at, fields[b"event"].decode(), json.loads(fields[b"details"]))
+    tenant, key_id, key_name = (
+        fields.get(field, b"").decode() for field in (b"tenant", b"key_id", b"key_name")
+    )
+    event, details = fields[b"event"].decode(), json.loads(fields[b"details"])
+    return AuditEntry(at, event, details, tenant, key_id, key_name, name.decode())

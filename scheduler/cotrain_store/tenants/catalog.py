@@ -18,7 +18,7 @@ from cotrain_store.messages.rows import run_record, session_record
 from cotrain_store.messages.weights import CheckpointRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.runs import RunRecord
@@ -57,17 +57,23 @@ class Catalog:
         self._checkpoints = checkpoints
 
     async def runs(
-        self, tenant: TenantId, offset: int, limit: int, project: str | None = None
+        self,
+        tenant: TenantId,
+        offset: int,
+        limit: int,
+        project: str | None = None,
+        among: Container[str] | None = None,
     ) -> Page[RunEntry]:
-        """List a tenant's runs, or those in one project."""
+        """List a tenant's runs, or those in one project, or `among` these."""
         await self._checkpoints.strike_expired(tenant)
         sessions = None if project is None else await self._sessions_in(tenant, project)
-        page = await self._page(
-            tenant_keys.training_runs(tenant),
-            offset,
-            limit,
-            None if sessions is None else lambda run: run.partition(":")[0] in sessions,
-        )
+
+        def is_shown(run: str) -> bool:
+            in_project = sessions is None or run.partition(":")[0] in sessions
+            return in_project and (among is None or run in among)
+
+        keep = None if sessions is None and among is None else is_shown
+        page = await self._page(tenant_keys.training_runs(tenant), offset, limit, keep)
         runs = await self._run_records(RunId(name) for name in page.items)
         return Page(tuple(await self._own_entries(runs)), page.total_count)
 

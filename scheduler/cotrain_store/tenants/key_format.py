@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.sessions import Role
 
 KeyPrefix = Literal["tml", "sk"]
 
@@ -41,6 +42,7 @@ class KeyRecord:
     not_after: float | None
     prefix: str
     """How it begins, for people who hold several."""
+    role: Role = "member"
     in_settings: bool = False
     """Chosen by the operator: it stands in the server's settings, and is taken back there."""
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from cotrain_store.messages.sessions import FinishReason
     from cotrain_store.messages.weights import WeightsRecord
     from cotrain_store.redis_client.connection import Connection
+    from cotrain_store.tenants.policies import LimitsOf
 
 #: Session ids, and run ids (`<session>:train:<n>`). Anything else a client sends names no record.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}(:train:[0-9]{1,20})?")
@@ -73,13 +74,13 @@ class Records:
     def __init__(
         self,
         connection: Connection,
-        limits: RecordLimits | None = None,
+        limits_of: LimitsOf[RecordLimits] | None = None,
         base_models: Iterable[str] = (),
     ) -> None:
         """`base_models` are those the operator serves now; none named: every one a worker had."""
         self._redis = connection
         self._base_models = frozenset(base_models)
-        self._limits = limits or RecordLimits()
+        self._limits_of = limits_of or _default_limits
         self._session = async_script(connection, "session")
         self._sampler = async_script(connection, "sampler")
 
@@ -112,6 +113,7 @@ class Records:
             project_id=project_id,
             display_name=display_name,
         )
+        limits = await self._limits_of(tenant)
         script_keys = [
             tenant_keys.session(session.id), tenant_keys.tenant_sessions(tenant),
             tenant_keys.living_sessions(tenant),
@@ -120,7 +122,7 @@ class Records:
             "session": session.id, "tenant": tenant, "record": encode(session),
             "created_at": session.created_at, "now_ms": int(session.created_at * 1000),
             "heartbeat_ttl_ms": tenant_keys.SESSION_HEARTBEAT_TTL_MS,
-            "max_sessions": self._limits.sessions, "max_record_bytes": self._limits.record_bytes,
+            "max_sessions": limits.sessions, "max_record_bytes": limits.record_bytes,
         }  # fmt: skip
         answer = await self._session(script_keys, args)
         if answer == b"SESSIONS":
@@ -133,7 +135,7 @@ class Records:
     async def check_record_quota(self, tenant: TenantId) -> None:
         """Return when another session or run of a tenant may be kept; raises RecordQuotaReached."""
         kept = await self._redis.get(tenant_keys.record_bytes(tenant))
-        if int(kept or 0) >= self._limits.record_bytes:
+        if int(kept or 0) >= (await self._limits_of(tenant)).record_bytes:
             raise RecordQuotaReached
 
     async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
@@ -237,7 +239,7 @@ class Records:
             "sampler": record.id, "tenant": record.tenant, "record": encode(record),
             "has_weights": record.weights is not None,
             "idle_ms": sample_keys.sampler_idle_ms(ephemeral=record.ephemeral),
-            "max_samplers": self._limits.samplers,
+            "max_samplers": (await self._limits_of(record.tenant)).samplers,
         }  # fmt: skip
         answer = await self._sampler(script_keys, args)
         if answer == b"SAMPLERS":
@@ -298,6 +300,10 @@ class Records:
                 tenant_keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms}
             )
             await pipeline.execute()
+
+
+async def _default_limits(_: TenantId) -> RecordLimits:
+    return RecordLimits()
 
 
 def _settings(sampler: SamplerRecord) -> tuple[str, str | None, bool]:

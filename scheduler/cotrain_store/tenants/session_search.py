@@ -38,6 +38,7 @@ class SessionEntry:
     """Its client gave a heartbeat within SESSION_HEARTBEAT_TTL_MS."""
     failed_run: RunId | None
     """A run of it that the server stopped."""
+    runs: tuple[RunId, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,15 @@ class SessionSearch:
         failed = await self._first_failed(runs)
         return [
             SessionEntry(
-                found, session_record(row), bool(heartbeat), failed.get(SessionId(found.session))
+                found,
+                session_record(row),
+                bool(heartbeat),
+                failed.get(SessionId(found.session)),
+                tuple(RunId(run.decode()) for run in members),
             )
-            for found, row, heartbeat in zip(cursors, answers[::3], answers[1::3], strict=True)
+            for found, row, heartbeat, members in zip(
+                cursors, answers[::3], answers[1::3], answers[2::3], strict=True
+            )
         ]
 
     async def stored(self, tenant: TenantId) -> dict[SessionId, Stored]:

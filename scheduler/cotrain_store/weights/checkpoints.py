@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 from cotrain_store.errors import CheckpointNotFound, SeqConflict
 from cotrain_store.keys import run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.weights import CheckpointRecord
 from cotrain_store.redis_client.scripts import async_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cotrain_store.messages.ids import RunId, TenantId
+    from cotrain_store.messages.ids import RunId
     from cotrain_store.messages.runs import RunRecord
     from cotrain_store.messages.weights import CheckpointKind
     from cotrain_store.redis_client.connection import Connection
@@ -100,6 +101,7 @@ class Checkpoints:
             run_keys.run(destination.id), tenant_keys.session_runs(destination.session),
             tenant_keys.training_runs(destination.tenant),
             weights_keys.checkpoint(copy.run, copy.kind, copy.name),
+            tenant_keys.all_training_runs(),
         ]  # fmt: skip
         args = {
             "run": destination.id, "record": encode(destination), "checkpoint": encode(copy),
@@ -146,3 +148,10 @@ def _record(text: bytes) -> CheckpointRecord:
 
 def _after(ttl_seconds: int | None) -> float | None:
     return None if ttl_seconds is None else time.time() + ttl_seconds
+
+
+async def largest_checkpoint_bytes(connection: Connection, most: int) -> dict[TenantId, int]:
+    """Read what the checkpoints of tenants take, of those that have the most."""
+    key = weights_keys.checkpoint_bytes()
+    rows = await connection.zrange(key, 0, most - 1, desc=True, withscores=True)
+    return {TenantId(name.decode()): int(size) for name, size in rows}

@@ -12,6 +12,7 @@ from cotrain_store.keys import (
     run_keys,
     sample_keys,
     tenant_keys,
+    webhook_keys,
     weights_keys,
 )
 from cotrain_store.messages.ids import (
@@ -22,7 +23,9 @@ from cotrain_store.oplog.submission import Submission
 from cotrain_store.redis_client.scripts import SCRIPTS
 from cotrain_store.sampling.intake import SampleSubmission
 
-KEY_FILES = (age_keys, fleet_keys, result_keys, run_keys, sample_keys, tenant_keys, weights_keys)
+KEY_FILES = (
+    age_keys, fleet_keys, result_keys, run_keys, sample_keys, tenant_keys, webhook_keys, weights_keys,
+)  # fmt: skip
 ALL_SCRIPTS = sorted(SCRIPTS.rglob("*.lua"))
 ARGUMENTS: dict[str, type[Any]] = {
     "submit": Submission,

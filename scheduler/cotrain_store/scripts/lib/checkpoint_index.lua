@@ -3,7 +3,16 @@
 -- needs: weights_release, ages
 local SOON_S = 60 -- the clocks of the hosts that set a time and that read it may be this far apart
 
+local function count_checkpoint(tenant, member, size)
+  local sizes = 'cotrain:tenant:' .. tenant .. ':checkpoint_sizes'
+  local more = size - tonumber(redis.call('HGET', sizes, member) or 0)
+  if tonumber(redis.call('ZINCRBY', 'cotrain:tenants:checkpoint_bytes', more, tenant)) <= 0 then
+    redis.call('ZREM', 'cotrain:tenants:checkpoint_bytes', tenant)
+  end
+end
+
 local function strike_checkpoint(tenant, member)
+  count_checkpoint(tenant, member, 0)
   local run, name = string.match(member, '^([^/]*)/(.*)$')
   redis.call('ZREM', 'cotrain:run:' .. run .. ':checkpoints', name)
   redis.call('ZREM', 'cotrain:tenant:' .. tenant .. ':checkpoints', member)
@@ -34,6 +43,7 @@ local function write_checkpoint(text, record)
   end
   redis.call('ZADD', 'cotrain:run:' .. record.run .. ':checkpoints', record.created_at, name)
   redis.call('ZADD', 'cotrain:tenant:' .. tenant .. ':checkpoints', record.created_at, member)
+  count_checkpoint(tenant, member, record.size)
   redis.call('HSET', 'cotrain:tenant:' .. tenant .. ':checkpoint_sizes', member, record.size)
   redis.call(record.public and 'SADD' or 'SREM', 'cotrain:published', member)
   redis.call('SADD', 'cotrain:weights:' .. record.weights .. ':users', 'c:' .. member)

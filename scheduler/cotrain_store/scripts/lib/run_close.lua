@@ -1,6 +1,6 @@
 -- run_close: end a run, by its tenant (closed) or because it cannot go on (failed). Ops not yet planned
 -- fail at once; planned ones still commit, or fail when they come back. Twice is harmless.
--- needs: ages, given_up, idle_tenant, fail_waiting, run_bytes, changed
+-- needs: ages, given_up, idle_tenant, fail_waiting, run_bytes, changed, webhook_event
 -- Returns the requests that were resolved; nothing for a run without a log.
 local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   local log, ops = prefix .. 'log:' .. run, prefix .. 'ops:' .. run
@@ -12,9 +12,16 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   if row[1] == 'live' or row[1] == 'failed' and state == 'closed' then
     local queue = prefix .. 'queue:' .. tenant
     redis.call('HSET', log, 'state', state)
+    if row[1] == 'live' then -- one that failed, and is closed, counts as failed
+      redis.call('HINCRBY', prefix .. 'counters', 'runs_' .. state, 1)
+    end
     redis.call('HDEL', log, 'begun')
+    redis.call('HDEL', 'cotrain:runs:paused', run)
     give_up_ops(log, queue, 0, 0)
     redis.call('HSET', 'cotrain:run:' .. run, 'state', state)
+    if row[1] == 'live' then
+      note_event(tenant, state == 'failed' and 'run.failed' or 'run.ended', { training_run_id = run })
+    end
     redis.call('SREM', 'cotrain:tenant:' .. tenant .. ':runs', run)
     redis.call('ZREM', prefix .. 'ready', run)
     note_change(prefix, run)

@@ -70,7 +70,7 @@ def test_all_that_must_outlive_a_power_cut_is_in_folders_with_durable_names(
     files = CheckpointFiles.below(data, "some/model")
     nothing = cast("Any", None)
     settings = WorkerSettings(redis_url="unix:///nowhere", data_dir=data, base_model="some/model")
-    ResidentRuns(nothing, nothing, nothing, settings, SnapshotPolicy(), exact=True)
+    ResidentRuns(nothing, nothing, nothing, settings, SnapshotPolicy(), nothing, exact=True)
     needed = {settings.snapshots_dir, data, folder.redis, folder.redis / LOG_FOLDER, data / "spool"}
     assert needed | {files.adapters, files.optimizers, files.external} <= durable(synced)
 

@@ -71,7 +71,7 @@ def test_time_comes_first(logged: Any) -> None:
 
 def test_a_large_cycle_is_written_on_several_lines_and_names_every_request(logged: Any) -> None:
     requests = [f"s:train:0:{seq}" for seq in range(2 * REQUESTS_PER_LINE + 1)]
-    log_requests(structlog.get_logger(), "cycle_planned", requests, cycle=7, ops=len(requests))
+    log_requests(structlog.get_logger().info, "cycle_planned", requests, cycle=7, ops=len(requests))
     lines = logged()
     assert [line["event"] for line in lines] == ["cycle_planned", *["cycle_requests"] * 2]
     assert {line["cycle"] for line in lines} == {7}

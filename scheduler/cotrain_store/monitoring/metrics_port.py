@@ -1,0 +1,94 @@
+"""A port on which a process shows its metrics to Prometheus, from threads of its own, without a key.
+
+Off by default. Whatever runs in the process goes on: a scrape only reads, and takes about a millisecond.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from typing_extensions import override
+
+from cotrain_store.monitoring.metrics import REGISTRIES
+from cotrain_store.refusal import refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from cotrain_store.monitoring.definitions import Source
+    from cotrain_store.settings.store import StoreSettings
+
+log = structlog.get_logger()
+
+#: Of a caller that opens a connection and says nothing.
+TIMEOUT_S = 10.0
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    pages: Mapping[str, Callable[[], bytes]]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = TIMEOUT_S
+
+    def do_GET(self) -> None:  # what http.server calls
+        """Answer with a page."""
+        page = self.server.pages.get(self.path.partition("?")[0])
+        if page is None:
+            self.send_error(404)
+            return
+        try:
+            body = page()
+        except Exception:
+            log.exception("scrape_failed", path=self.path)
+            self.send_error(500)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    @override
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: a scrape every few seconds is no news."""
+
+
+@contextmanager
+def metrics_port(
+    settings: StoreSettings, pages: Mapping[str, Callable[[], bytes]]
+) -> Iterator[int | None]:
+    """Serve these pages while the block runs, where the settings say so; gives the port.
+
+    A port that cannot be had ends the process: starting it again would not help.
+    """
+    if settings.metrics_port == 0:
+        yield None
+        return
+    address = settings.metrics_host, settings.metrics_port
+    try:
+        server = _Server(address, _Handler)
+    except OSError as error:
+        named = f"{settings.metrics_host}:{settings.metrics_port}: {error.strerror or error}"
+        refuse("metrics_port_refused", f"COTRAIN_METRICS_HOST and COTRAIN_METRICS_PORT, {named}.")
+    server.pages = pages
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def own_metrics(source: Source) -> Mapping[str, Callable[[], bytes]]:
+    """Return the page of a process that shows what it counts, and no more."""
+    return {"/metrics": lambda: generate_latest(REGISTRIES[source])}

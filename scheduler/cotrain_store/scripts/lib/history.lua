@@ -1,0 +1,153 @@
+-- history: what a run's optimizer steps and evaluations found, a point each, written with the commit of their ops.
+-- Of n points a list keeps those numbered 1, 1 + s, 1 + 2s, … and n, for the smallest power of two `s` that
+-- keeps 1,024 or fewer. So what is kept depends on n alone, and each point kept is as it was.
+-- Numbers are packed (`messages/history.py`): as text, Lua would write 14 digits of them.
+local POINT, STATE, POINTS = '<I4I4I8dddddI8I8I4', '<ddddddddddd', 1024
+local MOST_STRUCK_OFF = 100 -- histories that one commit may end
+
+local function stride_of(number)
+  local stride = 1
+  while number - 1 > (POINTS - 1) * stride do
+    stride = stride * 2
+  end
+  return stride
+end
+
+local function number_of(point)
+  return (struct.unpack('<I4', point)) -- and not where it ends
+end
+
+-- Keep the points of a stride; returns how many more there are now: fewer.
+local function thin(list, stride)
+  local points, kept = redis.call('LRANGE', list, 0, -1), {}
+  for _, point in ipairs(points) do
+    if (number_of(point) - 1) % stride == 0 then
+      kept[#kept + 1] = point
+    end
+  end
+  redis.call('DEL', list)
+  if #kept > 0 then
+    redis.call('RPUSH', list, unpack(kept))
+  end
+  return #kept - #points
+end
+
+-- Write the point of this number, or write it anew; returns how many more there are now.
+local function write_point(list, number, point)
+  local more, stride = 0, stride_of(number)
+  if stride > stride_of(number - 1) then
+    more = thin(list, stride)
+  end
+  local last = redis.call('LINDEX', list, -1)
+  if last and (number_of(last) == number or (number_of(last) - 1) % stride > 0) then
+    redis.call('LSET', list, -1, point)
+    return more
+  end
+  redis.call('RPUSH', list, point)
+  return more + 1
+end
+
+local function points_of(run)
+  return 'cotrain:run:' .. run .. ':steps', 'cotrain:run:' .. run .. ':evaluations'
+end
+
+local function no_passes()
+  return { loss = 0, weight = 0, tokens = 0, passes = 0 }
+end
+
+-- How many points there were, tokens of passes with a gradient, and what has run since the last optimizer
+-- step: passes with a gradient, and forwards.
+local function parse_history(packed)
+  if not packed then
+    return { steps = 0, evaluations = 0, run_tokens = 0, trained = no_passes(), evaluated = no_passes() }
+  end
+  local n = { struct.unpack(STATE, packed) }
+  return {
+    steps = n[1], evaluations = n[2], run_tokens = n[3],
+    trained = { loss = n[4], weight = n[5], tokens = n[6], passes = n[7] },
+    evaluated = { loss = n[8], weight = n[9], tokens = n[10], passes = n[11] },
+  }
+end
+
+local function pack_history(history)
+  local trained, evaluated = history.trained, history.evaluated
+  return struct.pack(STATE, history.steps, history.evaluations, history.run_tokens,
+    trained.loss, trained.weight, trained.tokens, trained.passes,
+    evaluated.loss, evaluated.weight, evaluated.tokens, evaluated.passes)
+end
+
+local function forget_passes(history)
+  history.trained, history.evaluated = no_passes(), no_passes()
+end
+
+local function add_pass(sum, entry, tokens)
+  sum.loss, sum.weight = sum.loss + entry.loss, sum.weight + entry.weight
+  sum.tokens, sum.passes = sum.tokens + tokens, sum.passes + 1
+end
+
+local function pack_point(number, history, seq, time_s, sum, entry)
+  return struct.pack(POINT, number, history.steps, seq, time_s, sum.loss, sum.weight,
+    entry.norm or 0, entry.rate or 0, sum.tokens, history.run_tokens, sum.passes)
+end
+
+-- Note what an op found that is done; returns how many more points there are now.
+local function note_found(history, run, seq, entry, tokens, time_s)
+  local steps, evaluations = points_of(run)
+  if entry.norm then
+    history.steps = history.steps + 1
+    local point = pack_point(history.steps, history, seq, time_s, history.trained, entry)
+    forget_passes(history)
+    return write_point(steps, history.steps, point)
+  elseif not entry.is_forward then
+    history.run_tokens = history.run_tokens + tokens
+    add_pass(history.trained, entry, tokens)
+    return 0
+  end
+  if history.evaluated.passes == 0 then
+    history.evaluations = history.evaluations + 1
+  end
+  add_pass(history.evaluated, entry, tokens)
+  local point = pack_point(history.evaluations, history, seq, time_s, history.evaluated, entry)
+  return write_point(evaluations, history.evaluations, point)
+end
+
+-- Count a tenant's points. Over its quota, the histories go that were added to longest ago.
+local function count_points(tenant, run, more, time_s, quota)
+  local counts, histories = 'cotrain:tenant:' .. tenant .. ':history', 'cotrain:tenant:' .. tenant .. ':histories'
+  redis.call('ZADD', histories, time_s, run)
+  local held = redis.call('HINCRBY', counts, 'points', more)
+  if more <= 0 then
+    return
+  end
+  local most = tonumber(redis.call('HGET', counts, 'quota') or quota)
+  for _ = 1, MOST_STRUCK_OFF do
+    local oldest = held > most and redis.call('ZRANGE', histories, 0, 0)[1]
+    if not oldest or oldest == run then
+      return
+    end
+    local steps, evaluations = points_of(oldest)
+    local points = redis.call('LLEN', steps) + redis.call('LLEN', evaluations)
+    redis.call('DEL', steps, evaluations)
+    redis.call('ZREM', histories, oldest)
+    held = redis.call('HINCRBY', counts, 'points', 0 - points)
+  end
+end
+
+-- Forget what came after an op, where a history stood as `packed` says; without it, later points count on.
+local function cut_history(tenant, run, seq, packed)
+  local key, more = 'cotrain:run:' .. run .. ':history', 0
+  local history = parse_history(packed or redis.call('GET', key))
+  for _, list in ipairs({ points_of(run) }) do
+    local last = redis.call('LINDEX', list, -1)
+    while last and select(3, struct.unpack(POINT, last)) > seq do
+      redis.call('RPOP', list)
+      more = more - 1
+      last = redis.call('LINDEX', list, -1)
+    end
+  end
+  forget_passes(history)
+  redis.call('SET', key, pack_history(history))
+  if more < 0 then
+    redis.call('HINCRBY', 'cotrain:tenant:' .. tenant .. ':history', 'points', more)
+  end
+end

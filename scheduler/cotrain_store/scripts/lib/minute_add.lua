@@ -1,0 +1,7 @@
+-- minute_add: add to what happened in a pool in a minute.
+local function add_minute(minute, counts, ttl_s)
+  for name, value in pairs(counts) do
+    redis.call('HINCRBYFLOAT', minute, name, value)
+  end
+  redis.call('EXPIRE', minute, ttl_s)
+end

@@ -1,0 +1,25 @@
+-- webhook_event: what a tenant's webhook shall be notified of, written by the transaction that makes it true.
+-- needs: ages
+local MOST_WAITING = 1000 -- events of a tenant; more are counted, and not sent
+
+local function note_event(tenant, kind, data)
+  local hook = 'cotrain:tenant:' .. tenant .. ':webhook'
+  local id = redis.call('HGET', hook, 'id')
+  if not id then
+    return
+  end
+  local events = 'cotrain:tenant:' .. tenant .. ':webhook_events'
+  if redis.call('HLEN', events) >= MOST_WAITING then
+    redis.call('HINCRBY', hook, 'dropped', 1)
+    return 'FULL'
+  end
+  local event = id .. '-' .. redis.call('HINCRBY', hook, 'events', 1)
+  local body = cjson.encode({
+    id = event, type = kind, created_at = tonumber(redis.call('TIME')[1]), data = data,
+  })
+  local now = clock_in(0)
+  redis.call('HSET', events, event, now .. '|0|' .. body)
+  redis.call('ZADD', 'cotrain:tenant:' .. tenant .. ':webhook_due', now, event)
+  redis.call('ZADD', 'cotrain:webhooks:due', 'LT', now, tenant)
+  return event
+end

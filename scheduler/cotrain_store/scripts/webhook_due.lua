@@ -1,0 +1,21 @@
+-- webhook_due: read the next due event of each tenant whose turn it is; of one tenant where `args.tenant` names it.
+-- Fenced by the epoch of who delivers.
+-- needs: ages
+local epoch_key, due = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
+
+if redis.call('GET', epoch_key) ~= args.epoch then
+  return 'FENCED'
+end
+local now, found = clock_in(0), {}
+local tenants = args.tenant and { args.tenant }
+  or redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, args.most)
+for _, tenant in ipairs(tenants) do
+  local key = 'cotrain:tenant:' .. tenant .. ':webhook'
+  local event = redis.call('ZRANGEBYSCORE', key .. '_due', '-inf', now, 'LIMIT', 0, 1)[1]
+  local hook = redis.call('HMGET', key, 'url', 'secret')
+  if event and hook[1] then
+    found[#found + 1] = { tenant, hook[1], hook[2], event, redis.call('HGET', key .. '_events', event), now }
+  end
+end
+return found

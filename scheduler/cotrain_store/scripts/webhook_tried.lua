@@ -1,0 +1,31 @@
+-- webhook_tried: note what became of an attempt: the event is over, or due again after `args.retry_in_ms`.
+-- Fenced by the epoch of who delivers; a webhook that was removed since stays removed.
+-- needs: ages
+local epoch_key, hook, events, due, due_tenants = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
+
+if redis.call('GET', epoch_key) ~= args.epoch then
+  return 'FENCED'
+end
+local event = redis.call('HGET', events, args.event)
+if not event or redis.call('EXISTS', hook) == 0 then
+  return 'GONE'
+end
+if args.retry_in_ms then
+  local came, attempts, body = string.match(event, '^(%d+)|(%d+)|(.*)$')
+  redis.call('HSET', events, args.event, came .. '|' .. (attempts + 1) .. '|' .. body)
+  redis.call('ZADD', due, clock_in(args.retry_in_ms), args.event)
+else
+  redis.call('HDEL', events, args.event)
+  redis.call('ZREM', due, args.event)
+end
+redis.call('HINCRBY', hook, args.outcome, 1)
+redis.call('HSET', hook, 'last_event', args.event, 'last_outcome', args.outcome, 'last_answer', args.answer,
+  'last_at', redis.call('TIME')[1])
+local first = redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')
+if first[1] then
+  redis.call('ZADD', due_tenants, first[2], args.tenant)
+else
+  redis.call('ZREM', due_tenants, args.tenant)
+end
+return 'OK'

@@ -1,0 +1,173 @@
+"""Runs for a list: of one tenant or of all, page by page, and where each of a page stands.
+
+What a page costs does not grow with how many runs there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain_store.keys import run_keys, tenant_keys
+from cotrain_store.keys.usage_fields import usage_field, usage_hour
+from cotrain_store.messages.history import read_points
+from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.rows import run_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cotrain_store.messages.history import HistoryPoint
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.redis_client.connection import Connection
+
+#: One page looks at no more records than this; a rare match may be some pages on.
+LOOKED_AT = 1_000
+READ_AT_ONCE = 200
+#: Device time is added up over so many hours, the current one among them.
+USAGE_HOURS = 24
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Where a run stands in its log, and what it used."""
+
+    accepted: int
+    """The seq of its newest op; -1 before the first."""
+    planned: int
+    """The newest op that was given to a worker."""
+    done: int
+    ready_since_ms: float | None
+    """Since when its next op waits to be planned."""
+    gap_since_ms: float | None
+    """Since when ops wait behind one that never came."""
+    newest: HistoryPoint | None
+    device_s: float
+    """In the last USAGE_HOURS."""
+    worker: str
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """A part of a list of runs, newest first."""
+
+    runs: tuple[RunRecord, ...]
+    next_cursor: str
+    """What to ask for the next part with; empty at the end."""
+    total_count: int
+    """Of the whole list, whatever is looked for in it."""
+
+
+class RunList:
+    """Lists runs, of a tenant or of all of them."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+
+    async def page(
+        self,
+        tenant: TenantId | None,
+        cursor: str,
+        limit: int,
+        keep: Callable[[RunRecord], bool] | None = None,
+    ) -> RunPage:
+        """Read the next runs behind a cursor, or those of them to keep; a page may be short.
+
+        A cursor names the last run that was looked at, so that new runs move nothing.
+        """
+        key = tenant_keys.training_runs(tenant) if tenant else tenant_keys.all_training_runs()
+        start = await self._start(key, cursor)
+        total = await self._redis.zcard(key)
+        found: list[RunRecord] = []
+        for first in range(start, start + LOOKED_AT, READ_AT_ONCE):
+            wanted = READ_AT_ONCE if keep else limit
+            names = await self._redis.zrange(key, first, first + wanted - 1, desc=True)
+            for run in await self.records([RunId(name.decode()) for name in names]):
+                cursor = f"{run.created_at!r}/{run.id}"
+                if keep is None or keep(run):
+                    found.append(run)
+                if len(found) == limit:
+                    is_last = first + len(names) >= total and run.id == names[-1].decode()
+                    return RunPage(tuple(found), "" if is_last else cursor, total)
+            if len(names) < wanted:
+                return RunPage(tuple(found), "", total)
+        return RunPage(tuple(found), cursor, total)
+
+    async def records(self, runs: Sequence[RunId]) -> list[RunRecord]:
+        """Read runs by their ids; what is not there is left out."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for run in runs:
+            pipeline.hgetall(run_keys.run(run))
+        return [run_record(row) for row in (await pipeline.execute() if runs else []) if row]
+
+    async def positions(self, runs: Sequence[RunRecord], now_s: float) -> dict[RunId, RunPosition]:
+        """Find where runs stand, in one round trip for all."""
+        hours = [usage_hour(now_s) - 3600 * back for back in range(USAGE_HOURS)]
+        tenants = sorted({run.tenant for run in runs})
+        pipeline = self._redis.pipeline(transaction=False)
+        for run in runs:
+            pipeline.hmget(run_keys.log(run.pool, run.id), ["last", "next", "done", "worker"])
+            pipeline.zscore(run_keys.ready(run.pool), run.id)
+            pipeline.zscore(run_keys.gaps(run.pool), run.id)
+            # What the last point stands for, the one before says.
+            pipeline.lrange(run_keys.steps(run.id), -2, -1)
+        for tenant in tenants:
+            fields = [_seconds_field(run) for run in runs if run.tenant == tenant]
+            for hour in hours:
+                pipeline.hmget(tenant_keys.usage(tenant, hour), fields)
+        rows = await pipeline.execute() if runs else []
+        used = _seconds_by_run(runs, tenants, rows[4 * len(runs) :])
+        found = {}
+        for number, run in enumerate(runs):
+            log, ready, gap, steps = rows[4 * number : 4 * number + 4]
+            last, upcoming, done = (int(value) if value else None for value in log[:3])
+            found[run.id] = RunPosition(
+                accepted=-1 if last is None else last,
+                planned=-1 if upcoming is None else upcoming - 1,
+                done=-1 if done is None else done,
+                ready_since_ms=ready,
+                gap_since_ms=gap,
+                newest=read_points("optim_step", steps)[-1] if steps else None,
+                device_s=used[run.id],
+                worker=(log[3] or b"").decode(),
+            )
+        return found
+
+    async def list_earlier_runs(self) -> None:
+        """List the runs that earlier versions made, once. Twice is harmless."""
+        if await self._redis.exists(tenant_keys.all_runs_listed()):
+            return
+        everything = tenant_keys.all_training_runs()
+        for tenant in await self._redis.hkeys(tenant_keys.tenant_names()):
+            own = tenant_keys.training_runs(TenantId(tenant.decode()))
+            await self._redis.zunionstore(everything, [everything, own], aggregate="MAX")
+        await self._redis.set(tenant_keys.all_runs_listed(), "1")
+
+    async def _start(self, key: str, cursor: str) -> int:
+        """Find the position behind a cursor; the first one for none, or for one that is unreadable."""
+        created_at, _, run = cursor.partition("/")
+        if not run:
+            return 0
+        rank = await self._redis.zrevrank(key, run)
+        if rank is not None:
+            return int(rank) + 1
+        try:
+            return int(await self._redis.zcount(key, f"({float(created_at)!r}", "+inf"))
+        except ValueError:
+            return 0
+
+
+def _seconds_field(run: RunRecord) -> str:
+    return usage_field("device_s", run.base_model, run.id)
+
+
+def _seconds_by_run(
+    runs: Sequence[RunRecord], tenants: Sequence[TenantId], rows: Sequence[Sequence[bytes | None]]
+) -> dict[RunId, float]:
+    seconds = {run.id: 0.0 for run in runs}
+    for number, tenant in enumerate(tenants):
+        own = [run.id for run in runs if run.tenant == tenant]
+        for row in rows[number * USAGE_HOURS : (number + 1) * USAGE_HOURS]:
+            for run_id, value in zip(own, row, strict=True):
+                seconds[run_id] += float(value or 0)
+    return seconds

@@ -1,0 +1,144 @@
+"""Webhooks: the address of each tenant, and its events until they are delivered.
+
+An event is written by the script that makes it true (`scripts/lib/webhook_event.lua`), so no crash loses
+one. One process delivers at a time, and what it notes is fenced by its epoch; an attempt whose end was
+never noted is made again: at least once.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from base64 import b64encode
+from typing import TYPE_CHECKING, Any
+
+from cotrain_store.errors import Fenced, WebhookFull, WebhookNotFound
+from cotrain_store.keys import webhook_keys
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.webhooks import DueEvent, Outcome, WebhookRecord
+from cotrain_store.redis_client.scripts import async_script
+
+if TYPE_CHECKING:
+    from cotrain_store.redis_client.connection import Connection
+
+SECRET_PREFIX = "whsec_"  # noqa: S105  # how the secret begins, and none
+
+
+class Webhooks:
+    """The webhooks of tenants, for one process."""
+
+    def __init__(self, connection: Connection, process: str) -> None:
+        """`process` names it as no other one that lives."""
+        self._redis = connection
+        self._process = process
+        self._epoch = ""
+        self._lease = async_script(connection, "lease")
+        self._note = async_script(connection, "webhook_note")
+        self._due = async_script(connection, "webhook_due")
+        self._tried = async_script(connection, "webhook_tried")
+        self._remove = async_script(connection, "webhook_remove")
+
+    # ---- Of a tenant -----------------------------------------------------------------------------
+
+    async def set(self, tenant: TenantId, url: str) -> str:
+        """Send the tenant's events there from now on; returns the new secret, which nothing shows again."""
+        secret = SECRET_PREFIX + b64encode(secrets.token_bytes(32)).decode()
+        row = {"url": url, "secret": secret, "created_at": repr(time.time())}
+        name = webhook_keys.webhook(tenant)
+        await self._redis.hset(name, mapping=row)
+        await self._redis.hsetnx(name, "id", secrets.token_hex(8))  # last: with it there are events
+        return secret
+
+    async def find(self, tenant: TenantId) -> WebhookRecord:
+        """Read a tenant's webhook, but for its secret; raises WebhookNotFound."""
+        row = await self._redis.hgetall(webhook_keys.webhook(tenant))
+        if not row:
+            raise WebhookNotFound
+        text = {name.decode(): value.decode() for name, value in row.items()}
+        return WebhookRecord(
+            url=text["url"],
+            created_at=float(text["created_at"]),
+            waiting=int(await self._redis.hlen(webhook_keys.events(tenant))),
+            delivered=int(text.get("delivered", 0)),
+            retried=int(text.get("retried", 0)),
+            given_up=int(text.get("given_up", 0)),
+            dropped=int(text.get("dropped", 0)),
+            last_event=text.get("last_event", ""),
+            last_outcome=text.get("last_outcome", ""),
+            last_answer=text.get("last_answer", ""),
+            last_at=float(text["last_at"]) if "last_at" in text else None,
+        )
+
+    async def remove(self, tenant: TenantId) -> None:
+        """Forget a tenant's webhook and its events; raises WebhookNotFound."""
+        script_keys = [*_keys_of(tenant), webhook_keys.due_tenants()]
+        if not await self._remove(script_keys, {"tenant": tenant}):
+            raise WebhookNotFound
+
+    async def test(self, tenant: TenantId) -> str:
+        """Send an event that says nothing; returns its id. Raises WebhookNotFound, or WebhookFull."""
+        args = {"tenant": tenant, "kind": "test", "data": {"sent_by": "cotrain"}}
+        event: bytes = await self._note([], args)
+        if event == b"NONE":
+            raise WebhookNotFound
+        if event == b"FULL":
+            raise WebhookFull
+        return event.decode()
+
+    # ---- Of the process that delivers ------------------------------------------------------------
+
+    async def lead(self) -> bool:
+        """Become, or stay, the one process that delivers."""
+        args = {"name": self._process, "epoch": self._epoch, "ttl_ms": webhook_keys.LEASE_MS}
+        answer = await self._lease([webhook_keys.lease(), webhook_keys.epoch()], args)
+        self._epoch = answer.decode()
+        return bool(self._epoch)
+
+    async def due(self, most: int) -> list[DueEvent]:
+        """Read the next due event of each of so many tenants, those due longest first; raises Fenced."""
+        return await self._read({"epoch": self._epoch, "most": most})
+
+    async def due_of(self, tenant: TenantId) -> DueEvent | None:
+        """Read a tenant's next due event; raises Fenced."""
+        found = await self._read({"epoch": self._epoch, "tenant": tenant})
+        return found[0] if found else None
+
+    async def tried(
+        self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0
+    ) -> None:
+        """Note what became of an attempt; `retry_in_s` counts where it is `RETRIED`. Raises Fenced."""
+        args: dict[str, Any] = {
+            "epoch": self._epoch, "tenant": event.tenant, "event": event.id, "outcome": outcome, "answer": answer,
+        }  # fmt: skip
+        if outcome is Outcome.RETRIED:
+            args["retry_in_ms"] = int(retry_in_s * 1000)
+        script_keys = [webhook_keys.epoch(), *_keys_of(event.tenant), webhook_keys.due_tenants()]
+        if await self._tried(script_keys, args) == b"FENCED":
+            raise Fenced
+
+    async def _read(self, args: dict[str, Any]) -> list[DueEvent]:
+        rows = await self._due([webhook_keys.epoch(), webhook_keys.due_tenants()], args)
+        if rows == b"FENCED":
+            raise Fenced
+        return [_due_event(*row) for row in rows]
+
+
+def _keys_of(tenant: TenantId) -> list[str]:
+    return [
+        webhook_keys.webhook(tenant), webhook_keys.events(tenant), webhook_keys.due_events(tenant),
+    ]  # fmt: skip
+
+
+def _due_event(
+    tenant: bytes, url: bytes, secret: bytes, event: bytes, stored: bytes, now_ms: bytes
+) -> DueEvent:
+    came_ms, attempts, body = stored.split(b"|", 2)
+    return DueEvent(
+        tenant=TenantId(tenant.decode()),
+        url=url.decode(),
+        secret=secret.decode(),
+        id=event.decode(),
+        body=body,
+        attempts=int(attempts),
+        age_s=(int(now_ms) - int(came_ms)) / 1000,
+    )

@@ -1,0 +1,145 @@
+"""When spans are reported, what a collector that is slow, full or gone costs, and what is there when they are not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanContext, TraceFlags
+from typing_extensions import override
+
+from cotrain_store.monitoring.definitions import Source
+from cotrain_store.monitoring.metrics import REGISTRIES
+from cotrain_store.monitoring.otlp import BoundedProcessor, OtlpTracer
+from cotrain_store.monitoring.tracing import TracingRefused, is_asked_for
+from tests.support.otlp_receiver import Receiver
+from tests.support.processes import environment_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
+CLIENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+        {**ENDPOINT, "OTEL_SDK_DISABLED": "true"},
+        {**ENDPOINT, "OTEL_TRACES_EXPORTER": "none"},
+    ],
+)
+def test_traces_are_off_unless_an_address_is_given(environ: dict[str, str]) -> None:
+    assert not is_asked_for(environ)
+
+
+def test_an_address_of_traces_alone_is_one() -> None:
+    assert is_asked_for({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://here/v1/traces"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "http/protobuf alone"),
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "otlp, or none"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317"}, "not an http address"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(TracingRefused, match=said):
+        is_asked_for({**ENDPOINT, **environ})
+
+
+OFF = """
+import sys
+import cotrain_scheduler.__main__
+from cotrain_store.refusal import trace_or_refuse
+trace_or_refuse("scheduler", "here")
+ours = ("cotrain_store.monitoring.otlp", "opentelemetry.exporter", "opentelemetry.sdk.trace")
+print([name for name in sys.modules if name.startswith(ours)])
+"""
+
+
+def test_without_traces_nothing_that_reports_them_is_imported() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", OFF],
+        env=environment_of({}), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ran.stdout == "[]\n"
+
+
+def test_traces_without_the_extra_are_refused_in_one_line() -> None:
+    missing = "import sys; sys.modules['opentelemetry.exporter'] = None\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", missing + OFF],
+        env=environment_of(ENDPOINT), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert len(ran.stdout.splitlines()) == 1
+    assert "pip install 'cotrain[otel]'" in ran.stdout
+    assert "Traceback" not in ran.stderr
+
+
+def test_spans_arrive_with_their_parents_links_and_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Receiver() as receiver:
+        for name, value in receiver.settings.items():
+            monkeypatch.setenv(name, value)
+        tracer = OtlpTracer("api", "here", decides=True)
+        opened = tracer.begin("POST", CLIENT, is_server=True)
+        below = tracer.record("cycle", 1.0, 2.0, opened.traceparent, links=[CLIENT, ""], cycle=3)
+        described: dict[str, Any] = {"http.route": "/x", "tenant": "t", "run": None}
+        opened.end("POST /x", **described)
+        assert tracer.begin("dropped", CLIENT[:-1] + "0").traceparent == ""
+        tracer.stop()
+        request, cycle = sorted(receiver.spans, key=lambda span: span.name, reverse=False)
+    assert (request.service, request.parent, request.trace) == ("cotrain-api", "cd" * 8, "ab" * 16)
+    assert request.attributes == {"http.route": "/x", "cotrain.tenant": "t"}
+    assert (cycle.parent, cycle.links) == (request.id, ("cd" * 8,))
+    assert below == f"00-{cycle.trace}-{cycle.id}-01"
+    assert (cycle.began, cycle.ended) == (10**9, 2 * 10**9)
+
+
+class Stuck(SpanExporter):
+    """A collector that takes a message and does not answer."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.asked = threading.Event()
+        self.answer = SpanExportResult.SUCCESS
+
+    @override
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.asked.set()
+        self.goes_on.wait()
+        return self.answer
+
+
+def dropped(reason: str) -> float:
+    labels = {"reason": reason}
+    name = "cotrain_worker_trace_spans_dropped_total"
+    return REGISTRIES[Source.WORKER].get_sample_value(name, labels) or 0.0
+
+
+def test_what_a_stuck_collector_leaves_in_the_queue_is_bounded_and_the_rest_is_counted() -> None:
+    collector = Stuck()
+    processor = BoundedProcessor(collector, 4, Source.WORKER)
+    span = ReadableSpan("x", SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(1)))
+    before = dropped("queue_full")
+    for _ in range(10):
+        processor.on_end(span)
+    assert dropped("queue_full") - before == 6
+    collector.goes_on.set()
+    processor.force_flush()
+    processor.on_end(span)
+    assert dropped("queue_full") - before == 6
+    before, collector.answer = dropped("not_sent"), SpanExportResult.FAILURE
+    processor.force_flush()
+    assert dropped("not_sent") - before == 1
+    processor.shutdown()  # type: ignore[no-untyped-call]  # the library's
