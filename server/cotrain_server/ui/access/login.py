@@ -1,0 +1,106 @@
+"""Login and logout: a form takes the admin key or a tenant's API key."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
+
+from cotrain_server.errors import MissingFormToken, TooManyFailures, status_of
+from cotrain_server.http.auth import note_failure
+from cotrain_server.http.dependencies import ServicesDep
+from cotrain_server.ui.access.session import (
+    CSRF_FIELD,
+    LOGIN_COOKIE,
+    drop_session,
+    is_csrf_token,
+    keep_session,
+    session_of_key,
+    set_cookie,
+    visitor_of_cookie,
+)
+from cotrain_server.ui.access.visitors import form_of, read_form
+from cotrain_server.ui.rendering import guarded, html
+from cotrain_store.errors import AuthenticationFailed, ExpiredKey
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+
+router = APIRouter(include_in_schema=False)
+
+LOGIN = "/ui/login"
+HOME = "/ui"
+LOGIN_LIFE_S = 3600
+WRONG = "This is neither the admin key nor a valid API key."
+EXPIRED = "This API key has expired. The operator makes another with `cotrain keys create`."
+STALE = "This form was open for too long. Try again."
+
+
+@router.get(LOGIN)
+@guarded
+async def login_page(request: Request, services: ServicesDep, next: str = HOME) -> Response:
+    """Show the form."""
+    if await visitor_of_cookie(request, services):
+        return RedirectResponse(_inside(next), 303)
+    return _form(request, services, _inside(next))
+
+
+@router.post(LOGIN)
+@guarded
+async def login(request: Request, services: ServicesDep) -> Response:
+    """Take a key, and give the browser a session for it."""
+    fields = await read_form(request)
+    target = _inside(fields.get("next", HOME))
+    nonce = request.cookies.get(LOGIN_COOKIE, "")
+    if not is_csrf_token(nonce and services.signer.csrf(nonce), fields.get(CSRF_FIELD, "")):
+        return _form(request, services, target, STALE, 403)
+    try:
+        session = await session_of_key(services, fields.get("key", "").strip())
+    except AuthenticationFailed as wrong:
+        return _refused(request, services, target, wrong)
+    response = RedirectResponse(target, 303)
+    keep_session(request, response, services, session)
+    return response
+
+
+@router.post("/ui/logout")
+@guarded
+async def logout(request: Request, services: ServicesDep) -> Response:
+    """End the browser's session."""
+    if await visitor_of_cookie(request, services):
+        await form_of(request, services, changes=False)
+    elif request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
+        raise MissingFormToken
+    response = RedirectResponse(LOGIN, 303)
+    drop_session(response)
+    return response
+
+
+def _refused(
+    request: Request, services: Services, target: str, wrong: AuthenticationFailed
+) -> Response:
+    try:
+        note_failure(request, services)
+    except TooManyFailures as enough:
+        return _form(request, services, target, str(enough), status_of(enough))
+    return _form(
+        request, services, target, EXPIRED if isinstance(wrong, ExpiredKey) else WRONG, 401
+    )
+
+
+def _form(
+    request: Request, services: Services, target: str, error: str = "", status: int = 200
+) -> Response:
+    nonce = secrets.token_hex(16)
+    context = {"csrf": services.signer.csrf(nonce), "next": target, "error": error}
+    response = html("login.html", context, status)
+    set_cookie(request, response, services, LOGIN_COOKIE, nonce, LOGIN_LIFE_S)
+    return response
+
+
+def _inside(target: str) -> str:
+    """Keep a login's target on this server, whatever a link said."""
+    is_page = target == HOME or target.startswith((f"{HOME}/", f"{HOME}?"))
+    return target if is_page and "\\" not in target and target.isprintable() else HOME

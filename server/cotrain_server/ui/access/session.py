@@ -1,0 +1,113 @@
+"""What a browser keeps after a login: a signed cookie that stands for the key which was shown.
+
+It holds no key. A tenant's ends with its key, the operator's with a change of the admin key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain_server.signed_tokens import UiSession
+from cotrain_store.messages.sessions import Tenant
+
+if TYPE_CHECKING:
+    from fastapi import Request, Response
+
+    from cotrain_server.services import Services
+
+COOKIE = "cotrain_session"
+#: Known before the login, so that no other site can log a browser in.
+LOGIN_COOKIE = "cotrain_login"
+#: What a form and htmx send the token as.
+CSRF_FIELD = "csrf"
+CSRF_HEADER = "x-csrf-token"
+PATH = "/ui"
+LIFE_S = 12 * 3600
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """Who looks at a page: the operator, or a tenant, which sees its own part."""
+
+    tenant: Tenant | None
+    """None: the operator."""
+    csrf: str
+    """What its forms must carry; empty where an API key was shown instead of a cookie."""
+
+    @property
+    def is_operator(self) -> bool:
+        """Tell whether everything is shown."""
+        return self.tenant is None
+
+    @property
+    def name(self) -> str:
+        """Say who it is, for the page's corner."""
+        return self.tenant.name if self.tenant else "Operator"
+
+
+async def session_of_key(services: Services, key: str) -> UiSession:
+    """Open a session for the admin key or a tenant's; raises InvalidKey or ExpiredKey."""
+    nonce, ends_at = secrets.token_hex(16), int(time.time()) + LIFE_S
+    if hmac.compare_digest(key.encode(), services.admin_key.encode()):
+        return UiSession(nonce, ends_at, "", _fingerprint(services.admin_key), "")
+    record = await services.tenants.key(key)
+    return UiSession(nonce, ends_at, record.tenant, record.id, record.name)
+
+
+async def visitor_of_cookie(request: Request, services: Services) -> Visitor | None:
+    """Read who a browser logged in as; None without a session that still holds."""
+    session = services.signer.read_session(request.cookies.get(COOKIE, ""), time.time())
+    if session is None:
+        return None
+    csrf = services.signer.csrf(session.nonce)
+    if not session.tenant:
+        is_same = hmac.compare_digest(session.key_id, _fingerprint(services.admin_key))
+        return Visitor(None, csrf) if is_same else None
+    key = await services.tenants.live_key(session.key_id)
+    return Visitor(Tenant(key.tenant, session.name, key.id, key.role), csrf) if key else None
+
+
+def keep_session(
+    request: Request, response: Response, services: Services, session: UiSession
+) -> None:
+    """Give a browser its session."""
+    value = services.signer.sign_session(session)
+    set_cookie(request, response, services, COOKIE, value, LIFE_S)
+    response.delete_cookie(LOGIN_COOKIE, path=PATH)
+
+
+def set_cookie(
+    request: Request, response: Response, services: Services, name: str, value: str, life_s: int
+) -> None:
+    """Set a cookie that scripts cannot read, that no other site's request carries, and that only HTTPS
+    carries where the server is reached by it.
+    """
+    public = services.settings.public_url or ""
+    response.set_cookie(
+        name,
+        value,
+        max_age=life_s,
+        path=PATH,
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https" or public.startswith("https:"),
+    )
+
+
+def drop_session(response: Response) -> None:
+    """Take a browser's session away."""
+    response.delete_cookie(COOKIE, path=PATH)
+
+
+def is_csrf_token(expected: str, shown: str) -> bool:
+    """Tell whether a request carries its session's token."""
+    return bool(expected) and hmac.compare_digest(expected.encode(), shown.encode())
+
+
+def _fingerprint(admin_key: str) -> str:
+    return hashlib.sha256(b"cotrain ui " + admin_key.encode()).hexdigest()

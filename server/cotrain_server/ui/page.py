@@ -1,0 +1,151 @@
+"""One page: its address, its JSON twin, and how both are made of the same data."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request, Response
+from fastapi.encoders import jsonable_encoder
+from fastapi.responses import JSONResponse, RedirectResponse
+
+from cotrain_server.errors import NotLoggedIn
+from cotrain_server.ui.access.login import LOGIN
+from cotrain_server.ui.access.visitors import check_operator, visitor_of
+from cotrain_server.ui.rendering import HEADERS, guarded, html
+from cotrain_server.views.readiness import LOOK_TIMEOUT_S
+from cotrain_store.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from starlette.datastructures import QueryParams
+
+    from cotrain_server.services import Services
+    from cotrain_server.ui.access.session import Visitor
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a page: who asks, what for, and when."""
+
+    services: Services
+    visitor: Visitor
+    query: QueryParams
+    parts: Mapping[str, str]
+    """Of the path, such as a run's id."""
+    now: float
+    address: str
+    """What the server is reached by, without a slash at the end."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page under `/ui`."""
+
+    path: str
+    """As a route has it: `/ui/runs/{run_id}`. `.json` behind it is the twin."""
+    name: str
+    """In the navigation and the title."""
+    template: str
+    read: Callable[[Look], Awaitable[dict[str, Any]]]
+    """Make the page's data: what the template is given, and what the twin shows. A tenant's holds
+    nothing of another's."""
+    poll_s: int = 0
+    """How often the browser asks for the part that changes; 0: never."""
+    for_operator: bool = False
+    """A tenant is answered as if it did not exist."""
+    in_navigation: bool = True
+
+    @property
+    def twin(self) -> str:
+        """Where its data is found as JSON."""
+        return f"{self.path}/overview.json" if self.path == "/ui" else f"{self.path}.json"
+
+
+def router_of(pages: Sequence[Page]) -> APIRouter:
+    """Make the routes of pages, each with its twin: twins first, whose path a page with an id would take."""
+    router = APIRouter(include_in_schema=False)
+    for page in pages:
+        router.add_api_route(page.twin, _twin_route(page), response_model=None)
+    for page in pages:
+        router.add_api_route(page.path, _html_route(page, pages), response_model=None)
+    return router
+
+
+def shown_to(visitor: Visitor, pages: Sequence[Page]) -> list[Page]:
+    """List the pages that a visitor finds in the navigation."""
+    return [
+        page
+        for page in pages
+        if page.in_navigation and (visitor.is_operator or not page.for_operator)
+    ]
+
+
+def page_context(page: Page, pages: Sequence[Page], visitor: Visitor, now: float) -> dict[str, Any]:
+    """Give what every page's template needs next to its data."""
+    return {
+        "page": page,
+        "pages": shown_to(visitor, pages),
+        "visitor": visitor,
+        "now": now,
+    }
+
+
+def _twin_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
+    async def twin(request: Request) -> Response:
+        look = await _look(request, page)
+        return JSONResponse(jsonable_encoder(await _data(page, look)), headers=HEADERS)
+
+    return twin
+
+
+def _html_route(page: Page, pages: Sequence[Page]) -> Callable[[Request], Awaitable[Response]]:
+    @guarded
+    async def shown(request: Request) -> Response:
+        is_part = request.headers.get("hx-request") == "true"
+        try:
+            look = await _look(request, page)
+        except NotLoggedIn:
+            return _to_login(request, is_part=is_part)
+        context = page_context(page, pages, look.visitor, look.now)
+        layout = "part.html" if is_part else "layout.html"
+        return html(page.template, context | await _data(page, look) | {"layout": layout})
+
+    return shown
+
+
+async def _look(request: Request, page: Page) -> Look:
+    services: Services = request.app.state.services
+    visitor = await visitor_of(request, services)
+    if page.for_operator:
+        check_operator(visitor)
+    address = services.settings.public_url or str(request.base_url)
+    return Look(
+        services,
+        visitor,
+        request.query_params,
+        request.path_params,
+        time.time(),
+        address.rstrip("/"),
+    )
+
+
+async def _data(page: Page, look: Look) -> dict[str, Any]:
+    """Read a page's data. Raises StoreUnavailable where Redis takes too long."""
+    try:
+        async with asyncio.timeout(LOOK_TIMEOUT_S):
+            return await page.read(look)
+    except TimeoutError:
+        raise StoreUnavailable from None
+
+
+def _to_login(request: Request, *, is_part: bool) -> Response:
+    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    target = f"{LOGIN}?next={quote(path, safe='')}"
+    if is_part:  # htmx would put the form into the middle of the page
+        return Response(status_code=401, headers={**HEADERS, "HX-Redirect": LOGIN})
+    return RedirectResponse(target, 303, HEADERS)

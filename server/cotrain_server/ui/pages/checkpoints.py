@@ -1,0 +1,162 @@
+"""Checkpoints of one tenant, newest first: how large, until when, public or not; and what may be done with them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
+
+from cotrain_server.errors import Invalid
+from cotrain_server.http.dependencies import ServicesDep
+from cotrain_server.http.downloads import ARCHIVE
+from cotrain_server.requests.checkpoint_lookup import find_source
+from cotrain_server.requests.checkpoint_validation import check_ttl
+from cotrain_server.signed_tokens import LINK_LIFE_S, Link
+from cotrain_server.ui.access.visitors import form_of
+from cotrain_server.ui.page import Look, Page
+from cotrain_server.ui.rendering import guarded
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.tenants.audit_log import AuditEvent
+from cotrain_store.tenants.names import tenant_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_server.services import Services
+    from cotrain_server.ui.access.session import Visitor
+    from cotrain_store.messages.weights import CheckpointRecord
+
+SHOWN = 50
+DAY_S = 24 * 3600
+DONE: Mapping[str, str] = {
+    "delete": "The checkpoint is deleted. What was loaded from it stays.",
+    "publish": "Every tenant of this server may load, sample and download the checkpoint now.",
+    "unpublish": "The checkpoint is its owner's alone again.",
+    "ttl": "The checkpoint expires when you said.",
+}
+
+router = APIRouter(include_in_schema=False)
+
+
+async def read(look: Look) -> dict[str, Any]:
+    """Read one page of a tenant's checkpoints."""
+    services = look.services
+    own = look.visitor.tenant.id if look.visitor.tenant else None
+    tenant = own or TenantId(look.query.get("tenant", "")[:200])
+    offset = _offset(look.query.get("offset", "0"))
+    done = DONE.get(look.query.get("done", ""), "")
+    if not tenant:
+        return {"tenant": "", "tenant_name": "", "checkpoints": None, "done": done, "next": None}
+    page = await services.catalog.checkpoints(tenant, offset, SHOWN)
+    names = await tenant_names(services.connection, {tenant})
+    count, size = await services.checkpoints.stored_bytes(tenant)
+    quotas = await services.quotas.of(tenant)
+    more = offset + SHOWN < page.total_count
+    given = {"tenant": tenant} if own is None else {}
+    return {
+        "tenant": tenant,
+        "tenant_name": names.get(tenant, ""),
+        "checkpoints": [_row(found) for found in page.items],
+        "total_count": page.total_count,
+        "count": count,
+        "size": size,
+        "most_count": quotas.checkpoints,
+        "most_size": quotas.checkpoint_bytes,
+        "next": "/ui/checkpoints?" + urlencode({**given, "offset": offset + SHOWN})
+        if more
+        else None,
+        "done": done,
+    }
+
+
+@router.post("/ui/checkpoints")
+@guarded
+async def change(request: Request, services: ServicesDep) -> Response:
+    """Delete a checkpoint, publish it, take that back, or let it expire."""
+    visitor, fields = await form_of(request, services)
+    tenant = _whose(visitor, fields)
+    found = await services.records.checkpoint(tenant, fields.get("path", ""))
+    names = (tenant, found.run, found.kind, found.name)
+    match fields.get("do"):
+        case "delete":
+            await services.checkpoints.delete(*names)
+            event = AuditEvent.CHECKPOINT_DELETE
+        case "publish" | "unpublish" as do:
+            await services.checkpoints.publish(*names, public=do == "publish")
+            event = (
+                AuditEvent.CHECKPOINT_PUBLISH
+                if do == "publish"
+                else AuditEvent.CHECKPOINT_UNPUBLISH
+            )
+        case "ttl":
+            await services.checkpoints.set_ttl(*names, _ttl_s(fields.get("days", "")))
+            event = AuditEvent.CHECKPOINT_SET_TTL
+        case _:
+            raise Invalid("do: one of delete, publish, unpublish, ttl.")
+    await _note(services, visitor, event, found)
+    given = {"tenant": tenant} if visitor.is_operator else {}
+    return RedirectResponse("/ui/checkpoints?" + urlencode({**given, "done": fields["do"]}), 303)
+
+
+@router.post("/ui/checkpoints/download")
+@guarded
+async def download(request: Request, services: ServicesDep) -> Response:
+    """Lead to the checkpoint's files in one archive, by a link that holds for some minutes."""
+    visitor, fields = await form_of(request, services)
+    source = await find_source(services, _whose(visitor, fields), fields.get("path", ""))
+    found, expires_at = source.checkpoint, int(time.time()) + LINK_LIFE_S
+    link = Link(found.tenant, found.path, found.weights, ARCHIVE, expires_at)
+    await _note(services, visitor, AuditEvent.CHECKPOINT_READ, found)
+    return RedirectResponse(f"/api/v1/files/{services.signer.sign_link(link)}/{ARCHIVE}", 303)
+
+
+def _row(record: CheckpointRecord) -> dict[str, Any]:
+    return {
+        "run": record.run,
+        "name": record.name,
+        "kind": record.kind,
+        "path": record.path,
+        "base_model": record.base_model,
+        "size": record.size,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        "public": record.public,
+    }
+
+
+def _whose(visitor: Visitor, fields: Mapping[str, str]) -> TenantId:
+    """Say whose checkpoints a form is about: a tenant's own, whatever its form says."""
+    return visitor.tenant.id if visitor.tenant else TenantId(fields.get("tenant", ""))
+
+
+async def _note(
+    services: Services, visitor: Visitor, event: AuditEvent, found: CheckpointRecord
+) -> None:
+    details = {"tinker_path": found.path}
+    if visitor.tenant is None:
+        await services.audit.note_operator(found.tenant, event, details)
+    else:
+        await services.audit.note(visitor.tenant, event, details)
+
+
+def _ttl_s(days: str) -> int | None:
+    """Read in how many days a checkpoint expires; none: never. Raises Invalid."""
+    if not days.strip():
+        return None
+    if not days.strip().isdecimal() or len(days) > 6:
+        raise Invalid("days: a whole number from 1, or nothing for never.")
+    ttl_s = int(days) * DAY_S
+    check_ttl(ttl_s)
+    return ttl_s
+
+
+def _offset(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise Invalid("offset: a whole number from 0.")
+    return int(text)
+
+
+PAGE = Page("/ui/checkpoints", "Checkpoints", "checkpoints.html", read)

@@ -1,0 +1,122 @@
+"""The first page: what is wrong, then each pool, then who uses it most; to a tenant, its own part."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from cotrain_server.ui.data.activity import activity_of, own_activity_of
+from cotrain_server.ui.data.problems import problems_of
+from cotrain_server.ui.page import Look, Page
+from cotrain_server.views.server_status import own_status, whole_status
+from cotrain_store.messages.ids import PoolId
+from cotrain_store.monitoring.last_hour import busiest_tenants, last_minutes
+from cotrain_store.tenants.names import tenant_names
+from cotrain_store.tenants.pauses import read_pauses
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.sessions import Tenant
+    from cotrain_store.monitoring.last_hour import Minute
+
+TENANTS_SHOWN = 10
+_KEPT = (
+    "id", "base_model", "device", "dtype", "context_length", "max_rank", "sampler", "workers",
+    "workers_known", "workers_unavailable", "open_cycles", "last_cycle", "queue", "samples",
+)  # fmt: skip
+
+
+async def read(look: Look) -> dict[str, Any]:
+    """Read the page's data."""
+    if look.visitor.tenant is not None:
+        return await _own(look, look.visitor.tenant)
+    services, now = look.services, look.now
+    status = await whole_status(services)
+    names = [PoolId(pool["id"]) for pool in status["pools"]]
+    hours = {name: await last_minutes(services.connection, name, now) for name in names}
+    busiest = await busiest_tenants(services.connection, names, now, TENANTS_SHOWN)
+    people = await tenant_names(services.connection, {tenant for tenant, _ in busiest})
+    return overview_of(status, hours, busiest, people, services.settings.disk_reserve_bytes, now)
+
+
+def overview_of(
+    status: Mapping[str, Any],
+    hours: Mapping[PoolId, Sequence[Minute]],
+    busiest: Sequence[tuple[TenantId, float]],
+    people: Mapping[TenantId, str],
+    disk_reserve_bytes: int,
+    now: float,
+) -> dict[str, Any]:
+    """Make the operator's page of what `/status` shows and what was counted in the last hour."""
+    total_s = sum(seconds for _, seconds in busiest)
+    return {
+        "is_operator": True,
+        "version": status["version"],
+        "uptime_s": status["uptime_s"],
+        "ready": status["ready"],
+        "problems": [asdict(found) for found in problems_of(status, disk_reserve_bytes)],
+        "pools": [pool_of(pool, hours[PoolId(pool["id"])], now) for pool in status["pools"]],
+        "tenants": [
+            {
+                "tenant": tenant,
+                "tenant_name": people.get(tenant, ""),
+                "device_s": seconds,
+                "share": seconds / total_s if total_s else 0.0,
+            }
+            for tenant, seconds in busiest
+        ],
+        "redis": status["redis"],
+        "disk": status["disk"],
+    }
+
+
+def pool_of(pool: Mapping[str, Any], minutes: Sequence[Minute], now: float) -> dict[str, Any]:
+    """Make one pool's part: its numbers are those of `/status`."""
+    measured = sum(worker["tokens_per_s"] for worker in pool["workers"])
+    tokens = pool["queue"]["tokens"]
+    return {
+        **{name: pool[name] for name in _KEPT},
+        "measured_tokens_per_s": measured,
+        "backlog_s": tokens / measured if measured else None,
+        "tenants_waiting": len(pool["tenants"]),
+        "activity": activity_of(minutes, len(pool["workers"]), now),
+    }
+
+
+async def _own(look: Look, tenant: Tenant) -> dict[str, Any]:
+    services = look.services
+    status = await own_status(services, tenant.id)
+    records = await services.records.pools()
+    hours = [
+        await last_minutes(services.connection, record.id, look.now, tenant.id)
+        for record in records
+    ]
+    count, size = await services.checkpoints.stored_bytes(tenant.id)
+    quotas = await services.quotas.of(tenant.id)
+    pause = (await read_pauses(services.connection)).notice(tenant.id)
+    return {
+        "is_operator": False,
+        "version": status["version"],
+        "pools": [
+            {**pool, "activity": own_activity_of(minutes, look.now)}
+            for pool, minutes in zip(status["pools"], hours, strict=True)
+        ],
+        "paused": pause,
+        "used": [
+            _part(
+                "Checkpoints", size, quotas.checkpoint_bytes, f"{count:,} of {quotas.checkpoints:,}"
+            ),
+            _part("Live runs' state", status["run_bytes"], quotas.run_bytes, ""),
+            _part("Results not fetched", status["unread_bytes"], quotas.unread_bytes, ""),
+        ],
+    }
+
+
+def _part(name: str, used: float, most: float, more: str) -> dict[str, Any]:
+    """Make a bar of a quota; `most` 0 is as much as there is."""
+    return {"name": name, "used": used, "most": most, "more": more}
+
+
+PAGE = Page("/ui", "Overview", "overview.html", read, poll_s=3)

@@ -1,0 +1,191 @@
+"""Ask the base model and checkpoints the same thing with one seed, and see their answers next to each other."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.encoders import jsonable_encoder
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from cotrain_server.errors import (
+    CLIENT_CLOSED_REQUEST,
+    Invalid,
+    OperatorsOnly,
+    RequestError,
+    sentence,
+)
+from cotrain_server.http.dependencies import ServicesDep
+from cotrain_server.text_apis.generation import Generation
+from cotrain_server.text_apis.model_names import find_target
+from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
+from cotrain_server.text_apis.prompts import characters_of, chat_body, prompt_bodies, text_weight
+from cotrain_server.text_apis.route import finished
+from cotrain_server.ui.access.visitors import form_of
+from cotrain_server.ui.page import Look, Page
+from cotrain_server.ui.rendering import HEADERS, guarded, html
+from cotrain_store.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cotrain_server.services import Services
+    from cotrain_server.text_apis.model_names import Target
+    from cotrain_store.bodies.sample_body import SampleBody
+    from cotrain_store.messages.ids import TenantId
+
+MOST_MODELS = 4
+CHECKPOINTS_OFFERED = 20
+MOST_TOKENS = 512
+#: Log-probs of tokens from which on a token was likely, possible, unlikely.
+_LEVELS = (-0.1, -1.0, -3.0)
+
+router = APIRouter(include_in_schema=False)
+
+
+async def read(look: Look) -> dict[str, Any]:
+    """List what can be asked."""
+    services, tenant = look.services, look.visitor.tenant
+    if tenant is None:
+        return {"is_operator": True, "base_models": [], "checkpoints": []}
+    pools = [pool for pool in await services.records.served_pools() if pool.max_sequence_tokens]
+    page = await services.catalog.checkpoints(
+        tenant.id, 0, CHECKPOINTS_OFFERED, lambda member: "/sampler_weights/" in member
+    )
+    return {
+        "is_operator": False,
+        "base_models": [pool.base_model for pool in pools],
+        "checkpoints": [
+            {
+                "path": found.path,
+                "name": found.name,
+                "run": found.run,
+                "base_model": found.base_model,
+            }
+            for found in page.items
+        ],
+    }
+
+
+@router.post("/ui/playground", response_model=None)
+@guarded
+async def ask(request: Request, services: ServicesDep) -> Response:
+    """Sample from each of the ticked models; a page with the answers, or JSON where that is asked for."""
+    visitor, fields = await form_of(request, services)
+    if visitor.tenant is None:
+        raise OperatorsOnly
+    models = [fields[name] for name in sorted(fields) if name.startswith("model-")][
+        : MOST_MODELS + 1
+    ]
+    if not 1 <= len(models) <= MOST_MODELS:
+        refusal = f"Tick one to {MOST_MODELS} models."
+        return html("answers.html", {"answers": [_refused("No model", refusal)]})
+    answers = await asyncio.gather(
+        *(_answer(request, services, visitor.tenant.id, model, fields) for model in models)
+    )
+    if any(answer is None for answer in answers):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    if "application/json" in request.headers.get("accept", ""):
+        return JSONResponse(jsonable_encoder({"answers": answers}), headers=HEADERS)
+    return html("answers.html", {"answers": answers})
+
+
+async def _answer(
+    request: Request, services: Services, tenant: TenantId, model: str, fields: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """Ask one model; None where the browser has left."""
+    try:
+        target = await find_target(services, tenant, model)
+        body = await _body(services, tenant, target, model, fields)
+        generation = await Generation.start(services, target, [body])
+        complete = await finished(request, generation)
+    except (RequestError, StoreError) as refused:
+        return _refused(model, str(refused))
+    if complete is None:
+        return None
+    sequence = complete[0].sequences[0]
+    tokenizer = target.language.tokenizer
+    logprobs: Sequence[float | None] = sequence.logprobs or [None] * len(sequence.tokens)
+    return {
+        "model": model,
+        "error": "",
+        "text": tokenizer.decode(sequence.tokens, special=False),
+        "stop_reason": sequence.stop_reason,
+        "tokens": [
+            {
+                "id": token,
+                "text": tokenizer.decode([token], special=True),
+                "logprob": logprob,
+                "level": level_of(logprob),
+            }
+            for token, logprob in zip(sequence.tokens, logprobs, strict=True)
+        ],
+    }
+
+
+def _refused(model: str, why: str) -> dict[str, Any]:
+    return {"model": model, "error": why, "text": "", "stop_reason": "", "tokens": []}
+
+
+async def _body(
+    services: Services, tenant: TenantId, target: Target, model: str, fields: Mapping[str, str]
+) -> SampleBody:
+    """Make the sample request as the OpenAI endpoints make it: the same seed gives the same answer."""
+    prompt, common = fields.get("prompt", ""), _common(model, fields)
+    try:
+        if fields.get("mode") == "chat":
+            messages = [{"role": "user", "content": prompt}]
+            if system := fields.get("system", "").strip():
+                messages.insert(0, {"role": "system", "content": system})
+            chat = ChatCompletionRequest.model_validate({**common, "messages": messages})
+            make: Any = partial(chat_body, target, chat.chat(), chat.body)
+            weight = text_weight(characters_of(chat.chat()))
+            body: SampleBody = await services.parser.run(tenant, weight, make)
+            return body
+        text = CompletionRequest.model_validate({**common, "prompt": prompt})
+    except ValidationError as wrong:
+        raise Invalid(sentence(wrong.errors())) from None
+    make = partial(prompt_bodies, target, [prompt], text.body, echo=False)
+    bodies, _ = await services.parser.run(tenant, text_weight(len(prompt)), make)
+    only: SampleBody = bodies[0]
+    return only
+
+
+def _common(model: str, fields: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "model": model,
+        "max_tokens": whole_number(fields, "max_tokens", 1, MOST_TOKENS),
+        "temperature": _temperature(fields.get("temperature", "")),
+        "seed": whole_number(fields, "seed", 0, 2**31 - 1),
+    }
+
+
+def whole_number(fields: Mapping[str, str], name: str, least: int, most: int) -> int:
+    """Read a field; raises Invalid, which names it and its limits."""
+    text = fields.get(name, "").strip()
+    if not text.isdecimal() or len(text) > 12 or not least <= int(text) <= most:
+        raise Invalid(f"{name}: a whole number from {least} to {most}.")
+    return int(text)
+
+
+def level_of(logprob: float | None) -> int:
+    """Say how likely a token was, from 0 (likely) to 3."""
+    if logprob is None:
+        return 0
+    return next((level for level, least in enumerate(_LEVELS) if logprob >= least), len(_LEVELS))
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 2:
+        raise Invalid("temperature: a number from 0 to 2.")
+    return value
+
+
+PAGE = Page("/ui/playground", "Playground", "playground.html", read)

@@ -1,0 +1,118 @@
+"""One run: where it stands, its curves, its requests, its checkpoints. And several runs' curves in one picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from cotrain_server.errors import Invalid
+from cotrain_server.http.dependencies import ServicesDep
+from cotrain_server.ui.access.visitors import visitor_of
+from cotrain_server.ui.data.curves import MOST_COMPARED, curves_of, evaluation_of
+from cotrain_server.ui.data.op_log import log_rows
+from cotrain_server.ui.data.runs import run_row
+from cotrain_server.ui.page import Look, Page
+from cotrain_server.ui.rendering import guarded
+from cotrain_server.views.history import csv_of
+from cotrain_store.errors import RunNotFound
+from cotrain_store.messages.ids import RunId
+from cotrain_store.monitoring.run_log import newest_ops
+from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records
+from cotrain_store.oplog.history import read_history
+from cotrain_store.tenants.names import tenant_names
+from cotrain_store.tenants.pauses import read_pauses
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_server.ui.access.session import Visitor
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_store.messages.weights import CheckpointRecord
+
+OPS_SHOWN = 50
+
+router = APIRouter(include_in_schema=False)
+
+
+async def read(look: Look) -> dict[str, Any]:
+    """Read one run."""
+    services = look.services
+    run = await _run_of(services, look.visitor, look.parts["run_id"])
+    position = (await services.run_list.positions([run], look.now))[run.id]
+    names = await tenant_names(services.connection, {run.tenant})
+    pauses = await read_pauses(services.connection)
+    points = await read_history(services.connection, run.id)
+    ops = await newest_ops(services.connection, run, position.accepted, OPS_SHOWN)
+    cycles = await cycle_records(services.connection, run.pool, READ_AT_ONCE)
+    checkpoints = await services.catalog.checkpoints_of(run.tenant, run.id)
+    evaluation = evaluation_of(points)
+    return {
+        "run": run_row(run, position, pauses, names, look.now),
+        "pool": run.pool,
+        "session": run.session,
+        "lora": run.lora,
+        "user_metadata": run.user_metadata,
+        "note": run.note,
+        "worker": position.worker if look.visitor.is_operator else "",
+        "weights_epoch": run.weights_epoch,
+        "rolled_back_to": run.rolled_back_to,
+        "done": position.done,
+        "accepted": position.accepted,
+        "points": len(points),
+        "newest": position.newest,
+        "charts": [*curves_of({run.id: points}), *([evaluation] if evaluation else [])],
+        "log": log_rows(ops, cycles, run.id, position.planned, position.done),
+        "checkpoints": [checkpoint_row(found) for found in checkpoints],
+    }
+
+
+def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
+    """Show a checkpoint of a run."""
+    return {
+        "name": record.name,
+        "kind": record.kind,
+        "path": record.path,
+        "size": record.size,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        "public": record.public,
+    }
+
+
+async def read_compared(look: Look) -> dict[str, Any]:
+    """Read the curves of several runs."""
+    wanted = list(dict.fromkeys(look.query.getlist("run")))
+    if len(wanted) > MOST_COMPARED:
+        raise Invalid(f"run: {MOST_COMPARED} runs at most; {len(wanted)} were asked for.")
+    runs = [await _run_of(look.services, look.visitor, name) for name in wanted]
+    histories = {run.id: await read_history(look.services.connection, run.id) for run in runs}
+    return {
+        "runs": [
+            {"run": run.id, "base_model": run.base_model, "rank": run.lora.rank} for run in runs
+        ],
+        "charts": curves_of(histories),
+    }
+
+
+@router.get("/ui/runs/{run_id}/history.csv")
+@guarded
+async def csv(request: Request, run_id: str, services: ServicesDep) -> Response:
+    """Send a run's history as a table."""
+    run = await _run_of(services, await visitor_of(request, services), run_id)
+    text = csv_of(await read_history(services.connection, run.id))
+    name = f'attachment; filename="{run.id.replace(":", "-")}.csv"'
+    return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
+
+
+async def _run_of(services: Services, visitor: Visitor, name: str) -> RunRecord:
+    """Find a run: a tenant's own, and any for the operator; raises RunNotFound."""
+    if visitor.tenant is not None:
+        return await services.records.run(visitor.tenant.id, name)
+    found = await services.run_list.records([RunId(name)])
+    if not found:
+        raise RunNotFound
+    return found[0]
+
+
+PAGE = Page("/ui/runs/{run_id}", "Run", "run.html", read, poll_s=5, in_navigation=False)
+COMPARED = Page("/ui/compare", "Compare runs", "compare.html", read_compared, in_navigation=False)

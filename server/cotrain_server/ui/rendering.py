@@ -1,0 +1,76 @@
+"""From a page's data to HTML: the templates, and what stands in the head of every answer."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from cotrain.version import __version__
+from cotrain_server.errors import RequestError, status_of
+from cotrain_server.ui import number_format
+from cotrain_server.ui.static_files import static_url
+from cotrain_store.errors import StoreError, StoreUnavailable
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+    from typing import ParamSpec
+
+    from fastapi import Response
+
+    Given = ParamSpec("Given")
+
+#: No script and no style but our own files; no other host; no frame.
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+_environment = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_environment.globals.update(static=static_url, version=__version__)
+_environment.filters.update(number_format.FILTERS)
+
+
+def html(template: str, context: Mapping[str, Any], status: int = 200) -> HTMLResponse:
+    """Show a template; everything in `context` is escaped."""
+    text = _environment.get_template(template).render(context)
+    return HTMLResponse(text, status, HEADERS)
+
+
+def guarded(
+    route: Callable[Given, Awaitable[Response]],
+) -> Callable[Given, Awaitable[Response]]:
+    """Have a route answer refusals with a page that says why, instead of JSON."""
+
+    @functools.wraps(route)
+    async def answered(*args: Given.args, **given: Given.kwargs) -> Response:
+        try:
+            return await route(*args, **given)
+        except CONNECTION_LOST:
+            return error_page(StoreUnavailable())
+        except (RequestError, StoreError) as error:
+            if status_of(error) == 500:
+                raise
+            return error_page(error)
+
+    return answered
+
+
+def error_page(error: Exception) -> HTMLResponse:
+    """Say what went wrong in a page of its own."""
+    return html("error.html", {"message": str(error), "status": status_of(error)}, status_of(error))

@@ -1,0 +1,124 @@
+"""Looking at the pages of a running server, and training on it so that there is something to see."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+import numpy as np
+
+import cotrain
+from cotrain import types
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from playwright.sync_api import Browser, Page
+
+    from tests.support.serving import Serving
+
+BASE_MODEL = "tiny"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run, and the loss of each of its steps as its client computed it."""
+
+    run: str
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A server, and who may look at it."""
+
+    serving: Serving
+    chromium: Browser
+    admin_key: str
+    keys: Mapping[str, str]
+    runs: Mapping[str, Trained]
+
+    @property
+    def address(self) -> str:
+        return self.serving.address
+
+    @contextmanager
+    def seen_by(
+        self, who: str, width: int = 1280, scheme: Literal["light", "dark"] = "light"
+    ) -> Iterator[Seen]:
+        """Log in as the operator or a tenant; at the end nothing may have gone wrong in the page."""
+        context = self.chromium.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme
+        )
+        seen = Seen(context.new_page(), self.address)
+        seen.watch()
+        seen.log_in(self.admin_key if who == "operator" else self.keys[who])
+        try:
+            yield seen
+        finally:
+            context.close()
+        assert seen.errors == []
+        assert seen.foreign == []
+
+
+@dataclass
+class Seen:
+    """One browser that is logged in."""
+
+    page: Page
+    address: str
+    errors: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+
+    def watch(self) -> None:
+        """Note what the console says, and each request to another host."""
+        own = urlsplit(self.address).netloc
+        self.page.on(
+            "console",
+            lambda said: self.errors.append(said.text) if said.type == "error" else None,
+        )
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on(
+            "request",
+            lambda asked: (
+                self.foreign.append(asked.url) if urlsplit(asked.url).netloc != own else None
+            ),
+        )
+
+    def log_in(self, key: str) -> None:
+        self.page.goto(f"{self.address}/")
+        self.page.fill("input[name=key]", key)
+        self.page.keyboard.press("Enter")
+        self.page.wait_for_url("**/ui")
+
+    def open(self, path: str) -> Page:
+        self.page.goto(self.address + path)
+        return self.page
+
+
+def train(address: str, key: str, name: str, steps: int) -> Trained:
+    """Train a run of rank 4 for some steps, and save it."""
+    client = cotrain.ServiceClient(base_url=address, api_key=key)
+    training = client.create_lora_training_client(BASE_MODEL, rank=4, user_metadata={"name": name})
+    losses = [step(training) for _ in range(steps)]
+    training.save_weights_for_sampler("final").result()
+    return Trained(training.model_id, losses)
+
+
+def step(training: Any) -> float:
+    """Take one step; its mean loss."""
+    tokens = [7, 8, 9, 10] * 4
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": np.array(tokens[1:]),
+            "weights": np.ones(len(tokens) - 1, dtype=np.float32),
+        },
+    )
+    done = training.forward_backward([datum], "cross_entropy")
+    stepped = training.optim_step(types.AdamParams(learning_rate=1e-3))
+    loss: float = done.result().metrics["loss:sum"] / (len(tokens) - 1)
+    stepped.result()
+    return loss

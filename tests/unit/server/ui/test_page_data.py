@@ -1,0 +1,204 @@
+"""What pages show is made of what the store holds, by pure functions: for the operator, and for one tenant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cotrain_server.ui.data.activity import activity_of, own_activity_of
+from cotrain_server.ui.data.curves import curves_of
+from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of
+from cotrain_server.ui.data.problems import problems_of
+from cotrain_server.ui.data.runs import keeps, state_of, waits_for
+from cotrain_server.ui.number_format import age, ago, duration, percent, plural, short, size
+from cotrain_server.ui.pages.playground import level_of
+from cotrain_store.messages.history import HistoryPoint
+from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId
+from cotrain_store.messages.pauses import Pause, Pauses
+from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
+from cotrain_store.monitoring.last_hour import Minute
+from cotrain_store.tenants.run_list import RunPosition
+
+NOW = 10_000.0
+
+
+def run_of(**changes: Any) -> RunRecord:
+    given: dict[str, Any] = {
+        "id": RunId("s:train:0"), "tenant": TenantId("a"), "session": SessionId("s"),
+        "pool": PoolId("p"), "base_model": "m", "lora": LoraSpec(8, 1), "created_at": 1.0,
+    }  # fmt: skip
+    return RunRecord(**{**given, **changes})
+
+
+def position_of(**changes: Any) -> RunPosition:
+    given: dict[str, Any] = {
+        "accepted": 9, "planned": 9, "done": 9, "ready_since_ms": None, "gap_since_ms": None,
+        "newest": None, "device_s": 0.0, "worker": "w0",
+    }  # fmt: skip
+    return RunPosition(**{**given, **changes})
+
+
+def cycle(number: int, *tenants: str, start: float = 0.0, tokens: int = 10) -> dict[str, Any]:
+    return {
+        "cycle": number, "worker": "w0", "planned_at": start, "started_at": start + 0.5,
+        "duration_ms": 1000.0, "wave_ms": 600.0, "optim_ms": 200.0, "sampling_ms": 100.0,
+        "tokens": tokens * len(tenants), "padded_tokens": 2 * tokens * len(tenants), "forwards": 1,
+        "outcome": "ok",
+        "runs": [
+            {"run": f"{tenant}-session:train:0", "tenant": tenant, "tokens": tokens,
+             "ops": {"forward_backward": 1}, "failed": 0, "digests": {"1": f"digest-of-{tenant}"}}
+            for tenant in tenants
+        ],
+    }  # fmt: skip
+
+
+def test_two_tenants_share_a_bar_in_two_colours() -> None:
+    shown = timeline_of([cycle(1, "a", "b")], Eyes(None, {"a": "alice", "b": "bob"}))
+    (row,) = shown["rows"]
+    (bar,) = row["bars"]
+    assert [part["colour"] for part in bar["stack"]] == ["s0", "s1"]
+    assert [part["height"] for part in bar["stack"]] == [20.0, 20.0]
+    assert [each["name"] for each in shown["legend"]] == ["alice", "bob"]
+
+
+def test_a_tenant_is_shown_nothing_of_others_but_their_sum() -> None:
+    records = [cycle(1, "a", "b", "c")]
+    eyes = Eyes("b", {"b": "you"})
+    shown = timeline_of(records, eyes)
+    text = repr([shown, cycle_of(records[0], eyes), runs_of(records[0], eyes)])
+    for foreign in ("'a'", "'c'", "a-session", "c-session", "digest-of-a", "w0"):
+        assert foreign not in text
+    assert "b-session" in text
+    assert shown["rest_tokens"] == 20
+    assert [part["colour"] for part in shown["rows"][0]["bars"][0]["stack"]] == ["s0", "rest"]
+
+
+def test_more_tenants_than_colours_share_one() -> None:
+    names = [f"t{number:02}" for number in range(COLOURS + 3)]
+    shown = timeline_of([cycle(1, *names)], Eyes(None))
+    assert len(shown["legend"]) == COLOURS
+    assert shown["rest_tokens"] == 30
+
+
+def test_no_cycle_is_no_timeline() -> None:
+    assert timeline_of([], Eyes(None))["rows"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "pause", "state", "words"),
+    [
+        ({}, False, "idle", "waits for its client"),
+        ({"accepted": 12}, False, "waiting", "3 requests for the next cycle"),
+        ({"accepted": 12, "planned": 11}, False, "running", "2 requests in a cycle now; 1 more wait"),
+        ({"accepted": 12}, True, "paused", "The operator has paused this tenant: maintenance."),
+        ({"accepted": 12, "gap_since_ms": (NOW - 90) * 1000}, False, "waiting", "Request 10 never came"),
+    ],
+)  # fmt: skip
+def test_a_run_says_what_it_waits_for(
+    changes: dict[str, Any], pause: bool, state: str, words: str
+) -> None:
+    pauses = Pauses({TenantId("a"): Pause(0.0, "maintenance")} if pause else {})
+    position = position_of(**changes)
+    assert state_of(run_of(), position, pauses)[0] == state
+    assert words in waits_for(run_of(), position, pauses, NOW)
+
+
+def test_a_list_is_narrowed_by_state_model_and_text() -> None:
+    failed = run_of(
+        state=RunState.FAILED,
+        user_metadata={"name": "Math Distill"},
+        note="Warm-up",
+        tags=("paper",),
+    )
+    assert keeps("", "", "") is None
+    for given, is_kept in [
+        (("failed", "", ""), True), (("live", "", ""), False), (("", "other", ""), False),
+        (("", "m", "distill"), True), (("", "", "train:0"), True), (("", "", "poems"), False),
+        (("", "", "warm"), True), (("", "", "Paper"), True),
+    ]:  # fmt: skip
+        keep = keeps(*given)
+        assert keep is not None
+        assert keep(failed) is is_kept
+
+
+def test_a_minutes_parts_of_a_device_never_exceed_it() -> None:
+    minutes = [
+        Minute(9_900, {"train_s": 50.0, "sample_s": 40.0, "tokens": 600}),
+        Minute(9_960, {"train_s": 10.0, "optim_s": 10.0, "tokens": 80}),
+    ]
+    shown = activity_of(minutes, 1, NOW)
+    assert shown["tokens_per_s"] == [10.0, 2.0]  # 40 s of the last minute are over
+    for parts in shown["duty"]:
+        assert sum(parts.values()) == pytest.approx(1.0, abs=1e-3)
+    assert shown["duty"][1]["idle"] == 0.5
+
+
+def test_a_tenants_chart_has_its_own_part_alone() -> None:
+    minute = Minute(9_940, {"tokens": 600, "own_tokens": 60, "own_device_s": 6.0})
+    assert own_activity_of([minute], NOW) == {
+        "starts": [9_940], "tokens_per_s": [1.0], "device": [0.1], "device_s": 6.0, "tokens": 60,
+    }  # fmt: skip
+
+
+def point(step: int, loss: float, time_s: float) -> HistoryPoint:
+    return HistoryPoint(
+        "optim_step", step, 1, 2 * step, time_s, loss, 2.0, 0.5, 1e-4, 10, 10 * step, 1
+    )
+
+
+def test_runs_of_different_length_share_an_axis() -> None:
+    longer = [point(1, 4.0, 0.0), point(2, 2.0, 5.0)]
+    charts = curves_of({RunId("s1:train:0"): longer, RunId("s2:train:0"): [point(2, 6.0, 1.0)]})
+    by_name = {chart["name"]: chart for chart in charts}
+    assert by_name["loss"]["x"] == [1, 2]
+    assert [each["values"] for each in by_name["loss"]["series"]] == [[2.0, 1.0], [None, 3.0]]
+    assert by_name["tokens_per_s"]["series"][0]["values"] == [None, 2.0]
+
+
+def status_of(**changes: Any) -> dict[str, Any]:
+    pool = {
+        "base_model": "m", "workers": [], "workers_unavailable": ["w0"],
+        "queue": {"oldest_s": 0.0, "oldest_gap_s": 0.0},
+    }  # fmt: skip
+    return {
+        "reasons": [], "pools": [{**pool, **changes}], "disk": {"free_bytes": 10**12},
+        "redis": {"memory_bytes": 1, "memory_limit_bytes": 0},
+    }  # fmt: skip
+
+
+def test_a_worker_without_a_heartbeat_is_a_problem_with_its_name_and_what_to_do() -> None:
+    (problem,) = problems_of(status_of(), 10**9)
+    assert problem.level == "bad"
+    assert "w0" in problem.text
+    assert "log" in problem.todo
+    assert problems_of(status_of(workers_unavailable=[]), 10**9) == []
+
+
+def test_the_worst_problem_stands_first() -> None:
+    slow = status_of(workers_unavailable=[], queue={"oldest_s": 61.0, "oldest_gap_s": 121.0})
+    slow["reasons"] = ["No scheduler is running."]
+    slow["redis"] = {"memory_bytes": 8, "memory_limit_bytes": 10}
+    slow["disk"] = {"free_bytes": 15 * 10**8}
+    found = problems_of(slow, 10**9)
+    assert [problem.level for problem in found] == ["bad", *["warn"] * 4]
+    assert all(problem.todo for problem in found)
+
+
+def test_numbers_have_units() -> None:
+    assert [duration(value) for value in (0, 0.0123, 3.456, 125, 12_000, 200_000, None)] == [
+        "0 s", "12.3 ms", "3.46 s", "2 min 5 s", "3 h 20 min", "2 d 7 h", "\u2013",
+    ]  # fmt: skip
+    assert [short(value) for value in (0, 999, 12_345, 3.2e6)] == ["0", "999", "12.3 k", "3.2 M"]
+    assert [size(value) for value in (10, 1536, 3 * 2**30)] == ["10 B", "1.5 KiB", "3 GiB"]
+    assert (percent(0.5), plural(1, "run"), plural(2, "run")) == ("50 %", "1 run", "2 runs")
+    assert [age(value) for value in (0.2, 30, 90, 7200, -60)] == [
+        "now", "30 s ago", "1 min ago", "2 h ago", "in 1 min",
+    ]  # fmt: skip
+    assert ago(0.0, 60.0) == (
+        '<time datetime="1970-01-01T00:00:00+00:00" title="1970-01-01 00:00:00 UTC">1 min ago</time>'
+    )
+
+
+def test_a_tokens_colour_says_how_likely_it_was() -> None:
+    assert [level_of(value) for value in (0.0, -0.5, -2.0, -9.0, None)] == [0, 1, 2, 3, 0]
