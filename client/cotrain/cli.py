@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from cotrain.commands import checkpoints, runs
+from cotrain.commands import checkpoints, runs, webhooks
+from cotrain.commands.admin.app import app as admin
 from cotrain.commands.models import models
 from cotrain.commands.sample import sample_text
 from cotrain.commands.terminal import AsJson, examples, print_json
@@ -86,6 +87,8 @@ def _add_own(app: typer.Typer) -> None:
     app.command(epilog=examples("cotrain models --json"))(models)
     app.add_typer(runs.app, name="runs")
     app.add_typer(checkpoints.app, name="checkpoints")
+    app.add_typer(admin, name="admin")
+    app.add_typer(webhooks.app, name="webhooks")
     app.command(epilog=examples(f"cotrain download {PATH} --output adapter/"))(download)
     app.command(
         epilog=examples("cotrain upload my-adapter/ --base-model Qwen/Qwen3-0.6B --name mine")

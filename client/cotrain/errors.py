@@ -117,13 +117,22 @@ class APIStatusError(APIError):
     """The server answered that it will not do this."""
 
     def __init__(
-        self, message: str, status_code: int, body: Any, retry_after_s: float | None = None
+        self,
+        message: str,
+        status_code: int,
+        body: Any,
+        retry_after_s: float | None = None,
+        request_id: str = "",
     ) -> None:
         super().__init__(f"{status_code}: {message}")
         self.message = message
         self.status_code = status_code
         self.body = body
         self.retry_after_s = retry_after_s
+        self.request_id = request_id
+        """What to ask the server's operator about; "" where the server did not say."""
+        if request_id:
+            self.add_note(f"The server's log has this as request {request_id}.")
 
 
 class BadRequestError(APIStatusError):
@@ -184,9 +193,13 @@ _ERROR_BY_STATUS: dict[int, type[APIStatusError]] = {
 
 
 def status_error(
-    status_code: int, message: str, body: Any, retry_after_s: float | None = None
+    status_code: int,
+    message: str,
+    body: Any,
+    retry_after_s: float | None = None,
+    request_id: str = "",
 ) -> APIStatusError:
     """Make the most specific error for an HTTP status."""
     general = InternalServerError if status_code >= 500 else APIStatusError
     error_class = _ERROR_BY_STATUS.get(status_code, general)
-    return error_class(message, status_code, body, retry_after_s)
+    return error_class(message, status_code, body, retry_after_s, request_id)

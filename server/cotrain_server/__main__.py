@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -28,7 +29,7 @@ from cotrain_server.supervisor.environment import refused_variables
 from cotrain_store.errors import InvalidKey, StoreUnavailable, UnsafeRedis
 from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
-from cotrain_store.refusal import read_settings, refuse
+from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -76,6 +77,7 @@ def main() -> None:
         refuse("settings_refused", " ".join(refused))
     settings = read_settings(ServerSettings)
     start_logs("api", settings.log_level)
+    trace_or_refuse("api", f"{socket.gethostname()}-{os.getpid()}", decides=True)
     try:
         _ = settings.chosen_keys
     except (InvalidKey, OSError) as error:

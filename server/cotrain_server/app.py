@@ -37,8 +37,19 @@ from cotrain_server.routes import (
     uploads,
     weights,
 )
+from cotrain_server.routes.admin import audit as admin_audit
+from cotrain_server.routes.admin import keys as admin_keys
+from cotrain_server.routes.admin import runs as admin_runs
+from cotrain_server.routes.admin import tenants as admin_tenants
+from cotrain_server.routes.admin import workers as admin_workers
 from cotrain_server.services import LONG_POLL_S, open_services
+from cotrain_server.ui import router as pages
+from cotrain_server.views.metrics_pages import metrics_pages
+from cotrain_server.webhooks import routes as webhooks
+from cotrain_server.webhooks.delivery import delivering
+from cotrain_server.webhooks.sender import Sender
 from cotrain_store.monitoring import metrics
+from cotrain_store.monitoring.metrics_port import metrics_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -67,11 +78,18 @@ PARTS = (
     traces,
     billing,
     audit,
+    webhooks,
     samplers,
     tokenizers,
     openai,
     anthropic,
     status,
+    admin_tenants,
+    admin_keys,
+    admin_runs,
+    admin_workers,
+    admin_audit,
+    pages,
 )
 
 
@@ -82,7 +100,11 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with open_services(settings, long_poll_s) as services:
             app.state.services = services
-            yield
+            sender = Sender(settings.webhook_networks)
+            port = metrics_port(settings, metrics_pages(services))
+            async with delivering(services.webhooks, sender):
+                with port:
+                    yield
 
     app = FastAPI(
         title="cotrain",
@@ -92,11 +114,16 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
         responses=errors.ERROR_RESPONSES,
         # A path with a slash too many is another path, not a hint at the one without.
         redirect_slashes=False,
+        # FastAPI's pages for the OpenAPI load their scripts from another host. /openapi.json stays.
+        docs_url=None,
+        redoc_url=None,
+        # Its own spans and logs hold paths, queries and messages of exceptions, which may quote a tenant.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     metrics.BUILD_INFO.labels(__version__).set(1)
     # The last one added is the first to see a request.
     app.add_middleware(LongPolls, polls=futures.POLLS)
-    app.add_middleware(RequestMiddleware)
+    app.add_middleware(RequestMiddleware, access_log=settings.access_log)
     errors.install(app)
     for part in PARTS:
         app.include_router(part.router)

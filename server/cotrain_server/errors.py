@@ -16,7 +16,10 @@ RequestError
 ├── TooManyUploads          (sent at once by one tenant)
 ├── InvalidToken            (not ours, expired, or its key was revoked)
 ├── BadLink                 (to a file)
+├── NotLoggedIn             (to the web pages)
+├── MissingFormToken        (of a page's form)
 ├── KeyOfTheOperator        (its tenant cannot revoke it)
+├── ReadOnlyKey             (a viewer's, and this would change something)
 └── OperatorsOnly           (answered as if the endpoint did not exist)
 """
 
@@ -96,6 +99,14 @@ class BadLink(RequestError):
     """Link expired or invalid."""
 
 
+class NotLoggedIn(RequestError):
+    """Log in first, or show an API key."""
+
+
+class MissingFormToken(RequestError):
+    """This form did not come from a page of this session. Load the page again, and send it once more."""
+
+
 class KeyOfTheOperator(RequestError):
     """This API key stands in the server's settings; only its operator can take it back."""
 
@@ -118,6 +129,10 @@ class TooManyUploads(RequestError):
     retry_after_s = 5.0
 
 
+class ReadOnlyKey(RequestError):
+    """This API key is a viewer's: it may only read. The operator can make one of a member."""
+
+
 class OperatorsOnly(RequestError):
     """Not Found"""
 
@@ -136,7 +151,10 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (TooManyUploads, 429),
     (InvalidToken, 401),
     (BadLink, 403),
+    (NotLoggedIn, 401),
+    (MissingFormToken, 403),
     (KeyOfTheOperator, 403),
+    (ReadOnlyKey, 403),
     (OperatorsOnly, 404),
     (store.BaseModelNotServed, 400),
     # The SDK samples again at 410, which is what such a request needs.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import TYPE_CHECKING
 
 import structlog
@@ -14,6 +17,7 @@ from cotrain_server.admin_key import admin_key
 from cotrain_server.errors import TooManyPolls
 from cotrain_server.limits.body_memory import BodyMemory
 from cotrain_server.limits.failures import FailureCounter
+from cotrain_server.limits.own_quotas import OwnQuotas
 from cotrain_server.limits.tenant_connections import TenantConnections
 from cotrain_server.limits.upload_slots import UploadSlots
 from cotrain_server.parsing.parser import Parser
@@ -29,16 +33,21 @@ from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_store.tenants.api_keys import Tenants, signing_keys
 from cotrain_store.tenants.audit_log import Audit
 from cotrain_store.tenants.catalog import Catalog
+from cotrain_store.tenants.pauses import PauseRecords
+from cotrain_store.tenants.policies import Policies
 from cotrain_store.tenants.records import Records
+from cotrain_store.tenants.run_labels import RunLabels
+from cotrain_store.tenants.run_list import RunList
 from cotrain_store.tenants.session_search import SessionSearch
 from cotrain_store.tenants.usage import Usage
+from cotrain_store.tenants.webhooks import Webhooks
 from cotrain_store.weights.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator
     from typing import Any
 
-    from cotrain_server.settings import ServerSettings
+    from cotrain_server.settings import Quotas, ServerSettings
     from cotrain_store.messages.ids import TenantId
 
 
@@ -57,6 +66,9 @@ class Services:
     admin_key: str = field(repr=False)
     connection: Connection
     tenants: Tenants
+    policies: Policies
+    pauses: PauseRecords
+    quotas: OwnQuotas
     records: Records
     checkpoints: Checkpoints
     intake: Intake
@@ -66,9 +78,12 @@ class Services:
     token_stream: TokenStream
     signer: Signer
     catalog: Catalog
+    run_list: RunList
     session_search: SessionSearch
     usage: Usage
     audit: Audit
+    webhooks: Webhooks
+    run_labels: RunLabels
     failures: FailureCounter = field(default_factory=FailureCounter)
     polls_by_tenant: Counter[TenantId] = field(default_factory=Counter)
     body_memory: BodyMemory = field(default_factory=BodyMemory)
@@ -81,9 +96,9 @@ class Services:
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     @contextmanager
-    def counted_poll(self, tenant: TenantId) -> Iterator[None]:
+    def counted_poll(self, tenant: TenantId, quotas: Quotas) -> Iterator[None]:
         """Count a poll of a tenant while it is held; raises TooManyPolls."""
-        if self.polls_by_tenant[tenant] >= self.settings.quotas.polls:
+        if self.polls_by_tenant[tenant] >= quotas.polls:
             raise TooManyPolls
         self.polls_by_tenant[tenant] += 1
         try:
@@ -133,8 +148,12 @@ async def open_services(
         tenants = Tenants(connection)
         await _take_keys(tenants, settings)
         await tenants.name_all()
+        run_list = RunList(connection)
+        await run_list.list_earlier_runs()
         reserve_bytes = settings.disk_reserve_bytes
-        records = Records(connection, settings.record_limits, settings.base_models)
+        policies = Policies(connection)
+        quotas = OwnQuotas(policies, settings.quotas)
+        records = Records(connection, quotas.record_limits, settings.base_models)
         checkpoints = Checkpoints(connection)
         async with (
             Futures(connection, spool) as futures,
@@ -147,20 +166,26 @@ async def open_services(
                 admin_key=await asyncio.to_thread(admin_key, settings),
                 connection=connection,
                 tenants=tenants,
+                policies=policies,
+                pauses=PauseRecords(connection),
+                quotas=quotas,
                 records=records,
                 checkpoints=checkpoints,
-                intake=Intake(connection, spool, settings.tenant_limits, reserve_bytes),
-                sample_intake=SampleIntake(
-                    connection, spool, settings.sample_limits, reserve_bytes
-                ),
+                intake=Intake(connection, spool, quotas.tenant_limits, reserve_bytes),
+                sample_intake=SampleIntake(connection, spool, quotas.sample_limits, reserve_bytes),
                 futures=futures,
                 completions=completions,
                 token_stream=token_stream,
                 signer=Signer(await signing_keys(connection)),
+                run_list=run_list,
                 catalog=Catalog(connection, records, checkpoints),
                 session_search=SessionSearch(connection, checkpoints),
                 usage=Usage(connection),
                 audit=Audit(connection),
+                run_labels=RunLabels(connection),
+                webhooks=Webhooks(
+                    connection, f"{socket.gethostname()}-{os.getpid()}-{token_hex(4)}"
+                ),
             )
             try:
                 yield services

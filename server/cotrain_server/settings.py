@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from pathlib import Path  # pydantic reads the annotation at run time
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,6 +17,7 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
+from cotrain_store.messages.history import HISTORY_POINTS
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.sampling.intake import SampleLimits
 from cotrain_store.settings.store import StoreSettings
@@ -23,11 +25,15 @@ from cotrain_store.tenants.key_format import MIN_CHARACTERS, read_chosen_keys
 from cotrain_store.tenants.records import RecordLimits
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cotrain_store.tenants.key_format import ChosenKey
 
 MIB = 1024**2
 
-AtLeastOne = Annotated[int, Field(ge=1)]
+#: Scripts count exactly up to 2**53.
+MOST = 10**15
+AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 
 Words = Annotated[tuple[str, ...], NoDecode]
 """A list in one variable, separated by commas or white space."""
@@ -48,13 +54,16 @@ class Quotas(BaseModel):
     tokens: AtLeastOne = 8_000_000
     bytes: AtLeastOne = 1_000_000_000
     runs: AtLeastOne = 1_000
-    run_bytes: Annotated[int, Field(ge=0)] = 0
+    run_bytes: Annotated[int, Field(ge=0, le=MOST)] = 0
     """What live runs hold: each its state once in memory and twice on disk. 0: 200 GB or, where that is
     more, eight runs of the largest rank on the largest base model."""
     unread_bytes: AtLeastOne = 2_000_000_000
     """Results that were never fetched; over it, nothing new is accepted."""
     record_bytes: AtLeastOne = 200_000_000
     """Sessions and runs, also ended ones, with their metadata: Redis keeps them in memory."""
+    history_points: AtLeastOne = HISTORY_POINTS
+    """Points of the histories of all runs, some 80 bytes each in Redis; over it, those go that were
+    added to longest ago. Counts from the next run on."""
     sessions: AtLeastOne = 10_000
     """Sessions whose client is alive."""
     samplers: AtLeastOne = 10_000
@@ -70,6 +79,28 @@ class Quotas(BaseModel):
     checkpoints: AtLeastOne = 10_000
     checkpoint_bytes: AtLeastOne = 100_000_000_000
     """Stored checkpoints, and their bytes; over it, saves fail."""
+
+    def over(self, own: Mapping[str, int]) -> Quotas:
+        """Return these with a tenant's own over them; a name of another version is passed over."""
+        return self.model_copy(update={n: v for n, v in own.items() if n in Quotas.model_fields})
+
+    @property
+    def tenant_limits(self) -> TenantLimits:
+        """What one tenant may have waiting."""
+        return TenantLimits(
+            self.ops, self.tokens, self.bytes, self.runs, self.unread_bytes, self.samplers,
+            self.sampler_bytes, self.run_bytes, self.record_bytes, self.history_points,
+        )  # fmt: skip
+
+    @property
+    def sample_limits(self) -> SampleLimits:
+        """What one tenant may have waiting and running of sample requests."""
+        return SampleLimits(self.samples, self.bytes, self.unread_bytes, self.sample_tokens)
+
+    @property
+    def record_limits(self) -> RecordLimits:
+        """What one tenant may have of sessions and samplers, and of records of what it had."""
+        return RecordLimits(self.sessions, self.samplers, self.record_bytes)
 
 
 def read_quotas(given: object) -> object:
@@ -110,6 +141,10 @@ class ServerSettings(StoreSettings):
     """Addresses or networks whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed."""
     public_url: Annotated[str | None, Field(pattern=r"^https?://[^\s?#]+$")] = None
     """How clients reach this server, for links to files; by default as their request reached it."""
+    access_log: bool = False
+    """Whether each request is a line of the log; without it, those that are refused are."""
+    webhook_networks: Words = ()
+    """Private networks or addresses that webhooks may be sent to, also with `http://`; by default none."""
     jwt_auth: Literal["needed", "always"] = "needed"
     """Which clients exchange their key for a token: those whose key an SDK takes in no other way
     (`sk-…`), or all."""
@@ -122,10 +157,19 @@ class ServerSettings(StoreSettings):
     quotas: Annotated[Quotas, NoDecode, BeforeValidator(read_quotas)] = Quotas()
     """What one tenant may have, `NAME=NUMBER` separated by commas or white space."""
 
-    @field_validator("base_models", "api_keys", "trusted_proxies", mode="before")
+    @field_validator(
+        "base_models", "api_keys", "trusted_proxies", "webhook_networks", mode="before"
+    )
     @classmethod
     def _split(cls, value: object) -> object:
         return split_words(value) if isinstance(value, str) else value
+
+    @field_validator("webhook_networks")
+    @classmethod
+    def _are_networks(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for each in given:
+            ip_network(each)  # its error names what is wrong
+        return given
 
     @field_validator("admin_key", "public_url", "api_keys_file", mode="before")
     @classmethod
@@ -147,23 +191,3 @@ class ServerSettings(StoreSettings):
         if self.api_keys_file is not None:
             written += split_words(self.api_keys_file.read_text())
         return read_chosen_keys(written)
-
-    @property
-    def tenant_limits(self) -> TenantLimits:
-        """What one tenant may have waiting."""
-        most = self.quotas
-        return TenantLimits(
-            most.ops, most.tokens, most.bytes, most.runs, most.unread_bytes, most.samplers,
-            most.sampler_bytes, most.run_bytes, most.record_bytes,
-        )  # fmt: skip
-
-    @property
-    def sample_limits(self) -> SampleLimits:
-        """What one tenant may have waiting and running of sample requests."""
-        most = self.quotas
-        return SampleLimits(most.samples, most.bytes, most.unread_bytes, most.sample_tokens)
-
-    @property
-    def record_limits(self) -> RecordLimits:
-        """What one tenant may have of sessions and samplers, and of records of what it had."""
-        return RecordLimits(self.quotas.sessions, self.quotas.samplers, self.quotas.record_bytes)

@@ -1,4 +1,5 @@
-"""Sign what this server will have to believe later: download links, and tokens that stand for keys.
+"""Sign what this server will have to believe later: download links, and what stands for keys: tokens
+and browsers' sessions.
 
 Everything is derived from two secrets that all API processes share: what the current one signed and
 what the previous one signed is believed. A link is no API key: it opens one file of one checkpoint
@@ -53,13 +54,30 @@ class Token:
     """Of the key."""
 
 
+@dataclass(frozen=True)
+class UiSession:
+    """What a browser shows after a login, in place of the key."""
+
+    nonce: str
+    """Random; its forms' token is made of it."""
+    ends_at: int
+    tenant: str
+    """Empty: the operator's."""
+    key_id: str
+    """Of the tenant's key, or a digest of the admin key."""
+    name: str
+    """Of the tenant's key."""
+
+
 class Signer:
-    """Signs and reads links and tokens."""
+    """Signs and reads links, tokens and sessions."""
 
     def __init__(self, secrets: Sequence[bytes]) -> None:
         """Take the secrets, the current one first."""
         self._link_keys = [_derive(secret, b"link") for secret in secrets]
         self._token_keys = [_derive(secret, b"token") for secret in secrets]
+        self._session_keys = [_derive(secret, b"ui session") for secret in secrets]
+        self._form_key = _derive(secrets[0], b"ui form")
 
     def sign_link(self, link: Link) -> str:
         """Write a link as the part of a URL that makes it one."""
@@ -69,9 +87,7 @@ class Signer:
     def read_link(self, text: str, now: float) -> Link:
         """Read what `sign_link` wrote. Raises BadLink for anything else, and for one that expired."""
         content, _, seal = text.partition(".")
-        if not text.isascii() or not any(
-            hmac.compare_digest(_seal(key, content), seal) for key in self._link_keys
-        ):
+        if not text.isascii() or not _is_sealed(self._link_keys, content, seal):
             raise BadLink
         tenant, path, weights, file, expires_at = json.loads(_from_text(content))
         if expires_at <= now:
@@ -100,6 +116,23 @@ class Signer:
         claims = self._claims(text)
         return Token(TenantId(claims["sub"]), claims["jti"], claims["name"])
 
+    def sign_session(self, session: UiSession) -> str:
+        """Write a session as the value of a cookie."""
+        content = _to_text(json.dumps(astuple(session), separators=(",", ":")).encode())
+        return f"{content}.{_seal(self._session_keys[0], content)}"
+
+    def read_session(self, text: str, now: float) -> UiSession | None:
+        """Read what `sign_session` wrote; None for anything else, and for one that has ended."""
+        content, _, seal = text.partition(".")
+        if not text.isascii() or not _is_sealed(self._session_keys, content, seal):
+            return None
+        session = UiSession(*json.loads(_from_text(content)))
+        return session if session.ends_at > now else None
+
+    def csrf(self, nonce: str) -> str:
+        """Make the token that the forms of a session, or of the login, carry."""
+        return _seal(self._form_key, nonce)
+
     def _claims(self, text: str) -> dict[str, Any]:
         for key in self._token_keys:
             try:
@@ -120,6 +153,10 @@ def _derive(secret: bytes, purpose: bytes) -> bytes:
 
 def _seal(key: bytes, content: str) -> str:
     return _to_text(hmac.digest(key, content.encode(), "sha256"))
+
+
+def _is_sealed(keys: Sequence[bytes], content: str, seal: str) -> bool:
+    return any(hmac.compare_digest(_seal(key, content), seal) for key in keys)
 
 
 def _to_text(content: bytes) -> str:

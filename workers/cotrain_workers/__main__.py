@@ -17,10 +17,12 @@ from cotrain_store.disk.folder_claim import claim_folder
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.messages.ids import WorkerId
+from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.logs import start_logs
+from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
 from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
-from cotrain_store.refusal import read_settings, refuse
+from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
 from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.lora.backend import BackendUnfit
@@ -72,7 +74,8 @@ def serve(settings: WorkerSettings, tuning: Tuning) -> int:
         tokens_per_s=tokens_per_s,
     )  # fmt: skip
     try:
-        loop.run()
+        with metrics_port(settings, own_metrics(Source.WORKER)):
+            loop.run()
     except Fenced:
         log.warning("worker_fenced")
         return 0
@@ -90,6 +93,7 @@ def main() -> None:
     tuning = _tuning()
     settings = read_settings(WorkerSettings)
     start_logs(f"worker-{settings.worker_id}", settings.log_level)
+    trace_or_refuse("worker", settings.worker_id)
     listen(lambda doing: log.info("starting", doing=doing))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

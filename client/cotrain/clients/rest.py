@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import override
 
-from cotrain.clients.rest_calls import RestCalls, checkpoint_url, url_of
+from cotrain.clients.rest_calls import Nothing, RestCalls, checkpoint_url, url_of
 from cotrain.requests.connection import shared_connection
 from cotrain.requests.futures import Future
 from cotrain.settings import client_settings
@@ -25,7 +25,9 @@ from cotrain.wire.rest import (
     ListSessionsResponse,
     SessionSearchResponse,
     TrainingRun,
+    TrainingRunHistory,
     TrainingRunsResponse,
+    UpdateTrainingRunRequest,
 )
 from cotrain.wire.sampling import GetSamplerResponse
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
@@ -35,9 +37,10 @@ from cotrain.wire.usage import (
     StorageResponse,
     UsageResponse,
 )
+from cotrain.wire.webhooks import NewWebhook, SetWebhookRequest, Webhook, WebhookTest
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Sequence
     from datetime import date, datetime
 
     from cotrain.requests.connection import Connection
@@ -93,9 +96,20 @@ class RestClient:
         offset: int = 0,
         access_scope: AccessScope = "owned",
         project_id: str | None = None,
+        *,
+        tags: Sequence[str] = (),
+        text: str | None = None,
     ) -> Future[TrainingRunsResponse]:
-        """List one page of runs; `.cursor.total_count` says how many there are."""
-        query = {"access_scope": access_scope, "project_id": project_id}
+        """List one page of runs; `.cursor.total_count` says how many there are.
+
+        With `tags`, those that have all of them; with `text`, those whose note or tags hold its words.
+        """
+        query: dict[str, str | list[str] | None] = {
+            "access_scope": access_scope,
+            "project_id": project_id,
+            "tag": list(tags) or None,
+            "text": text,
+        }
         return self._get("training_runs", TrainingRunsResponse, limit=limit, offset=offset, **query)
 
     def list_training_run_ids(self, limit: int = 20, offset: int = 0) -> Future[list[str]]:
@@ -109,12 +123,27 @@ class RestClient:
         path = url_of("training_runs", training_run_id)
         return self._get(path, TrainingRun, access_scope=access_scope)
 
+    def update_training_run(
+        self, training_run_id: str, *, note: str | None = None, tags: Sequence[str] | None = None
+    ) -> Future[TrainingRun]:
+        """Write a run's note or its tags, which lists and searches find it by; None: they stay."""
+        changes = UpdateTrainingRunRequest(note=note, tags=None if tags is None else list(tags))
+        path = url_of("training_runs", training_run_id)
+        return self._start(self._calls.patch(path, changes, TrainingRun))
+
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> Future[TrainingRun]:
         """Ask about the run that made a checkpoint."""
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         return self.get_training_run(parsed.training_run_id, access_scope)
+
+    def get_training_run_history(
+        self, training_run_id: str, after_step: int = -1
+    ) -> Future[TrainingRunHistory]:
+        """Ask for losses, gradient norms and learning rates of a run, those after a step."""
+        path = url_of("training_runs", training_run_id, "history")
+        return self._get(path, TrainingRunHistory, after_step=after_step)
 
     # ---- Checkpoints -----------------------------------------------------------------------------
 
@@ -262,6 +291,24 @@ class RestClient:
         """Ask what was changed or taken away on one day (UTC; None: today), oldest first."""
         return self._get("audit", AuditLogResponse, event_type=event_type, day=day)
 
+    # ---- Webhook ---------------------------------------------------------------------------------
+
+    def set_webhook(self, url: str) -> Future[NewWebhook]:
+        """Send this account's events to an address; gives the secret they are signed with, once."""
+        return self._start(self._calls.put_for("webhook", SetWebhookRequest(url=url), NewWebhook))
+
+    def get_webhook(self) -> Future[Webhook]:
+        """Ask where events go, and what became of them."""
+        return self._get("webhook", Webhook)
+
+    def test_webhook(self) -> Future[WebhookTest]:
+        """Send an event of type `test`."""
+        return self._start(self._calls.post("webhook/test", Nothing(), WebhookTest))
+
+    def remove_webhook(self) -> Future[None]:
+        """Send no more events."""
+        return self._start(self._calls.delete("webhook"))
+
     # ---- The same, as code for an event loop names them ------------------------------------------
 
     get_server_capabilities_async = get_server_capabilities
@@ -269,6 +316,8 @@ class RestClient:
     list_training_runs_async = list_training_runs
     list_training_run_ids_async = list_training_run_ids
     get_training_run_async = get_training_run
+    update_training_run_async = update_training_run
+    get_training_run_history_async = get_training_run_history
     get_training_run_by_tinker_path_async = get_training_run_by_tinker_path
     list_checkpoints_async = list_checkpoints
     list_user_checkpoints_async = list_user_checkpoints
@@ -292,6 +341,10 @@ class RestClient:
     get_billing_usage_async = get_billing_usage
     get_current_checkpoint_storage_usage_async = get_current_checkpoint_storage_usage
     get_audit_log_async = get_audit_log
+    set_webhook_async = set_webhook
+    get_webhook_async = get_webhook
+    test_webhook_async = test_webhook
+    remove_webhook_async = remove_webhook
 
     def _get(self, path: str, model: Any, **query: Any) -> Future[Any]:
         return self._start(self._calls.get(path, model, **query))

@@ -46,10 +46,12 @@ class RestCalls:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    async def get(self, path: str, model: type[Model], **query: str | int | date | None) -> Model:
+    async def get(
+        self, path: str, model: type[Model], **query: str | int | date | list[str] | None
+    ) -> Model:
         """GET an answer; what is None is not asked for."""
         asked = {name: _text(value) for name, value in query.items() if value is not None}
-        return read(await self._transport.get(f"{path}?{urlencode(asked)}"), model)
+        return read(await self._transport.get(f"{path}?{urlencode(asked, doseq=True)}"), model)
 
     async def post(
         self,
@@ -68,6 +70,14 @@ class RestCalls:
     async def put(self, path: str, message: BaseModel) -> None:
         """PUT."""
         await self._transport.put(path, message)
+
+    async def put_for(self, path: str, message: BaseModel, model: type[Model]) -> Model:
+        """PUT something and read what it gives."""
+        return read(await self._transport.put(path, message), model)
+
+    async def patch(self, path: str, message: BaseModel, model: type[Model]) -> Model:
+        """PATCH something and read what it is now."""
+        return read(await self._transport.patch(path, message), model)
 
     async def delete(self, path: str) -> None:
         """DELETE."""
@@ -125,7 +135,9 @@ def checkpoint_url(tinker_path: str) -> str:
     )
 
 
-def _text(value: str | int | date) -> str:
+def _text(value: str | int | date | list[str]) -> str | list[str]:
+    if isinstance(value, list):
+        return value
     return str(value) if isinstance(value, str | int) else value.isoformat()
 
 

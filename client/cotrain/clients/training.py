@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from typing_extensions import override
 
 from cotrain.clients.custom_loss import CustomLoss
+from cotrain.clients.rest_calls import url_of
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.train_step import joined
 from cotrain.compat.unsupported_arguments import absent, hosted
@@ -25,6 +26,7 @@ from cotrain.wire.checkpoints import (
 )
 from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.mint import PlacedReverseKlRequest, ReverseKlResponse
+from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
     AdamParams,
     ForwardBackwardOutput,
@@ -243,6 +245,17 @@ class TrainingClient:
         return read(await self._transport.post("get_info", request), GetInfoResponse)
 
     get_info, get_info_async = both_ways(_get_info)
+
+    async def _history(self, after_step: int = -1) -> TrainingRunHistory:
+        """Ask what the steps and evaluations of this run found, those after a step; `.points` are in order.
+
+        The server keeps it with the run: see docs/usage.md.
+        """
+        path = url_of("training_runs", self._model_id, "history")
+        answer = await self._transport.get(f"{path}?after_step={after_step}")
+        return read(answer, TrainingRunHistory)
+
+    history, history_async = both_ways(_history)
 
     async def _unload(self) -> None:
         """End the run and free its place on the server; requests still waiting fail."""

@@ -6,7 +6,9 @@ They need no session, no thread and no retries, and the status may be asked for 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
 
 # A sample waits for its turn, which may take minutes on a busy server.
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
+ADMIN_KEY_FILE = "admin-key"
+#: Where `cotrain serve` keeps everything by default.
+DEFAULT_DATA_DIR = Path.home() / ".cotrain"
+#: A key of this host is shown to no other.
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @contextmanager
@@ -41,3 +48,13 @@ def checked(response: httpx.Response) -> httpx.Response:
         return response
     response.read()
     raise refusal(response)
+
+
+def kept_admin_key(url: str, data_dir: Path) -> str:
+    """Read the operator's key of a server on this host; empty where this user cannot, or it is elsewhere."""
+    if urlsplit(url).hostname not in LOOPBACK:
+        return ""
+    try:
+        return (data_dir / ADMIN_KEY_FILE).read_text().strip()
+    except OSError:
+        return ""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from cotrain.commands.history import export, history
+from cotrain.commands.run_labels import note, tag
 from cotrain.commands.terminal import (
     AsJson,
     examples,
@@ -29,11 +31,14 @@ app = typer.Typer(help="List your runs and look at one.", no_args_is_help=True)
 def list_runs(
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="How many at most.")] = 20,
     offset: Annotated[int, typer.Option(min=0, help="How many to skip.")] = 0,
+    tag: Annotated[list[str] | None, typer.Option(help="With this tag; repeated: all.")] = None,
+    text: Annotated[str | None, typer.Option(help="Words of the note or tags.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List runs, newest first."""
     with opened() as service:
-        page = service.create_rest_client().list_training_runs(limit, offset).result()
+        rest = service.create_rest_client()
+        page = rest.list_training_runs(limit, offset, tags=tag or (), text=text).result()
     if as_json:
         print_json(page.training_runs)
         return
@@ -66,8 +71,36 @@ def show(
     print_rich(table)
 
 
+app.command(
+    epilog=examples(
+        "cotrain runs note 1f2e3d4c:train:0 'the one with the longer warm-up'",
+        "cotrain runs list --text warm-up",
+    )
+)(note)
+app.command(
+    epilog=examples(
+        "cotrain runs tag 1f2e3d4c:train:0 baseline paper --remove draft",
+        "cotrain runs list --tag baseline",
+    )
+)(tag)
+app.command(
+    epilog=examples(
+        "cotrain runs history 1f2e3d4c:train:0 --last 20",
+        "cotrain runs history 1f2e3d4c:train:0 --csv > history.csv",
+    )
+)(history)
+app.command(
+    epilog=examples(
+        "cotrain runs export 1f2e3d4c:train:0 1f2e3d4c:train:1 --to tensorboard --output runs/",
+        "tensorboard --logdir runs/",
+    )
+)(export)
+
+
 def _table(runs: list[TrainingRun]) -> Table:
-    table = Table("run", "base model", "rank", "last request", "newest checkpoint", box=None)
+    table = Table(
+        "run", "base model", "rank", "last request", "newest checkpoint", "tags", box=None
+    )
     for run in runs:
         table.add_row(
             run.training_run_id,
@@ -75,6 +108,7 @@ def _table(runs: list[TrainingRun]) -> Table:
             str(run.lora_rank),
             minute(run.last_request_time),
             run.last_checkpoint.tinker_path if run.last_checkpoint else "",
+            ", ".join(run.tags),
         )
     return table
 
@@ -87,6 +121,10 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
         ("last request", minute(run.last_request_time)),
         *((f"metadata {name}", value) for name, value in (run.user_metadata or {}).items()),
     ]
+    if run.note:
+        facts.append(("note", run.note))
+    if run.tags:
+        facts.append(("tags", ", ".join(run.tags)))
     if run.corrupted:
         facts.append(("stopped", "its recovery did not reproduce the stored results"))
     if run.rolled_back_to:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  # typer reads it at run time
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import httpx
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from cotrain.commands.http import checked, plain_http
+from cotrain.commands.http import DEFAULT_DATA_DIR, checked, kept_admin_key, plain_http
 from cotrain.commands.terminal import (
     AsJson,
     Harmless,
@@ -36,11 +35,6 @@ EXAMPLES = examples(
 
 
 TIMEOUT_S = 10.0
-ADMIN_KEY_FILE = "admin-key"
-#: Where `cotrain serve` keeps everything by default.
-DEFAULT_DATA_DIR = Path.home() / ".cotrain"
-#: A key of this host is shown to no other.
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def top(
@@ -67,18 +61,8 @@ def top(
     """Watch pools, cycles, queues and tenants; Ctrl-C ends it. With --json: look once."""
     with failing_in_a_sentence():
         url = checked_url(base_url)
-        key = admin_key or ("" if all_tenants else api_key) or _kept_key(url, data_dir)
+        key = admin_key or ("" if all_tenants else api_key) or kept_admin_key(url, data_dir)
         _show(ClientSettings(url, key), every, as_json=as_json, once=once)
-
-
-def _kept_key(url: str, data_dir: Path) -> str:
-    """Read the operator's key of a server on this host; empty where this user cannot, or it is elsewhere."""
-    if urlsplit(url).hostname not in LOOPBACK:
-        return ""
-    try:
-        return (data_dir / ADMIN_KEY_FILE).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _show(settings: ClientSettings, every: float, *, as_json: bool, once: bool) -> None:

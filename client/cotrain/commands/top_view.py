@@ -55,7 +55,7 @@ def _pool(pool: PoolStatus) -> Table:
     workers = pool.workers if isinstance(pool.workers, int) else len(pool.workers)
     table = Table(
         *("base model", "workers", "cycle", "open", "queued ops", "tokens", "oldest"),
-        *("sampling", "waiting", "tokens/s"),
+        *("sampling", "waiting", "tokens/s", "busy"),
         box=None,
     )
     table.add_row(
@@ -69,6 +69,7 @@ def _pool(pool: PoolStatus) -> Table:
         f"{pool.samples.running:,}",
         f"{pool.samples.waiting:,}",
         f"{tokens_per_s(pool.cycles):,.0f}" if pool.cycles else "",
+        f"{1 - pool.duty.get('idle', 0.0):.0%}" if pool.duty else "",
     )
     return table
 

@@ -78,7 +78,9 @@ class Connection:
             answer = await self.transport.post("client/config", asked)
         except NotFoundError as error:  # every server of the protocol has it
             message = f"{self.settings.base_url} is no cotrain server: is the base URL right?"
-            raise NotFoundError(f"{message} ({error.message})", 404, error.body) from error
+            raise NotFoundError(
+                f"{message} ({error.message})", 404, error.body, request_id=error.request_id
+            ) from error
         config = read(answer, ClientConfigResponse)
         if config.cotrain_protocol not in (None, PROTOCOL):
             raise VersionMismatch(

@@ -22,6 +22,7 @@ from cotrain.transport.connection_pools import ConnectionPools
 from cotrain.transport.download import Download, size_of
 from cotrain.transport.responses import read, refusal, unreached
 from cotrain.transport.retries import Contact, Patience, RetryPolicy, is_transient
+from cotrain.transport.traceparent import traceparent
 from cotrain.version import __version__
 from cotrain.wire.pass_codec import PROTOBUF
 
@@ -109,6 +110,19 @@ class Transport:
         body, headers = message.model_dump_json().encode(), {"Content-Type": JSON}
         return await self._until_answered(
             lambda: self._send(self._http.build_request("PUT", path, content=body, headers=headers))
+        )
+
+    async def patch(self, path: str, message: BaseModel) -> httpx.Response:
+        """PATCH until there is an answer; a field that is None is not sent, which says "as it is".
+
+        Raises APIError for a refusal or when it gives up.
+        """
+        body = message.model_dump_json(exclude_none=True).encode()
+        headers = {"Content-Type": JSON}
+        return await self._until_answered(
+            lambda: self._send(
+                self._http.build_request("PATCH", path, content=body, headers=headers)
+            )
         )
 
     async def get(self, path: str) -> httpx.Response:
@@ -225,6 +239,7 @@ class Transport:
         )
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
+        request.headers.update(traceparent())
         try:
             response = await self._pools.send(request)
         except httpx.TransportError as error:

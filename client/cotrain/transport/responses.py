@@ -20,6 +20,7 @@ from cotrain.errors import (
 Model = TypeVar("Model", bound=BaseModel)
 
 LONGEST_DETAIL = 1_000
+LONGEST_ID = 64
 BAD_REQUEST, UNAUTHORIZED = 400, 401
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 """What OpenSSL, older and newer, says of an answer that is plain text."""
@@ -48,6 +49,7 @@ def refusal(response: httpx.Response) -> APIStatusError:
         message.removesuffix(".") + hint if hint else message,
         body,
         _seconds(response.headers.get("Retry-After")),
+        response.headers.get("X-Request-Id", "")[:LONGEST_ID],
     )
 
 

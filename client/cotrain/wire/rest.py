@@ -23,6 +23,11 @@ MAX_SEARCHED = 1_000
 """Projects, or kinds of status, that one search names: each session is compared with all of them."""
 
 
+Note = Annotated[str, Field(max_length=2_000)]
+Tag = Annotated[str, Field(min_length=1, max_length=64)]
+Tags = Annotated[list[Tag], Field(max_length=16)]
+
+
 class Cursor(WireModel):
     """Which part of a list a page is."""
 
@@ -76,6 +81,17 @@ class TrainingRun(WireModel):
     """How often its newest state was lost with a disk, and it went on from a checkpoint."""
     rolled_back_to: str | None = None
     """The path of the last such checkpoint."""
+    note: str | None = None
+    tags: list[str] = Field(default=[])
+
+
+class UpdateTrainingRunRequest(WireModel):
+    """PATCH training_runs/{run}: what is not named stays."""
+
+    note: Note | None = None
+    """An empty one takes it away."""
+    tags: Tags | None = None
+    """All that the run shall have from now on."""
 
 
 class TrainingRunsResponse(WireModel):
@@ -83,6 +99,49 @@ class TrainingRunsResponse(WireModel):
 
     training_runs: list[TrainingRun]
     cursor: Cursor
+
+
+# ---- History -------------------------------------------------------------------------------------
+
+
+class HistoryPoint(WireModel):
+    """One optimizer step of a run with the passes that went into it, or the forwards between two steps."""
+
+    kind: Literal["optim_step", "forward"]
+    step: int
+    """Optimizer steps of the run up to this one, from 1; of forwards, up to then, from 0."""
+    steps: int
+    """How many points in a row this one stands for, itself the newest: 1 until there are more than 1,024."""
+    seq: int
+    """Of the run's log: the optimizer step, or the newest of the forwards."""
+    time_s: float
+    """When its result appeared, in seconds since the epoch."""
+    loss_sum: float
+    """`loss:sum` of the passes, added up in their order."""
+    weight_sum: float
+    """Of all weights of the passes; of a loss without weights, the number of advantages other than 0."""
+    grad_norm: float | None = None
+    """L2, before clipping; None for forwards."""
+    learning_rate: float | None = None
+    """None for forwards."""
+    tokens: int
+    """That the base model read in those passes."""
+    run_tokens: int
+    """The like, of all passes with a gradient since the run began."""
+    passes: int
+
+    @property
+    def loss(self) -> float:
+        """Loss per weight; the sum itself where there is no weight."""
+        return self.loss_sum / self.weight_sum if self.weight_sum > 0 else self.loss_sum
+
+
+class TrainingRunHistory(WireModel):
+    """GET training_runs/{run}/history."""
+
+    training_run_id: str
+    points: list[HistoryPoint]
+    """In the order of the run's log."""
 
 
 # ---- Sessions ------------------------------------------------------------------------------------
@@ -191,6 +250,10 @@ class SessionSearchRequest(WireModel):
     """Every pair must hold."""
     display_name: str | None = Field(default=None, min_length=1, max_length=1024)
     """Each of its words is part of the name. With `session_id`, one of both must match."""
+    tags: list[Tag] | None = Field(default=None, max_length=16)
+    """A run of the session has all of them."""
+    text: str | None = Field(default=None, min_length=1, max_length=1024)
+    """Each of its words stands in the note or in a tag of one run of the session."""
     owner: SearchOwner = OwnSearchOwner()
     statuses: list[StatusQuery] | None = Field(default=None, min_length=1, max_length=MAX_SEARCHED)
     limit: int = Field(default=50, ge=1, le=MAX_SEARCH_PAGE)

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model
 
 from cotrain.wire.datums import Datum
 from cotrain.wire.model import Argument, ModelSeqId, Name, SequencedRequest, WireModel
+from cotrain.wire.rest import Note, Tags
 from cotrain.wire.tensors import TensorData
 
 # ---- Run -----------------------------------------------------------------------------------------
@@ -64,6 +65,8 @@ class CreateModelRequest(WireModel):
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig = LoraConfig()
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    note: Note | None = None
+    tags: Tags | None = None
     type: Literal["create_model"] = "create_model"
 
 

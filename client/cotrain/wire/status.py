@@ -83,6 +83,8 @@ class PoolStatus(WireModel):
     open_cycles: int = 0
     queue: QueueStatus
     samples: SamplesStatus
+    duty: dict[str, float] = Field(default={})
+    """What the devices did in the last minute (train, optim, sample, idle), as parts of it."""
     tenants: list[TenantStatus] = Field(default=[])
     cycles: list[CycleRecord] = Field(default=[])
     """The last ones, newest first."""

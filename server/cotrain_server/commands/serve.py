@@ -147,3 +147,4 @@ def _announce(announcement: Announcement) -> None:
     if announcement.new_key:
         console.print(f"API key, shown only now: [bold]{announcement.new_key}[/bold]")
     console.print(f"[bold green]cotrain ready at {announcement.address}[/bold green]")
+    console.print(f"Dashboard: {announcement.address}/ui")

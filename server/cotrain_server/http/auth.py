@@ -7,7 +7,9 @@ import hmac
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from cotrain_server.errors import InvalidToken
+import structlog
+
+from cotrain_server.errors import InvalidToken, OperatorsOnly, ReadOnlyKey
 from cotrain_store.errors import AuthenticationFailed, InvalidKey
 from cotrain_store.messages.sessions import Tenant
 
@@ -16,6 +18,16 @@ if TYPE_CHECKING:
 
     from cotrain_server.services import Services
     from cotrain_server.settings import ServerSettings
+
+READS = ("GET", "HEAD")
+#: Of a viewer: what only asks, and what an SDK sends before it can.
+READING_POSTS = frozenset(
+    f"/api/v1/{path}"
+    for path in (
+        "auth/token", "client/config", "client/dynamic_config", "create_session", "session_heartbeat",
+        "telemetry", "get_info", "weights_info", "sessions/search", "retrieve_future", "retrieve_futures",
+    )
+)  # fmt: skip
 
 
 async def authenticate(request: Request, services: Services) -> Tenant:
@@ -31,12 +43,14 @@ async def authenticate(request: Request, services: Services) -> Tenant:
 async def identify(request: Request, services: Services, credential: str) -> Tenant:
     """Find the tenant of some key or token that a request holds; raises as `authenticate` does."""
     try:
-        return await _tenant_of(services, credential)
+        tenant = await _tenant_of(services, credential)
     except (AuthenticationFailed, InvalidToken) as error:
         # An expired token is no guess: a busy client shows one many times at once.
         if not (isinstance(error, InvalidToken) and error.expired):
             note_failure(request, services)
         raise
+    structlog.contextvars.bind_contextvars(tenant=tenant.id)
+    return tenant
 
 
 def note_failure(request: Request, services: Services) -> None:
@@ -48,9 +62,10 @@ async def _tenant_of(services: Services, credential: str) -> Tenant:
     if not is_token(credential):
         return await services.tenants.authenticate(credential)
     token = services.signer.read_token(credential)
-    if not await services.tenants.is_live(token.key_id):
+    key = await services.tenants.live_key(token.key_id)
+    if key is None:
         raise InvalidKey
-    return Tenant(token.tenant, token.name)
+    return Tenant(token.tenant, token.name, key.id, key.role)
 
 
 def is_token(credential: str) -> bool:
@@ -67,6 +82,20 @@ def exchanges_key(request: Request, settings: ServerSettings) -> bool:
     if is_token(credential):
         return False
     return settings.jwt_auth == "always" or not credential.startswith("tml-")
+
+
+def check_role(request: Request, tenant: Tenant) -> None:
+    """Return where the shown key may do what the request asks for; raises ReadOnlyKey."""
+    if tenant.role == "member" or request.method in READS or request.url.path in READING_POSTS:
+        return
+    raise ReadOnlyKey
+
+
+def check_operator(request: Request, services: Services) -> None:
+    """Return where a request shows the admin key; raises OperatorsOnly, or TooManyFailures."""
+    if not is_operator(request, services):
+        note_failure(request, services)
+        raise OperatorsOnly
 
 
 def is_operator(request: Request, services: Services) -> bool:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cotrain_server.http.connection_table import Admission, ConnectionTable
+from cotrain_server.http.request_id import request_id_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -154,8 +155,9 @@ def health_only(app: ASGIApp) -> ASGIApp:
         if scope["path"] in HEALTH_PATHS:
             await app(scope, receive, send)
             return
-        headers = {"Retry-After": "1", "Connection": "close"}
-        await JSONResponse(_FULL, 503, headers)(scope, receive, send)
+        request_id = request_id_of(scope["headers"])
+        headers = {"Retry-After": "1", "Connection": "close", "X-Request-Id": request_id}
+        await JSONResponse({**_FULL, "request_id": request_id}, 503, headers)(scope, receive, send)
 
     return answer
 

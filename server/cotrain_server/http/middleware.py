@@ -6,7 +6,6 @@ of an exception, which may quote what a tenant sent.
 
 from __future__ import annotations
 
-import secrets
 import time
 import traceback
 from typing import TYPE_CHECKING
@@ -15,6 +14,8 @@ import structlog
 from starlette.requests import ClientDisconnect
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST, ambiguous_length, internal_error
+from cotrain_server.http.request_id import HEADER, request_id_of
+from cotrain_server.http.request_trace import begin_request, end_request
 from cotrain_store.monitoring import metrics
 
 if TYPE_CHECKING:
@@ -37,22 +38,26 @@ _NOT_LOGGED = {
 class RequestMiddleware:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, access_log: bool = False) -> None:
         self.app = app
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request. Every line of the log that is written until then names it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = secrets.token_hex(8)
+        request_id = request_id_of(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(http_request=request_id)
+        span = begin_request(scope)
         started_at, statuses = time.perf_counter(), list[int]()
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
-                added = [(b"x-request-id", request_id.encode())]
+                added = [(HEADER, request_id.encode())]
                 if _is_leaving(scope):
                     added.append((b"connection", b"close"))
                 message["headers"] = [*message["headers"], *added]
@@ -64,10 +69,22 @@ class RequestMiddleware:
         except ClientDisconnect:
             statuses.append(CLIENT_CLOSED_REQUEST)
         except Exception as error:  # noqa: BLE001  # the HTTP edge answers whatever happened
-            _log_crash(error, request_id)
+            _log_crash(error)
             if not statuses:
                 await internal_error(request_id)(scope, receive, send_noted)
-        _measure(scope, statuses[0] if statuses else 0, time.perf_counter() - started_at)
+        # The template, not the path: ids must not become labels, nor what stands in a query a line of the log.
+        route, status = getattr(scope.get("route"), "path", "unmatched"), (statuses or [0])[0]
+        self._note(scope, route, status, time.perf_counter() - started_at)
+        if span is not None:
+            end_request(span, scope, route, status)
+
+    def _note(self, scope: Scope, route: str, status: int, duration_s: float) -> None:
+        metrics.HTTP_REQUESTS.labels(route, status).inc()
+        metrics.HTTP_DURATION.labels(route).observe(duration_s)
+        if status >= 400 and (route, status) not in _NOT_LOGGED:
+            _log_answer("request_refused", scope, route, status, duration_s)
+        elif self._access_log:
+            _log_answer("request_answered", scope, route, status, duration_s)
 
 
 def _has_two_lengths(scope: Scope) -> bool:
@@ -82,26 +99,20 @@ def _is_leaving(scope: Scope) -> bool:
     return services is not None and services.draining
 
 
-def _measure(scope: Scope, status: int, duration_s: float) -> None:
-    # The template, not the path: ids must not become labels.
-    route = getattr(scope.get("route"), "path", "unmatched")
-    metrics.HTTP_REQUESTS.labels(route, status).inc()
-    metrics.HTTP_DURATION.labels(route).observe(duration_s)
-    if status < 400 or (route, status) in _NOT_LOGGED:
-        return
+def _log_answer(event: str, scope: Scope, route: str, status: int, duration_s: float) -> None:
     tenant = scope["state"].get("tenant")
     log.info(
-        "request_refused",
-        request=scope["state"]["request_id"],
+        event,
         tenant=tenant and tenant.id,
         key_name=tenant and tenant.name,
+        method=scope["method"],
         route=route,
         code=status,
         dur_ms=round(duration_s * 1000, 1),
     )
 
 
-def _log_crash(error: Exception, request_id: str) -> None:
+def _log_crash(error: Exception) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-    log.error("request_crashed", request=request_id, error=type(error).__name__, where=where)
+    log.error("request_crashed", error=type(error).__name__, where=where)

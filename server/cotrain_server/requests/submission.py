@@ -22,7 +22,7 @@ async def submit(
 
     Without `seq` it goes behind all that the run was sent so far; `idempotency_key` tells its repeats.
     """
-    quotas = services.settings.quotas
+    quotas = await services.quotas.of(run.tenant)
     op = op.fitting(quotas.tokens, quotas.bytes)
     request_id = await services.intake.submit(
         run, seq, op.kind, op.body, op.tokens, op.digest,
@@ -38,7 +38,7 @@ def idempotency_key(request: Request) -> str:
 
 async def quota_reached(services: Services, tenant: TenantId) -> str:
     """Say which quota of stored checkpoints a tenant has reached; nothing where none."""
-    quotas = services.settings.quotas
+    quotas = await services.quotas.of(tenant)
     count, size_bytes = await services.checkpoints.stored_bytes(tenant)
     if count >= quotas.checkpoints:
         limit = f"{quotas.checkpoints} checkpoints"

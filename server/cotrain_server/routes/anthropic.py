@@ -94,7 +94,7 @@ async def write_message(request: Request, services: ServicesDep, tenant: TenantD
         body=body,
         stop=tuple(asked.stop_sequences or ()),
     )
-    generation = await Generation.start(services, target.sampler, [reply.body])
+    generation = await Generation.start(services, target, [reply.body])
     if asked.stream:
         return EventStream(stream(reply, generation.events()), generation.close)
     complete = await finished(request, generation)

@@ -43,7 +43,11 @@ async def audit_log(
             AuditLogEntry(
                 timestamp=entry.at,
                 event=entry.event,
-                event_details=entry.details,
+                event_details={
+                    **entry.details,
+                    "key_id": entry.key_id,
+                    "key_name": entry.key_name,
+                },
                 tinker_path=entry.details.get("tinker_path"),
             )
             for entry in entries

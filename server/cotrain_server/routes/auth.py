@@ -16,6 +16,7 @@ from cotrain_server.http.dependencies import ServicesDep, api_key
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.signed_tokens import Token
 from cotrain_store.errors import InvalidKey
+from cotrain_store.messages.sessions import Tenant
 from cotrain_store.tenants.audit_log import AuditEvent
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ async def revoke_key(request: Request, services: ServicesDep) -> None:
     if key.in_settings:
         raise KeyOfTheOperator
     await services.tenants.revoke(key.id)
-    await services.audit.note(key.tenant, AuditEvent.APIKEY_REVOKE, {"key_id": key.id})
+    await services.audit.note(
+        Tenant(key.tenant, key.name, key.id), AuditEvent.APIKEY_REVOKE, {"key_id": key.id}
+    )
 
 
 async def _shown(request: Request, services: Services) -> KeyRecord:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cotrain_server.requests.checkpoint_lookup import Source
     from cotrain_server.services import Services
     from cotrain_store.messages.ids import RunId, TenantId
+    from cotrain_store.messages.sessions import Tenant
     from cotrain_store.messages.weights import CheckpointRecord
 
 router = APIRouter(
@@ -52,7 +53,7 @@ async def delete_checkpoint(
     """Take a checkpoint's name away. What was loaded from it, or is being, stays."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await services.checkpoints.delete(tenant.id, found.run, found.kind, found.name)
-    await _note(services, AuditEvent.CHECKPOINT_DELETE, found)
+    await _note(services, tenant, AuditEvent.CHECKPOINT_DELETE, found)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
@@ -62,7 +63,7 @@ async def publish_checkpoint(
     """Let every tenant of this server load, sample and download a checkpoint."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=True)
-    await _note(services, AuditEvent.CHECKPOINT_PUBLISH, found)
+    await _note(services, tenant, AuditEvent.CHECKPOINT_PUBLISH, found)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
@@ -72,7 +73,7 @@ async def unpublish_checkpoint(
     """Keep a checkpoint to its owner again; what others made of it in between is theirs."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=False)
-    await _note(services, AuditEvent.CHECKPOINT_UNPUBLISH, found)
+    await _note(services, tenant, AuditEvent.CHECKPOINT_UNPUBLISH, found)
 
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204)
@@ -90,11 +91,13 @@ async def set_ttl(
     await services.checkpoints.set_ttl(
         tenant.id, found.run, found.kind, found.name, wanted.ttl_seconds
     )
-    await _note(services, AuditEvent.CHECKPOINT_SET_TTL, found)
+    await _note(services, tenant, AuditEvent.CHECKPOINT_SET_TTL, found)
 
 
-async def _note(services: Services, event: AuditEvent, checkpoint: CheckpointRecord) -> None:
-    await services.audit.note(checkpoint.tenant, event, {"tinker_path": checkpoint.path})
+async def _note(
+    services: Services, tenant: Tenant, event: AuditEvent, checkpoint: CheckpointRecord
+) -> None:
+    await services.audit.note(tenant, event, {"tinker_path": checkpoint.path})
 
 
 @router.api_route(
@@ -152,7 +155,7 @@ async def copy_weights(
     copy = await services.checkpoints.copy(
         source.checkpoint, run, wanted.ttl_seconds, reader=reader
     )
-    await _note(services, AuditEvent.CHECKPOINT_COPY, copy)
+    await _note(services, tenant, AuditEvent.CHECKPOINT_COPY, copy)
     return CopyWeightsResponse(tinker_path=copy.path)
 
 

@@ -5,6 +5,7 @@ Declared as routes for the OpenAPI page; `LongPolls` answers their POSTs in fron
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from cotrain.wire.sampling import (
 )
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.long_poll import Poll, try_again
+from cotrain_server.http.request_trace import trace_retrieval
 from cotrain_server.parsing.parser import JSON_VALUE_WEIGHT
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId
@@ -105,7 +107,8 @@ POLLS = (
 async def _result(
     services: Services, tenant: TenantId, request: RequestId, hold_s: float, accept: str
 ) -> Response:
-    with services.counted_poll(tenant):
+    began = time.time()
+    with services.counted_poll(tenant, await services.quotas.of(tenant)):
         outcome = await services.futures.wait(tenant, request, hold_s)
     if isinstance(outcome, Pending):
         return try_again(request, outcome.queue_state, outcome.reason)
@@ -114,13 +117,16 @@ async def _result(
         # Of the message only its kind: it may quote what the tenant sent.
         category = outcome.json()["category"]
         log.info("failure_answered", request=request, tenant=tenant, category=category)
-    return await _answer(services, tenant, outcome, accept)
+    answer = await _answer(services, tenant, outcome, accept)
+    await trace_retrieval(services, tenant, request, began, outcome)
+    return answer
 
 
 async def _ended(
     services: Services, sampler: SamplerRecord, clone: int, after: int, hold_s: float
 ) -> Response:
-    with services.counted_poll(sampler.tenant):
+    quotas = await services.quotas.of(sampler.tenant)
+    with services.counted_poll(sampler.tenant, quotas):
         completions, cursor = await services.completions.wait(sampler, clone, after, hold_s)
     ended = RetrieveFuturesResponse(
         completions=[_completion(completion) for completion in completions], cursor=cursor

@@ -69,5 +69,5 @@ async def _links(
         link = Link(tenant.id, checkpoint.path, checkpoint.weights, file, expires_at)
         urls[file] = f"{base.rstrip('/')}/api/v1/files/{services.signer.sign_link(link)}/{file}"
     details = {"tinker_path": checkpoint.path}
-    await services.audit.note(tenant.id, AuditEvent.CHECKPOINT_READ, details)
+    await services.audit.note(tenant, AuditEvent.CHECKPOINT_READ, details)
     return urls, datetime.fromtimestamp(expires_at, UTC)

@@ -146,7 +146,7 @@ def _reply(
 async def _generate(
     request: Request, services: Services, reply: Reply, *, is_streamed: bool
 ) -> Response:
-    generation = await Generation.start(services, reply.target.sampler, reply.bodies)
+    generation = await Generation.start(services, reply.target, reply.bodies)
     if is_streamed:
         return EventStream(chunks(reply, generation.events()), generation.close)
     complete = await finished(request, generation)

@@ -65,6 +65,9 @@ async def create_model(
         user_metadata=request.user_metadata or {},
     )
     request_id = await services.intake.create_run(run)
+    if request.note or request.tags:
+        most = (await services.quotas.of(tenant.id)).record_bytes
+        await services.run_labels.set(run, most, note=request.note, tags=request.tags)
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 

@@ -16,6 +16,7 @@ from cotrain_server.views.session_search import (
     position_of,
     summary_of,
 )
+from cotrain_store.tenants.run_labels import LabelQuery
 from cotrain_store.tenants.session_search import Stored
 
 if TYPE_CHECKING:
@@ -55,12 +56,15 @@ async def _look(
 ) -> tuple[list[SessionEntry], Cursor | None]:
     """Find a page of sessions, and the position to go on from; None where nothing is left."""
     position = position_of(wanted.cursor) if wanted.cursor else None
+    labels = LabelQuery(tuple(wanted.tags or ()), wanted.text or "")
+    labelled = await services.run_labels.matching(tenant, labels) if labels else None
     found: list[SessionEntry] = []
     for _ in range(LOOKED_AT // READ_AT_ONCE):
         entries = await services.session_search.behind(tenant, position, READ_AT_ONCE)
         for number, entry in enumerate(entries, 1):
             position = entry.cursor
-            if matches(wanted, entry):
+            has_labels = labelled is None or not labelled.isdisjoint(entry.runs)
+            if has_labels and matches(wanted, entry):
                 found.append(entry)
             if len(found) == wanted.limit:
                 was_last = number == len(entries) < READ_AT_ONCE

@@ -65,4 +65,4 @@ async def assign_session_project(
     """
     await services.records.assign_project(tenant.id, session_id, request.project_id)
     details = {"session_id": session_id, "project_id": request.project_id}
-    await services.audit.note(tenant.id, AuditEvent.PROJECT_ASSIGN, details)
+    await services.audit.note(tenant, AuditEvent.PROJECT_ASSIGN, details)

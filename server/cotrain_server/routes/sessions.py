@@ -40,10 +40,10 @@ MAX_SAMPLES_AT_ONCE = 2_000
 
 @router.post("/client/config")
 async def client_config(
-    body: ClientConfigRequest, request: Request, services: ServicesDep
+    body: ClientConfigRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> ClientConfigResponse:
     """Tell a client how to talk to this server."""
-    settings = services.settings
+    settings, quotas = services.settings, await services.quotas.of(tenant.id)
     return ClientConfigResponse(
         pjwt_auth_enabled=exchanges_key(request, settings),
         fwdbwd_max_chunk_len=MAX_DATUMS,
@@ -54,7 +54,7 @@ async def client_config(
         proto_write_fwdbwd=True,
         sample_use_retrieve_futures=True,
         # More at once than the quota holds would only be sent to be answered 429.
-        sample_max_concurrent_requests=min(settings.quotas.samples, MAX_SAMPLES_AT_ONCE),
+        sample_max_concurrent_requests=min(quotas.samples, MAX_SAMPLES_AT_ONCE),
         # The transport of 0.22 follows redirects that its checkpoint download must see.
         use_pyqwest_transport=not body.sdk_version.startswith("0.22."),
         cotrain_max_pass_bytes=settings.max_body_bytes,

@@ -1,14 +1,22 @@
-"""Lists of runs and checkpoints, newest first."""
+"""Lists of runs and checkpoints, newest first, and the history of a run."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from cotrain.wire.model import Name
-from cotrain.wire.rest import CheckpointsListResponse, Cursor, TrainingRun, TrainingRunsResponse
+from cotrain.wire.rest import (
+    CheckpointsListResponse,
+    Cursor,
+    Tag,
+    TrainingRun,
+    TrainingRunHistory,
+    TrainingRunsResponse,
+    UpdateTrainingRunRequest,
+)
 from cotrain_server.http.dependencies import (
     Limit,
     Offset,
@@ -18,7 +26,10 @@ from cotrain_server.http.dependencies import (
     api_key,
 )
 from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.views.history import csv_of, history_of
 from cotrain_server.views.records import checkpoint_of, training_run_of
+from cotrain_store.oplog.history import read_history
+from cotrain_store.tenants.run_labels import LabelQuery
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +39,7 @@ router = APIRouter(
 )
 
 _SDK = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)\b.*")
+AfterStep = Annotated[int, Query(ge=-1, lt=2**53)]
 #: SDKs before this one know no checkpoints of type `external`.
 _FIRST_WITH_EXTERNAL = (0, 30)
 
@@ -40,13 +52,21 @@ async def list_training_runs(
     offset: Offset = 0,
     access_scope: Scope = "owned",
     project_id: Name | None = None,
+    tag: Annotated[list[Tag] | None, Query(max_length=16)] = None,
+    text: Annotated[str | None, Query(min_length=1, max_length=1024)] = None,
 ) -> TrainingRunsResponse:
     """List your runs; with `accessible` also others', if something of theirs is published.
 
-    With a `project_id`, yours in that project: those of other tenants are not in it.
+    With a `project_id`, yours in that project; with a `tag` (repeated: all of them) or the words of a
+    `text`, yours with such tags or such a note: those of other tenants are not in it.
     """
     catalog = services.catalog
-    if access_scope == "accessible" and project_id is None:
+    labels = LabelQuery(tuple(tag or ()), text or "")
+    if labels:
+        async with services.walks.of(tenant.id):
+            found = await services.run_labels.matching(tenant.id, labels)
+        page = await catalog.runs(tenant.id, offset, limit, project_id, found)
+    elif access_scope == "accessible" and project_id is None:
         page = await catalog.accessible_runs(tenant.id, offset, limit)
     else:
         page = await catalog.runs(tenant.id, offset, limit, project_id)
@@ -64,6 +84,45 @@ async def get_training_run(
     accessible = access_scope == "accessible"
     entry = await services.catalog.run(tenant.id, run_id, accessible=accessible)
     return training_run_of(entry, tenant.id)
+
+
+@router.patch("/training_runs/{run_id}")
+async def update_training_run(
+    run_id: str, changes: UpdateTrainingRunRequest, services: ServicesDep, tenant: TenantDep
+) -> TrainingRun:
+    """Write a run's note or its tags; lists and searches find it by them."""
+    run = await services.records.run(tenant.id, run_id)
+    most = (await services.quotas.of(tenant.id)).record_bytes
+    await services.run_labels.set(run, most, note=changes.note, tags=changes.tags)
+    entry = await services.catalog.run(tenant.id, run_id, accessible=False)
+    return training_run_of(entry, tenant.id)
+
+
+@router.get(
+    "/training_runs/{run_id}/history",
+    response_model=TrainingRunHistory,
+    responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
+)
+async def get_history(
+    run_id: str,
+    request: Request,
+    services: ServicesDep,
+    tenant: TenantDep,
+    after_step: AfterStep = -1,
+    format: Literal["json", "csv"] | None = None,
+) -> TrainingRunHistory | Response:
+    """Show what a run's optimizer steps and evaluations found, those after a step.
+
+    As CSV with `format=csv`, or where `Accept` asks for text/csv.
+    """
+    run = await services.records.run(tenant.id, run_id)
+    points = await read_history(services.connection, run.id, after_step)
+    wants_csv = (
+        "text/csv" in request.headers.get("accept", "") if format is None else format == "csv"
+    )
+    if wants_csv:
+        return Response(csv_of(points), media_type="text/csv")
+    return history_of(run.id, points)
 
 
 @router.get("/training_runs/{run_id}/checkpoints")

@@ -130,7 +130,7 @@ async def upload_checkpoint(
     with services.uploads.slot(tenant.id):
         run = await _import(request, services, wanted)
     path = f"tinker://{run.id}/weights/{query.name}"
-    await services.audit.note(tenant.id, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
+    await services.audit.note(tenant, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
     return UploadResponse(
         request_id=request_id(run.id, 1),
         model_id=run.id,
@@ -163,7 +163,7 @@ async def upload_form(
             save = encode(_save_request(UploadQuery(base_model=pool.base_model, name=NAME)))
             run = await _queue(services, _Wanted(tenant.id, pool, None, 0, save.encode()), adapter)
     path = f"tinker://{run.id}/weights/{NAME}"
-    await services.audit.note(tenant.id, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
+    await services.audit.note(tenant, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
     for seq in (0, 1):
         await _await_op(services, run, seq)
     return UploadedResponse(path=path)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from cotrain_store.disk.durable_files import make_folder
 from cotrain_store.redis_client.embedded_server import LOG_FOLDER, MAX_SOCKET_PATH
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
 SOCKET_NAME = "redis.sock"
+METRICS_TARGETS = "prometheus-targets.json"
 #: A log that is larger than this is put aside as `.1`, in place of the one before.
 LOG_BYTES = 64 * 1024**2
 
@@ -46,6 +52,13 @@ class DataFolder:
     def redis(self) -> Path:
         """The append-only file."""
         return self.path / "redis"
+
+    def write_metrics_targets(self, targets: Sequence[Mapping[str, Any]]) -> None:
+        """Say where a Prometheus finds the metrics of each process, at once: it may read while we write."""
+        path = self.path / METRICS_TARGETS
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(list(targets), indent=1) + "\n")
+        temporary.replace(path)
 
     def lock(self) -> int:
         """Take the folder; the file descriptor holds it. Raises FolderInUse.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from cotrain_server.supervisor import environment as variables
+from cotrain_server.supervisor.gpus import gpus, variables_of
 from cotrain_server.supervisor.process import Program
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
+from cotrain_store.settings.store import PREFIX
 from cotrain_store.settings.worker import WorkerSettings
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 API_GRACE_S = 10.0
 SCHEDULER_GRACE_S = 5.0
 REDIS_GRACE_S = 30.0
+#: The API has the first metrics port.
+SCHEDULER_PORT, WORKERS_PORT = 1, 2
 #: Else numpy keeps a thread per core for products of matrices, which neither API nor scheduler makes.
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 #: How long a worker's threads wait for one another before they give their core away. By default so long that
@@ -72,8 +77,8 @@ class Programs:
         )
 
     def workers(self) -> list[Program]:
-        """Make one worker per base model."""
-        return [
+        """Make one worker per base model, each on a GPU of its own while there are as many."""
+        made = [
             self._ours(
                 f"worker-w{number}",
                 "cotrain_workers",
@@ -81,13 +86,49 @@ class Programs:
                 self._worker_grace_s(),
                 BASE_MODEL=base_model,
                 WORKER_ID=f"w{number}",
+                **self._metrics_port(WORKERS_PORT + number),
             )
             for number, base_model in enumerate(self.plan.base_models)
+        ]
+        names = gpus()
+        return [
+            replace(worker, environment={**worker.environment, **variables_of(number, names)})
+            for number, worker in enumerate(made)
         ]
 
     def scheduler(self) -> Program:
         """Make the scheduler."""
-        return self._ours("scheduler", "cotrain_scheduler", variables.SCHEDULER, SCHEDULER_GRACE_S)
+        return self._ours(
+            "scheduler", "cotrain_scheduler", variables.SCHEDULER, SCHEDULER_GRACE_S,
+            **self._metrics_port(SCHEDULER_PORT),
+        )  # fmt: skip
+
+    def metrics_targets(self) -> list[dict[str, Any]]:
+        """Name what a Prometheus scrapes, as its `file_sd_configs` have it; nothing without a port."""
+        count = len(self.plan.base_models)
+        at = {
+            "cotrain-api": [0],
+            "cotrain-scheduler": [SCHEDULER_PORT],
+            "cotrain-worker": range(WORKERS_PORT, WORKERS_PORT + count),
+        }
+        host = self._setting("METRICS_HOST") or "127.0.0.1"
+        ports = {
+            job: [f"{host}:{port}" for n in ns for port in self._metrics_port(n).values()]
+            for job, ns in at.items()
+        }
+        targets = [{"targets": each, "labels": {"job": job}} for job, each in ports.items() if each]
+        labels = {"job": "cotrain-fleet", "__metrics_path__": "/metrics/fleet"}
+        return [*targets, {"targets": ports["cotrain-api"], "labels": labels}] if targets else []
+
+    def _metrics_port(self, number: int) -> dict[str, str]:
+        """Give each process a port of its own, one behind the other; what is no number is refused by each."""
+        first = self._setting("METRICS_PORT")
+        if not first.isdecimal() or not int(first):
+            return {}
+        return {"METRICS_PORT": str(int(first) + number)}
+
+    def _setting(self, name: str) -> str:
+        return self.plan.given.get(name) or os.environ.get(f"{PREFIX}{name}", "")
 
     def api(self) -> Program:
         """Make the API. It listens on our socket, so that a restart of it refuses no connection."""
@@ -102,6 +143,7 @@ class Programs:
             PORT=str(self.plan.port),
             # By its environment, which other users of this host cannot read.
             API_KEYS=",".join(self.plan.api_keys),
+            **self._metrics_port(0),
         )
         command = [*api.command, "--listen-fd", str(self.listener)]
         return replace(api, command=command, pass_fds=(self.lock, self.listener))

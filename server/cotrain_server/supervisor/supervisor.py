@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from cotrain_server.probe import probe
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
+from cotrain_server.supervisor.gpus import gpus, shared
 from cotrain_server.supervisor.process import Child
 from cotrain_server.supervisor.programs import Programs
 from cotrain_server.supervisor.startup_progress import NewLines, follow
@@ -117,7 +118,10 @@ class Supervisor:
         if self.plan.redis_url is None:
             self._add(folder, [programs.redis()])
         new_key = await _prepare_store(redis_url, self.plan, self.say)
+        folder.write_metrics_targets(programs.metrics_targets())
         workers = programs.workers()
+        if self.plan.given.get("DEVICE") != "cpu" and (warning := shared(len(workers), gpus())):
+            self.say(warning)
         logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
         following = asyncio.create_task(follow(logs, self.say))
         self._add(folder, workers)

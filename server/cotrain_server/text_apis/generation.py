@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
     from cotrain_server.services import Services
+    from cotrain_server.text_apis.model_names import Target
     from cotrain_store.bodies.sample_body import SampleBody
     from cotrain_store.messages.ids import RequestId
     from cotrain_store.messages.results import Category, Result
-    from cotrain_store.messages.samples import SamplerRecord
     from cotrain_store.sampling.token_stream import TokenFeed
 
 #: Proxies close connections on which nothing moves for a minute or so.
@@ -85,26 +85,26 @@ Event = NewTokens | Ended | Idle
 class Generation:
     """Sample requests of one sampler for one client; `close` it when that is served or has disconnected."""
 
-    def __init__(self, services: Services, sampler: SamplerRecord) -> None:
+    def __init__(self, services: Services, target: Target) -> None:
         self._services = services
-        self._sampler = sampler
+        self._sampler = target.sampler
+        self._longest = target.pool.max_sequence_tokens
         self._running: set[RequestId] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._events: asyncio.Queue[Event | asyncio.Task[None]] = asyncio.Queue()
         self._cleanup = ExitStack()
 
     @classmethod
-    async def start(
-        cls, services: Services, sampler: SamplerRecord, bodies: Sequence[SampleBody]
-    ) -> Self:
+    async def start(cls, services: Services, target: Target, bodies: Sequence[SampleBody]) -> Self:
         """Submit one request per prompt; when one is refused, those before it are withdrawn.
 
         Raises:
             TooManyPolls, and what `SampleIntake.submit` raises.
         """
-        generation = cls(services, sampler)
+        generation = cls(services, target)
+        quotas = await services.quotas.of(target.sampler.tenant)
         with generation._cleanup as cleanup:
-            cleanup.enter_context(services.counted_poll(sampler.tenant))
+            cleanup.enter_context(services.counted_poll(target.sampler.tenant, quotas))
             cleanup.callback(generation._withdraw)
             for prompt, body in enumerate(bodies):
                 await generation._submit(prompt, body)
@@ -148,7 +148,7 @@ class Generation:
         if body.stream:
             feed = self._cleanup.enter_context(self._services.token_stream.follow(request))
         self._running.add(request)
-        await self._services.sample_intake.submit(self._sampler, seq, body)
+        await self._services.sample_intake.submit(self._sampler, seq, body, self._longest)
         task = asyncio.create_task(self._follow(prompt, request, body, feed))
         task.add_done_callback(self._note_end)
         self._tasks.append(task)

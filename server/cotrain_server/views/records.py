@@ -64,6 +64,8 @@ def training_run_of(entry: RunEntry, tenant: TenantId) -> TrainingRun:
         user_metadata=text_by_name(run.user_metadata) if is_own else None,
         weights_epoch=run.weights_epoch if is_own else 0,
         rolled_back_to=(run.rolled_back_to or None) if is_own else None,
+        note=(run.note or None) if is_own else None,
+        tags=list(run.tags) if is_own else [],
     )
 
 

@@ -27,10 +27,10 @@ class WeightsCache:
     def put(self, ref: WeightsRef, weights: HostWeights) -> None:
         """Keep weights, as long as there is memory."""
         self._weights[ref] = weights
-        kept_bytes = sum(each.flat.nbytes for each in self._weights.values())
+        kept_bytes = sum(each.bytes for each in self._weights.values())
         while kept_bytes > self._limit_bytes:
             _, oldest = self._weights.popitem(last=False)
-            kept_bytes -= oldest.flat.nbytes
+            kept_bytes -= oldest.bytes
 
     def drop(self, ref: WeightsRef) -> None:
         """Forget weights. Twice is harmless."""

@@ -82,7 +82,7 @@ class WeightsStore:
         self._saved = saved
         self._files = files
         self.layout_of = layout_of
-        self._unstored_bytes = unstored_bytes
+        self._unstored_limit = unstored_bytes
         self._unstored: dict[WeightsRef, _Unstored] = {}
         self._given_up: set[WeightsRef] = set()
         self._cache = WeightsCache(memory_bytes)
@@ -98,10 +98,19 @@ class WeightsStore:
             if record.ref not in self._given_up:
                 self._unstored.setdefault(record.ref, _Unstored(record, None))
 
+    @property
+    def unstored(self) -> int:
+        """How many saves are not on disk yet. Any thread may ask."""
+        return len(self._unstored)
+
+    @property
+    def unstored_bytes(self) -> int:
+        """How many bytes wait in memory for the disk. Any thread may ask."""
+        return sum(_size(entry.saved) for entry in list(self._unstored.values()))
+
     def has_capacity_for(self, saves: Iterable[Saved]) -> bool:
         """Tell whether memory may take these saves and another; not while the disk is too far behind."""
-        unstored = sum(_size(entry.saved) for entry in self._unstored.values())
-        return unstored + sum(map(_size, saves)) <= self._unstored_bytes
+        return self.unstored_bytes + sum(map(_size, saves)) <= self._unstored_limit
 
     def put(self, record: WeightsRecord, saved: Saved) -> None:
         """Take the weights of a save that was committed. Twice is harmless: they are the same."""
@@ -291,7 +300,5 @@ def _size(saved: Saved | None) -> int:
     """Count the bytes of memory that a save takes."""
     if saved is None:
         return 0
-    arenas = [saved.weights.flat]
-    if saved.optimizer:
-        arenas += [saved.optimizer.m, saved.optimizer.v]
-    return sum(arena.nbytes for arena in arenas)
+    moments = [saved.optimizer.m, saved.optimizer.v] if saved.optimizer else []
+    return saved.weights.bytes + sum(moment.nbytes for moment in moments)

@@ -170,7 +170,7 @@ def _run_one_by_one(
         try:
             answers.add(engine.run([op]))
         except Exception:
-            log.exception("op_failed", request=_request(op), run=op.run)
+            log.exception("op_failed", request=_request(op), run=op.run, seq=op.seq)
         else:
             if risks is not None:
                 risks.survived()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.ids import OpId
     from cotrain_store.messages.ops import Step
+    from cotrain_store.monitoring.worker_metrics import WorkerMetrics
     from cotrain_store.oplog.execution import Execution
     from cotrain_store.settings.worker import WorkerSettings
     from cotrain_workers.checkpoints.weights_store import WeightsStore
@@ -54,6 +55,7 @@ class ResidentRuns:
         weights: WeightsStore,
         settings: WorkerSettings,
         policy: SnapshotPolicy,
+        metrics: WorkerMetrics,
         *,
         exact: bool,
     ) -> None:
@@ -62,9 +64,12 @@ class ResidentRuns:
         self._weights = weights
         self._settings = settings
         self._policy = policy
+        self._metrics = metrics
         self._replay = Replay(engine, execution, weights, settings.snapshots_dir, exact=exact)
         self._backlogs: dict[RunId, ReplayBacklog] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
+        self._uncovered_s: dict[RunId, float] = {}
+        """Training in copies that are taken and not registered yet, whether they can be written or not."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._sweep = Sweep(execution, settings)
         make_folder(settings.snapshots_dir)
@@ -73,6 +78,19 @@ class ResidentRuns:
     def runs(self) -> int:
         """How many runs are in memory."""
         return len(self._backlogs)
+
+    @property
+    def snapshot_age(self) -> tuple[float, float]:
+        """Return the training, in s, that no recovery copy holds, of the run with the most, and when one is due.
+
+        Any thread may ask.
+        """
+        ages = [
+            (backlog.compute_s + self._uncovered_s.get(run, 0.0), self._policy.due_s(backlog))
+            for run, backlog in list(self._backlogs.items())
+            if backlog.compute_s < math.inf  # a copy is taken at once
+        ]
+        return max(ages, default=(0.0, self._policy.replay_s))
 
     def ensure(self, run: RunId) -> Yielding[Restored | None]:
         """Have a run in the engine, restored if need be; None: it is there.
@@ -118,6 +136,7 @@ class ResidentRuns:
         """Drop a run from memory, so that `ensure` brings it back from its log."""
         self._engine.adapters.drop(run)
         self._backlogs.pop(run, None)
+        self._uncovered_s.pop(run, None)
 
     def committed(
         self, step: Step, outputs: Container[OpId], device_s: Mapping[OpId, float]
@@ -159,6 +178,15 @@ class ResidentRuns:
                 remove_snapshots(self._settings.snapshots_dir, run)
                 log.info("run_dropped", run=run)
         self._sweep.maintain(now, self._writing)
+
+    def hand_over(self) -> None:
+        """Copy out what changed and let go of what a copy holds all of: another worker goes on with these runs."""
+        for run, backlog in list(self._backlogs.items()):
+            if backlog.ops:
+                self._copy_out(run, backlog)
+            elif run not in self._writing:
+                self.forget_state(run)
+                log.info("run_handed_over", run=run)
 
     def drain(self, deadline_s: float) -> None:
         """Copy out every run that changed, so that the next start has nothing to replay."""
@@ -213,6 +241,8 @@ class ResidentRuns:
         folder, writer = self._settings.snapshots_dir, self._execution.writer
         writing = self._writer.submit(_write, folder, run, backlog.seq, writer, numerics, copy)
         self._writing[run] = (backlog.seq, writing)
+        if backlog.compute_s < math.inf:
+            self._uncovered_s[run] = self._uncovered_s.get(run, 0.0) + backlog.compute_s
         self._backlogs[run] = ReplayBacklog(
             seq=backlog.seq, used_at=backlog.used_at, copy_s=backlog.copy_s
         )
@@ -236,6 +266,8 @@ class ResidentRuns:
             )
             # Only now: while Redis is unavailable it stays finished and unregistered.
             del self._writing[run]
+            self._uncovered_s.pop(run, None)
+            self._metrics.snapshot_duration.observe(copy_s)
             if run in self._backlogs:
                 self._backlogs[run].copy_s = copy_s
             if registered:

@@ -114,7 +114,7 @@ class RunLifecycle:
 
     def stop(self, run: RunId, tenant: TenantId, broken: ReplayDiverged | SpoolCorrupt) -> Failure:
         """Stop a run that cannot go on."""
-        log.error("run_failed", run=run, reason=str(broken))
+        log.error("run_failed", run=run, tenant=tenant, reason=str(broken))
         self.uncounted["diverged_runs"] += isinstance(broken, ReplayDiverged)
         self._execution.fail_run(run, tenant)
         self._residents.forget_state(run)

@@ -54,6 +54,10 @@ class SnapshotPolicy:
     evict_idle_s: float = 1800.0
     """Drop a run that rested this long from memory; its next request brings it back."""
 
+    def due_s(self, backlog: ReplayBacklog) -> float:
+        """Return at how much training a copy is due, in s."""
+        return max(self.replay_s, COPY_SHARE * backlog.copy_s)
+
     def needs_snapshot(self, backlog: ReplayBacklog, now: float) -> bool:
         """Tell whether replaying would take too long, too much disk, or the run is at rest."""
         if backlog.entries >= LOG_ENTRIES:
@@ -61,7 +65,7 @@ class SnapshotPolicy:
         if not backlog.ops:
             return False
         return (
-            backlog.compute_s >= max(self.replay_s, COPY_SHARE * backlog.copy_s)
+            backlog.compute_s >= self.due_s(backlog)
             or backlog.ops >= self.ops
             or backlog.bytes >= self.bytes
             or now - backlog.used_at >= self.idle_s

@@ -24,11 +24,13 @@ from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import sample_request, sample_result
+from cotrain_workers.sampling.token_times import TokenTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cotrain_store.messages.results import Result
+    from cotrain_store.monitoring.worker_metrics import WorkerMetrics
     from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
     from cotrain_store.sampling.token_stream import TokenPublisher
     from cotrain_workers.checkpoints.weights_store import WeightsStore
@@ -61,6 +63,7 @@ class SamplingService:
         weights: WeightsStore,
         publisher: TokenPublisher,
         end_of_sequence: Iterable[int],
+        metrics: WorkerMetrics,
     ) -> None:
         """`make_decoder` replaces the decoder after a step of it failed."""
         self._decoder = decoder
@@ -69,6 +72,7 @@ class SamplingService:
         self._weights = weights
         self._publisher = publisher
         self._end_of_sequence = frozenset(end_of_sequence)
+        self._times = TokenTimes(metrics)
         self._running: dict[str, SampleRequest] = {}
         self._isolated: deque[SampleRequest] = deque()
         self._arrived: deque[ClaimedSample] = deque()
@@ -80,6 +84,8 @@ class SamplingService:
         self._answer_at = 0.0
         self._asked_with: Counter[TenantId] = Counter()
         self._ask_at = 0.0
+        self.takes_requests = True
+        """False while this worker is drained: what it has claimed is answered."""
         self.waiting = 0
         """How many of the claimed requests had not begun after the last step."""
 
@@ -87,6 +93,12 @@ class SamplingService:
     def running(self) -> int:
         """How many claimed requests have no answer yet. Other threads may ask, here and below."""
         return len(self._running) + len(self._isolated) + len(self._arrived)
+
+    @property
+    def kv_cache_ratio(self) -> float | None:
+        """What part of the pages for keys and values sequences hold; None: another server samples."""
+        decoder = getattr(self, "_decoder", None)  # there is none while the next one is made
+        return decoder.kv_cache_ratio if decoder else 0.0
 
     def advance(self) -> bool:
         """Do one decode step and what goes with it; False when there was nothing to decode.
@@ -133,7 +145,7 @@ class SamplingService:
 
         A claim whose answer was lost may have happened, so everything is given back and claimed again.
         """
-        if self._finished:  # nothing more while answers cannot be stored
+        if self._finished or not self.takes_requests:  # the former while answers cannot be stored
             return []
         if waiting and waiting == self._asked_with and time.monotonic() < self._ask_at:
             return []
@@ -177,6 +189,7 @@ class SamplingService:
             self._finish(claimed.request, WEIGHTS_LOST)
         else:
             request = sample_request(claimed, claimed.body, self._end_of_sequence)
+            self._times.accept(request.id, claimed.tenant, claimed.accepted_at)
             if claimed.body.stream:
                 self._streamed.add(request.id)
             if claimed.starts >= MAX_CRASHES:
@@ -192,13 +205,16 @@ class SamplingService:
         else:
             self._running[request.id] = request
             self._decoder.add(request)
+            self._times.begin(request.id)
 
     def _step(self) -> bool:
+        began = time.monotonic()
         try:
             progress = self._decoder.step()
         except Exception:  # the request that broke it is found and fails alone
             log.exception("decode_failed", requests=sorted(self._running))
         else:
+            self._times.step(progress.tokens, time.monotonic() - began)
             self._note(progress)
             return bool(progress.finished or progress.decoded_tokens or progress.prompt_tokens)
         self._isolate_all()  # only here is the exception released, with what its frames kept
@@ -249,6 +265,7 @@ class SamplingService:
     def _leave(self, request: str) -> None:
         self._running.pop(request, None)
         self._streamed.discard(request)
+        self._times.end(request)
 
     def _cancel(self) -> None:
         """Stop the requests here that their clients no longer want."""

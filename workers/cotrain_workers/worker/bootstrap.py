@@ -13,6 +13,7 @@ import torch
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef, WorkerId
 from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.monitoring.worker_metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.idle_tenants import strike_idle_tenants
 from cotrain_store.sampling.claims import SampleClaims
@@ -190,6 +191,7 @@ def enter_pool(
         )
     )
     strike_idle_tenants(connection, record.id)
+    metrics = WorkerMetrics(record.base_model, worker)
     sampling = SampleClaims(connection, *spools, record.id, worker, epoch)
     sampling.requeue()
     sampler = SamplingService(
@@ -199,6 +201,7 @@ def enter_pool(
         weights,
         TokenPublisher(connection),
         engine.facts.eos_token_ids,
+        metrics,
     )
     recorder = Recorder(
         engine,
@@ -211,8 +214,10 @@ def enter_pool(
     )
     exact = record.device == "cpu"
     policy = replace(tuning.snapshots, replay_s=settings.replay_backlog_s)
-    residents = ResidentRuns(engine, execution, weights, settings, policy, exact=exact)
-    return WorkerLoop(engine, execution, residents, weights, sampler, recorder, record, settings)
+    residents = ResidentRuns(engine, execution, weights, settings, policy, metrics, exact=exact)
+    return WorkerLoop(
+        engine, execution, residents, weights, sampler, recorder, record, settings, metrics
+    )
 
 
 def decoder_factory(

@@ -1,10 +1,11 @@
-"""What a worker's log says of a cycle: whose requests were in it, and which of them failed.
+"""What a worker's log and metrics say of a cycle: whose requests were in it, and which of them failed.
 
 By the id that a client knows (`RequestFailed.request_id`), in full, so that grep finds it.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.ops import Step
+    from cotrain_store.monitoring.worker_metrics import WorkerMetrics
     from cotrain_workers.engine.ops import Output
+    from cotrain_workers.worker.step_commit import StepCommit
 
 log = structlog.get_logger()
 
@@ -30,7 +33,7 @@ def log_cycle(
 ) -> None:
     """Write down a committed cycle and its failures; `names` are of tenants, where they are known."""
     log_requests(
-        log, "cycle_committed", [op.request_id for op in step.ops], cycle=step.cycle,
+        log.info, "cycle_committed", [op.request_id for op in step.ops], cycle=step.cycle,
         runs=len(record["runs"]), ops=len(outputs), tokens=record["tokens"],
         forwards=record["forwards"], dur_ms=record["duration_ms"],
     )  # fmt: skip
@@ -41,7 +44,18 @@ def log_cycle(
             # Not what is wrong with what a tenant sent: that would quote it.
             reason = output.message if output.category == "server" else None
             log.warning(
-                "request_failed", request=op.request_id, run=op.run, tenant=tenant,
+                "request_failed", request=op.request_id, run=op.run, seq=op.seq, tenant=tenant,
                 tenant_name=names.get(tenant, ""), kind=op.kind.value, cycle=step.cycle,
                 category=output.category, reason=reason,
             )  # fmt: skip
+
+
+def count_cycle(metrics: WorkerMetrics, step: Step, commit: StepCommit) -> None:
+    """Count a committed cycle, each op that it resolved, and whose work took what of the device."""
+    now = time.time()
+    metrics.cycle_duration.observe(commit.record["duration_ms"] / 1000)
+    for op in step.ops:
+        if (op.run, op.seq) in commit.results:
+            metrics.resolved(op.kind, now - op.accepted_at)
+    for run, used in commit.usage.items():
+        metrics.used_device(step.tenant_by_run[run], used.device_s)

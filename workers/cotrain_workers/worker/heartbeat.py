@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -71,9 +70,3 @@ class Heartbeat:
                     return
         finally:  # no step is planned for a worker without a heartbeat: it ends, whatever the reason
             self._stopping.set()
-
-
-def resident_bytes() -> int:
-    """Measure this process's memory."""
-    with open("/proc/self/statm") as statm:  # noqa: PTH123  # a kernel file, not a path to resolve
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -7,10 +7,10 @@ it died is computed again from the log.
 from __future__ import annotations
 
 import math
-import socket
 import threading
 import time
 from contextlib import nullcontext
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,24 +19,29 @@ import structlog
 
 from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.monitoring.tracing import tracer
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.backpressure import SaveBackpressure
 from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.recovery.run_lifecycle import RolledBack, RunLifecycle
-from cotrain_workers.worker.cycle_log import log_cycle
-from cotrain_workers.worker.heartbeat import Heartbeat, resident_bytes
+from cotrain_workers.worker.cycle_log import count_cycle, log_cycle
+from cotrain_workers.worker.cycle_trace import CycleTimes, bound_to_cycle, trace_cycle
+from cotrain_workers.worker.device_time import DeviceTime, Phase
+from cotrain_workers.worker.drain import Drain
+from cotrain_workers.worker.heartbeat import Heartbeat
 from cotrain_workers.worker.prefetch import Prefetcher
 from cotrain_workers.worker.step_commit import StepTimes, commit_of
 from cotrain_workers.worker.step_runner import StepRunner
 from cotrain_workers.worker.throughput import Throughput
 from cotrain_workers.worker.time_sharing import Share, TimeSharing
+from cotrain_workers.worker.worker_report import WorkerReport
 
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import RunId
     from cotrain_store.messages.ops import Step
     from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.monitoring.worker_metrics import WorkerMetrics
     from cotrain_store.oplog.execution import Execution
     from cotrain_store.settings.worker import WorkerSettings
     from cotrain_workers.checkpoints.weights_store import WeightsStore
@@ -77,6 +82,7 @@ class WorkerLoop:
         recorder: Recorder,
         record: PoolRecord,
         settings: WorkerSettings,
+        metrics: WorkerMetrics,
     ) -> None:
         self._engine = engine
         self._execution = execution
@@ -88,15 +94,25 @@ class WorkerLoop:
         self._sampler = sampler
         self._recorder = recorder
         self._record = record
+        self._metrics = metrics
         self._throughput = Throughput(record.tokens_per_s)
         self._clock_period_s = settings.clock_period_s
         self._grace_s = settings.stop_grace_s
         self._drain_until = math.inf
         self._stopping = threading.Event()
-        self._time_sharing = TimeSharing(sampler, Share(settings.sampling_share), self._stopping)
+        self._device_time = DeviceTime()
+        self._time_sharing = TimeSharing(
+            sampler, Share(settings.sampling_share), self._stopping, self._device_time
+        )
         self._maintained_at = time.monotonic()
-        self._heartbeat = Heartbeat(execution, self._describe, self._stopping)
-        self._backpressure = SaveBackpressure(weights, self._heartbeat.send)
+        self._handover = Drain(execution.drain, residents, weights, sampler)
+        self._outside = copy_context()
+        report = WorkerReport(
+            execution, engine, record, residents, weights, sampler,
+            self._runs, self._throughput, self._device_time, self._handover,
+        )  # fmt: skip
+        self._heartbeat = Heartbeat(execution, report.describe, self._stopping)
+        self._backpressure = report.backpressure = SaveBackpressure(weights, self._heartbeat.send)
 
     def stop(self) -> None:
         """Finish the step in work, then leave."""
@@ -127,6 +143,7 @@ class WorkerLoop:
             self._drain()
         except PAUSES as pause:
             log.warning("drain_timed_out", reason=str(pause))  # what is left is replayed
+        self._device_time.lap(Phase.IDLE)
 
     def _drain(self) -> None:
         self._sampler.drain()
@@ -141,13 +158,16 @@ class WorkerLoop:
     def _tick(self) -> None:
         for weights in self._weights.lost()[:1]:  # more of them in the next ticks
             self._time_sharing.training_begins()
+            self._device_time.lap(Phase.IDLE)
             drive(self._runs.make_again(weights), self._time_sharing.yield_to_decoder)
+            self._device_time.lap(Phase.TRAIN)
             self._time_sharing.training_ends()
         steps = self._execution.open_steps()
         if steps and self._backpressure.admits(steps[0]):
             # While its bodies are read, its adapters come to the device.
             self._prefetch([op.run for op in steps[0].ops])
-            self.execute(steps[0])
+            with bound_to_cycle(steps[0]):
+                self.execute(steps[0])
         elif not self._time_sharing.decode_while_idle():
             self._maintain()
             self._execution.wait(SOON_S if steps or self._sampler.running else IDLE_S)
@@ -158,17 +178,21 @@ class WorkerLoop:
         self._sampler.forget(self._weights.maintain())
         self._backpressure.publish()
         self._residents.maintain()
+        self._handover.go_on()
         self._maintained_at = time.monotonic()
 
     def execute(self, step: Step) -> None:
         """Run one step and commit it. It may be another worker's, which died with it open."""
-        started, began = time.time(), time.monotonic()
+        times, began, traces = CycleTimes(), time.monotonic(), tracer()
         self._time_sharing.training_begins()
         # Nothing runs at the yield points of a step that a dead predecessor left open: a request of
         # either kind could be blamed for the deaths that one of the other caused.
         has_crashed = self._runner.crashes(step).count > 0
         at_yield = _nothing if has_crashed else self._at_yield_point
+        self._device_time.lap(Phase.IDLE)
         runs, _ = drive(self._runs.restore(step), at_yield)
+        self._device_time.lap(Phase.TRAIN)
+        times.note("restore")
         if isinstance(runs, RolledBack):
             return  # some of its ops are given up: it is to be read anew
         # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
@@ -176,16 +200,22 @@ class WorkerLoop:
         step = replace(step, ops=ops, worker=self._execution.worker)
         try:
             bodies, runs = self._runner.read(step, runs)
+            times.note("read_bodies")
             self._recorder.begin(step, bodies)
             # Nothing is prefetched during a step that killed: what is decoded could be blamed on it.
             with nullcontext() if has_crashed else self._prefetcher.during(step):
                 work = self._runner.run(step, bodies, runs, partial(self._is_over, began))
-                ran, sampling_s = drive(work, at_yield)
+                self._device_time.lap(Phase.IDLE)
+                ran, sampling_s = drive(work, times.visited(at_yield) if traces else at_yield)
+            self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
+            self._device_time.lap(Phase.TRAIN)
+            times.note("run")
             failpoint("worker.after_run", (op.request_id for op in step.ops))
-            times = StepTimes(started, started + time.monotonic() - began, sampling_s)
+            took = StepTimes(times.began, times.began + time.monotonic() - began, sampling_s)
             earlier = self._runner.open_ops.device_s
-            commit = commit_of(step, bodies, ran, times, self._record, earlier)
+            commit = commit_of(step, bodies, ran, took, self._record, earlier)
             self._commit(step, commit)
+            times.note("commit")
         except PAUSES:
             # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
             for run in {op.run for op in step.ops}:
@@ -193,11 +223,14 @@ class WorkerLoop:
             raise
         self._recorder.finish(step, ran.outputs)
         self._measure(ran.cost, sampling_s)
+        count_cycle(self._metrics, step, commit)
         self._runner.open_ops.committed(commit.device_s)
         self._residents.committed(step, commit.results, commit.device_s)
         self._time_sharing.training_ends()
         names = self._execution.tenant_names.of(set(step.tenant_by_run.values()))
         log_cycle(step, ran.outputs, commit.record, names)
+        if traces:
+            trace_cycle(traces, step, ran, commit, times, self._runner.crashes(step).count)
 
     def _commit(self, step: Step, commit: StepCommit) -> None:
         """Commit a step. While Redis is unavailable, or the disk full, it waits: the work is done."""
@@ -211,7 +244,7 @@ class WorkerLoop:
                 self._execution.commit(
                     step, commit.results, commit.record, counted,
                     commit.crashed, commit.records, commit.usage,
-                    opened=commit.opened, is_exact=commit.is_exact,
+                    opened=commit.opened, found=commit.found, is_exact=commit.is_exact,
                 )  # fmt: skip
             except PAUSES as pause:
                 log.warning("commit_retrying", cycle=step.cycle, reason=str(pause))
@@ -233,7 +266,8 @@ class WorkerLoop:
         waiting = self._prefetcher.ready_runs()
         if waiting:
             self._prefetch(waiting)
-        self._time_sharing.yield_to_decoder()
+        # What is decoded here is not the cycle's: the log must not say so.
+        self._outside.run(self._time_sharing.yield_to_decoder)
 
     def _prefetch(self, runs: list[RunId]) -> None:
         try:
@@ -248,26 +282,6 @@ class WorkerLoop:
             # The time of sampling counts: a cycle shall not last longer for that.
             seconds = cost.wave_s + cost.optim_s + sampling_s
             self._throughput.measure(cost.forwards, cost.tokens, seconds)
-
-    def _describe(self) -> WorkerHeartbeat:
-        return WorkerHeartbeat(
-            id=self._execution.worker,
-            epoch=self._execution.epoch,
-            state="serving",
-            device=self._record.device,
-            tokens_per_s=self._throughput.tokens_per_s(self._engine.safe_tokens),
-            runs=self._residents.runs,
-            parked_runs=self._engine.adapters.offloaded,
-            takes_saves=self._backpressure.takes_saves,
-            memory_bytes=resident_bytes(),
-            seen_at=time.time(),
-            restored_ops=self._runs.replayed_ops,
-            samples_running=self._sampler.running,
-            samples_waiting=self._sampler.waiting,
-            safe_tokens=self._engine.safe_tokens,
-            halvings=self._engine.halvings,
-            host=socket.gethostname(),
-        )
 
 
 def _nothing() -> None:

@@ -67,6 +67,7 @@ class Prefetcher:
         return known[1] if known and known[0] == body else None
 
     def _look(self, step: Step, is_over: threading.Event) -> None:
+        structlog.contextvars.bind_contextvars(cycle=step.cycle)  # a thread begins without
         try:
             while not is_over.wait(LOOK_S):
                 self._ready = self._execution.logs.ready_runs(MOST_RUNS)

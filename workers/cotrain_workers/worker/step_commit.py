@@ -15,6 +15,7 @@ from cotrain_workers.recorder.fingerprints import fingerprint_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cotrain_store.messages.history import HistoryEntry
     from cotrain_store.messages.ids import OpId, RunId
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_store.messages.pools import PoolRecord
@@ -39,6 +40,8 @@ class StepCommit:
     """Passes that stay open, and how many of their tokens have run."""
     device_s: Mapping[OpId, float]
     """What each op took of computing time, open ones so far."""
+    found: Mapping[OpId, HistoryEntry]
+    """What ops add to the histories of their runs."""
     ended: tuple[RunId, ...]
     """Runs whose last save failed."""
     is_exact: bool
@@ -103,6 +106,7 @@ def commit_of(
             if cost and (op.run, op.seq) in cost.open_tokens
         },
         device_s=taken_s,
+        found=ran.found,
         ended=tuple(op.run for op in failed if is_last(op, bodies[op.run, op.seq])),
         is_exact=ran.is_exact,
     )
@@ -224,7 +228,7 @@ def counted_cycle(
     cost: CycleOutput | None,
     record: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Count what this cycle adds to the pool's totals (`metrics.POOL_COUNTERS`)."""
+    """Count what this cycle adds to the pool's totals (`definitions.POOL_COUNTERS`)."""
     ops = resolved(step, outputs).ops
     failed = [output for output in outputs.values() if isinstance(output, Failure)]
     return {

@@ -6,7 +6,7 @@ during which processes died, in ever smaller groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -26,11 +26,14 @@ from cotrain_workers.recovery.bisection import (
     run_in_groups,
 )
 from cotrain_workers.recovery.replay import ReplayDiverged
+from cotrain_workers.worker.found import found_by
 from cotrain_workers.worker.open_ops import OpenOps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from cotrain_store.messages.history import HistoryEntry
+    from cotrain_store.messages.ids import OpId
     from cotrain_store.messages.ops import Step
     from cotrain_store.oplog.execution import Execution
     from cotrain_workers.checkpoints.weights_store import WeightsStore
@@ -53,6 +56,8 @@ class StepRun:
     """None: it did not run as a whole."""
     is_exact: bool
     """False: memory ran out so that some op has other last bits than this worker's numerics stand for."""
+    found: Mapping[OpId, HistoryEntry] = field(default_factory=dict)
+    """What ops that are over add to the histories of their runs."""
 
 
 @dataclass
@@ -152,7 +157,9 @@ class StepRunner:
         if self.crashes(step).is_deadly and runnable:
             log.error("step_crash_loop", cycle=step.cycle)
             answers = self._in_groups(runnable, step)
-            return StepRun(outputs | answers.outputs, None, runs.is_exact and answers.is_exact)
+            is_exact = runs.is_exact and answers.is_exact
+            found = found_by(runnable, answers.outputs)
+            return StepRun(outputs | answers.outputs, None, is_exact, found)
         failpoint("worker.before_run", (op.request_id for op in step.ops))
         may_divide = runs.is_exact and not self.crashes(step).count
         try:
@@ -164,13 +171,16 @@ class StepRunner:
             for request in runnable:
                 if (op_id := (RunId(request.run), request.seq)) in cost.open_tokens:
                     self.open_ops.keep(op_id, bodies[op_id], request)
-            return StepRun(outputs | dict(cost.outputs), cost, runs.is_exact and cost.is_exact)
+            is_exact = runs.is_exact and cost.is_exact
+            found = found_by(runnable, cost.outputs)
+            return StepRun(outputs | dict(cost.outputs), cost, is_exact, found)
         self._engine.check_device()
         # Only here is the exception released, with what its frames kept.
         answers = Answers(outputs, runs.is_exact)
         for run in dict.fromkeys(op.run for op in runnable):
             answers.add(self._alone(runnable, step, None, run))
-        return StepRun(answers.outputs, None, answers.is_exact)
+        found = found_by(runnable, answers.outputs)
+        return StepRun(answers.outputs, None, answers.is_exact, found)
 
     def _in_groups(self, ops: Sequence[Op], step: Step) -> Answers:
         risks = self.crashes(step).risks
@@ -187,7 +197,8 @@ class StepRunner:
         """Run one run's ops one by one, from its last committed state; what still fails breaks it."""
         run, of_run = RunId(name), [op for op in ops if op.run == name]
         try:
-            return run_alone(self._engine, of_run, partial(self._runs.start_over, run), risks)
+            with structlog.contextvars.bound_contextvars(run=run, tenant=step.tenant_by_run[run]):
+                return run_alone(self._engine, of_run, partial(self._runs.start_over, run), risks)
         except (ReplayDiverged, SpoolCorrupt) as broken:
             failure = self._runs.stop(run, step.tenant_by_run[run], broken)
             return Answers(dict.fromkeys(((op.run, op.seq) for op in of_run), failure))

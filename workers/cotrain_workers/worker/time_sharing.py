@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.errors import Fenced
 from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_workers.worker.device_time import Phase
 
 if TYPE_CHECKING:
     import threading
 
     from cotrain_workers.sampling.service import SamplingService
+    from cotrain_workers.worker.device_time import DeviceTime
 
 
 #: A step that begins so soon after another was on its way when that ended: training was not idle.
@@ -35,10 +37,17 @@ GAP_S = 0.1
 class TimeSharing:
     """Measures what training takes and what the decoder takes, and runs the decoder when it may run."""
 
-    def __init__(self, sampler: SamplingService, share: Share, stopping: threading.Event) -> None:
+    def __init__(
+        self,
+        sampler: SamplingService,
+        share: Share,
+        stopping: threading.Event,
+        device_time: DeviceTime,
+    ) -> None:
         self._sampler = sampler
         self._share = share
         self._stopping = stopping
+        self._device_time = device_time
         self._trained_until = 0.0
         self._idle_since = -math.inf
         self._decoded_idle_s = 0.0
@@ -58,7 +67,8 @@ class TimeSharing:
     def decode_while_idle(self) -> bool:
         """Decode a step while no training is open; False when there was nothing to decode."""
         began = time.monotonic()
-        worked = self._sampler.advance()
+        self._device_time.lap(Phase.IDLE)
+        worked = self._advance()
         self._decoded_idle_s += time.monotonic() - began
         return worked
 
@@ -69,15 +79,21 @@ class TimeSharing:
         decode step, a file that cannot be read now.
         """
         now = time.monotonic()
+        self._device_time.lap(Phase.TRAIN)
         self._share.trained(now - self._trained_until)
         with contextlib.suppress(Fenced, OSError, *CONNECTION_LOST):
             while self._share.may_decode and not self._stopping.is_set():
-                worked = self._sampler.advance()
+                worked = self._advance()
                 before, now = now, time.monotonic()
                 self._share.decoded(now - before)
                 if not worked:
                     self._share.forfeit()
         self._trained_until = time.monotonic()
+
+    def _advance(self) -> bool:
+        worked = self._sampler.advance()
+        self._device_time.lap(Phase.SAMPLE if worked else Phase.IDLE)
+        return worked
 
 
 @dataclass

@@ -105,6 +105,10 @@ class VllmDecoder:
         jobs = self._jobs.values()
         return Counter(job.request.tenant for job in jobs if not job.begun.is_set())
 
+    @property
+    def kv_cache_ratio(self) -> None:
+        """The server's own metrics have it."""
+
     def refuse(self, request: SampleRequest) -> str | None:
         """Return why this request can never run, or None."""
         return refusal(request, self._vocab_size, self._sampler.facts)

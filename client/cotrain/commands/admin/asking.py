@@ -1,0 +1,57 @@
+"""One question to the admin API: where the server is, which key opens it, and what a refusal means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from cotrain.commands.http import checked, kept_admin_key, plain_http
+from cotrain.commands.terminal import failing_in_a_sentence
+from cotrain.errors import NotFoundError
+from cotrain.settings import ClientSettings, checked_url
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import typer
+
+
+@dataclass(frozen=True)
+class Server:
+    """What `cotrain admin` was given in front of its subcommand."""
+
+    base_url: str
+    admin_key: str
+    data_dir: Path
+
+
+def ask(
+    context: typer.Context,
+    method: str,
+    *path: str,
+    json: Mapping[str, Any] | None = None,
+    params: Mapping[str, Any] | None = None,
+) -> Any:
+    """Ask, and return the JSON of the answer, None where it has none; a refusal ends the command in a sentence."""
+    server: Server = context.obj
+    with failing_in_a_sentence():
+        url = checked_url(server.base_url)
+        key = server.admin_key or kept_admin_key(url, server.data_dir)
+        if not key:
+            raise ValueError(
+                "The admin key is needed: COTRAIN_ADMIN_KEY, or on the server's host its data folder "
+                "(--data-dir)."
+            )
+        where = "/".join(quote(part, safe="") for part in path)
+        asked = {name: value for name, value in (params or {}).items() if value is not None}
+        with plain_http(ClientSettings(url, key)) as http:
+            answer = http.request(method, f"/api/v1/admin/{where}", json=json, params=asked)
+        try:
+            checked(answer)
+        except NotFoundError as error:
+            if answer.json().get("code") in ("operators_only", "not_found"):
+                raise ValueError(f"{url} does not take this admin key.") from error
+            raise
+        return answer.json() if answer.content else None

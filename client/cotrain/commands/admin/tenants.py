@@ -1,0 +1,149 @@
+"""`cotrain admin tenants`: who there is, what each may have, and who waits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cotrain.commands.admin.asking import ask
+from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
+from cotrain.wire.admin import NewKey, TenantDetail, TenantList
+from cotrain.wire.rest import MAX_PAGE
+
+app = typer.Typer(
+    help="List tenants, set limits and weights, hold back and let go on.", no_args_is_help=True
+)
+TenantId = Annotated[
+    str, typer.Argument(metavar="TENANT", help="Its id, as `tenants list` shows it.")
+]
+
+
+@app.command("list", epilog=examples("cotrain admin tenants list --search ada"))
+def list_tenants(
+    context: typer.Context,
+    search: Annotated[str, typer.Option(help="In the name or the id.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="How many at most.")] = 50,
+    offset: Annotated[int, typer.Option(min=0, help="How many to skip.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """List tenants by name, with what each has waiting."""
+    params = {"search": search, "limit": limit, "offset": offset}
+    page = TenantList.model_validate(ask(context, "GET", "tenants", params=params))
+    if as_json:
+        print_json(page)
+        return
+    table = Table("tenant", "name", "weight", "runs", "waiting", "tokens", "samples", "", box=None)
+    for each in page.tenants:
+        table.add_row(
+            each.id, each.name, f"{each.weight:g}", str(each.runs), str(each.ops),
+            str(each.tokens), str(each.samples), "paused" if each.paused else "",
+        )  # fmt: skip
+    print_rich(table)
+    left = page.total - offset - len(page.tenants)
+    if left > 0:
+        typer.echo(f"{left} more: --limit, --offset", err=True)
+
+
+@app.command(epilog=examples("cotrain admin tenants show t-3f9c2a71"))
+def show(context: typer.Context, tenant: TenantId, as_json: AsJson = False) -> None:
+    """Show one tenant: limits with what is used of them, what it used by day, its keys."""
+    _print(TenantDetail.model_validate(ask(context, "GET", "tenants", tenant)), as_json=as_json)
+
+
+@app.command(epilog=examples("cotrain admin tenants create ada"))
+def create(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Of the tenant and its first key.")],
+    as_json: AsJson = False,
+) -> None:
+    """Make a tenant and print its first key; it is shown only now."""
+    made = NewKey.model_validate(ask(context, "POST", "tenants", json={"name": name}))
+    if as_json:
+        print_json(made)
+    else:
+        typer.echo(made.key)
+
+
+@app.command(
+    "set",
+    epilog=examples(
+        "cotrain admin tenants set t-3f9c2a71 --limit ops=1000 --limit runs=default",
+        "cotrain admin tenants set t-3f9c2a71 --weight 2",
+    ),
+)
+def set_tenant(
+    context: typer.Context,
+    tenant: TenantId,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=NUMBER", help="A limit over the default; NAME=default ends it."),
+    ] = None,
+    weight: Annotated[
+        float | None,
+        typer.Option(help="0.1 to 10: its share of a contended cycle; 1 is the default."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Set limits and the weight; they hold in every process within a second, without a restart."""
+    change: dict[str, Any] = {} if weight is None else {"weight": weight}
+    if limit:
+        change["limits"] = dict(_limit(each) for each in limit)
+    if not change:
+        raise typer.BadParameter("give --limit or --weight")
+    found = ask(context, "PATCH", "tenants", tenant, json=change)
+    _print(TenantDetail.model_validate(found), as_json=as_json)
+
+
+@app.command(epilog=examples("cotrain admin tenants pause t-3f9c2a71 --reason 'the bill is open'"))
+def pause(
+    context: typer.Context,
+    tenant: TenantId,
+    reason: Annotated[str, typer.Option(help="Its clients read it.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Hold a tenant back: what it sends is accepted up to its limits, and waits."""
+    ask(context, "POST", "tenants", tenant, "pause", json={"reason": reason})
+    _done(tenant, as_json=as_json, paused=True)
+
+
+@app.command(epilog=examples("cotrain admin tenants resume t-3f9c2a71"))
+def resume(context: typer.Context, tenant: TenantId, as_json: AsJson = False) -> None:
+    """Let a tenant go on."""
+    ask(context, "POST", "tenants", tenant, "resume")
+    _done(tenant, as_json=as_json, paused=False)
+
+
+def _limit(text: str) -> tuple[str, int | None]:
+    name, _, number = text.partition("=")
+    if number == "default":
+        return name, None
+    if not number.isascii() or not number.isdecimal():
+        raise typer.BadParameter(f"{text}: NAME=NUMBER, or NAME=default")
+    return name, int(number)
+
+
+def _done(tenant: str, *, as_json: bool, paused: bool) -> None:
+    if as_json:
+        print_json({"tenant": tenant, "paused": paused})
+
+
+def _print(tenant: TenantDetail, *, as_json: bool) -> None:
+    if as_json:
+        print_json(tenant)
+        return
+    facts = Table(show_header=False, box=None)
+    paused = f"paused: {tenant.paused.reason or 'yes'}" if tenant.paused else "going on"
+    for name, value in (
+        ("tenant", tenant.id), ("name", tenant.name), ("weight", f"{tenant.weight:g}"), ("state", paused),
+        *((f"run {run}", f"paused: {pause.reason or 'yes'}") for run, pause in tenant.paused_runs.items()),
+        *((f"key {key.id}", f"{key.name} ({key.role})") for key in tenant.keys),
+    ):  # fmt: skip
+        facts.add_row(name, value)
+    print_rich(facts)
+    limits = Table("limit", "used", "of", "default", box=None)
+    for quota in tenant.quotas:
+        own = str(quota.default) if quota.is_own else ""
+        limits.add_row(quota.name, str(quota.used), str(quota.limit), own)
+    print_rich(limits)

@@ -1,0 +1,1 @@
+"""What the operator changes: checked, done and noted in the audit log; knows no route and no page."""

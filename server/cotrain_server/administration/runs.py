@@ -1,0 +1,33 @@
+"""One run of a tenant, held back or ended by the operator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain_store.tenants.audit_log import AuditEvent
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_store.messages.ids import TenantId
+
+
+async def pause_run(services: Services, tenant: TenantId, run_id: str, reason: str) -> None:
+    """Hold a run back; raises RunNotFound, or RunClosed for one that has ended."""
+    run = await services.records.run(tenant, run_id)
+    await services.pauses.pause_run(run, reason)
+    details = {"run": run.id, "reason": reason}
+    await services.audit.note_operator(tenant, AuditEvent.RUN_PAUSE, details)
+
+
+async def resume_run(services: Services, tenant: TenantId, run_id: str) -> None:
+    """Let a run go on; raises RunNotFound. Twice is harmless."""
+    run = await services.records.run(tenant, run_id)
+    if await services.pauses.resume_run(run):
+        await services.audit.note_operator(tenant, AuditEvent.RUN_RESUME, {"run": run.id})
+
+
+async def close_run(services: Services, tenant: TenantId, run_id: str) -> None:
+    """End a run as its owner can: what waits fails, what is planned commits; raises RunNotFound."""
+    run = await services.records.run(tenant, run_id)
+    await services.intake.close_run(run)
+    await services.audit.note_operator(tenant, AuditEvent.RUN_CLOSE, {"run": run.id})

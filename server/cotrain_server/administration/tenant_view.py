@@ -1,0 +1,170 @@
+"""Tenants as the operator sees them: what each has waiting, may have, has used, and who holds its keys. Reads only."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from cotrain.wire.admin import DayUsage, Pause, QuotaUse, TenantDetail, TenantList, TenantRow
+from cotrain_server.administration.tenant_keys import list_keys
+from cotrain_server.settings import Quotas
+from cotrain_server.views.usage import total_of
+from cotrain_store.keys import run_keys, sample_keys, tenant_keys
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.pauses import WEIGHT
+from cotrain_store.redis_client.store_clock import clock_ms
+from cotrain_store.results.delivery import unread_bytes
+from cotrain_store.tenants.pauses import read_pauses
+from cotrain_store.tenants.policies import read_weights
+from cotrain_store.tenants.run_bytes import default_quota
+from cotrain_store.tenants.usage import HOUR
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_server.services import Services
+    from cotrain_store.messages.pauses import Pause as StoredPause
+    from cotrain_store.tenants.usage import UsageRow
+
+DAYS_SHOWN = 14
+
+
+async def list_tenants(services: Services, search: str, offset: int, limit: int) -> TenantList:
+    """List those tenants whose name or id has a text in it, by name; what lies outside the page costs nothing."""
+    rows = await services.connection.hgetall(tenant_keys.tenant_names())
+    names = {TenantId(tenant.decode()): name.decode() for tenant, name in rows.items()}
+    wanted = search.casefold()
+    found = sorted(
+        (name.casefold(), tenant)
+        for tenant, name in names.items()
+        if wanted in name.casefold() or wanted in tenant
+    )
+    ids = [tenant for _, tenant in found[offset : offset + limit]]
+    return TenantList(
+        tenants=await _rows(services, {tenant: names[tenant] for tenant in ids}),
+        total=len(found),
+        offset=offset,
+        limit=limit,
+    )
+
+
+async def show_tenant(services: Services, tenant: TenantId) -> TenantDetail:
+    """Show all of a tenant that was looked up before."""
+    name = await services.connection.hget(tenant_keys.tenant_names(), tenant)
+    (row,) = await _rows(services, {tenant: name.decode() if name else ""})
+    pauses = await read_pauses(services.connection)
+    return TenantDetail(
+        **row.model_dump(),
+        quotas=await _quotas(services, tenant),
+        usage=await _usage(services, tenant),
+        keys=await list_keys(services, tenant),
+        paused_runs={
+            run: _pause(pause) for run, pause in pauses.runs.items() if pause.tenant == tenant
+        },
+    )
+
+
+async def _rows(services: Services, names: Mapping[TenantId, str]) -> list[TenantRow]:
+    weights = await read_weights(services.connection)
+    pauses = await read_pauses(services.connection)
+    pools = await services.records.pools()
+    pipeline = services.connection.pipeline(transaction=False)
+    for tenant in names:
+        pipeline.scard(tenant_keys.tenant_runs(tenant))
+        pipeline.zscore(tenant_keys.run_bytes(), tenant)
+        for pool in pools:
+            pipeline.hmget(run_keys.queue(pool.id, tenant), ["ops", "tokens"])
+            pipeline.hmget(sample_keys.sample_load(pool.id, tenant), ["waiting", "running"])
+    answers = await pipeline.execute()
+    size = 2 + 2 * len(pools)
+    rows = []
+    for at, (tenant, name) in enumerate(names.items()):
+        runs, size_bytes, *queued = answers[at * size : (at + 1) * size]
+        paused = pauses.tenants.get(tenant)
+        rows.append(
+            TenantRow(
+                id=tenant,
+                name=name,
+                weight=weights.get(tenant, WEIGHT),
+                paused=_pause(paused) if paused else None,
+                runs=runs,
+                run_bytes=int(size_bytes or 0),
+                ops=sum(int(queue[0] or 0) for queue in queued[::2]),
+                tokens=sum(int(queue[1] or 0) for queue in queued[::2]),
+                samples=sum(int(count or 0) for load in queued[1::2] for count in load),
+            )
+        )
+    return rows
+
+
+def _pause(pause: StoredPause) -> Pause:
+    return Pause(since=pause.since, reason=pause.reason)
+
+
+async def _quotas(services: Services, tenant: TenantId) -> list[QuotaUse]:
+    own = await services.policies.limits(tenant)
+    defaults = services.quotas.defaults.model_dump()
+    if not defaults["run_bytes"]:
+        defaults["run_bytes"] = default_quota(await services.records.pools())
+    used = await _used(services, tenant)
+    return [
+        QuotaUse(
+            name=name,
+            limit=own.get(name) or defaults[name],
+            default=defaults[name],
+            is_own=name in own,
+            used=used.get(name, 0),
+        )
+        for name in Quotas.model_fields
+    ]
+
+
+async def _used(services: Services, tenant: TenantId) -> dict[str, int]:
+    """Count what each limit counts; of what is counted by pool, in the fullest one."""
+    redis = services.connection
+    now_ms = await clock_ms(redis)
+    pipeline = redis.pipeline(transaction=False)
+    pipeline.scard(tenant_keys.tenant_runs(tenant))
+    pipeline.zscore(tenant_keys.run_bytes(), tenant)
+    pipeline.get(tenant_keys.record_bytes(tenant))
+    pipeline.zcount(tenant_keys.living_sessions(tenant), int(time.time() * 1000), "+inf")
+    pipeline.zcount(tenant_keys.tenant_samplers(tenant), now_ms, "+inf")
+    pipeline.hget(tenant_keys.sampler_bytes(tenant), "bytes")
+    pools = await services.records.pools()
+    for pool in pools:
+        pipeline.hmget(run_keys.queue(pool.id, tenant), ["ops", "tokens", "bytes"])
+        pipeline.hmget(sample_keys.sample_load(pool.id, tenant), ["waiting", "running", "tokens"])
+    answers = [_number(answer) for answer in await pipeline.execute()]
+    names = ("runs", "run_bytes", "record_bytes", "sessions", "samplers", "sampler_bytes")
+    used: defaultdict[str, int] = defaultdict(int, zip(names, map(sum, answers[:6]), strict=True))
+    for ops, samples in zip(answers[6::2], answers[7::2], strict=True):
+        of_pool = dict(zip(("ops", "tokens", "bytes"), ops, strict=True))
+        of_pool |= {"samples": samples[0] + samples[1], "sample_tokens": samples[2]}
+        for name, count in of_pool.items():
+            used[name] = max(used[name], count)
+    used["unread_bytes"] = (await unread_bytes(redis, [tenant]))[tenant]
+    used["checkpoints"], used["checkpoint_bytes"] = await services.checkpoints.stored_bytes(tenant)
+    used["polls"] = services.polls_by_tenant[tenant]
+    return dict(used)
+
+
+def _number(answer: Any) -> list[int]:
+    """Read numbers of a hash, or one number, as Redis writes them."""
+    row = answer if isinstance(answer, list) else [answer]
+    return [int(float(value or 0)) for value in row]
+
+
+async def _usage(services: Services, tenant: TenantId) -> list[DayUsage]:
+    today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    start = today - timedelta(days=DAYS_SHOWN - 1)
+    hours = await services.usage.rows(
+        tenant, start, datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + HOUR
+    )
+    by_day: dict[str, list[UsageRow]] = {
+        f"{start + timedelta(days=day):%Y-%m-%d}": [] for day in range(DAYS_SHOWN)
+    }
+    for row in hours:
+        by_day[f"{row.hour:%Y-%m-%d}"].append(row)
+    return [DayUsage(day=day, amounts=total_of(rows)) for day, rows in by_day.items()]

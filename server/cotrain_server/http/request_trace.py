@@ -1,0 +1,86 @@
+"""The span of one request to the API, where traces are on: from its first line to its answer's last byte.
+
+Polls have none while they wait: the one that brings a result is reported with its op (`trace_retrieval`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_store.messages.results import ResultKind
+from cotrain_store.monitoring.traceparent import if_sampled, trace_id
+from cotrain_store.monitoring.tracing import CURRENT, tracer
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+    from cotrain_server.services import Services
+    from cotrain_store.messages.ids import RequestId, TenantId
+    from cotrain_store.messages.results import Result
+    from cotrain_store.monitoring.tracing import Span
+
+_TRACED = ("/api/v1/", "/oai/", "/anthropic/")
+#: Asked again and again: by clients that wait, and by what looks whether the server lives.
+_NOT_TRACED = frozenset(
+    f"/api/v1/{name}"
+    for name in (
+        "retrieve_future", "retrieve_futures", "cancel_future", "session_heartbeat", "healthz",
+        "telemetry",
+    )
+)  # fmt: skip
+_SERVER_ERROR = 500
+
+
+def begin_request(scope: Scope) -> Span | None:
+    """Begin the span of a request, below its client's (`traceparent`); None where it has none.
+
+    From here on `CURRENT` names it, or what a poll's client sent, and the log names its trace.
+    """
+    traces = tracer()
+    if traces is None:
+        return None
+    sent = [value for name, value in scope["headers"] if name == b"traceparent"]
+    parent = sent[0].decode("latin-1") if len(sent) == 1 else ""
+    if not scope["path"].startswith(_TRACED) or scope["path"] in _NOT_TRACED:
+        CURRENT.set(if_sampled(parent))
+        return None
+    span = traces.begin(scope["method"], parent, is_server=True)
+    CURRENT.set(span.traceparent)
+    if span.traceparent:
+        structlog.contextvars.bind_contextvars(trace_id=trace_id(span.traceparent))
+    return span
+
+
+def end_request(span: Span, scope: Scope, route: str, status: int) -> None:
+    """Report a request that was answered, by the names that its log has."""
+    bound = structlog.contextvars.get_contextvars()
+    names = {
+        name: bound[name] for name in ("http_request", "tenant", "run", "seq") if name in bound
+    }
+    http = {
+        "http.request.method": scope["method"], "http.route": route,
+        "http.response.status_code": status,
+    }  # fmt: skip
+    name = f"{scope['method']} {route}"
+    span.end(name, failed=status >= _SERVER_ERROR or not status, **http, **names)
+
+
+async def trace_retrieval(
+    services: Services, tenant: TenantId, request: RequestId, began: float, result: Result
+) -> None:
+    """Report the poll that brought a result: below the span of its client, or of its op."""
+    traces = tracer()
+    if traces is None:
+        return
+    of_op = await services.futures.trace_of(tenant, request)
+    parent = CURRENT.get() or of_op
+    if not parent:
+        return
+    is_failure = result.kind is ResultKind.FAILURE
+    traces.record(
+        "retrieve_future", began, time.time(), parent, links=[of_op] if parent != of_op else [],
+        request=request, tenant=tenant, outcome="failed" if is_failure else "ok",
+    )  # fmt: skip

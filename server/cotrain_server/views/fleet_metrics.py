@@ -1,0 +1,171 @@
+"""What the store knows of all processes, for Prometheus: the same, whichever API process is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from typing_extensions import override
+
+from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.monitoring.definitions import METRICS, POOL_COUNTERS, Kind
+from cotrain_store.monitoring.status import QueueStatus, pool_status, redis_status
+from cotrain_store.monitoring.tenant_labels import OTHERS, TENANTS_SHOWN
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.tenants.run_bytes import largest_run_bytes
+from cotrain_store.weights.checkpoints import largest_checkpoint_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from prometheus_client.core import Metric
+
+    from cotrain_server.services import Services
+    from cotrain_store.messages.fleet import WorkerHeartbeat
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.monitoring.status import PoolStatus, RedisStatus
+
+
+@dataclass(eq=False)  # a registry keeps its collectors by identity
+class _Families(Collector):
+    """Families built sample by sample, then handed to the text format."""
+
+    by_name: dict[str, Metric] = field(default_factory=dict)
+
+    def add(self, name: str, value: float, **labels: str) -> None:
+        metric = METRICS[name]
+        kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family = self.by_name.setdefault(name, kind(name, metric.help, labels=metric.labels))
+        assert isinstance(family, kind)
+        family.add_metric([labels[label] for label in metric.labels], value)
+
+    @override
+    def collect(self) -> Iterable[Metric]:
+        return self.by_name.values()
+
+
+async def fleet_metrics(services: Services) -> bytes:
+    """Write it in the Prometheus text format; a Redis that is unavailable is one of the metrics."""
+    found = _Families()
+    settings = services.settings
+    found.add("cotrain_disk_free_bytes", shutil.disk_usage(settings.data_dir).free)
+    found.add("cotrain_disk_reserve_bytes", settings.disk_reserve_bytes)
+    found.add("cotrain_ready", not await reasons_not_ready(services))
+    try:
+        async with asyncio.timeout(LOOK_TIMEOUT_S):
+            redis = await redis_status(services.connection)
+            run_bytes = await largest_run_bytes(services.connection, TENANTS_SHOWN)
+            checkpoints = await largest_checkpoint_bytes(services.connection, TENANTS_SHOWN)
+            pools = [
+                (pool, await pool_status(services.connection, pool.id))
+                for pool in await services.records.pools()
+            ]
+    except (TimeoutError, *CONNECTION_LOST):
+        found.add("cotrain_redis_up", 0)
+    else:
+        _add_redis(found, redis)
+        for tenant, size in run_bytes.items():
+            found.add("cotrain_run_bytes", size, tenant=tenant)
+        for tenant, size in checkpoints.items():
+            found.add("cotrain_checkpoint_bytes", size, tenant=tenant)
+        for pool, status in pools:
+            _add_pool(found, pool, status)
+    registry = CollectorRegistry()
+    registry.register(found)
+    return generate_latest(registry)
+
+
+def _add_redis(found: _Families, redis: RedisStatus) -> None:
+    found.add("cotrain_redis_up", 1)
+    found.add("cotrain_redis_aof_last_write_ok", redis.aof_last_write_ok)
+    found.add("cotrain_redis_memory_bytes", redis.memory_bytes)
+    found.add("cotrain_redis_memory_limit_bytes", redis.memory_limit_bytes)
+    limit = redis.memory_limit_bytes
+    found.add("cotrain_redis_memory_ratio", redis.memory_bytes / limit if limit else 0)
+    found.add("cotrain_oplog_bytes", redis.aof_bytes)
+
+
+def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
+    pool = record.base_model
+    for name, metric in POOL_COUNTERS.items():
+        found.add(metric.name, status.counters.get(name, 0.0), pool=pool)
+    for state, count in runs_by_state(status.counters).items():
+        found.add("cotrain_runs", count, pool=pool, state=state)
+    found.add("cotrain_queue_oldest_seconds", status.oldest_ready_s, pool=pool)
+    found.add("cotrain_seq_gap_seconds_max", status.oldest_gap_s, pool=pool)
+    found.add("cotrain_saved_weights", status.weights, pool=pool)
+    found.add("cotrain_open_cycles", status.open_cycles, pool=pool)
+    found.add("cotrain_pool_backlog_seconds", status.backlog_s, pool=pool)
+    found.add("cotrain_pool_workers_wanted", status.workers_wanted, pool=pool)
+    for worker in status.workers:
+        _add_worker(found, pool, worker)
+    for missing in status.workers_unavailable:
+        found.add("cotrain_worker_up", 0, pool=pool, worker=missing)
+    for queue in top_tenants(status.queues):
+        of = {"pool": pool, "tenant": queue.tenant}
+        found.add("cotrain_queue_ops", queue.ops, **of)
+        found.add("cotrain_queue_tokens", queue.tokens, **of)
+        found.add("cotrain_samples_waiting", queue.samples_waiting, **of)
+        found.add("cotrain_samples_running", queue.samples_running, **of)
+
+
+def _add_worker(found: _Families, pool: str, worker: WorkerHeartbeat) -> None:
+    of = {"pool": pool, "worker": worker.id}
+    found.add("cotrain_worker_up", 1, **of)
+    found.add("cotrain_worker_epoch", worker.epoch, **of)
+    found.add("cotrain_worker_memory_bytes", worker.memory_bytes, **of)
+    found.add("cotrain_worker_device_memory_bytes", worker.device_memory_bytes, **of)
+    found.add("cotrain_worker_device_memory_limit_bytes", worker.device_memory_limit_bytes, **of)
+    found.add("cotrain_worker_tokens_per_second", worker.tokens_per_s, **of)
+    found.add("cotrain_worker_safe_tokens", worker.safe_tokens, **of)
+    found.add("cotrain_worker_halvings_total", worker.halvings, **of)
+    found.add("cotrain_worker_restored_ops_total", worker.restored_ops, **of)
+    found.add("cotrain_worker_takes_saves", worker.takes_saves, **of)
+    found.add("cotrain_worker_samples_running", worker.samples_running, **of)
+    found.add("cotrain_worker_samples_waiting", worker.samples_waiting, **of)
+    found.add("cotrain_owed_save_bytes", worker.unstored_bytes, **of)
+    found.add("cotrain_snapshot_age_seconds_max", worker.snapshot_age_s, **of)
+    found.add("cotrain_snapshot_due_seconds", worker.snapshot_due_s, **of)
+    if worker.kv_cache_ratio is not None:
+        found.add("cotrain_kv_cache_usage_ratio", worker.kv_cache_ratio, **of)
+    for phase, seconds in worker.device_seconds.items():
+        found.add("cotrain_device_seconds_total", seconds, phase=phase, **of)
+    for tier, count in worker.adapters.items():
+        found.add("cotrain_adapters", count, tier=tier, **of)
+    for tier, size in worker.adapter_bytes.items():
+        found.add("cotrain_adapter_bytes", size, tier=tier, **of)
+
+
+def runs_by_state(counters: Mapping[str, float]) -> dict[str, float]:
+    """Count runs by their state. Those that were made before runs were counted are not in it."""
+    closed, failed = counters.get("runs_closed", 0.0), counters.get("runs_failed", 0.0)
+    live = max(0.0, counters.get("runs_made", 0.0) - closed - failed)
+    return {"live": live, "closed": closed, "failed": failed}
+
+
+def top_tenants(queues: Sequence[QueueStatus]) -> list[QueueStatus]:
+    """Keep the busiest tenants and sum up the rest."""
+    ranked = sorted(queues, key=_load, reverse=True)
+    rest = ranked[TENANTS_SHOWN:]
+    return ranked[:TENANTS_SHOWN] + ([_sum(rest)] if rest else [])
+
+
+def _load(queue: QueueStatus) -> tuple[int, ...]:
+    return queue.tokens, queue.ops, queue.samples_waiting + queue.samples_running
+
+
+def _sum(queues: Sequence[QueueStatus]) -> QueueStatus:
+    return QueueStatus(
+        TenantId(OTHERS),
+        ops=sum(queue.ops for queue in queues),
+        tokens=sum(queue.tokens for queue in queues),
+        bytes=sum(queue.bytes for queue in queues),
+        samples_waiting=sum(queue.samples_waiting for queue in queues),
+        samples_running=sum(queue.samples_running for queue in queues),
+    )

@@ -1,0 +1,123 @@
+"""What `/status` and the pages show: everything to the operator, to a tenant its own part."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from cotrain.version import __version__
+from cotrain_server.views.readiness import reasons_not_ready
+from cotrain_store.monitoring.status import (
+    cycle_records,
+    pool_status,
+    redis_status,
+    scheduler_epoch,
+)
+from cotrain_store.monitoring.tenant_labels import TENANTS_SHOWN
+from cotrain_store.results.delivery import most_unread, unread_bytes
+from cotrain_store.tenants.names import tenant_names
+from cotrain_store.tenants.run_bytes import largest_run_bytes, run_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_server.services import Services
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.pools import PoolRecord
+    from cotrain_store.monitoring.status import PoolStatus, QueueStatus
+
+CYCLES_SHOWN = 20
+_STARTED_AT = time.time()
+
+
+async def whole_status(services: Services) -> dict[str, Any]:
+    """Read everything."""
+    connection, settings = services.connection, services.settings
+    pools = [await _whole_pool(services, pool) for pool in await services.records.pools()]
+    reasons = await reasons_not_ready(services)
+    return {
+        "version": __version__,
+        "uptime_s": round(time.time() - _STARTED_AT, 1),
+        "ready": not reasons,
+        "reasons": reasons,
+        "scheduler": {"epoch": await scheduler_epoch(connection)},
+        "pools": pools,
+        "unread_bytes": await most_unread(connection, TENANTS_SHOWN),
+        "run_bytes": await largest_run_bytes(connection, TENANTS_SHOWN),
+        "waiters": services.futures.waiters,
+        "redis": asdict(await redis_status(connection)),
+        "disk": {"free_bytes": shutil.disk_usage(settings.data_dir).free},
+    }
+
+
+async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
+    found = await pool_status(services.connection, pool.id)
+    cycles = await cycle_records(services.connection, pool.id, CYCLES_SHOWN)
+    queues = [asdict(queue) for queue in found.queues]
+    await name_tenants(
+        services, [*queues, *(run for each in cycles for run in each.get("runs", ()))]
+    )
+    return {
+        **asdict(pool),
+        "workers": [asdict(worker) for worker in found.workers],
+        "workers_known": found.workers_known,
+        "workers_unavailable": list(found.workers_unavailable),
+        "open_cycles": found.open_cycles,
+        "last_cycle": found.last_cycle,
+        "queue": {
+            "ops": sum(queue.ops for queue in found.queues),
+            "tokens": sum(queue.tokens for queue in found.queues),
+            "oldest_s": found.oldest_ready_s,
+            "oldest_gap_s": found.oldest_gap_s,
+            "backlog_s": round(found.backlog_s, 3),
+        },
+        "workers_wanted": found.workers_wanted,
+        "duty": dict(found.duty),
+        "samples": _samples(found.queues),
+        "tenants": queues,
+        "counters": dict(found.counters),
+        "cycles": cycles,
+    }
+
+
+async def name_tenants(services: Services, rows: Sequence[dict[str, Any]]) -> None:
+    """Add the tenant's name to its id in each row; empty where it has none."""
+    names = await tenant_names(services.connection, {row["tenant"] for row in rows})
+    for row in rows:
+        row["tenant_name"] = names.get(row["tenant"], "")
+
+
+async def own_status(services: Services, tenant: TenantId) -> dict[str, Any]:
+    """Read what a tenant may know."""
+    connection = services.connection
+    return {
+        "version": __version__,
+        "unread_bytes": (await unread_bytes(connection, [tenant]))[tenant],
+        "run_bytes": await run_bytes(connection, tenant),
+        "pools": [
+            _own_pool(pool, await pool_status(connection, pool.id, tenant))
+            for pool in await services.records.pools()
+        ],
+    }
+
+
+def _own_pool(pool: PoolRecord, found: PoolStatus) -> dict[str, Any]:
+    own = found.queues
+    return {
+        "base_model": pool.base_model,
+        "context_length": pool.context_length,
+        "max_rank": pool.max_rank,
+        "workers": len(found.workers),
+        "last_cycle": found.last_cycle,
+        "queue": {"ops": sum(q.ops for q in own), "tokens": sum(q.tokens for q in own)},
+        "samples": _samples(own),
+    }
+
+
+def _samples(queues: Sequence[QueueStatus]) -> dict[str, int]:
+    return {
+        "waiting": sum(queue.samples_waiting for queue in queues),
+        "running": sum(queue.samples_running for queue in queues),
+    }

@@ -1,0 +1,111 @@
+"""Deliver the events of all tenants: one process at a time, of each tenant one event at a time.
+
+An API process does it, and not the scheduler, which shall wait for nothing outside; any of them takes over when
+the one that does it dies. A receiver that is slow holds its own tenant's events, and those alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_server.webhooks.retries import retry_in
+from cotrain_server.webhooks.sender import Sender, Undelivered
+from cotrain_store.errors import Fenced
+from cotrain_store.messages.webhooks import Outcome
+from cotrain_store.monitoring import metrics
+from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.webhooks import DueEvent
+    from cotrain_store.tenants.webhooks import Webhooks
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0
+#: Tenants whose events are being sent at once; others wait until one of these is done, 10 s at most.
+AT_ONCE = 256
+
+
+class Delivery:
+    """Sends what is due, while this process has the lease."""
+
+    def __init__(self, webhooks: Webhooks, sender: Sender, look_s: float = LOOK_S) -> None:
+        self._webhooks = webhooks
+        self._sender = sender
+        self._look_s = look_s
+        self._sending: dict[TenantId, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Look for due events until cancelled. An unavailable Redis is a pause."""
+        try:
+            while True:
+                try:
+                    if await self._webhooks.lead():
+                        await self._look()
+                except (*CONNECTION_LOST, Fenced):
+                    pass  # who delivers now is another process, or seen at the next look
+                await asyncio.sleep(self._look_s)
+        finally:
+            await stop_tasks(list(self._sending.values()))
+
+    async def _look(self) -> None:
+        for event in await self._webhooks.due(AT_ONCE + len(self._sending)):
+            if len(self._sending) >= AT_ONCE:
+                return
+            if event.tenant not in self._sending:
+                self._sending[event.tenant] = asyncio.create_task(self._send_all(event))
+
+    async def _send_all(self, first: DueEvent) -> None:
+        """Send a tenant's due events one after the other, until one fails."""
+        event: DueEvent | None = first
+        try:
+            while event and await self._send(event):
+                event = await self._webhooks.due_of(event.tenant)
+        except (*CONNECTION_LOST, Fenced):
+            return  # it is sent again: at least once
+        finally:
+            del self._sending[first.tenant]
+
+    async def _send(self, event: DueEvent) -> bool:
+        """Make one attempt and note what became of it; False where it failed."""
+        try:
+            answer = await self._sender.send(event, int(time.time()))
+        except Undelivered as failed:
+            reason = str(failed)
+        except Exception:  # counts as an attempt, or it would be made anew every second without end
+            log.exception("webhook_failed", tenant=event.tenant, event_id=event.id)
+            reason = "The server failed while it sent this; its log says how."
+        else:
+            await self._note(event, Outcome.DELIVERED, answer)
+            return True
+        wait_s = retry_in(event.attempts + 1, event.age_s)
+        outcome = Outcome.GIVEN_UP if wait_s is None else Outcome.RETRIED
+        await self._note(event, outcome, reason, wait_s or 0.0)
+        return False
+
+    async def _note(
+        self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0
+    ) -> None:
+        await self._webhooks.tried(event, outcome, answer, retry_in_s)
+        metrics.WEBHOOK_DELIVERIES.labels(outcome).inc()
+        if outcome is Outcome.GIVEN_UP:
+            log.warning("webhook_given_up", tenant=event.tenant, event_id=event.id, reason=answer)
+
+
+@asynccontextmanager
+async def delivering(webhooks: Webhooks, sender: Sender) -> AsyncIterator[None]:
+    """Deliver events within the block."""
+    task = asyncio.create_task(Delivery(webhooks, sender).run())
+    try:
+        yield
+    finally:
+        await stop_tasks([task])
+        sender.close()

@@ -1,0 +1,92 @@
+"""One attempt to deliver an event: a signed POST, once, to where it may go.
+
+Signed as standardwebhooks.com has it, so that its libraries verify it. No redirect is followed and no proxy
+used; of the answer the status counts, and what follows is read no further than a few KB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ssl
+from base64 import b64decode, b64encode
+from ipaddress import ip_network
+from typing import TYPE_CHECKING
+
+import httpcore
+
+from cotrain.version import __version__
+from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork
+from cotrain_store.tenants.webhooks import SECRET_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cotrain_store.messages.webhooks import DueEvent
+
+#: Of a whole attempt, names looked up and the answer read.
+TIMEOUT_S = 10.0
+MOST_READ = 16 * 1024
+
+
+class Undelivered(Exception):
+    """An attempt failed; its text is shown to the tenant."""
+
+
+def signature(secret: str, event_id: str, timestamp: int, body: bytes) -> str:
+    """Sign an event: base64 of HMAC-SHA256 over `<id>.<timestamp>.<body>`, with a version before it."""
+    key = b64decode(secret.removeprefix(SECRET_PREFIX))
+    signed = f"{event_id}.{timestamp}.".encode() + body
+    return "v1," + b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
+
+
+class Sender:
+    """Sends events; for one process."""
+
+    def __init__(self, networks: Iterable[str], tls: ssl.SSLContext | None = None) -> None:
+        self._network = CheckedNetwork([ip_network(each) for each in networks])
+        self._tls = tls or ssl.create_default_context()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._network.close()
+
+    async def send(self, event: DueEvent, timestamp: int) -> str:
+        """Send an event and return what was answered; raises Undelivered for anything but 2xx."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                status = await self._post(event, timestamp)
+        except TimeoutError:
+            raise Undelivered(f"no answer within {TIMEOUT_S:.0f} s") from None
+        except (AddressRefused, httpcore.NetworkError, httpcore.ProtocolError) as failed:
+            raise Undelivered(_sentence(failed)) from failed
+        except (httpcore.TimeoutException, OSError, ValueError) as failed:
+            raise Undelivered(_sentence(failed)) from failed
+        if not 200 <= status < 300:
+            raise Undelivered(f"answered with status {status}")
+        return str(status)
+
+    async def _post(self, event: DueEvent, timestamp: int) -> int:
+        headers: dict[bytes | str, bytes | str] = {
+            "Content-Type": "application/json",
+            "User-Agent": f"cotrain/{__version__}",
+            "webhook-id": event.id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": signature(event.secret, event.id, timestamp, event.body),
+        }
+        network = self._network.of(encrypted=event.url.startswith("https:"))
+        async with (
+            httpcore.AsyncConnectionPool(self._tls, network_backend=network) as pool,
+            pool.stream("POST", event.url, headers=headers, content=event.body) as answer,
+        ):
+            read = 0
+            async for part in answer.aiter_stream():
+                read += len(part)
+                if read > MOST_READ:
+                    break
+            return answer.status
+
+
+def _sentence(failed: Exception) -> str:
+    return (str(failed) or type(failed).__name__)[:200]

@@ -1,0 +1,124 @@
+"""The spans of a cycle: one with links to its ops, one for each of its parts, and of each op that is over one.
+
+They are made of times that were noted, once the cycle is committed. A worker that dies leaves none, and the
+process that runs the step again reports it as its own.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.monitoring.traceparent import trace_id
+from cotrain_workers.engine.ops import CyclePart, Failure
+from cotrain_workers.worker.step_commit import tokens_now
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from cotrain_store.messages.ops import QueuedOp, Step
+    from cotrain_store.monitoring.tracing import Tracer
+    from cotrain_workers.engine.ops import CycleOutput, Output
+    from cotrain_workers.worker.step_commit import StepCommit
+    from cotrain_workers.worker.step_runner import StepRun
+
+#: A visit of the decoder that was shorter had nothing to decode.
+_VISIT_S = 0.001
+
+
+class CycleTimes:
+    """When the parts of one cycle began and ended, by the wall clock."""
+
+    def __init__(self) -> None:
+        self.began = self._last = time.time()
+        self._noted: list[CyclePart] = []
+        self._visits: list[tuple[float, float]] = []
+
+    def note(self, name: str) -> None:
+        """End a part of this name, which began where the last one ended."""
+        now = time.time()
+        self._noted.append(CyclePart(name, self._last, now))
+        self._last = now
+
+    def visited(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Note when this worked, too, which runs at yield points."""
+
+        def noted() -> None:
+            began = time.time()
+            act()
+            ended = time.time()
+            if ended - began >= _VISIT_S:
+                self._visits = [(self._visits or [(began, ended)])[0], (began, ended)]
+
+        return noted
+
+    def parts(self, cost: CycleOutput | None) -> list[CyclePart]:
+        """Give the parts; in place of the run what it consists of, where that is known.
+
+        Sampling lies between its first and its last visit, and works in a part of that time.
+        """
+        visits = self._visits
+        sampling = [CyclePart("sampling", visits[0][0], visits[-1][1])] if visits else []
+        if cost is None:
+            return [*self._noted, *sampling]
+        known = [part for part in self._noted if part.name != "run"]
+        return [*known, *cost.parts, *sampling]
+
+
+def bound_to_cycle(step: Step) -> AbstractContextManager[Any]:
+    """Have every line of the log name this cycle, and its trace if there is one."""
+    fields: dict[str, Any] = {"cycle": step.cycle}
+    if step.trace:
+        fields["trace_id"] = trace_id(step.trace)
+    return structlog.contextvars.bound_contextvars(**fields)
+
+
+def trace_cycle(
+    tracer: Tracer, step: Step, ran: StepRun, commit: StepCommit, times: CycleTimes, crashes: int
+) -> None:
+    """Report a committed cycle. Ops whose request is not traced are left out; without any, all is."""
+    traced = [
+        op for op in step.ops if op.trace and tokens_now(op, ran.outputs, ran.cost) is not None
+    ]
+    if not traced:
+        return
+    ended = time.time()
+    record, cost = commit.record, ran.cost
+    cycle = tracer.record(
+        "cycle", times.began, ended, step.trace, links=[op.trace for op in traced],
+        cycle=step.cycle, worker=step.worker, outcome=record["outcome"], crashes=crashes,
+        runs=len(record["runs"]), ops=len(ran.outputs), tokens=record["tokens"],
+        wave_s=cost.wave_s if cost else None, optim_s=cost.optim_s if cost else None,
+        sampling_s=(record["sampling_ms"] or 0.0) / 1000,
+    )  # fmt: skip
+    for part in times.parts(cost):
+        tracer.record(part.name, part.began, part.ended, cycle)
+    for op in traced:
+        output = ran.outputs.get((op.run, op.seq))
+        if output is not None:
+            facts = _facts(op, step, output, commit)
+            is_failed = isinstance(output, Failure)
+            tracer.record(
+                op.kind.value, op.accepted_at, ended, op.trace, links=[cycle], failed=is_failed, **facts
+            )  # fmt: skip
+
+
+def _facts(op: QueuedOp, step: Step, output: Output, commit: StepCommit) -> Mapping[str, Any]:
+    """Describe an op by names and numbers: nothing that its tenant wrote is in them."""
+    waits_for_disk = op.kind is OpKind.SAVE and (op.run, op.seq) in commit.saves
+    return {
+        "request": op.request_id,
+        "run": op.run,
+        "seq": op.seq,
+        "tenant": step.tenant_by_run[op.run],
+        "cycle": step.cycle,
+        "tokens": op.tokens,
+        "waited_s": max(0.0, step.planned_at - op.accepted_at),
+        "failure": output.category if isinstance(output, Failure) else None,
+        # A name resolves once its weights are on disk, which is later.
+        "is_stored_later": waits_for_disk or None,
+    }

@@ -1,0 +1,61 @@
+"""Whether this worker is being drained: its runs go to another one, and it takes nothing more.
+
+Looked at with every heartbeat, from its thread. The loop asks what is to be done; the heartbeat says how far it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import structlog
+
+if TYPE_CHECKING:
+    from cotrain_store.oplog.drains import OwnDrain
+    from cotrain_workers.checkpoints.weights_store import WeightsStore
+    from cotrain_workers.recovery.resident_runs import ResidentRuns
+    from cotrain_workers.sampling.service import SamplingService
+
+log = structlog.get_logger()
+
+
+class Drain:
+    """One worker's drain, from the operator's request until that is taken back."""
+
+    def __init__(
+        self,
+        own: OwnDrain,
+        residents: ResidentRuns,
+        weights: WeightsStore,
+        sampler: SamplingService,
+    ) -> None:
+        self._own = own
+        self._residents = residents
+        self._weights = weights
+        self._sampler = sampler
+        self.is_asked = False
+        self.hands_over = False
+        """Another worker is there: what this one has goes to it. Any thread may look."""
+
+    @property
+    def state(self) -> str:
+        """Name it as the heartbeat does."""
+        if not self.is_asked:
+            return "serving"
+        has_work = self._residents.runs or self._weights.unstored or self._sampler.running
+        return "drained" if self.hands_over and not has_work else "draining"
+
+    def look(self) -> None:
+        """See what the operator wants now, and whether another worker could go on."""
+        is_asked = self._own.is_asked()
+        hands_over = is_asked and self._own.has_successor()
+        if self.hands_over and not hands_over and not self._own.is_listed():
+            self._own.rejoin()
+        if (is_asked, hands_over) != (self.is_asked, self.hands_over):
+            log.info("drain_changed", asked=is_asked, hands_over=hands_over)
+        self.is_asked, self.hands_over = is_asked, hands_over
+
+    def go_on(self) -> None:
+        """Between steps: hand runs over as long as that is asked for, and claim no samples then."""
+        self._sampler.takes_requests = not self.hands_over
+        if self.hands_over:
+            self._residents.hand_over()
