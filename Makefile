@@ -12,7 +12,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-cookbook test-compose test-gpu test-faults soak mutants compatibility lint format pictures map proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-gpu test-faults soak mutants compatibility lint format pictures map boards proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ $(INSTALLED): pyproject.toml constraints.txt pins/hashes.txt
 	@echo "Making $(VENV): 2/4 torch, the largest, of some 200 MB …"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torch
 	@echo "Making $(VENV): 3/4 all else that cotrain needs …"
-	$(BIN)/python pins/requirements_of.py all >$(VENV)/requirements.txt
+	$(BIN)/python pins/requirements_of.py all otel >$(VENV)/requirements.txt
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --requirement $(VENV)/requirements.txt --group dev
 	@echo "Making $(VENV): 4/4 cotrain …"
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
@@ -54,6 +54,12 @@ test-cookbook: $(INSTALLED) ## Run programs of tinker_cookbook, unmodified, agai
 
 test-compose: $(INSTALLED) ## Build the containers, train through them, kill and restart them
 	$(BIN)/python -m pytest -m compose $(ARGS) tests/acceptance
+
+test-browser: $(INSTALLED) ## Look at the web pages with Chromium (apt-get install chromium)
+	$(BIN)/python -m pytest -m "" $(ARGS) tests/browser
+
+dashboard-pictures: $(INSTALLED) ## Draw the dashboard's pictures in the docs anew, with the same Chromium
+	PICTURES=docs/pictures $(BIN)/python -m pytest -m browser -k pictures tests/browser
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -84,6 +90,9 @@ format: $(INSTALLED) ## Let ruff fix and format the sources
 pictures: $(INSTALLED) ## Draw the guide's pictures anew; on an idle machine, or they show its neighbours
 	$(BIN)/python examples/clock_cycles.py --picture docs/guide/pictures/clock-metronome.png
 	$(BIN)/python examples/clock_cycles.py --mode eager --prepare-s 0.03 --picture docs/guide/pictures/clock-eager.png
+
+boards: $(INSTALLED) ## Write the boards and the alerts in docker/observe anew
+	$(BIN)/python -m cotrain_store.monitoring.boards.files
 
 map: $(INSTALLED) ## Write the map of rooms in docs/architecture.md from the code
 	$(BIN)/python docs/rooms.py

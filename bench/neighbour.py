@@ -38,6 +38,7 @@ from bench.neighbours.picture import plot
 from bench.neighbours.samplers import SAMPLERS
 from bench.neighbours.tokenizer import add_tokenizer
 from bench.neighbours.trainers import TRAINERS
+from bench.tethered import tethered
 from bench.through_http import OPERATOR, serving
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def beside(name: str, args: argparse.Namespace, model: Path, folder: Path) -> li
         alone = watched(probes, args.alone_seconds)
         command = [sys.executable, "-m", "bench.neighbour", "--be", name, "--address", address]
         log = stack.enter_context(folder.with_suffix(".log").open("w"))
-        neighbour = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        neighbour = subprocess.Popen(
+            tethered(command), stdout=subprocess.PIPE, stderr=log, text=True
+        )
         try:
             assert neighbour.stdout is not None
             neighbour.stdout.readline()  # it has begun, or ended

@@ -34,6 +34,7 @@ import httpx
 import numpy as np
 
 from bench.model import VOCAB, build
+from bench.tethered import tethered
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TensorData
 
 if TYPE_CHECKING:
@@ -201,7 +202,9 @@ def serving(model: Path, data_dir: Path, keys: list[str], threads: int) -> Itera
     environment = {
         **os.environ, "COTRAIN_API_KEYS": ",".join(keys), "COTRAIN_ADMIN_KEY": OPERATOR["X-API-Key"],
     }  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        tethered(command), stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert process.stdout
     try:
         for line in process.stdout:

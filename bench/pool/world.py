@@ -29,6 +29,7 @@ from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection, open_sync_connection
 from cotrain_store.settings.scheduler import SchedulerSettings
+from tests.support.limits import always
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -97,7 +98,7 @@ class World:
         self._spool = spool
         self._connection = open_batching_connection(redis_url)
         self._sync = open_sync_connection(redis_url)
-        limits = TenantLimits(ops=100_000, record_bytes=10**12)
+        limits = always(TenantLimits(ops=100_000, record_bytes=10**12))
         self._intake = Intake(self._connection, spool, limits)
         self._events: list[tuple[float, int, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._number = itertools.count()

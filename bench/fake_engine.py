@@ -1,0 +1,117 @@
+"""The engine over a model of some layers, on a CUDA device that has shapes and no values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from cotrain_workers.engine import engine as engine_module
+from cotrain_workers.engine.adapters import bank
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora import backend
+from cotrain_workers.engine.model import attention, base_model, fusion
+from cotrain_workers.engine.training import adamw, pass_state
+from tests.support import fake_cuda
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+    from bench.model import Shape
+
+DEVICE = torch.device("cuda", 0)
+BF16 = torch.bfloat16
+
+
+class FakeEngine:
+    """An engine over a model of a shape with few layers, and what it read on the host."""
+
+    def __init__(self, shape: Shape, layers: int, settings: argparse.Namespace) -> None:
+        self.reads: Counter[str] = Counter()
+        self.log = fake_cuda.LaunchLog()
+        config = Qwen3Config(
+            num_hidden_layers=layers,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.mlp,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head,
+            vocab_size=shape.vocab,
+            tie_word_embeddings=False,
+        )
+        self._targets = base_model.find_targets(config)
+        self._config, self._settings = config, settings
+
+    def load(self) -> Engine:
+        """Load it; to be called on the fake device, with `played` in place."""
+        return Engine.load(
+            "fake",
+            device="cuda:0",
+            dtype=BF16,
+            micro_batch_tokens=max(self._settings.tenants * self._settings.length, 256),
+            recompute=self._settings.recompute,
+            lora_backend=self._settings.backend,
+            fusion=self._settings.fused,
+            adapter_bytes=60_000_000_000,
+        )
+
+    def played(self) -> dict[Any, dict[str, Any]]:
+        """Return by module what would need values, or a compiler."""
+
+        def build(*_: Any, **__: Any) -> Any:
+            with torch.device(DEVICE):
+                network = AutoModelForCausalLM.from_config(self._config, dtype=BF16)
+            network.to = lambda _: network
+            return network
+
+        def compiled(function: Any, dims: Any, examples: Any, *, gradients: int) -> Any:
+            return lambda *args: fake_cuda.Fused.apply(function, self.log, gradients, *args)
+
+        def values(passes: Sequence[Any]) -> list[np.ndarray]:
+            self.reads["values of the passes"] += bool(passes)
+            sizes = [sum(int(np.prod(d.shape)) for d in each.op.datums) for each in passes]
+            return [np.concatenate([[0.0, 1.0], np.zeros(size)]) for size in sizes]
+
+        def norms(adapters: Sequence[Any]) -> list[float]:
+            self.reads["norms of the gradients"] += bool(adapters)
+            return [1.0] * len(adapters)
+
+        free = SimpleNamespace(num_parameters=lambda: 0)
+        return {
+            base_model: {
+                "read_config": lambda *_, **__: self._config,
+                "make_skeleton": lambda _: free,
+                "find_targets": lambda _: self._targets,
+                "read_weights": build,
+            },
+            backend: {"disagreement": lambda *_: None},
+            attention: {"varlen_is_right": lambda *_: True},
+            fusion: {"first_equal": lambda candidates, *_: candidates[0]},
+            engine_module: {"compiled": compiled},
+            pass_state: {"values_on_host": values},
+            adamw: {"gradient_norms": norms},
+            bank: {"initial_weights": lambda _, layout: torch.empty(layout.size)},
+        }
+
+
+def on_fake_device(fake: FakeEngine, work: Callable[[Engine], None]) -> None:
+    """Load an engine on the fake device and let `work` use it."""
+    with fake_cuda.fake_cuda():
+        patches = [
+            mock.patch.object(module, name, value)
+            for module, values in fake.played().items()
+            for name, value in values.items()
+        ]
+        for patch in patches:
+            patch.start()
+        try:
+            work(fake.load())
+        finally:
+            for patch in patches:
+                patch.stop()

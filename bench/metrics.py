@@ -1,0 +1,174 @@
+"""What counting costs: requests, cycles and decode steps with all metrics, and with none, in alternation.
+
+    python -m bench.metrics [--blocks 20]
+
+Everything runs in this process (API or log, scheduler, worker, a random model of two layers of 64), so that its CPU time is
+all there is to measure; a wall clock on a busy machine says little about 3 %. Prints the median over pairs
+of neighbouring blocks of what a block took with metrics over without, and what a scrape takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
+
+from bench.model import build
+from cotrain_scheduler.pool_clock import PoolClock
+from cotrain_store.messages.ids import TenantId, WorkerId
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.monitoring.counted_histogram import Series
+from cotrain_store.monitoring.logs import configure_logs
+from cotrain_store.monitoring.metrics import REGISTRIES
+from cotrain_store.monitoring.worker_metrics import WorkerMetrics
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import WeightsMissing
+from cotrain_workers.sampling.token_times import TokenTimes
+from cotrain_workers.worker import loop
+from cotrain_workers.worker.device_time import DeviceTime
+from tests.support.decoding import request as sample
+from tests.support.http_api import running_api
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import Stack, stack, worker
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from cotrain_workers.engine.ops import HostWeights
+    from tests.support.http_api import Api
+
+    Block = Callable[[], Awaitable[None]]
+
+REQUESTS, STEPS, SEQUENCES = 200, 10, 64
+SCRAPES = 20
+
+
+@contextlib.contextmanager
+def without() -> Iterator[None]:
+    """Have nothing counted."""
+    with contextlib.ExitStack() as patches:
+        for kind, name in (
+            (Counter, "inc"), (Gauge, "set"), (Histogram, "observe"), (Series, "observe"),
+            (TokenTimes, "accept"), (TokenTimes, "begin"), (TokenTimes, "step"), (TokenTimes, "end"),
+            (DeviceTime, "lap"), (DeviceTime, "optimized"), (PoolClock, "_count"), (loop, "count_cycle"),
+        ):  # fmt: skip
+            patches.enter_context(patch.object(kind, name, lambda *_, **__: None))
+        patches.enter_context(patch.object(MetricWrapperBase, "labels", lambda self, *_: self))
+        yield
+
+
+def scrape() -> None:
+    """Print what one scrape of an API, a scheduler and a worker takes, after all that was counted here."""
+    cpu = time.process_time()
+    for _ in range(SCRAPES):
+        for registry in REGISTRIES.values():
+            generate_latest(registry)
+    took_s = (time.process_time() - cpu) / SCRAPES
+    print(f"one scrape of all: {1000 * took_s:.1f} ms of CPU, every 10 s {took_s / 10:.2%}")
+
+
+async def compare(name: str, block: Block, blocks: int) -> None:
+    """Run blocks in turns; print the median of their ratios, and how far the middle half lies apart."""
+    await block()
+    cpu_ratios, wall_ratios, cpu_s = [], [], []
+    for number in range(blocks):
+        took = {}
+        for counted in (True, False) if number % 2 else (False, True):
+            with contextlib.nullcontext() if counted else without():
+                cpu, wall = time.process_time(), time.perf_counter()
+                await block()
+                took[counted] = time.process_time() - cpu, time.perf_counter() - wall
+        cpu_ratios.append(took[True][0] / took[False][0])
+        wall_ratios.append(took[True][1] / took[False][1])
+        cpu_s.append(took[False][0])
+    low, middle, high = statistics.quantiles(cpu_ratios, n=4)
+    print(
+        f"{name:10} CPU time {100 * (middle - 1):+.1f} % (middle half {100 * (low - 1):+.1f} to"
+        f" {100 * (high - 1):+.1f} %), wall {100 * (statistics.median(wall_ratios) - 1):+.1f} %,"
+        f" {blocks} pairs of blocks of {1000 * statistics.median(cpu_s):.0f} ms of CPU"
+    )
+
+
+def requests_to(api: Api) -> Block:
+    """Ask the cheapest thing that knows its tenant."""
+
+    async def block() -> None:
+        for _ in range(REQUESTS):
+            answer = await api.get("get_server_capabilities")
+            assert answer.status_code == 200
+
+    return block
+
+
+async def cycles_of(server: Stack) -> Block:
+    """Train one run, a forward_backward and an optim_step a cycle."""
+    run = await server.create("a", "s", LoraSpec(rank=8, seed=0))
+    data = np.random.default_rng(0).integers(0, 128, (4, 64)).tolist()
+    seq = 0
+
+    async def block() -> None:
+        nonlocal seq
+        for _ in range(STEPS):
+            await server.forward_backward(run, seq + 1, data)
+            seq += 2
+            await server.result(run, await server.optim_step(run, seq))
+
+    return block
+
+
+def decode_steps(engine: Engine) -> Block:
+    """Generate 64 sequences of 32 tokens, as `SamplingService` has it counted."""
+    decoder = engine.decoder(_no_weights, kv_tokens=8192, text=None)
+    times = TokenTimes(WorkerMetrics("bench", WorkerId("w0")))
+
+    async def block() -> None:
+        for number in range(SEQUENCES):
+            request = sample(f"r{number}", [1 + number, 2, 3], max_tokens=32)
+            times.accept(request.id, TenantId(f"t{number % 8}"), time.time())
+            decoder.add(request)
+            times.begin(request.id)
+        while decoder.busy:
+            began = time.monotonic()
+            progress = decoder.step()
+            times.step(progress.tokens, time.monotonic() - began)
+            for name, _ in progress.finished:
+                times.end(name)
+
+    return block
+
+
+def _no_weights(key: str) -> HostWeights:
+    raise WeightsMissing(key)
+
+
+async def main(blocks: int) -> None:
+    """Measure requests, then cycles."""
+    torch.set_num_threads(1)
+    configure_logs("bench", "warning")
+    with EmbeddedRedis() as redis:
+        async with running_api(redis.url) as api:
+            await compare("requests", requests_to(api), blocks)
+    with EmbeddedRedis() as redis, tempfile.TemporaryDirectory() as folder:
+        engine = Engine.load(str(build(Path(folder) / "model", "tiny")))
+        with worker(redis.url, Path(folder), engine):
+            async with stack(redis.url, Path(folder)) as server:
+                await compare("cycles", await cycles_of(server), blocks)
+        await compare("decoding", decode_steps(engine), blocks)
+    scrape()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=20)
+    asyncio.run(main(parser.parse_args().blocks))

@@ -1,0 +1,135 @@
+"""How long the server takes for each page, and how large it is, with 10,000 runs of 1,000 tenants.
+
+    python -m bench.pages
+
+The store is a real Redis that is filled with records as the server writes them; the API runs in this process.
+A page is asked for REPEATS times over ASGI; the slowest of the answers behind the first is shown, and the first;
+then the least CPU time of this process for one, which a busy machine makes little longer. Redis has a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING
+
+from cotrain_server.ui.navigation import PAGES
+from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
+from cotrain_store.keys.minute_fields import minute_of
+from cotrain_store.keys.usage_fields import usage_field, usage_hour
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.history import POINT
+from cotrain_store.messages.ids import RunId, SessionId, TenantId
+from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.redis_client.connection import open_sync_connection
+from tests.support.http_api import ADMIN_KEY, ALICE, POOL, running_api
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.ui import log_in
+
+if TYPE_CHECKING:
+    from cotrain_store.redis_client.connection import SyncConnection
+    from tests.support.http_api import Api
+
+TENANTS, RUNS_OF_EACH, RUNS_PER_CYCLE, CYCLES, REPEATS = 1_000, 10, 40, 200, 5
+
+
+def fill(connection: SyncConnection, now: float) -> None:
+    """Write what 10,000 runs leave behind: records, logs, points, usage, minutes, cycles."""
+    runs = []
+    for number in range(TENANTS):
+        tenant = TenantId(f"t-{number:016x}")
+        pipeline = connection.pipeline(transaction=False)
+        pipeline.hset(tenant_keys.tenant_names(), tenant, f"tenant {number}")
+        pipeline.sadd(run_keys.queue_tenants(POOL.id), tenant)
+        pipeline.hset(
+            run_keys.queue(POOL.id, tenant), mapping={"ops": 3, "tokens": 900, "bytes": 9}
+        )
+        for each in range(RUNS_OF_EACH):
+            session = SessionId(f"{number:016x}{each:016x}")
+            run = RunId(f"{session}:train:0")
+            at = now - 60 * (number * RUNS_OF_EACH + each)
+            record = RunRecord(
+                run, tenant, session, POOL.id, POOL.base_model, LoraSpec(16, 1), at,
+                {"name": f"experiment {each}"},
+            )  # fmt: skip
+            runs.append((tenant, run))
+            pipeline.hset(run_keys.run(run), mapping={"record": encode(record)})
+            log = {
+                "state": "live",
+                "tenant": tenant,
+                "next": 62,
+                "done": 60,
+                "last": 63,
+                "worker": "w0",
+            }
+            pipeline.hset(run_keys.log(POOL.id, run), mapping=log)
+            for key in (tenant_keys.training_runs(tenant), tenant_keys.all_training_runs()):
+                pipeline.zadd(key, {run: at})
+            points = [
+                POINT.pack(n, n, 2 * n, at + n, 2.0, 1.0, 0.5, 1e-4, 100, 100 * n, 1)
+                for n in (1, 2)
+            ]
+            pipeline.rpush(run_keys.steps(run), *points)
+            field = usage_field("device_s", POOL.base_model, run)
+            pipeline.hset(tenant_keys.usage(tenant, usage_hour(now)), field, 1.5)
+        for back in range(60):
+            minute = fleet_keys.minute(POOL.id, minute_of(now) - 60 * back)
+            pipeline.hset(minute, mapping={f"device_s|{tenant}": 0.05, f"tokens|{tenant}": 900})
+        pipeline.execute()
+    whole = connection.pipeline(transaction=False)
+    for number in range(CYCLES):
+        part = [
+            runs[(number * RUNS_PER_CYCLE + each) % len(runs)] for each in range(RUNS_PER_CYCLE)
+        ]
+        record = {
+            "cycle": number + 1, "worker": "w0", "planned_at": now - 2 * (CYCLES - number),
+            "started_at": now - 2 * (CYCLES - number), "duration_ms": 1800.0, "wave_ms": 1500.0,
+            "optim_ms": 200.0, "sampling_ms": 50.0, "tokens": 300 * RUNS_PER_CYCLE,
+            "padded_tokens": 320 * RUNS_PER_CYCLE, "forwards": 4, "outcome": "ok",
+            "runs": [
+                {"run": run, "tenant": tenant, "tokens": 300, "ops": {"forward_backward": 1, "optim_step": 1},
+                 "failed": 0, "digests": {"60": "d" * 32, "61": "e" * 32}}
+                for tenant, run in part
+            ],
+        }  # fmt: skip
+        whole.lpush(fleet_keys.cycles(POOL.id), json.dumps(record))
+    whole.execute()
+
+
+async def measure(api: Api, key: str) -> None:
+    """Ask for each page that this key's owner sees."""
+    await log_in(api.http, key)
+    newest = (await api.http.get("/ui/runs.json")).json()["runs"]
+    paths = [page.path for page in PAGES if "{" not in page.path]
+    if newest:
+        paths.append(f"/ui/runs/{newest[0]['run']}")
+    for path in paths:
+        times_ms, cpu_ms = [], []
+        for _ in range(REPEATS):
+            started, cpu_started = time.perf_counter(), time.process_time()
+            answer = await api.http.get(path)
+            times_ms.append((time.perf_counter() - started) * 1000)
+            cpu_ms.append((time.process_time() - cpu_started) * 1000)
+        if answer.status_code == 200:
+            name = path if len(path) < 30 else "/ui/runs/<run>"
+            print(
+                f"{name:24} first {times_ms[0]:7.1f} ms  then at most {max(times_ms[1:]):7.1f} ms  "
+                f"CPU {min(cpu_ms):6.1f} ms  {len(answer.content) / 1000:7.1f} kB"
+            )
+
+
+async def main() -> None:
+    """Fill a Redis, and measure as the operator and as a tenant."""
+    with EmbeddedRedis() as redis:
+        connection = open_sync_connection(redis.url)
+        fill(connection, time.time())
+        for name, key in (("operator", ADMIN_KEY), ("a tenant", ALICE)):
+            async with running_api(redis.url) as api:
+                print(f"--- as {name}")
+                await measure(api, key)
+        connection.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
