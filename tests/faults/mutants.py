@@ -188,9 +188,9 @@ MUTANTS = {
     "no turns": Mutant(
         [
             Edit(
-                f"{SCHEDULER}/planner.py",
-                "(ends, self._came, name, part))\n",
-                "(0, len(name), name, part))\n",
+                f"{SCHEDULER}/fair_queue.py",
+                "return self._served[name] + self._parts[name] / self._weights.get(name, WEIGHT)",
+                "return 0",
             ),
         ],
         "a full house",

@@ -121,6 +121,11 @@ def _step(draw: random.Random) -> list[Call]:
 
 def _pass(draw: random.Random, route: str) -> Call:
     lengths = [LONG // 4] * 4 if draw.random() < 0.15 else [draw.randint(1, 12) for _ in range(2)]
+    return a_pass(draw, route, lengths)
+
+
+def a_pass(draw: random.Random, route: str, lengths: Sequence[int]) -> Call:
+    """Draw a pass of datums of these lengths, in tokens."""
     data = []
     for length in lengths:
         data.append(_datum([draw.randrange(VOCAB) for _ in range(length + 1)]))

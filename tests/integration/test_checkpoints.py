@@ -65,7 +65,7 @@ async def test_a_deleted_checkpoint_leaves_no_trace(
     ends_at = time.time() + WEEK_S
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights", expires_at=ends_at)
     await checkpoints.publish(A, run.id, "weights", "x", public=True)
-    assert len(traces(samples)) == 6
+    assert len(traces(samples)) == 7
     await checkpoints.delete(A, run.id, "weights", "x")
     assert traces(samples) == []
     assert unused(samples) == [checkpoint.weights]

@@ -157,7 +157,8 @@ def test_examples_with_text_say_that_they_need_a_tokenizer_and_run_with_one(
     without = laptop.run("sft.py", "--json", "--steps=2")
     assert without.returncode == 1
     assert without.stderr == "get_tokenizer needs: pip install transformers\n"
-    pip_install("transformers", laptop.python, "--target", str(tmp_path))
+    # Two examples import a small part of it: compiling all of it would take a minute.
+    pip_install("transformers", laptop.python, "--no-compile", "--target", str(tmp_path))
     assert not (tmp_path / "torch").exists()
     for example in ("sft.py", "distill.py"):
         done = laptop.run(example, "--json", "--steps=2", packages=tmp_path)

@@ -122,7 +122,7 @@ async def test_who_was_given_up_can_write_nothing_any_more(
     with pytest.raises(Fenced):
         zombie._execution.commit(step, late, {}, {})
     with pytest.raises(Fenced):
-        zombie._execution.heartbeat(zombie._describe())
+        zombie._execution.heartbeat(zombie._heartbeat._describe())
 
 
 async def test_a_run_that_was_elsewhere_meanwhile_is_not_gone_on_with_from_memory(

@@ -16,9 +16,10 @@ import zstandard
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain_server.http import request_body as bodies
 from cotrain_server.routes import status
-from cotrain_server.views import prometheus as collector
+from cotrain_server.views import fleet_metrics as collector
+from cotrain_store.monitoring.definitions import METRICS, Source
 from cotrain_store.monitoring.logs import configure_logs
-from cotrain_store.monitoring.metrics import REGISTRY
+from cotrain_store.monitoring.metrics import REGISTRIES
 from tests.support.http_api import ALICE, BOB, OPERATOR, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
 
@@ -214,21 +215,12 @@ async def test_readyz_names_what_is_missing(empty_redis: EmbeddedRedis) -> None:
         ]
 
 
-async def test_what_operators_are_told_to_watch_is_there(empty_redis: EmbeddedRedis) -> None:
+def test_what_operators_are_told_to_watch_is_there() -> None:
+    """That each of these is really shown, by its process: `test_metrics_page` and `test_prometheus`."""
     page = (ROOT / "docs" / "reliability.md").read_text()
     told = set(re.findall(r"`(cotrain_(?!store)[a-z_]+)`", page))
-    async with running_api(empty_redis.url) as api:
-        await api.new_run()
-        scraped = "".join(
-            [
-                (await api.http.get(path, headers=OPERATOR)).text
-                for path in ("/metrics", "/metrics/fleet")
-            ]
-        )
     assert len(told) > 8
-    assert {
-        name for name in told if f"# TYPE {name.removesuffix('_total')}" not in scraped
-    } == set()
+    assert told - METRICS.keys() == set()
 
 
 def counted() -> list[float]:
@@ -239,7 +231,7 @@ def counted() -> list[float]:
         ("duplicate", {}),
     ]
     return [
-        REGISTRY.get_sample_value(f"cotrain_requests_{name}_total", labels) or 0.0
+        REGISTRIES[Source.API].get_sample_value(f"cotrain_requests_{name}_total", labels) or 0.0
         for name, labels in names
     ]
 
@@ -351,6 +343,56 @@ async def test_no_key_token_or_text_of_a_tenant_gets_into_the_log(
     for secret in (str(CANARY_TOKEN), CANARY_TEXT, "secret-of-alice"):
         assert secret not in written
     assert logging.getLogger("uvicorn.access").handlers == []
+
+
+async def test_every_answer_has_an_id_that_its_client_may_choose(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url) as api:
+        chosen = {"X-Request-Id": "mine-1"}
+        for answer in (
+            await api.http.get("/healthz", headers=chosen),
+            await api.http.get("/nothing", headers=chosen),
+            await api.post("forward", {}, headers=chosen),
+            await api.post("retrieve_future", {"request_id": "s:train:0:1"}, headers=chosen),
+            await api.post("create_session", {}, headers=chosen),
+        ):
+            assert answer.headers.get_list("x-request-id") == ["mine-1"]
+            assert answer.status_code < 400 or answer.json()["request_id"] == "mine-1"
+        others = [(await api.http.get("/healthz")).headers["x-request-id"] for _ in range(2)]
+        assert others[0] != others[1]
+
+
+async def test_lines_name_their_request_and_each_answer_is_one_where_that_is_asked_for(
+    empty_redis: EmbeddedRedis, capfd: pytest.CaptureFixture[str]
+) -> None:
+    configure_logs("api", "debug")
+    structlog.configure(cache_logger_on_first_use=False)
+    try:
+        async with running_api(empty_redis.url, access_log=True) as api:
+            run = await api.new_run()
+            alice = (await api.services.tenants.authenticate(ALICE)).id
+            await api.post(
+                "forward_backward?token=hidden", pass_body(run, 1), headers={"X-Request-Id": "mine"}
+            )
+            await api.http.get("/healthz")
+    finally:
+        structlog.reset_defaults()
+    written = capfd.readouterr().err
+    lines = [json.loads(line) for line in written.splitlines()]
+    accepted, answered = [line for line in lines if line.get("http_request") == "mine"]
+    assert (accepted["event"], accepted["level"]) == ("request_accepted", "debug")
+    assert accepted["request"] == f"{run}:1"
+    assert (answered["event"], answered["method"], answered["code"]) == (
+        "request_answered",
+        "POST",
+        200,
+    )
+    for line in (accepted, answered):
+        assert (line["tenant"], line["run"], line["seq"]) == (alice, run, 1)
+    assert lines[-1]["route"] == "/healthz"
+    assert not {"run", "seq"} & lines[-1].keys()
+    assert "hidden" not in written
 
 
 async def test_slow_senders_of_one_tenant_cannot_fill_the_memory(

@@ -144,12 +144,14 @@ async def test_the_audit_log_tells_a_day_of_one_tenant_by_resource(
     checkpoint = f"training_runs/{run}/checkpoints/weights/a"
     await api.post(f"{checkpoint}/publish")
     session = {"session_id": run.partition(":")[0], "project_id": "p"}
-    tenant = (await api.services.tenants.authenticate(ALICE)).id
+    tenant = await api.services.tenants.authenticate(ALICE)
     await api.services.audit.note(tenant, AuditEvent.PROJECT_ASSIGN, session)
     everything = (await got(api, "audit"))["entries"]
     assert [entry["event"] for entry in everything] == ["checkpoint_publish", "project_assign"]
     assert everything[0]["tinker_path"] == f"tinker://{run}/weights/a"
-    assert everything[1]["event_details"] == session
+    key = {"key_id": tenant.key_id, "key_name": tenant.name}
+    assert everything[1]["event_details"] == session | key
+    assert everything[0]["event_details"]["key_id"] == tenant.key_id
     assert (await got(api, "audit", event_type="checkpoints"))["entries"] == everything[:1]
     assert (await got(api, "audit", event_type="teams"))["entries"] == []
     assert (await got(api, "audit", BOB))["entries"] == []

@@ -6,11 +6,21 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from cotrain_store.disk.spool import Spool, new_writer
+from cotrain_store.oplog.history import read_history
 from cotrain_store.redis_client.connection import open_connection
 from cotrain_store.results.futures import Futures
 from cotrain_workers.recovery.bisection import MAX_CRASHES
 from tests.support.processes import WORKER, Process, settings_of, stack_of
-from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
+from tests.support.program import (
+    LORA,
+    PROGRAM,
+    computed,
+    numbers_of,
+    restored_digest,
+    results,
+    submit,
+    undisturbed,
+)
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import LONG, sample, sampled, saved_sampler, submit_sample
 from tests.support.stack import stack, worker
@@ -59,6 +69,7 @@ async def test_killed_processes_change_no_number(
                         process.start()
                     answers += await results(server, run, requests[1:])
             assert answers == expected
+            assert numbers_of(await read_history(connection, run.id)) == computed(answers)
             await asyncio.to_thread(trainer.stop)
             await asyncio.to_thread(scheduler.stop)
         spool.close()

@@ -59,7 +59,7 @@ async def test_a_run_that_was_cut_to_fit_goes_on_where_memory_is_larger(
         found = await server.result(run, await server.forward_backward(run, 1, sequences(1, 5, 70)))
         assert found.kind is ResultKind.PASS
         await server.result(run, await server.optim_step(run, 2))
-        assert loop._describe().safe_tokens <= 128
+        assert loop._heartbeat._describe().safe_tokens <= 128
     assert redis.hget(run_keys.log(POOL, run.id), "numerics") == b"mixed"
     limit_rows(1 << 30)
     engine.adapters.drop(run.id)

@@ -23,7 +23,9 @@ PROCESSES = {"api", "redis", "scheduler", "worker-w0"}
 def test_a_users_failures_and_cycles_are_found_by_their_ids_in_logs_that_are_all_json(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    with Serving(tmp_path, [str(tiny_model)], ["tml-given-0123456789"]) as serving:
+    with Serving(
+        tmp_path, [str(tiny_model)], ["tml-given-0123456789"], ["--log-level=debug"]
+    ) as serving:
         key = "tml-given-0123456789"
         assert "worker-w0: loading its weights" in serving.log
         with ServiceClient(base_url=serving.address, api_key=key) as service:
@@ -51,7 +53,10 @@ def test_a_users_failures_and_cycles_are_found_by_their_ids_in_logs_that_are_all
             for line in written
             if failure.request_id in line
         }
-        assert found >= {"cycle_planned", "cycle_committed", "request_failed", "failure_answered"}
+        assert found >= {
+            "request_accepted", "cycle_planned", "cycle_committed", "request_failed",
+            "failure_answered",
+        }  # fmt: skip
     [failed] = [json.loads(line) for line in lines["worker-w0"] if "request_failed" in line]
     assert failed["run"] == run_id
     assert failed["tenant_name"]

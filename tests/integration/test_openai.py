@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from cotrain_store.redis_client.connection import open_sync_connection
 from tests.support.http_api import ALICE, POOL
 from tests.support.talking import (
     CACHED_TOKENS,
@@ -329,6 +330,20 @@ async def test_a_full_queue_says_when_to_come_back(
         task.cancel()
     await asyncio.wait(waiting)
     await asyncio.to_thread(script.wait_for, cancelled=quota)
+
+
+async def test_without_a_limit_all_that_the_context_holds_counts_for_the_quota(
+    served: Talking, async_client: openai.AsyncOpenAI, script: Script, redis_server: EmbeddedRedis
+) -> None:
+    script.is_holding = True
+    waiting = asyncio.create_task(_read(async_client, is_streamed=False))
+    await asyncio.to_thread(script.wait_for, seen=1)
+    with open_sync_connection(redis_server.url) as redis:
+        (load,) = redis.scan_iter("cotrain:*:samples:*")
+        assert int(redis.hget(load, "tokens") or 0) == POOL.max_sequence_tokens
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await asyncio.to_thread(script.wait_for, cancelled=1)
 
 
 async def _read(client: openai.AsyncOpenAI, *, is_streamed: bool) -> None:

@@ -28,6 +28,7 @@ from cotrain_store.redis_client.subscription import repeat
 from cotrain_store.results.delivery import DeliveryLog
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import RecordLimits, Records
+from tests.support.limits import always
 from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
 from tests.support.stack import POOL
 from tests.support.waiting import until
@@ -50,7 +51,7 @@ def second_of(run: RunRecord) -> RunRecord:
 
 
 def limited(log: Log, unread_bytes: int) -> Intake:
-    return Intake(log.connection, log.spool, TenantLimits(unread_bytes=unread_bytes))
+    return Intake(log.connection, log.spool, always(TenantLimits(unread_bytes=unread_bytes)))
 
 
 async def test_results_count_whole_until_they_are_sent(log: Log) -> None:
@@ -87,14 +88,16 @@ async def test_a_large_request_that_waits_for_the_quota_is_not_written(samples: 
     log, run, sampler = samples.log, await samples.log.new_run(), await samples.sampler()
     await log.run_all()
     full = limited(log, unread(log))
-    full_too = SampleIntake(log.connection, log.spool, SampleLimits(unread_bytes=unread(log)))
+    full_too = SampleIntake(
+        log.connection, log.spool, always(SampleLimits(unread_bytes=unread(log)))
+    )
     before = log.everything()
     for _ in range(2):
         with pytest.raises(UnreadQuotaReached):
             await full.submit(run, 1, OpKind.FORWARD, LARGE.payload, 7, "d")
         with pytest.raises(UnreadQuotaReached):
             await full_too.submit(sampler, 0, LARGE_BODY)
-    busy = SampleIntake(log.connection, log.spool, SampleLimits(bytes=1))
+    busy = SampleIntake(log.connection, log.spool, always(SampleLimits(bytes=1)))
     with pytest.raises(SamplingBusy):
         await busy.submit(sampler, 0, LARGE_BODY)
     assert log.everything() == before
@@ -122,7 +125,7 @@ async def test_samples_count_like_other_results(samples: Samples) -> None:
     samples.resolve(request)
     samples.resolve(request)
     assert unread(log) == len(RESULT.payload)
-    intake = SampleIntake(log.connection, log.spool, SampleLimits(unread_bytes=unread(log)))
+    intake = SampleIntake(log.connection, log.spool, always(SampleLimits(unread_bytes=unread(log))))
     with pytest.raises(UnreadQuotaReached):
         await intake.submit(sampler, 1, BODY)
     async with log.futures() as futures:
@@ -168,7 +171,7 @@ async def test_a_redis_that_refuses_writes_for_a_while_is_written_to_after_it(
 
 
 async def test_living_sessions_are_counted_and_idle_or_finished_ones_are_not(log: Log) -> None:
-    records = Records(log.connection, RecordLimits(sessions=2))
+    records = Records(log.connection, always(RecordLimits(sessions=2)))
     first = await records.create_session(A, session_id=SessionId("first"))
     second = await records.create_session(A)
     with pytest.raises(SessionQuotaReached):
@@ -188,7 +191,7 @@ async def test_living_sessions_are_counted_and_idle_or_finished_ones_are_not(log
 
 async def test_samplers_are_counted_while_they_live(samples: Samples) -> None:
     log = samples.log
-    records = Records(log.connection, RecordLimits(samplers=2))
+    records = Records(log.connection, always(RecordLimits(samplers=2)))
     used, idle = [await records.create_sampler(sampler_record(number=n)) for n in (0, 1)]
     with pytest.raises(SamplerQuotaReached):
         await records.create_sampler(sampler_record(number=2))
@@ -205,14 +208,16 @@ async def test_samplers_are_counted_while_they_live(samples: Samples) -> None:
 
 async def test_samplers_count_from_the_save_that_asks_for_them(samples: Samples) -> None:
     log, run = samples.log, await samples.log.new_run()
-    intake = Intake(log.connection, log.spool, TenantLimits(samplers=1))
+    intake = Intake(log.connection, log.spool, always(TenantLimits(samplers=1)))
     sampler, other = (sampler_record(number=number).id for number in (0, 1))
     first = await save_for(intake, run, 1, sampler)
     before = log.everything()
     with pytest.raises(SamplerQuotaReached):
         await save_for(intake, run, 2, other)
     with pytest.raises(SamplerQuotaReached):
-        await Records(log.connection, RecordLimits(samplers=1)).create_sampler(sampler_record())
+        await Records(log.connection, always(RecordLimits(samplers=1))).create_sampler(
+            sampler_record()
+        )
     assert await save_for(intake, run, 1, sampler) == first
     assert log.everything() == before
     log.redis.zadd(tenant_keys.tenant_samplers(A), {sampler: 1})
@@ -236,7 +241,7 @@ def let_rest(samples: Samples, sampler: SamplerId, rest_ms: float) -> None:
 
 async def test_samplers_of_unnamed_saves_make_room_once_they_rest(samples: Samples) -> None:
     log, run = samples.log, await samples.log.new_run()
-    intake = Intake(log.connection, log.spool, TenantLimits(sampler_bytes=50))
+    intake = Intake(log.connection, log.spool, always(TenantLimits(sampler_bytes=50)))
     oldest, old, used = [await unnamed(samples, run, seq, 20) for seq in (1, 2, 3)]
     await samples.checkpoint(run, 4, "kept")  # counts as a checkpoint
     with pytest.raises(SamplerQuotaReached):
@@ -260,6 +265,6 @@ async def test_what_expired_samplers_weighed_counts_no_more(samples: Samples) ->
     samples.stored(run, 1, 20)  # twice is harmless
     assert int(log.redis.hget(tenant_keys.sampler_bytes(A), "bytes")) == 20
     log.redis.zadd(tenant_keys.tenant_samplers(A), {sampler: 1})
-    intake = Intake(log.connection, log.spool, TenantLimits(sampler_bytes=1))
+    intake = Intake(log.connection, log.spool, always(TenantLimits(sampler_bytes=1)))
     await save_for(intake, run, 2, SamplerId("s:sample:9"))
     assert log.redis.hgetall(tenant_keys.sampler_bytes(A)) == {b"bytes": b"0"}

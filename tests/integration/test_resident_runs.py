@@ -60,7 +60,7 @@ async def test_runs_that_take_turns_on_the_device_train_as_if_there_was_room(
         for seq in range(1, len(PROGRAM) + 1):
             for run in runs:
                 answers[run.id] += await results(server, run, await submit(server, run, seq, seq))
-        beat = loop._describe()
+        beat = loop._heartbeat._describe()
     assert beat.runs == 2
     assert beat.parked_runs == engine.adapters.offloaded >= 1
     assert set(prefetched) == {run.id for run in runs}

@@ -16,6 +16,7 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.tenants.run_bytes import run_bytes, state_bytes
+from tests.support.limits import always
 from tests.support.log import record_of
 from tests.support.program import results, submit
 from tests.support.stack import POOL, pool_record_for_tests, snapshots, worker
@@ -48,7 +49,7 @@ def runs_of(tenant: str, count: int) -> list[RunRecord]:
 
 
 def intake_of(log: Log, run_bytes: int = 0) -> Intake:
-    return Intake(log.connection, log.spool, TenantLimits(run_bytes=run_bytes))
+    return Intake(log.connection, log.spool, always(TenantLimits(run_bytes=run_bytes)))
 
 
 def claimed(log: Log) -> int:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 LORA = LoraSpec(rank=4, seed=7, train_unembed=False)
 #: Kept permanently, counted by the quota `record_bytes`; `docs/reliability.md` lists them.
 REMAINS = ["cotrain:run:<run>", "cotrain:session:<session>:runs", f"cotrain:{{{POOL}}}:log:<run>"]
+#: The like of a run that trained, under the quota `history_points`.
+HISTORY = ["cotrain:run:<run>:history", "cotrain:run:<run>:steps"]
 
 
 async def train(server: Stack, redis: Any, session: str) -> RunRecord:
@@ -65,17 +67,18 @@ async def test_a_run_that_is_unloaded_gives_back_all_but_its_record(
         await until(lambda: not list(folder.iterdir()))
         before = [name for name in described(redis) if "session-0" not in name]
         runs = [await train(server, redis, f"session-{number}") for number in (1, 2, 3)]
-        never_planned = await server.create("a", "session-4", LORA)
         await until(lambda: len(list(folder.glob("*/*.safetensors"))) == 6)
-        for run in (*runs, never_planned):
+        # Only now: a recovery copy of it would be a seventh file.
+        untrained = await server.create("a", "session-4", LORA)
+        for run in (*runs, untrained):
             await server.intake.close_run(run)
         await until(lambda: redis.zcard(tenant_keys.run_bytes()) == 0)
         await until(lambda: not list(folder.iterdir()))  # nor is a folder left
         pass_time(redis, result_keys.SMALL_RESULT_TTL_MS + 1)
         await until(lambda: not redis.keys("cotrain:result:*"))  # the scheduler ends them
-        await until(lambda: described(redis, never_planned) == REMAINS)
+        await until(lambda: described(redis, untrained) == REMAINS)
         for run in runs:
-            assert described(redis, run) == REMAINS
+            assert described(redis, run) == sorted(REMAINS + HISTORY)
             assert set(redis.hkeys(f"cotrain:{{{POOL}}}:log:{run.id}")) <= POSITION
         now = [name for name in described(redis) if not re.search(r"session-\d", name)]
         assert set(now) <= {*before, *UNREAD}

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cotrain_store.keys import sample_keys
-from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.ids import TenantId, WorkerId
+from cotrain_store.monitoring.worker_metrics import WorkerMetrics
 from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
@@ -79,6 +80,10 @@ class ScriptedDecoder:
             del self.held[name]
         return Progress(finished, (), len(finished), 0)
 
+    @property
+    def kv_cache_ratio(self) -> float | None:
+        return None
+
     def drop_weights(self, key: str) -> None:
         self.dropped.append(key)
 
@@ -108,8 +113,9 @@ async def bench(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Ben
         weights = WeightsStore(samples.saved, files, layout_of, 10**6, 10**6)
         publisher = TokenPublisher(samples.log.redis)
         service = SamplingService(
-            decoder, ScriptedDecoder, samples.sampling, weights, publisher, (2,)
-        )
+            decoder, ScriptedDecoder, samples.sampling, weights, publisher, (2,),
+            WorkerMetrics(MODEL, WorkerId("w0")),
+        )  # fmt: skip
         yield Bench(samples, decoder, weights, service)
 
 

@@ -54,7 +54,7 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
     )
     assert 5_000 <= status.oldest_ready_s < 6_000
     assert 7_000 <= status.oldest_gap_s < 8_000
-    assert status.counters == {"cycles": 1.0}
+    assert status.counters == {"cycles": 1.0, "runs_made": 2.0}
 
 
 def listed(log: Log) -> list[str]:

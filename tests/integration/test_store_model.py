@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 )
 from typing_extensions import override
 
-from cotrain_scheduler.planner import runnable_prefix
+from cotrain_scheduler.backlog import runnable_prefix
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, new_writer
 from cotrain_store.errors import Fenced, PlanOutdated, RunClosed, SeqConflict, SeqTooFar
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
@@ -44,6 +44,7 @@ from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.delivery import DeliveryLog
 from tests.support.draws import examples
+from tests.support.limits import always
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class RunModel:
     given_up: set[int] = field(default_factory=set)
     """Those behind a gap, while it is there."""
     begun: tuple[int, str] = (0, "")
-    """Tokens that ran of the next op, and the process that has it open."""
+    """Tokens that ran of the op after `done`, and the process that has it open."""
     rollbacks: int = 0
     unread: dict[int, int] = field(default_factory=dict)
     """Bytes of what was committed and not sent."""
@@ -120,7 +121,7 @@ class LogMachine(RuleBasedStateMachine):
         self.redis = open_sync_connection(self.server.url)
         self.async_redis = open_connection(self.server.url)
         self.spool = Spool(folder / "spool", new_writer("t"))
-        self.intake = Intake(self.async_redis, self.spool, TenantLimits(ops=10_000))
+        self.intake = Intake(self.async_redis, self.spool, always(TenantLimits(ops=10_000)))
         self.deliveries = DeliveryLog(self.async_redis)
         self.dispatch = Dispatch(self.async_redis, "scheduler-0")
         assert self.wait(self.dispatch.lead())
@@ -202,7 +203,8 @@ class LogMachine(RuleBasedStateMachine):
             assert queue.worker == model.worker
             tokens, process = model.begun
             is_open = queue.worker and self.workers[queue.worker].writer == process
-            assert queue.begun_tokens == (tokens if is_open else 0)
+            is_next = model.next == model.done + 1  # not planned again
+            assert queue.begun_tokens == (tokens if is_open and is_next else 0)
         if self.open[worker] or worker not in self.workers:
             return
         ready = {queue.run for queue in queues}

@@ -122,13 +122,13 @@ async def test_a_key_is_good_as_long_as_it_stands_in_the_settings(log: Log) -> N
     assert await after.take(chosen(DEV)) == [lab]
     with pytest.raises(InvalidKey):
         await after.key(LAB)
-    assert not await after.is_live(lab.id)
+    assert not await after.live_key(lab.id)
     assert (await after.key(laptop)).tenant == lab.tenant
     assert [key.name for key in await after.list_keys()] == ["key 0123…", "laptop"]
     again = Tenants(log.connection)
     assert await again.take(chosen(LAB)) == [await after.key(DEV)]
     assert await again.key(LAB) == lab
-    assert await again.is_live(lab.id)
+    assert await again.live_key(lab.id)
 
 
 async def test_no_process_takes_a_key_of_anothers_settings(log: Log) -> None:
@@ -183,7 +183,7 @@ async def test_a_key_that_an_earlier_version_kept_is_good_no_more_and_keeps_its_
     await tenants.take(())
     with pytest.raises(InvalidKey):
         await tenants.key(key)
-    assert not await tenants.is_live(key_id)
+    assert not await tenants.live_key(key_id)
     assert await tenants.list_keys() == []
     assert not await tenants.revoke(key_id)
     await tenants.take(chosen(key))
@@ -219,21 +219,21 @@ async def test_a_shown_key_is_told_by_its_id_and_lives_until_it_is_revoked(
     record = await here.key(shown)
     assert [record] == await here.list_keys()
     assert shown.startswith(f"tml-{record.id}_")
-    assert await here.is_live(record.id)
-    assert await there.is_live(record.id)
+    assert await here.live_key(record.id)
+    assert await there.live_key(record.id)
     await here.revoke(record.id)
-    assert not await here.is_live(record.id)
+    assert not await here.live_key(record.id)
     later = time.monotonic() + CACHE_S
     monkeypatch.setattr("cotrain_store.tenants.api_keys.time.monotonic", lambda: later)
-    assert not await there.is_live(record.id)
+    assert not await there.live_key(record.id)
 
 
 async def test_a_key_is_not_live_after_its_time_nor_if_nobody_has_it(log: Log) -> None:
     tenants = Tenants(log.connection)
     await tenants.issue("alice", not_after=time.time() - 1)
     (record,) = await tenants.list_keys()
-    assert not await tenants.is_live(record.id)
-    assert not await tenants.is_live("nobody")
+    assert not await tenants.live_key(record.id)
+    assert not await tenants.live_key("nobody")
 
 
 async def test_what_signs_links_is_made_once(log: Log) -> None:

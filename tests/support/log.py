@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cotrain_scheduler.planner import runnable_prefix
+from cotrain_scheduler.backlog import runnable_prefix
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WorkerId, run_id
@@ -20,6 +20,7 @@ from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures
+from tests.support.limits import always
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ async def open_log(
         connection=connection,
         spool=spool,
         results=results,
-        intake=Intake(connection, spool, limits or TenantLimits(), disk_reserve_bytes),
+        intake=Intake(connection, spool, always(limits or TenantLimits()), disk_reserve_bytes),
         dispatch=Dispatch(connection, "scheduler"),
         execution=Execution(redis, spool, results, POOL, WORKER),
     )

@@ -29,6 +29,7 @@ from cotrain_store.sampling.completions import Completions
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import Records
 from cotrain_store.weights.saved_weights import SavedWeights
+from tests.support.limits import always
 from tests.support.log import WORKER, Log, open_log
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
@@ -207,7 +208,7 @@ async def open_samples(
     """Open every role of the store on one Redis."""
     async with open_log(redis_url, data_dir) as log:
         intake = SampleIntake(
-            log.connection, log.spool, limits or SampleLimits(), disk_reserve_bytes
+            log.connection, log.spool, always(limits or SampleLimits()), disk_reserve_bytes
         )
         sampling = SampleClaims(
             log.redis, log.spool, log.results, POOL, WORKER, log.execution.epoch

@@ -28,6 +28,7 @@ from cotrain_workers.engine.spec import lora_widths
 from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
 from cotrain_workers.worker.bootstrap import Tuning, enter_pool
 from tests.support.bodies import optim_body, pass_body
+from tests.support.limits import always
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -109,11 +110,11 @@ async def stack(
     ticking = asyncio.create_task(clock.run())
     async with Futures(connection, spool) as futures:
         yield Stack(
-            Intake(connection, spool, limits or TenantLimits()),
+            Intake(connection, spool, always(limits or TenantLimits())),
             futures,
             dispatch,
             Records(connection),
-            SampleIntake(connection, spool, SampleLimits()),
+            SampleIntake(connection, spool, always(SampleLimits())),
         )
         clock.stop()
         await ticking

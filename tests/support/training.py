@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cotrain_workers.engine.ops import Create, Datum, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec
@@ -93,6 +93,14 @@ MIX = (
 )
 
 
+def load_plain(folder: Path, dtype: torch.dtype) -> Any:
+    """Load a model as transformers has it, with attention that computes all that the model says."""
+    capped = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None)
+    # SDPA leaves out the cap of Gemma 2's scores, and transformers 5.17 takes it all the same.
+    attention = {"attn_implementation": "eager"} if capped else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **attention)
+
+
 class PeftOracle:
     """Plain PEFT and `torch.optim.AdamW` on one adapter, one sequence at a time."""
 
@@ -101,7 +109,7 @@ class PeftOracle:
     ) -> None:
         modules = [name for flag, names in MODULES.items() if getattr(spec, flag) for name in names]
         config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=modules)
-        base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        base: Any = load_plain(folder, dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
             self.model = get_peft_model(base.to(device), config, autocast_adapter_dtype=False)

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
 #: Nothing that is waited for takes so long, however busy the machine is.
 PATIENCE_S = 300.0
@@ -16,4 +16,11 @@ async def until(happened: Callable[[], object], look_every_s: float = 0.01) -> N
     """Look again and again whether it has happened; raises TimeoutError after PATIENCE_S."""
     async with asyncio.timeout(PATIENCE_S):
         while not happened():  # noqa: ASYNC110  # here for all: only looking tells
+            await asyncio.sleep(look_every_s)
+
+
+async def until_true(look: Callable[[], Awaitable[bool]], look_every_s: float = 0.02) -> None:
+    """Ask again and again until it is so; raises TimeoutError after PATIENCE_S."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await look():  # noqa: ASYNC110  # as above
             await asyncio.sleep(look_every_s)

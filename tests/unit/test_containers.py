@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
@@ -39,6 +40,11 @@ SETTINGS: dict[str, type[BaseSettings]] = {
 }
 #: All that a process may write to.
 WRITABLE = {"/data", "/tmp"}
+#: Of others' images, the user and the folder that this one owns.
+OTHERS = {
+    "prometheus": ("65534:65534", {"/prometheus", "/tmp"}),
+    "grafana": ("472:0", {"/var/lib/grafana", "/tmp"}),
+}
 
 #: What docker-compose 1.29 and Compose v2 both know.
 TOP_LEVEL = {"services", "networks", "volumes", "configs", "secrets"}
@@ -125,14 +131,16 @@ def test_everything_that_can_be_set_is_told_at_the_top_of_the_compose_file() -> 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_process_has_no_rights_to_lose(service: str) -> None:
     container = SERVICES[service]
-    assert container["user"] == "10001:10001"
+    user, others_writable = OTHERS.get(service, ("10001:10001", None))
+    assert container["user"].split()[0] == user
     assert container["read_only"] is True
     assert container["cap_drop"] == ["ALL"]
     assert container["security_opt"] == ["no-new-privileges:true"]
     assert ("USER", "10001:10001") in INSTRUCTIONS
     mounts = [volume.rsplit(":", 1) for volume in container["volumes"]]
     writable = {path for *_, path in mounts if path != "ro"} | set(container["tmpfs"])
-    assert writable == WRITABLE | ({"/redis", "/secret"} if service == "redis" else set())
+    ours = WRITABLE | ({"/redis", "/secret"} if service == "redis" else set())
+    assert writable == (others_writable or ours)
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -156,7 +164,10 @@ def test_redis_publishes_no_port_and_meets_only_our_processes() -> None:
 
 def test_only_what_serves_and_what_fetches_reaches_the_world() -> None:
     outside = {name for name, service in SERVICES.items() if service["networks"] != ["store"]}
-    assert outside == {"api", "model"}
+    assert outside == {"api", "model", "prometheus", "grafana"}
+    assert SERVICES["prometheus"]["networks"] == ["store", "observe"]
+    assert SERVICES["grafana"]["networks"] == ["observe", "default"]
+    assert COMPOSE["networks"]["observe"]["internal"] is True
     assert environment(SERVICES["worker"])["COTRAIN_OFFLINE"] == "true"
     assert environment(SERVICES["worker"])["HF_HUB_OFFLINE"] == "1"
 
@@ -202,6 +213,23 @@ def test_mounted_folders_are_in_the_repository(service: str) -> None:
             assert (ROOT / source).is_dir()
         elif not source.startswith("${"):
             assert source in COMPOSE["volumes"]
+
+
+def test_each_process_shows_its_metrics_where_prometheus_looks_and_nowhere_else() -> None:
+    config = yaml.safe_load((ROOT / "docker" / "observe" / "prometheus.yml").read_text())
+    looked_at = {name for job in config["scrape_configs"] for name in _targets(job)}
+    ports = {name: environment(SERVICES[name])["COTRAIN_METRICS_PORT"] for name in SETTINGS}
+    assert looked_at == {f"{name}:{port}" for name, port in ports.items()}
+    published = {name: service.get("ports", []) for name, service in SERVICES.items()}
+    assert not any("9464" in port for of_one in published.values() for port in of_one)
+    assert {name for name, service in SERVICES.items() if "profiles" in service} == OTHERS.keys()
+
+
+def _targets(job: dict[str, Any]) -> list[str]:
+    """List what a job scrapes; a name stands for all containers of a service."""
+    static = [each for one in job.get("static_configs", ()) for each in one["targets"]]
+    found = [f"{n}:{dns['port']}" for dns in job.get("dns_sd_configs", ()) for n in dns["names"]]
+    return static + found
 
 
 def test_the_images_are_built_from_files_that_are_there_and_let_through() -> None:

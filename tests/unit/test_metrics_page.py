@@ -1,83 +1,113 @@
-"""docs/metrics.md lists every metric that a scrape has, with its labels and its own words."""
+"""docs/metrics.md, what processes show, and the list of definitions are the same."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cotrain_server.views import prometheus as collector
+from cotrain_server.views import fleet_metrics as collector
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId, WorkerId
-from cotrain_store.monitoring.metrics import REGISTRY
+from cotrain_store.monitoring.definitions import METRICS, Kind, Metric, Source, of
+from cotrain_store.monitoring.metrics import REGISTRIES
 from cotrain_store.monitoring.status import PoolStatus, QueueStatus, RedisStatus
 from tests.support.stack import POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
-    import pytest
-
     from cotrain_server.services import Services
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+NUMBERS = {"train": 1.0, "idle": 2.0}
 
 
 async def found(*_: object) -> Any:
-    worker = WorkerHeartbeat(WorkerId("w0"), 1, "", "cpu", 1.0, 0, 0, 0.0)
+    worker = WorkerHeartbeat(
+        WorkerId("w0"), 1, "", "cpu", 1.0, 0, 0, 0.0, device_seconds=NUMBERS,
+        kv_cache_ratio=0.5, adapters={"device": 1}, adapter_bytes={"device": 1},
+    )  # fmt: skip
     return PoolStatus(
         POOL, (worker,), 2, (WorkerId("w1"),), 0, 0,
         (QueueStatus(TenantId("t"), 0, 0, 0),), 0.0, 0.0, {},
     )  # fmt: skip
 
 
-async def redis_found(*_: object) -> RedisStatus:
-    return RedisStatus("8", True, "always", 0, True, 0)
-
-
-async def run_bytes_found(*_: object) -> dict[TenantId, int]:
-    return {TenantId("t"): 0}
-
-
 async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Scrape a server of one pool with one worker, another one away, and one tenant."""
-    monkeypatch.setattr(collector, "pool_status", found)
-    monkeypatch.setattr(collector, "redis_status", redis_found)
-    monkeypatch.setattr(collector, "largest_run_bytes", run_bytes_found)
+    """Scrape the fleet of one pool with one worker, another one away, and one tenant."""
+
+    async def redis_found(*_: object) -> RedisStatus:
+        return RedisStatus("8", True, "always", 0, True, 0)
+
+    async def bytes_found(*_: object) -> dict[TenantId, int]:
+        return {TenantId("t"): 0}
+
+    async def nothing_wrong(*_: object) -> list[str]:
+        return []
 
     async def pools() -> list[Any]:
         return [pool_record_for_tests()]
 
+    monkeypatch.setattr(collector, "pool_status", found)
+    monkeypatch.setattr(collector, "redis_status", redis_found)
+    monkeypatch.setattr(collector, "largest_run_bytes", bytes_found)
+    monkeypatch.setattr(collector, "largest_checkpoint_bytes", bytes_found)
+    monkeypatch.setattr(collector, "reasons_not_ready", nothing_wrong)
     services = SimpleNamespace(
-        futures=SimpleNamespace(waiters=0),
-        settings=SimpleNamespace(data_dir=tmp_path),
+        settings=SimpleNamespace(data_dir=tmp_path, disk_reserve_bytes=1),
         connection=None,
         records=SimpleNamespace(pools=pools),
     )
-    of_process = collector.process_metrics(cast("Services", services))
-    return (of_process + await collector.store_metrics(cast("Services", services))).decode()
+    return (await collector.fleet_metrics(cast("Services", services))).decode()
 
 
-def rows(text: str) -> list[str]:
-    """Write a scrape as the page does: a row for each family."""
-    labels_of = {
-        each._name: each._labelnames  # type: ignore[attr-defined]  # shown nowhere else before a first count
-        for each in {*REGISTRY._names_to_collectors.values()}
-    }
-    written = []
-    for family in text_string_to_metric_families(text):
-        own = {label for sample in family.samples for label in sample.labels} - {"le"}
-        labels = ", ".join(f"`{each}`" for each in labels_of.get(family.name, sorted(own)))
-        name = family.name + ("_total" if family.type == "counter" else "")
-        if not name.endswith("_created"):  # when a counter began; prometheus_client adds it
-            written.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
-    return sorted(written)
+def row(metric: Metric) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |"
 
 
-async def test_the_page_has_every_metric_and_no_other(
+def test_the_page_has_every_metric_and_no_other() -> None:
+    written = [line for line in PAGE.read_text().splitlines() if line.startswith("| `cotrain_")]
+    wanted = sorted(map(row, METRICS.values()))
+    assert sorted(written) == wanted, "\n".join(["", *wanted])
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
+def test_names_have_base_units_and_counters_their_ending(metric: Metric) -> None:
+    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+    assert not re.search(r"_(ms|millis|minutes|kb|mib|percent)(_|$)", metric.name)
+    assert set(metric.labels) <= {
+        "pool", "worker", "kind", "tenant", "phase", "tier", "state",
+        "route", "code", "op", "reason", "version", "outcome",
+    }  # fmt: skip
+    assert metric.help.endswith(".") or ";" in metric.help
+
+
+@pytest.mark.parametrize("source", REGISTRIES)
+def test_a_process_has_all_that_is_defined_for_it(source: Source) -> None:
+    families = {family.name: family for family in _described(REGISTRIES[source])}
+    defined = {metric.name.removesuffix("_total"): metric for metric in of(source)}
+    assert families.keys() == defined.keys()
+    for name, family in families.items():
+        assert (family.type, family.documentation) == (defined[name].kind, defined[name].help)
+
+
+async def test_the_fleet_shows_all_that_is_defined_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = rows(await scraped(tmp_path, monkeypatch))
-    told = [line for line in PAGE.read_text().splitlines() if line.startswith("| `cotrain_")]
-    assert len(wanted) > 30
-    assert sorted(told) == wanted, "\n".join(["", *wanted])
+    text = await scraped(tmp_path, monkeypatch)
+    shown = {}
+    for family in text_string_to_metric_families(text):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {label for each in family.samples for label in each.labels}
+        shown[name] = (family.type, family.documentation, labels)
+    assert shown == {m.name: (m.kind, m.help, set(m.labels)) for m in of(Source.FLEET)}
+
+
+def _described(registry: Any) -> list[Any]:
+    return [
+        family for each in set(registry._names_to_collectors.values()) for family in each.describe()
+    ]

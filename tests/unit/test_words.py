@@ -125,6 +125,7 @@ def files() -> list[Path]:
         if (path.suffix in SUFFIXES or path.name == "Makefile")
         and path.name != "CHANGELOG.md"  # names what something was called
         and "_pb2" not in path.name
+        and "vendor" not in path.parts  # other projects' files
     ]
 
 

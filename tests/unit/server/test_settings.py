@@ -68,7 +68,7 @@ def test_samples_have_a_quota_of_their_own_and_the_same_one_of_bytes(
 ) -> None:
     variables.setenv("COTRAIN_QUOTAS", "samples=3, bytes=5, sample_tokens=7")
     settings = ServerSettings()
-    assert settings.sample_limits == SampleLimits(requests=3, bytes=5, tokens=7)
+    assert settings.quotas.sample_limits == SampleLimits(requests=3, bytes=5, tokens=7)
 
 
 @pytest.mark.parametrize(

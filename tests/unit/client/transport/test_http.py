@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 import zstandard
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from cotrain.errors import (
     APIConnectionError,
@@ -20,6 +21,7 @@ from cotrain.errors import (
     RateLimitError,
     UnprocessableEntityError,
 )
+from cotrain.requests.event_loop_thread import BackgroundLoop
 from cotrain.transport.http import RetryPolicy, Transport, read
 from cotrain.types import Datum, GetInfoRequest, GetServerCapabilitiesResponse, ModelInput
 from cotrain.wire.pass_codec import encode_pass_request
@@ -249,3 +251,34 @@ def test_who_knows_better_when_to_ask_again_hears_of_a_busy_server_at_once() -> 
 def test_a_wrong_key_is_named_as_what_to_look_at() -> None:
     with pytest.raises(AuthenticationError, match=r"^401: Authentication failed; is the key right"):
         post(api_answering(refusal(401, "Authentication failed.")), Naps())
+
+
+def test_a_refusal_says_which_request_it_was() -> None:
+    with pytest.raises(NotFoundError) as found:
+        post(api_answering(refusal(404, **{"X-Request-Id": "3f2a"})), Naps())
+    assert found.value.request_id == "3f2a"
+    assert found.value.__notes__ == ["The server's log has this as request 3f2a."]
+    with pytest.raises(NotFoundError) as found:
+        post(api_answering(refusal(404)), Naps())
+    assert found.value.request_id == ""
+
+
+def test_the_callers_span_is_sent_along_where_there_is_one() -> None:
+    api = api_answering(httpx.Response(200, json={}))
+    post(api, Naps())
+    context = SpanContext(0xAB, 0xCD, is_remote=False, trace_flags=TraceFlags(1))
+    with use_span(NonRecordingSpan(context)):
+        post(api, Naps())
+    sent = [call.headers.get("traceparent") for call in api.calls]
+    assert sent == [None, f"00-{0xAB:032x}-{0xCD:016x}-01"]
+
+
+def test_a_span_of_the_callers_thread_is_that_of_what_the_clients_thread_sends() -> None:
+    api = api_answering()
+    loop = BackgroundLoop("test")
+    transport = Transport("http://server/prefix/", "tml-key", network=api.network)
+    context = SpanContext(0xAB, 0xCD, is_remote=False, trace_flags=TraceFlags(0))
+    with use_span(NonRecordingSpan(context)):
+        loop.run(transport.post("get_info", REQUEST))
+    loop.close(transport.close)
+    assert [call.headers["traceparent"] for call in api.calls] == [f"00-{0xAB:032x}-{0xCD:016x}-00"]

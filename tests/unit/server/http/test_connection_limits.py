@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -46,14 +46,15 @@ async def answer_late(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    config = uvicorn.Config(answer_late, ws="none", log_level="error")
+    config = uvicorn.Config(answer_late, ws="none", log_config=None)
     state, loop = ServerState(), asyncio.get_running_loop()
     server = await loop.create_server(lambda: Hurried(config, state, {}), "127.0.0.1", 0)
     async with server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         yield reader, writer
         writer.close()
-        await writer.wait_closed()
+        with suppress(ConnectionError):  # what was sent after the end is answered with a reset
+            await writer.wait_closed()
 
 
 @pytest.mark.parametrize("sent", [b"", REQUEST[:-1], b"POST /"])
@@ -69,8 +70,8 @@ async def test_a_head_that_comes_byte_by_byte_has_no_more_time() -> None:
         while not closed.done():
             writer.write(b"G")
             await asyncio.wait([closed], timeout=TIMEOUT_S / 10)
-        # A byte that is sent after the end comes back as a reset.
-        assert isinstance(closed.exception(), ConnectionResetError) or closed.result() == b""
+        # A byte that is sent after the end comes back as a reset, and the next finds a broken pipe.
+        assert isinstance(closed.exception(), ConnectionError) or closed.result() == b""
 
 
 async def test_an_answer_may_take_longer_than_a_head() -> None:
@@ -138,7 +139,7 @@ async def answer(send: Send) -> None:
 
 @asynccontextmanager
 async def limited(app: Held) -> AsyncIterator[asyncio.Server]:
-    config = uvicorn.Config(app, ws="none", log_level="error")
+    config = uvicorn.Config(app, ws="none", log_config=None)
     state, loop = ServerState(), asyncio.get_running_loop()
     protocol = limited_protocol(MOST, proxies=())
     server = await loop.create_server(
@@ -186,6 +187,7 @@ async def test_where_every_connection_is_being_answered_health_checks_are_too() 
         said = await other[0].read()
         assert b"retry-after: 1" in said
         assert b"too_many_connections" in said
+        assert b"x-request-id: " in said.lower()
         app.let.set()
         for streams in polls:
             assert (await streams[0].readuntil(b"here")).startswith(b"HTTP/1.1 200")

@@ -108,6 +108,15 @@ def test_each_process_has_the_time_that_is_documented_and_a_worker_what_it_plans
     assert (made.redis().grace_s, made.scheduler().grace_s, made.api().grace_s) == (30, 5, 10)
 
 
+def test_workers_of_two_base_models_compute_on_two_gpus(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    folder = DataFolder(supervisor.plan.data_dir)
+    made = Programs(supervisor.plan, folder, "unix:///nowhere", lock=0, listener=0)
+    assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in made.workers()] == ["4", "6"]
+
+
 def test_the_libraries_of_a_server_start_no_thread_per_core_unless_asked(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
-from cotrain_store.monitoring.metrics import POOL_COUNTERS
+from cotrain_store.monitoring.definitions import POOL_COUNTERS
 from cotrain_workers.engine.ops import (
     CycleOutput,
     Failure,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
+from cotrain_workers.worker.device_time import DeviceTime
 from cotrain_workers.worker.time_sharing import GAP_S, Share, TimeSharing
 from tests.support.full_table import no_descriptor
 
@@ -65,7 +66,7 @@ def sharing_of(
 ) -> tuple[TimeSharing, Sampler]:
     sampler = kind(clock)
     service = cast("SamplingService", sampler)
-    return TimeSharing(service, Share(0.5), threading.Event()), sampler
+    return TimeSharing(service, Share(0.5), threading.Event(), DeviceTime()), sampler
 
 
 def test_steps_that_follow_each_other_keep_their_share_of_all_the_time(

@@ -1,0 +1,49 @@
+"""What a real worker books of its device's time adds up to the time there was."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.monitoring.status import cycle_records, pool_status
+from tests.support.bodies import sequences
+from tests.support.stack import POOL, make_worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_workers.engine.engine import Engine
+    from tests.support.redis_server import EmbeddedRedis
+    from tests.support.stack import Stack
+
+
+async def test_the_phases_add_up_to_the_life_of_the_worker(
+    empty_redis: EmbeddedRedis, tmp_path: Path, server: Stack, engine: Engine
+) -> None:
+    loop, spools = make_worker(empty_redis.url, tmp_path, engine)
+    began = time.monotonic()
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    run = await server.create("a", "s", LoraSpec(rank=4, seed=0))
+    for step in range(6):
+        await server.forward_backward(run, 2 * step + 1, sequences(1, 8, 100))
+        await server.result(run, await server.optim_step(run, 2 * step + 2))
+    records = await cycle_records(server.dispatch._redis, POOL, 100)
+    heartbeat = (await pool_status(server.dispatch._redis, POOL)).workers[0]
+    loop.stop()
+    await asyncio.to_thread(thread.join)
+    ended = time.monotonic()
+    for spool in spools:
+        spool.close()
+    booked = loop._device_time.seconds
+    assert sum(booked.values()) == pytest.approx(ended - began, rel=0.02)
+    computed_s = sum(record["wave_ms"] + record["optim_ms"] for record in records) / 1000
+    assert booked["train"] + booked["optim"] >= computed_s * 0.98
+    assert 0 < booked["optim"] < booked["train"]
+    assert heartbeat.device_seconds.keys() == booked.keys()
+    assert all(heartbeat.device_seconds[phase] <= booked[phase] for phase in booked)

@@ -1,0 +1,120 @@
+"""A worker is taken out of service while its runs train: no request fails, and no bit is another one."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store.errors import WorkerNotFound
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.oplog.drains import Drains
+from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
+from tests.support.sampling import ended, submit_sample, submit_save
+from tests.support.stack import POOL, worker
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_workers.engine.engine import Engine
+    from tests.support.redis_server import EmbeddedRedis
+    from tests.support.stack import Stack
+
+OLD, NEW = WorkerId("w0"), WorkerId("w1")
+STEP = 4
+
+
+@pytest.fixture(autouse=True)
+def heartbeats_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)
+
+
+def heartbeat(redis: Any, name: WorkerId) -> dict[str, Any]:
+    row = redis.get(fleet_keys.worker(POOL, name))
+    return json.loads(row) if row else {}
+
+
+def is_listed(redis: Any, name: WorkerId) -> bool:
+    return bool(redis.sismember(fleet_keys.workers(POOL), name))
+
+
+async def test_a_worker_is_drained_while_its_runs_train_and_comes_back(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    redis: Any,
+) -> None:  # fmt: skip
+    from cotrain_workers.engine.engine import Engine as AnotherEngine
+
+    url, drains = empty_redis.url, Drains(server.dispatch._redis)
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    other = AnotherEngine.load(str(tiny_model))
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine):
+        answers = await results(server, run, await submit(server, run, 1, STEP))
+        with worker(url, tmp_path, other, worker_id=NEW):
+            await until(lambda: heartbeat(redis, NEW))
+            under_way = await submit(server, run, STEP + 1, 2 * STEP)
+            await drains.ask(POOL, OLD)
+            await drains.ask(POOL, OLD)
+            answers += await results(server, run, under_way)
+            await until(lambda: not is_listed(redis, OLD))
+            after = await submit(server, run, 2 * STEP + 1, len(PROGRAM))
+            answers += await results(server, run, after)
+            assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()
+            assert heartbeat(redis, OLD)["state"] == "drained"
+            assert heartbeat(redis, OLD)["runs"] == 0
+            assert run.id not in engine.adapters
+            assert await drains.take_back(POOL, OLD)
+            await until(lambda: is_listed(redis, OLD))
+            await until(lambda: heartbeat(redis, OLD)["state"] == "serving")
+    assert answers == expected
+    assert other.adapters.state(run.id).digest() == digest
+
+
+async def test_without_another_worker_it_keeps_its_runs_says_so_and_hands_over_once_there_is_one(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    redis: Any,
+) -> None:  # fmt: skip
+    from cotrain_workers.engine.engine import Engine as AnotherEngine
+
+    url, drains = empty_redis.url, Drains(server.dispatch._redis)
+    other = AnotherEngine.load(str(tiny_model))
+    with pytest.raises(WorkerNotFound):
+        await drains.ask(POOL, OLD)
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine):
+        await results(server, run, await submit(server, run, 1, 1))
+        await drains.ask(POOL, OLD)
+        await until(lambda: heartbeat(redis, OLD)["state"] == "draining")
+        save = await submit_save(server, run, 2)
+        await server.result(run, save)
+        assert not heartbeat(redis, OLD)["hands_over"]
+        sampler = await server.records.sampler(run.tenant, "a:sample:0")
+        await ended(server, sampler, await submit_sample(server, sampler, 1))
+        with worker(url, tmp_path, other, worker_id=NEW):
+            await until(lambda: not is_listed(redis, OLD))
+            await ended(server, sampler, await submit_sample(server, sampler, 2))
+            assert redis.hkeys(fleet_keys.draining(POOL)) == [OLD.encode()]
+        # The other one is gone: what is drained goes on rather than let its pool wait.
+        await until(lambda: is_listed(redis, OLD))
+        await server.result(run, await server.optim_step(run, 3))
+
+
+async def test_a_drained_worker_that_starts_again_stays_drained(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    redis: Any,
+) -> None:  # fmt: skip
+    from cotrain_workers.engine.engine import Engine as AnotherEngine
+
+    url = empty_redis.url
+    other = AnotherEngine.load(str(tiny_model))
+    with worker(url, tmp_path, other, worker_id=NEW):
+        await until(lambda: heartbeat(redis, NEW))
+        redis.hset(fleet_keys.draining(POOL), OLD, "1.0")
+        with worker(url, tmp_path, engine):
+            await until(lambda: heartbeat(redis, OLD) and not is_listed(redis, OLD))
+            run = await server.create("a", "a", LORA)
+            await results(server, run, await submit(server, run, 1, 1))
+            assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()

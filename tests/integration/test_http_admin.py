@@ -1,0 +1,278 @@
+"""What the operator changes over HTTP, what holds at once in every API process, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_server.limits.failures import FailureCounter
+from tests.support.http_api import (
+    ADMIN_KEY,
+    ALICE,
+    BOB,
+    OPERATOR,
+    POOL,
+    pass_body,
+    running_api,
+    sample_body,
+)
+from tests.support.stand_in import stand_in
+from tests.support.waiting import until_true
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import httpx
+
+    from tests.support.http_api import Api
+    from tests.support.redis_server import EmbeddedRedis
+
+ADMIN = "/api/v1/admin/"
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url) as api:
+        yield api
+
+
+async def ask(api: Api, method: str, path: str, json: Any = None, key: str = ADMIN_KEY) -> Any:
+    """Ask as the operator; a refusal fails the test."""
+    answer = await raw(api, method, path, json, key)
+    assert answer.is_success, answer.text
+    return answer.json() if answer.content else None
+
+
+async def raw(
+    api: Api, method: str, path: str, json: Any = None, key: str = ADMIN_KEY
+) -> httpx.Response:
+    headers = {"X-API-Key": key}
+    return await api.http.request(method, f"{ADMIN}{path}", json=json, headers=headers)
+
+
+async def tenant_of(api: Api, key: str = ALICE) -> str:
+    return (await api.services.tenants.authenticate(key)).id
+
+
+async def test_to_other_keys_none_of_it_exists(api: Api) -> None:
+    ids = {
+        "tenant_id": await tenant_of(api), "key_id": "k", "run_id": await api.new_run(ALICE),
+        "pool_id": POOL.id, "worker_id": "w0",
+    }  # fmt: skip
+    routes = [
+        (method.upper(), path.removeprefix(ADMIN).format(**ids))
+        for path, methods in api.app.openapi()["paths"].items()
+        if path.startswith(ADMIN)
+        for method in methods
+    ]
+    assert len(routes) > 15
+    for method, path in routes:
+        api.services.failures = FailureCounter()  # each is a guess, of which a minute takes ten
+        answer = await raw(api, method, path, {"limits": {"ops": 1}}, ALICE)
+        assert (answer.status_code, answer.json()["detail"]) == (404, "Not Found"), path
+
+
+async def test_a_limit_holds_at_once_in_a_second_process_and_goes_back(
+    api: Api, empty_redis: EmbeddedRedis
+) -> None:
+    tenant = await tenant_of(api)
+    async with running_api(empty_redis.url) as other:
+        assert (await other.post("create_session", {})).status_code == 200
+        shown = await ask(api, "PATCH", f"tenants/{tenant}", {"limits": {"sessions": 1}})
+        quota = next(each for each in shown["quotas"] if each["name"] == "sessions")
+        assert quota == {
+            "name": "sessions", "limit": 1, "default": 10_000, "is_own": True, "used": 1,
+        }  # fmt: skip
+
+        async def is_refused() -> bool:
+            return (await other.post("create_session", {})).status_code == 429
+
+        await until_true(is_refused)
+        assert (await other.post("create_session", {}, BOB)).status_code == 200
+        await ask(api, "PATCH", f"tenants/{tenant}", {"limits": {"sessions": None}})
+
+        async def is_taken() -> bool:
+            return (await other.post("create_session", {})).status_code == 200
+
+        await until_true(is_taken)
+
+
+async def test_every_quota_can_be_set_and_what_no_quota_allows_is_refused_by_name(api: Api) -> None:
+    tenant = await tenant_of(api)
+    own = dict.fromkeys(type(api.services.settings.quotas).model_fields, 7)
+    shown = await ask(api, "PATCH", f"tenants/{tenant}", {"limits": own, "weight": 2.5})
+    assert {each["name"]: each["limit"] for each in shown["quotas"]} == own
+    assert shown["weight"] == 2.5
+    assert (await api.services.quotas.of(tenant)).tenant_limits.history_points == 7  # type: ignore[arg-type]
+    for body, says in (
+        ({"limits": {"ops": 0}}, "limits.ops: Input should be greater than or equal to 1"),
+        (
+            {"limits": {"ops": 10**16}},
+            f"limits.ops: Input should be less than or equal to {10**15}",
+        ),
+        ({"limits": {"ops": "9"}}, "limits.ops: Input should be a valid integer"),
+        ({"limits": {"ops": True}}, "limits.ops: Input should be a valid integer"),
+        ({"limits": {"opps": 9}}, "limits.opps: Extra inputs are not permitted"),
+        ({"weight": 11}, "weight: Input should be less than or equal to 10"),
+        ({"weight": 0}, "weight: Input should be greater than or equal to 0.1"),
+        ({"wait": 1}, "wait: Extra inputs are not permitted"),
+    ):
+        answer = await raw(api, "PATCH", f"tenants/{tenant}", body)
+        assert answer.status_code == 422, body
+        assert answer.json()["detail"].startswith(says), answer.text
+    assert (await ask(api, "GET", f"tenants/{tenant}"))["weight"] == 2.5
+    for foreign in ("t-none", "..%2F..", "%00", "x" * 300):
+        assert (await raw(api, "PATCH", f"tenants/{foreign}", {})).status_code == 404
+
+
+async def test_a_pause_is_read_by_its_clients_and_ends(api: Api) -> None:
+    tenant = await tenant_of(api)
+    run, bobs, sampler = await api.new_run(), await api.new_run(BOB), await api.new_sampler()
+    with stand_in(api.services) as worker:
+        await worker.run_log()
+        await ask(api, "POST", f"tenants/{tenant}/pause", {"reason": "the bill is open"})
+        listed = await ask(api, "GET", "tenants")
+        assert {each["id"]: each["paused"] and each["paused"]["reason"] for each in listed["tenants"]} == {
+            tenant: "the bill is open", await tenant_of(api, BOB): None,
+        }  # fmt: skip
+        op = (await api.post("forward_backward", pass_body(run, 1))).json()["request_id"]
+        sample = (await api.post("asample", sample_body(sampler, 0))).json()["request_id"]
+        assert (await api.post("forward_backward", pass_body(bobs, 1), BOB)).status_code == 200
+
+        async def is_said(request: str) -> bool:
+            poll = await api.post("retrieve_future", {"request_id": request})
+            assert poll.status_code == 408
+            said = poll.json()
+            return (said["queue_state"], said["queue_state_reason"]) == (
+                "paused_capacity", "the operator has paused this tenant: the bill is open",
+            )  # fmt: skip
+
+        for request in (op, sample):
+            await until_true(lambda request=request: is_said(request))  # type: ignore[misc]
+        assert worker.claim() == []
+        await ask(api, "POST", f"tenants/{tenant}/resume")
+        (claimed,) = worker.claim()
+        worker.finish(claimed.request, [1])
+        await worker.run_log()
+        for request in (op, sample):
+            poll = await api.post("retrieve_future", {"request_id": request})
+            assert poll.status_code == 200
+
+
+async def test_a_run_is_held_back_and_ended_through_its_tenant_alone(api: Api) -> None:
+    tenant, other, run = await tenant_of(api), await tenant_of(api, BOB), await api.new_run()
+    for act in ("pause", "resume", "close"):
+        body: dict[str, str] | None = {} if act == "pause" else None
+        answer = await raw(api, "POST", f"tenants/{other}/runs/{run}/{act}", body)
+        assert (answer.status_code, answer.json()["code"]) == (404, "run_not_found")
+    await ask(api, "POST", f"tenants/{tenant}/runs/{run}/pause", {"reason": "too large"})
+    shown = await ask(api, "GET", f"tenants/{tenant}")
+    assert shown["paused_runs"][run]["reason"] == "too large"
+    await ask(api, "POST", f"tenants/{tenant}/runs/{run}/resume")
+    waits = (await api.post("forward_backward", pass_body(run, 1))).json()["request_id"]
+    for _ in range(2):
+        await ask(api, "POST", f"tenants/{tenant}/runs/{run}/close")
+    failed = await api.post("retrieve_future", {"request_id": waits})
+    assert failed.json()["category"] == "user"
+    answer = await raw(api, "POST", f"tenants/{tenant}/runs/{run}/pause", {})
+    assert (answer.status_code, answer.json()["code"]) == (400, "run_closed")
+    long = await raw(api, "POST", f"tenants/{tenant}/runs/{run}/pause", {"reason": "x" * 201})
+    assert long.json()["detail"] == "reason: String should have at most 200 characters."
+
+
+async def test_a_key_is_shown_once_expires_is_listed_with_its_last_use_and_is_revoked(
+    api: Api,
+) -> None:
+    made = await ask(api, "POST", "tenants", {"name": HOSTILE, "days": 2})
+    tenant, key = made["tenant"], made["key"]
+    assert made["name"] == HOSTILE
+    assert made["not_after"] > made["created_at"]
+    (listed,) = await ask(api, "GET", f"tenants/{tenant}/keys")
+    assert "key" not in listed
+    assert listed["last_used_at"] is None
+    assert (await api.post("create_session", {}, key)).status_code == 200
+    (listed,) = await ask(api, "GET", f"tenants/{tenant}/keys")
+    assert listed["last_used_at"] >= made["created_at"] - 1
+    foreign = await raw(api, "DELETE", f"tenants/{await tenant_of(api)}/keys/{made['id']}")
+    assert (foreign.status_code, foreign.json()["code"]) == (404, "key_not_found")
+    await ask(api, "DELETE", f"tenants/{tenant}/keys/{made['id']}")
+    assert await ask(api, "GET", f"tenants/{tenant}/keys") == []
+    assert (await api.post("create_session", {}, key)).status_code == 401
+    for body, field in (
+        ({"name": ""}, "name"), ({"name": "a\nb"}, "name"), ({"name": "x" * 65}, "name"),
+        ({"name": "x", "days": 0}, "days"), ({"name": "x", "days": 1e9}, "days"),
+        ({"name": "x", "role": "owner"}, "role"), ({}, "name"),
+    ):  # fmt: skip
+        answer = await raw(api, "POST", f"tenants/{tenant}/keys", body)
+        assert answer.status_code == 422
+        assert answer.json()["detail"].startswith(f"{field}: "), answer.text
+
+
+async def test_a_viewer_reads_and_changes_nothing(api: Api) -> None:
+    tenant = await tenant_of(api)
+    run = await api.new_run()
+    viewer = (
+        await ask(api, "POST", f"tenants/{tenant}/keys", {"name": "guest", "role": "viewer"})
+    )["key"]
+    assert (await api.get("training_runs", viewer)).json()["training_runs"]
+    assert (await api.post("get_info", {"model_id": run}, viewer)).status_code == 200
+    assert (await api.post("create_session", {}, viewer)).status_code == 200
+    for method, path, body in (
+        ("POST", "forward_backward", pass_body(run, 1)), ("POST", "unload_model", {"model_id": run}),
+        ("POST", "cancel_future", {"request_id": f"{run}:1"}), ("POST", "asample", {}),
+        ("DELETE", f"training_runs/{run}/checkpoints/weights/a", None),
+        ("PUT", f"sessions/{run.partition(':')[0]}/project", {"project_id": "p"}),
+    ):  # fmt: skip
+        answer = await api.http.request(
+            method, f"/api/v1/{path}", json=body, headers={"X-API-Key": viewer}
+        )
+        assert (answer.status_code, answer.json()["code"]) == (403, "read_only_key"), path
+    token = (await api.post("auth/token", {}, viewer)).json()["jwt"]
+    headers = {"Authorization": f"Bearer {token}"}
+    answer = await api.http.post("/api/v1/unload_model", json={"model_id": run}, headers=headers)
+    assert answer.status_code == 403
+    assert (await api.post("forward_backward", pass_body(run, 1))).status_code == 200
+
+
+async def test_the_audit_log_names_the_key_of_every_act_page_by_page(api: Api) -> None:
+    tenant, run = await tenant_of(api), await api.new_run()
+    session = {"project_id": "p"}
+    headers = {"X-API-Key": ALICE}
+    path = f"/api/v1/sessions/{run.partition(':')[0]}/project"
+    assert (await api.http.put(path, json=session, headers=headers)).status_code == 204
+    await ask(api, "PATCH", f"tenants/{tenant}", {"weight": 3})
+    await ask(api, "POST", f"tenants/{await tenant_of(api, BOB)}/pause", {})
+    await ask(api, "POST", f"tenants/{tenant}/runs/{run}/close")
+    mine = await ask(api, "GET", f"audit?tenant={tenant}&limit=2")
+    assert [(each["event"], each["key_id"]) for each in mine["events"]] == [
+        ("run_close", "operator"),
+        ("tenant_weight", "operator"),
+    ]
+    rest = await ask(api, "GET", f"audit?tenant={tenant}&limit=2&before={mine['next']}")
+    (assigned,) = rest["events"]
+    key = await api.services.tenants.key(ALICE)
+    assert (assigned["event"], assigned["key_id"], assigned["key_name"]) == (
+        "project_assign", key.id, key.name,
+    )  # fmt: skip
+    assert rest["next"] is None
+    everything = await ask(api, "GET", "audit")
+    assert len(everything["events"]) == 4
+    for query in ("before=x", "limit=0", "limit=1001"):
+        assert (await raw(api, "GET", f"audit?{query}")).status_code == 422
+    own = (await api.get("audit")).json()["entries"]
+    assert [entry["event"] for entry in own] == ["project_assign", "tenant_weight", "run_close"]
+
+
+async def test_tenants_are_listed_by_name_page_by_page_and_found(api: Api) -> None:
+    for name in ("delta", "Charlie", HOSTILE):
+        await ask(api, "POST", "tenants", {"name": name})
+    first = await ask(api, "GET", "tenants?limit=2")
+    rest = await ask(api, "GET", "tenants?limit=9&offset=2")
+    names = [each["name"] for page in (first, rest) for each in page["tenants"]]
+    assert names == sorted(names, key=str.casefold)
+    assert first["total"] == len(names) == 5
+    found = await ask(api, "GET", "tenants?search=CHAR")
+    assert [each["name"] for each in found["tenants"]] == ["Charlie"]
+    assert OPERATOR["X-API-Key"] == ADMIN_KEY

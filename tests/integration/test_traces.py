@@ -1,0 +1,160 @@
+"""What a collector gets of a real server: requests, plans, cycles and ops as one tree; nothing that tenants wrote."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain import AdamParams, Datum, ModelInput, RequestFailed, ServiceClient
+from tests.integration.test_serve import PATIENCE_S, pids, train
+from tests.support.otlp_receiver import Received, Receiver
+from tests.support.serving import Serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from cotrain import TrainingClient
+
+KEYS = ("tml-first-0123456789", "tml-second-0123456789")
+CANARY_TOKEN, WRONG_TOKEN = 433, 987654321
+#: Behind two runs and four requests of the first step.
+KILLED_AT = 8
+OP_KINDS = {"create", "forward_backward", "optim_step"}
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[list[Received]]:
+    """What a collector got of a step of two tenants, sent together, and of some more.
+
+    The worker is killed in the middle of some cycle and starts again.
+    """
+    folder = tmp_path_factory.mktemp("traced")
+    with Receiver() as receiver:
+        faults = {
+            "COTRAIN_FAILPOINTS": f"worker.before_commit=kill@{KILLED_AT}",
+            "COTRAIN_FAILPOINTS_LOG": str(folder / "moments"),
+        }
+        # FastAPI would report by itself, under another name.
+        settings = {**receiver.settings, **faults, "FASTAPI_OTEL_AUTO_CONFIGURE": "true"}
+        with Serving(folder / "data", [str(tiny_model)], KEYS, settings=settings) as serving:
+            services = [ServiceClient(base_url=serving.address, api_key=key) for key in KEYS]
+            runs = [each.create_lora_training_client(str(tiny_model), rank=4) for each in services]
+            step_of_both(runs, serving, receiver)
+            while commits(folder / "moments") < KILLED_AT:
+                for run in runs:
+                    train(run)
+            with pytest.raises(RequestFailed):
+                runs[0].forward_backward([datum(WRONG_TOKEN)], "cross_entropy").result(PATIENCE_S)
+            train(runs[0])
+            receiver.wait_for(lambda spans: any(s.is_error for s in spans))
+            for each in services:
+                each.close()
+            serving.stop()
+        yield list(receiver.spans)
+
+
+def commits(moments: Path) -> int:
+    """Count the requests that a worker was about to commit."""
+    return sum(line.startswith("worker.before_commit") for line in moments.read_text().splitlines())
+
+
+def datum(token: int = CANARY_TOKEN) -> Datum:
+    return Datum(
+        model_input=ModelInput.from_ints([1, CANARY_TOKEN, token]),
+        loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
+    )
+
+
+def step_of_both(runs: Sequence[TrainingClient], serving: Serving, receiver: Receiver) -> None:
+    """Take a step of each run, sent while no scheduler plans."""
+    scheduler = pids(serving)["scheduler"]
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        futures = [
+            future
+            for run in runs
+            for future in (
+                run.forward_backward([datum()], "cross_entropy"),
+                run.optim_step(AdamParams(learning_rate=1e-2)),
+            )
+        ]
+        receiver.wait_for(lambda spans: sum("optim_step" in s.name for s in spans) == 2)
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+    for future in futures:
+        future.result(PATIENCE_S)
+
+
+def test_a_step_of_two_tenants_is_one_tree_with_one_cycle(traced: list[Received]) -> None:
+    of_step = next(s for s in traced if s.name == "optim_step" and s.attributes["cotrain.seq"] == 2)
+    spans = connected(traced, of_step)
+    names = Counter(span.name for span in spans)
+    [cycle] = [span for span in spans if span.name == "cycle"]
+    [plan] = [span for span in spans if span.name == "plan"]
+    posts = [span for span in spans if span.name.startswith("POST ")]
+    ops = [span for span in spans if span.name in OP_KINDS]
+    assert names["forward_backward"] == names["optim_step"] == 2
+    assert names["retrieve_future"] == 4
+    assert {span.name for span in posts} == {
+        "POST /api/v1/forward_backward",
+        "POST /api/v1/optim_step",
+    }
+    assert (cycle.parent, plan.parent) == (plan.id, "")
+    assert set(cycle.links) == {post.id for post in posts}
+    assert {span.parent for span in ops} == {span.id for span in posts}
+    assert {span.links for span in ops} == {(cycle.id,)}
+    assert len({span.attributes["cotrain.tenant"] for span in ops}) == 2
+    assert {
+        "restore", "read_bodies", "wave", "optim", "commit"
+    } <= {span.name for span in spans if span.parent == cycle.id}  # fmt: skip
+
+
+def test_no_span_lacks_its_parent_or_names_one_that_is_not_there(traced: list[Received]) -> None:
+    known = {span.id: span for span in traced}
+    for span in traced:
+        assert not span.parent or known[span.parent].trace == span.trace
+        assert set(span.links) <= known.keys()
+        assert span.began <= span.ended
+    assert len(known) == len(traced)
+
+
+def test_a_worker_that_was_killed_left_no_span_and_its_successor_says_what_it_ran_again(
+    traced: list[Received],
+) -> None:
+    cycles = [span for span in traced if span.name == "cycle"]
+    assert max(Counter(span.attributes["cotrain.cycle"] for span in cycles).values()) == 1
+    crashes = [span.attributes["cotrain.crashes"] for span in cycles]
+    assert [count for count in crashes if count] == [1]
+    ops = Counter(span.attributes["cotrain.request"] for span in traced if span.name in OP_KINDS)
+    assert set(ops.values()) == {1}
+
+
+def test_spans_hold_names_and_numbers_and_nothing_that_a_tenant_wrote(
+    traced: list[Received],
+) -> None:
+    for span in traced:
+        text = f"{span.name} {span.attributes}"
+        assert not any(key in text for key in KEYS)
+        assert CANARY_TOKEN not in span.attributes.values()
+        assert str(WRONG_TOKEN) not in text
+    [failed] = [span for span in traced if span.is_error and span.service == "cotrain-worker"]
+    assert (failed.name, failed.attributes["cotrain.failure"]) == ("rejected", "user")
+    assert {span.service for span in traced} == {
+        "cotrain-api",
+        "cotrain-scheduler",
+        "cotrain-worker",
+    }
+
+
+def connected(spans: Sequence[Received], first: Received) -> list[Received]:
+    """Give all spans that parents and links lead to from a first one, in either direction."""
+    groups = [{span.id, span.parent, *span.links} - {""} for span in spans]
+    reached = {first.id}
+    while more := {each for near in groups if near & reached for each in near} - reached:
+        reached |= more
+    return [span for span in spans if span.id in reached]

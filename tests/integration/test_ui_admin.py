@@ -1,0 +1,143 @@
+"""The operator's pages: tenants, workers, audit, settings, and the forms on them."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_server.ui.pages.settings import shown
+from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, running_api
+from tests.support.ui import log_in, send
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.http_api import Api
+    from tests.support.redis_server import EmbeddedRedis
+
+PAGES = ("/ui/tenants", "/ui/workers", "/ui/audit", "/ui/settings")
+HOSTILE = '<img src=x onerror="alert(1)">'
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url) as opened:
+        yield opened
+
+
+async def tenant_of(api: Api, key: str = ALICE) -> str:
+    return (await api.services.tenants.authenticate(key)).id
+
+
+async def twin(api: Api, path: str) -> dict[str, object]:
+    answer = await api.http.get(f"{path}.json", headers=OPERATOR)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, object] = answer.json()
+    return found
+
+
+async def test_to_a_tenant_none_of_these_pages_and_forms_exist(api: Api) -> None:
+    tenant = await tenant_of(api)
+    await log_in(api.http, ALICE)
+    for path in (*PAGES, f"/ui/tenants/{tenant}"):
+        assert (await api.http.get(path)).status_code == 404
+        assert path not in (await api.http.get("/ui")).text
+        answer = await api.http.get(f"{path}.json", headers={"X-API-Key": BOB})
+        assert answer.status_code == 404
+    for path in (f"/ui/tenants/{tenant}/pause", "/ui/tenants", f"/ui/workers/{POOL.id}/w0/drain"):
+        assert (await send(api.http, path, {"name": "x"})).status_code == 404
+    assert not (await api.services.audit.page(None, None, 10))
+
+
+async def test_a_tenant_is_changed_from_its_page_and_a_form_without_the_token_changes_nothing(
+    api: Api,
+) -> None:
+    tenant = await tenant_of(api)
+    page = f"/ui/tenants/{tenant}"
+    await log_in(api.http, ADMIN_KEY)
+    assert (await api.http.post(f"{page}/pause", data={"reason": "x"})).status_code == 403
+    for act, fields in (
+        ("pause", {"reason": HOSTILE}),
+        ("limits", {"ops": "7", "runs": "", "run_bytes": " 1000 "}),
+        ("weight", {"weight": "2.5"}),
+    ):
+        answer = await send(api.http, f"{page}/{act}", fields)
+        assert (answer.status_code, answer.headers["location"]) == (303, page), answer.text
+    found = (await twin(api, page))["tenant"]
+    assert isinstance(found, dict)
+    assert (found["weight"], found["paused"]["reason"]) == (2.5, HOSTILE)
+    own = {quota["name"]: quota["limit"] for quota in found["quotas"] if quota["is_own"]}
+    assert own == {"ops": 7, "run_bytes": 1000}
+    shown_page = (await api.http.get(page)).text
+    assert HOSTILE not in shown_page
+    assert html.escape(HOSTILE, quote=True).replace("&quot;", "&#34;") in shown_page
+    for act, fields, says in (
+        ("limits", {"ops": "-1"}, "limits.ops: Input should be a valid integer"),
+        ("limits", {"ops": "0"}, "limits.ops: Input should be greater than or equal to 1"),
+        ("weight", {"weight": "99"}, "weight: Input should be less than or equal to 10"),
+        ("pause", {"reason": "x" * 201}, "reason: String should have at most 200 characters"),
+        ("keys", {"name": "x", "days": "nan"}, "days: "),
+    ):
+        answer = await send(api.http, f"{page}/{act}", fields)
+        assert (answer.status_code, says in answer.text) == (400, True), answer.text
+    assert (await send(api.http, f"{page}/resume", {})).status_code == 303
+    assert (await send(api.http, "/ui/tenants/t-none/resume", {})).status_code == 404
+
+
+async def test_a_key_is_shown_once_where_it_was_made_and_revoked_from_the_list(api: Api) -> None:
+    tenant = await tenant_of(api)
+    await log_in(api.http, ADMIN_KEY)
+    answer = await send(
+        api.http, f"/ui/tenants/{tenant}/keys", {"name": HOSTILE, "role": "viewer", "days": "3"}
+    )
+    (key,) = re.findall(r"tml-[\w-]+", answer.text)
+    assert (await api.get("training_runs", key)).status_code == 200
+    page = (await api.http.get(f"/ui/tenants/{tenant}")).text
+    assert key not in page
+    assert HOSTILE not in page
+    key_id = (await api.services.tenants.key(key)).id
+    await send(api.http, f"/ui/tenants/{tenant}/keys/{key_id}/revoke", {})
+    assert (await api.get("training_runs", key)).status_code == 401
+    made = await send(api.http, "/ui/tenants", {"name": "physicists"})
+    assert re.findall(r"tml-[\w-]+", made.text)
+    assert "physicists" in (await api.http.get("/ui/tenants?search=PHYS")).text
+    assert "physicists" not in (await api.http.get("/ui/tenants?search=zzz")).text
+
+
+async def test_a_worker_is_drained_and_taken_back_and_the_audit_page_says_so(api: Api) -> None:
+    await log_in(api.http, ADMIN_KEY)
+    for act in ("drain", "undrain"):
+        answer = await send(api.http, f"/ui/workers/{POOL.id}/w0/{act}", {})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/ui/workers")
+        page = (await api.http.get("/ui/workers")).text
+        assert ("Take it back" in page) == (act == "drain")
+    assert (await send(api.http, f"/ui/workers/{POOL.id}/w9/drain", {})).status_code == 404
+    audit = await api.http.get("/ui/audit")
+    assert "worker_undrain" in audit.text
+    events = (await twin(api, "/ui/audit"))["events"]
+    assert isinstance(events, list)
+    assert [event["event"] for event in events] == ["worker_undrain", "worker_drain"]
+    assert (await api.http.get("/ui/audit?before=x")).status_code == 400
+    assert (await api.http.get("/ui/audit?tenant=t-none")).status_code == 404
+
+
+async def test_no_secret_stands_on_the_page_of_settings(api: Api) -> None:
+    await log_in(api.http, ADMIN_KEY)
+    page = (await api.http.get("/ui/settings")).text
+    assert "COTRAIN_QUOTAS" in page
+    for secret in (ALICE, BOB, ADMIN_KEY):
+        assert secret not in page
+    assert shown("redis_url", "redis://me:word@host:1/0") == "redis://hidden@host:1/0"
+    assert shown("vllm_api_key", "abc") == "hidden"
+
+
+async def test_a_thousand_tenants_make_a_small_page(api: Api) -> None:
+    names = {f"t-{number:04}": f"tenant {number:04}" for number in range(1000)}
+    await api.services.connection.hset("cotrain:tenants:names", mapping=names)
+    await log_in(api.http, ADMIN_KEY)
+    page = await api.http.get("/ui/tenants?offset=50")
+    assert len(page.content) < 300_000
+    assert "51 to 100 of 1,002" in page.text

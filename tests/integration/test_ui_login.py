@@ -1,0 +1,153 @@
+"""Who gets to see pages: login, cookie, form token, logout, and what stands in the head of every answer."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_server.ui.access.session import COOKIE, LOGIN_COOKIE
+from cotrain_server.ui.navigation import PAGES
+from tests.support.http_api import ADMIN_KEY, ALICE, BOB, Api, running_api
+from tests.support.ui import csrf_of, log_in, log_out
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.redis_server import EmbeddedRedis
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    async with running_api(empty_redis.url) as opened:
+        yield opened
+
+
+async def test_the_address_of_the_server_leads_to_the_pages(api: Api) -> None:
+    home = await api.http.get("/")
+    assert (home.status_code, home.headers["location"]) == (303, "/ui")
+    page = await api.http.get("/ui")
+    assert (page.status_code, page.headers["location"]) == (303, "/ui/login?next=%2Fui")
+
+
+async def test_a_key_opens_a_session_that_a_logout_ends(api: Api) -> None:
+    answer = await log_in(api.http, ALICE, target="/ui?pool=p")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui?pool=p")
+    cookie = answer.headers["set-cookie"]
+    assert {"HttpOnly", "Path=/ui", "SameSite=strict"} <= set(re.split("[;,] ", cookie))
+    assert "Secure" not in cookie
+    assert ALICE not in cookie
+    assert (await api.http.get("/ui")).status_code == 200
+
+    assert (await api.http.post("/ui/logout")).status_code == 403
+    assert (await api.http.get("/ui")).status_code == 200
+    assert (await log_out(api.http)).status_code == 303
+    assert (await api.http.get("/ui")).status_code == 303
+
+
+async def test_over_https_only_https_carries_the_cookie(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, public_url="https://train.example/") as api:
+        form = await api.http.get("/ui/login")
+        assert "Secure" in form.headers["set-cookie"].split("; ")
+
+
+@pytest.mark.parametrize("key", ["", "tml-wrong_key", ADMIN_KEY[:-1], "eyJhbGciOi", "ключ"])
+async def test_a_wrong_key_opens_nothing(api: Api, key: str) -> None:
+    answer = await log_in(api.http, key)
+    assert answer.status_code == 401
+    assert "neither the admin key nor a valid API key" in answer.text
+    assert COOKIE not in api.http.cookies
+    assert key not in answer.text or not key
+
+
+async def test_wrong_keys_of_one_address_are_throttled(api: Api) -> None:
+    statuses = [(await log_in(api.http, "tml-guess_it")).status_code for _ in range(11)]
+    assert statuses == [401] * 10 + [429]
+    assert (await log_in(api.http, ADMIN_KEY)).status_code == 303
+
+
+async def test_a_login_from_another_site_is_refused(api: Api) -> None:
+    form = await api.http.get("/ui/login")
+    token = csrf_of(form.text)
+    body = {"key": ALICE, "csrf": token, "next": "/ui"}
+    assert (await api.http.post("/ui/login", data=body | {"csrf": "x"})).status_code == 403
+    assert (await api.http.post("/ui/login", data={"key": ALICE})).status_code == 403
+    api.http.cookies.delete(LOGIN_COOKIE)
+    assert (await api.http.post("/ui/login", data=body)).status_code == 403
+
+
+@pytest.mark.parametrize("target", ["https://evil.example", "//evil.example", "/ui/\\evil", "/uix"])
+async def test_a_login_leads_nowhere_else(api: Api, target: str) -> None:
+    assert (await log_in(api.http, ALICE, target)).headers["location"] == "/ui"
+
+
+@pytest.mark.parametrize("cookie", ["x", "a.b", "é.b", "W10.x", "."])
+async def test_a_made_up_cookie_is_none(api: Api, cookie: str) -> None:
+    header = {"Cookie": f"{COOKIE}={cookie}".encode()}
+    assert (await api.http.get("/ui", headers=header)).status_code == 303  # type: ignore[arg-type]
+
+
+async def test_a_session_ends_with_its_key(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotrain_store.tenants.api_keys.CACHE_S", 0.0)
+    key = await api.services.tenants.issue("carol")
+    assert (await log_in(api.http, key)).status_code == 303
+    assert (await api.http.get("/ui")).status_code == 200
+    await api.services.tenants.revoke(key.split("_")[0].removeprefix("tml-"))
+    assert (await api.http.get("/ui")).status_code == 303
+
+
+async def test_a_changed_admin_key_ends_the_operators_sessions(api: Api) -> None:
+    await log_in(api.http, ADMIN_KEY)
+    assert (await api.http.get("/ui")).status_code == 200
+    api.services.admin_key = "another-key-of-the-operator"
+    assert (await api.http.get("/ui")).status_code == 303
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "{" not in page.path], ids=lambda p: p.name
+)
+async def test_every_page_has_a_policy_and_nothing_inline(api: Api, page: object) -> None:
+    await log_in(api.http, ADMIN_KEY)
+    answer = await api.http.get(page.path)  # type: ignore[attr-defined]
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+    assert answer.headers["cache-control"] == "no-store"
+    assert re.findall(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", answer.text) == []
+    assert re.findall(r"(?:src|href|action)=\"(?!/|#|\?)", answer.text) == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "{" not in page.path], ids=lambda p: p.name
+)
+async def test_every_page_has_a_twin_for_a_key(api: Api, page: object) -> None:
+    twin = page.twin  # type: ignore[attr-defined]
+    assert (await api.http.get(twin)).status_code == 401
+    assert (await api.http.get(twin, headers={"X-API-Key": ADMIN_KEY})).status_code == 200
+    own = await api.http.get(twin, headers={"Authorization": f"Bearer {BOB}"})
+    assert own.status_code == (404 if page.for_operator else 200)  # type: ignore[attr-defined]
+    assert own.headers["content-type"] == "application/json"
+
+
+async def test_a_part_asked_for_after_the_session_ended_leads_to_the_login(api: Api) -> None:
+    answer = await api.http.get("/ui", headers={"HX-Request": "true"})
+    assert (answer.status_code, answer.headers["hx-redirect"]) == (401, "/ui/login")
+    await log_in(api.http, ALICE)
+    part = await api.http.get("/ui", headers={"HX-Request": "true"})
+    assert part.status_code == 200
+    assert "<html" not in part.text
+
+
+async def test_own_files_are_kept_by_the_browser_and_no_others_are_given(api: Api) -> None:
+    (css,) = re.findall(r'"(/ui/static/app\.css[^"]+)"', (await api.http.get("/ui/login")).text)
+    file = await api.http.get(css)
+    assert file.headers["content-type"].startswith("text/css")
+    assert "immutable" in file.headers["cache-control"]
+    assert "cache-control" not in (await api.http.get("/ui/static/app.css")).headers
+    for other in ("../rendering.py", "%2e%2e/rendering.py", "none.css", "../../../etc/passwd"):
+        assert (await api.http.get(f"/ui/static/{other}")).status_code == 404
+
+
+async def test_no_page_of_the_framework_asks_another_host_for_its_scripts(api: Api) -> None:
+    assert [(await api.http.get(path)).status_code for path in ("/docs", "/redoc")] == [404, 404]
+    assert (await api.http.get("/openapi.json")).status_code == 200

@@ -1,0 +1,324 @@
+"""Webhooks against a real receiver: signed, at least once, to allowed addresses, one tenant never behind another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import subprocess
+import time
+from contextlib import asynccontextmanager
+from ipaddress import ip_network
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork
+from cotrain_server.webhooks.delivery import Delivery
+from cotrain_server.webhooks.retries import GIVEN_UP_AFTER_S
+from cotrain_server.webhooks.sender import MOST_READ, Sender, Undelivered
+from cotrain_store.errors import Fenced, WebhookFull, WebhookNotFound
+from cotrain_store.keys import webhook_keys
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.webhooks import DueEvent, Outcome
+from cotrain_store.redis_client.connection import open_connection, open_sync_connection, stop_tasks
+from cotrain_store.tenants.webhooks import Webhooks
+from tests.support.http_api import ALICE, BOB, running_api
+from tests.support.lists import got, save
+from tests.support.lives import pass_time
+from tests.support.markdown import blocks
+from tests.support.receiver import receiving
+from tests.support.stand_in import stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import httpx
+
+    from tests.support.http_api import Api
+    from tests.support.receiver import Received, Receiver
+    from tests.support.redis_server import EmbeddedRedis
+
+LOCAL = ("127.0.0.0/8",)
+PAGE = Path(__file__).parents[2] / "docs" / "webhooks.md"
+A, B = TenantId("a"), TenantId("b")
+
+
+def is_genuine(secret: str, received: Received) -> bool:
+    """Verify an event as the documentation says."""
+    names: dict[str, Any] = {}
+    [block] = blocks(PAGE)
+    exec(block.compile(), names)
+    return bool(names["is_genuine"](secret, received.headers, received.body))
+
+
+async def call(
+    api: Api, method: str, path: str, json: Any = None, key: str = ALICE
+) -> httpx.Response:
+    return await api.http.request(method, f"/api/v1/{path}", json=json, headers={"X-API-Key": key})
+
+
+@asynccontextmanager
+async def deliverer(redis: EmbeddedRedis, name: str = "one") -> AsyncIterator[Webhooks]:
+    """Deliver as an API process does, looking all the time."""
+    connection, sender = open_connection(redis.url), Sender(LOCAL)
+    webhooks = Webhooks(connection, name)
+    task = asyncio.create_task(Delivery(webhooks, sender, look_s=0.01).run())
+    try:
+        yield webhooks
+    finally:
+        await stop_tasks([task])
+        sender.close()
+        await connection.aclose()
+
+
+async def until(webhooks: Webhooks, tenant: TenantId, **expected: Any) -> None:
+    """Wait until the record of a webhook says so."""
+    while True:
+        found = vars(await webhooks.find(tenant))
+        if expected.items() <= found.items():
+            return
+        await asyncio.sleep(0.01)
+
+
+def url_of(receiver: Receiver) -> str:
+    return f"http://127.0.0.1:{receiver.port}/hook?from=cotrain"
+
+
+async def test_runs_and_checkpoints_are_told_of_and_signed(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, webhook_networks=LOCAL) as api, receiving() as receiver:
+        made = (await call(api, "PUT", "webhook", {"url": url_of(receiver)})).json()
+        assert made["url"] == url_of(receiver)
+        with stand_in(api.services) as worker:
+            ended, failed = await api.new_run(), await api.new_run()
+            foreign = await api.new_run(BOB)
+            await save(api, worker, ended, "kept")
+            await api.post("unload_model", {"model_id": ended})
+            await api.post("unload_model", {"model_id": foreign}, BOB)
+            tenant = (await api.services.tenants.authenticate(ALICE)).id
+            worker.execution.fail_run(failed, tenant)
+            worker.execution.fail_run(failed, tenant)
+            await api.post("unload_model", {"model_id": failed})
+        await call(api, "POST", "webhook/test")
+        await receiver.until(4)
+        events = [json.loads(request.body) for request in receiver.requests]
+        assert [event["type"] for event in events] == [
+            "checkpoint.saved", "run.ended", "run.failed", "test",
+        ]  # fmt: skip
+        assert events[0]["data"] == {
+            "training_run_id": ended,
+            "tinker_path": f"tinker://{ended}/weights/kept",
+            "size_bytes": 1000,
+        }
+        assert [event["data"].get("training_run_id") for event in events[1:]] == [
+            ended,
+            failed,
+            None,
+        ]
+        for request, event in zip(receiver.requests, events, strict=True):
+            assert request.line == "POST /hook?from=cotrain HTTP/1.1"
+            assert request.headers["webhook-id"] == event["id"]
+            assert is_genuine(made["secret"], request)
+            assert not is_genuine("whsec_" + "A" * 44, request)
+        await until(api.services.webhooks, tenant, delivered=4)
+        shown = await got(api, "webhook")
+        assert (shown["waiting"], shown["last_outcome"], shown["last_answer"]) == (
+            0,
+            "delivered",
+            "204",
+        )
+        assert "secret" not in shown
+
+
+async def test_a_webhook_is_its_tenants_alone_and_can_be_removed(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    async with running_api(empty_redis.url) as api:
+        assert (await call(api, "GET", "webhook")).status_code == 404
+        assert (await call(api, "POST", "webhook/test")).status_code == 404
+        for url in ("http://a.example/", "https://", "https://u:p@a.example/", "ftp://a.example",
+                    "https://a.example/#x", "https://a.example/\n", "https://[::1", "x" * 3000):  # fmt: skip
+            answer = await call(api, "PUT", "webhook", {"url": url})
+            assert answer.status_code in (400, 422), url
+        first = (await call(api, "PUT", "webhook", {"url": "https://a.example/x"})).json()
+        second = (await call(api, "PUT", "webhook", {"url": "https://a.example/y"})).json()
+        assert first["secret"] != second["secret"]
+        assert (await call(api, "GET", "webhook", key=BOB)).status_code == 404
+        assert (await got(api, "webhook"))["url"] == "https://a.example/y"
+        assert (await call(api, "DELETE", "webhook")).status_code == 200
+        assert (await call(api, "DELETE", "webhook")).status_code == 404
+
+
+async def test_a_private_address_is_refused_when_it_is_connected_to() -> None:
+    sender = Sender(())
+    for url in (
+        "https://127.0.0.1:9/",
+        "https://localhost:9/",
+        "https://[::1]:9/",
+        "http://127.0.0.1/",
+    ):
+        with pytest.raises(Undelivered, match="no address that webhooks may be sent to"):
+            await sender.send(event_for(url), 0)
+    sender.close()
+    network = CheckedNetwork([ip_network("10.0.0.0/8")])
+    with pytest.raises(AddressRefused):
+        await network.connect("127.0.0.1", 9, True)
+    network.close()
+
+
+def event_for(url: str) -> DueEvent:
+    return DueEvent(A, url, "whsec_AAAA", "e-1", b"{}", 0, 0.0)
+
+
+async def test_a_redirect_is_not_followed_and_an_endless_answer_is_not_read() -> None:
+    sender = Sender(LOCAL)
+    async with receiving() as receiver, receiving() as other:
+        elsewhere = f"Location: http://127.0.0.1:{other.port}/\r\n".encode()
+        receiver.answers = [
+            b"HTTP/1.1 302 Found\r\n" + elsewhere + b"Content-Length: 0\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n" + b"x" * (2 * MOST_READ),
+            b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n",
+            b"what?\r\n\r\n",
+        ]
+        event = event_for(url_of(receiver))
+        with pytest.raises(Undelivered, match="answered with status 302"):
+            await sender.send(event, 0)
+        assert await sender.send(event, 0) == "200"
+        for said in ("status 500", "illegal status line"):
+            with pytest.raises(Undelivered, match=said):
+                await sender.send(event, 0)
+        assert other.requests == []
+    sender.close()
+
+
+async def test_an_event_goes_over_tls_to_a_receiver_whose_certificate_holds(tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    await asyncio.to_thread(
+        subprocess.check_call,
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+         "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost"],
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    served.load_cert_chain(cert, key)
+    async with receiving(served) as receiver:
+        event = event_for(f"https://localhost:{receiver.port}/")
+        trusting = Sender((*LOCAL, "::1"), ssl.create_default_context(cafile=str(cert)))
+        assert await trusting.send(event, int(time.time())) == "204"
+        trusting.close()
+        doubting = Sender((*LOCAL, "::1"))
+        with pytest.raises(Undelivered, match="certificate"):
+            await doubting.send(event, 0)
+        doubting.close()
+        assert len(receiver.requests) == 1
+
+
+async def test_what_fails_is_tried_again_and_given_up_after_a_day(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    redis = open_sync_connection(empty_redis.url)
+    async with receiving() as receiver, deliverer(empty_redis) as webhooks:
+        refusal = b"HTTP/1.1 503 Later\r\nContent-Length: 0\r\n\r\n"
+        receiver.answers = [refusal, refusal]
+        await webhooks.set(A, url_of(receiver))
+        first = await webhooks.test(A)
+        await until(webhooks, A, retried=1, waiting=1)
+        pass_time(redis, 5_000)
+        await until(webhooks, A, retried=2)
+        pass_time(redis, 10_000)
+        await until(webhooks, A, delivered=1, waiting=0)
+        assert [request.headers["webhook-id"] for request in receiver.requests] == [first] * 3
+
+        receiver.answers = [refusal]
+        await webhooks.test(A)
+        await until(webhooks, A, retried=3)
+        receiver.answers = [refusal]
+        pass_time(redis, GIVEN_UP_AFTER_S * 1000)
+        await until(webhooks, A, given_up=1, waiting=0)
+        assert redis.zcard(webhook_keys.due_tenants()) == 0
+    redis.close()
+
+
+async def test_an_error_of_our_own_counts_as_an_attempt_and_waits_like_one(
+    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    async def broken(_sender: Sender, event: DueEvent, _at: int) -> str:
+        attempts.append(event.id)
+        raise ValueError
+
+    monkeypatch.setattr(Sender, "send", broken)
+    async with deliverer(empty_redis) as webhooks:
+        await webhooks.set(A, "http://127.0.0.1:9/hook")
+        event = await webhooks.test(A)
+        await until(webhooks, A, retried=1, waiting=1)
+        await webhooks.test(A)  # looked at many times by now, and not sent before its time
+        assert "log says how" in (await webhooks.find(A)).last_answer
+    assert attempts == [event]
+
+
+async def test_a_slow_receiver_holds_no_other_tenant(empty_redis: EmbeddedRedis) -> None:
+    async with receiving() as slow, receiving() as quick, deliverer(empty_redis) as webhooks:
+        slow.answers = [b""]
+        await webhooks.set(A, url_of(slow))
+        await webhooks.set(B, url_of(quick))
+        await webhooks.test(A)
+        await slow.until(1)
+        for _ in range(3):
+            await webhooks.test(B)
+        await until(webhooks, B, delivered=3)
+        assert (await webhooks.find(A)).waiting == 1
+
+
+async def test_who_takes_over_sends_what_a_dead_process_did_not_note(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    redis = open_sync_connection(empty_redis.url)
+    connection = open_connection(empty_redis.url)
+    dead, other = Webhooks(connection, "dead"), Webhooks(connection, "other")
+    async with receiving() as receiver:
+        await dead.set(A, url_of(receiver))
+        await dead.test(A)
+        assert await dead.lead()
+        assert not await other.lead()
+        [sent] = await dead.due(10)
+        redis.delete(webhook_keys.lease())  # as Redis does once it has run out
+        async with deliverer(empty_redis, "next") as webhooks:
+            await until(webhooks, A, delivered=1)
+            with pytest.raises(Fenced):
+                await dead.tried(sent, Outcome.DELIVERED, "204")
+        assert [request.headers["webhook-id"] for request in receiver.requests] == [sent.id]
+    await connection.aclose()
+    redis.close()
+
+
+async def test_a_thousand_events_wait_and_no_more_and_all_go_with_the_webhook(
+    empty_redis: EmbeddedRedis,
+) -> None:
+    redis = open_sync_connection(empty_redis.url)
+    connection = open_connection(empty_redis.url)
+    webhooks = Webhooks(connection, "one")
+    await webhooks.set(A, "https://a.example/")
+    redis.hset(webhook_keys.events(A), mapping={str(n): "0|0|{}" for n in range(999)})
+    await webhooks.test(A)
+    with pytest.raises(WebhookFull):
+        await webhooks.test(A)
+    found = await webhooks.find(A)
+    assert (found.waiting, found.dropped) == (1_000, 1)
+    await webhooks.remove(A)
+    assert (
+        redis.exists(
+            *(
+                name(A)
+                for name in (webhook_keys.webhook, webhook_keys.events, webhook_keys.due_events)
+            )
+        )
+        == 0
+    )
+    with pytest.raises(WebhookNotFound):
+        await webhooks.test(A)
+    await connection.aclose()
+    redis.close()

@@ -1,0 +1,20 @@
+"""Limits that are the same for every tenant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.tenants.policies import LimitsOf
+
+_Limits = TypeVar("_Limits")
+
+
+def always(limits: _Limits) -> LimitsOf[_Limits]:
+    """Say the same of every tenant."""
+
+    async def limits_of(_: TenantId) -> _Limits:
+        return limits
+
+    return limits_of

@@ -1,0 +1,98 @@
+"""A collector of traces: OTLP over HTTP, in protobuf, into a list."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, Self
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE_S = 300
+
+
+@dataclass(frozen=True)
+class Received:
+    """A span as it came."""
+
+    service: str
+    name: str
+    trace: str
+    id: str
+    parent: str
+    links: tuple[str, ...]
+    """Ids of the spans it links to."""
+    began: int
+    ended: int
+    is_error: bool
+    attributes: dict[str, Any]
+
+
+class Receiver:
+    """Listens on a free port of this host until the end of a `with`."""
+
+    def __init__(self, status: int = 200) -> None:
+        receiver = self
+        self.spans: list[Received] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:  # the library's name
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                receiver.spans += read_spans(body) if self.path == "/v1/traces" else []
+                self.send_response(status)
+                self.end_headers()
+
+            @override
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+        self.settings = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.address,
+            "OTEL_BSP_SCHEDULE_DELAY": "50",
+        }
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def wait_for(self, is_enough: Callable[[list[Received]], object]) -> list[Received]:
+        """Wait until enough came; all that came by then."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_enough(self.spans):
+            assert time.monotonic() < deadline, [span.name for span in self.spans]
+            time.sleep(0.02)
+        return list(self.spans)
+
+
+def read_spans(body: bytes) -> list[Received]:
+    """Read one message."""
+    found = []
+    for of_process in ExportTraceServiceRequest.FromString(body).resource_spans:
+        service = _values(of_process.resource.attributes)["service.name"]
+        for of_scope in of_process.scope_spans:
+            found += [
+                Received(
+                    service, span.name, span.trace_id.hex(), span.span_id.hex(),
+                    span.parent_span_id.hex(), tuple(link.span_id.hex() for link in span.links),
+                    span.start_time_unix_nano, span.end_time_unix_nano, span.status.code == 2,
+                    _values(span.attributes),
+                )
+                for span in of_scope.spans
+            ]  # fmt: skip
+    return found
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}

@@ -1,0 +1,53 @@
+"""Under `cotrain serve` each process has a metrics port of its own, and a file says which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_server.supervisor.data_folder import DataFolder
+from cotrain_server.supervisor.programs import Plan, Programs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def programs(tmp_path: Path) -> Programs:
+    plan = Plan(("a", "b"), "127.0.0.1", 0, tmp_path, "unix:///none", (), False, {})
+    return Programs(plan, DataFolder(tmp_path), "unix:///none", 0, 0)
+
+
+def ports_of(made: Programs) -> list[str | None]:
+    processes = [made.api(), made.scheduler(), *made.workers()]
+    return [process.environment.get("COTRAIN_METRICS_PORT") for process in processes]
+
+
+def test_the_ports_follow_one_another_and_the_file_names_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTRAIN_METRICS_PORT", "9464")
+    made = programs(tmp_path)
+    assert ports_of(made) == ["9464", "9465", "9466", "9467"]
+    targets = {each["labels"]["job"]: each["targets"] for each in made.metrics_targets()}
+    assert targets == {
+        "cotrain-api": ["127.0.0.1:9464"],
+        "cotrain-scheduler": ["127.0.0.1:9465"],
+        "cotrain-worker": ["127.0.0.1:9466", "127.0.0.1:9467"],
+        "cotrain-fleet": ["127.0.0.1:9464"],
+    }
+
+
+@pytest.mark.parametrize("given", ["", "0"])
+def test_without_one_there_is_nothing_to_scrape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("COTRAIN_METRICS_PORT", given)
+    assert programs(tmp_path).metrics_targets() == []
+
+
+def test_what_is_no_port_reaches_the_processes_which_refuse_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTRAIN_METRICS_PORT", "http")
+    assert set(ports_of(programs(tmp_path))) == {"http"}
