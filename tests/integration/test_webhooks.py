@@ -260,6 +260,26 @@ async def test_an_error_of_our_own_counts_as_an_attempt_and_waits_like_one(
     assert attempts == [event]
 
 
+async def test_a_look_that_fails_for_an_error_of_our_own_is_not_the_last(
+    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Webhooks.due
+    failed: list[int] = []
+
+    async def broken_once(webhooks: Webhooks, most: int) -> list[DueEvent]:
+        if not failed:
+            failed.append(most)
+            raise ValueError
+        return await look(webhooks, most)
+
+    monkeypatch.setattr(Webhooks, "due", broken_once)
+    async with receiving() as receiver, deliverer(empty_redis) as webhooks:
+        await webhooks.set(A, url_of(receiver))
+        await webhooks.test(A)
+        await until(webhooks, A, delivered=1)
+    assert failed
+
+
 async def test_a_slow_receiver_holds_no_other_tenant(empty_redis: EmbeddedRedis) -> None:
     async with receiving() as slow, receiving() as quick, deliverer(empty_redis) as webhooks:
         slow.answers = [b""]

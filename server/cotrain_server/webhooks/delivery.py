@@ -52,6 +52,8 @@ class Delivery:
                         await self._look()
                 except (*CONNECTION_LOST, Fenced):
                     pass  # who delivers now is another process, or seen at the next look
+                except Exception:  # one bad look, or every tenant's events would wait for a restart
+                    log.exception("webhooks_unread")
                 await asyncio.sleep(self._look_s)
         finally:
             await stop_tasks(list(self._sending.values()))
