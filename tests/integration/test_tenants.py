@@ -233,7 +233,7 @@ async def test_a_key_is_not_live_after_its_time_nor_if_nobody_has_it(log: Log) -
     await tenants.issue("alice", not_after=time.time() - 1)
     (record,) = await tenants.list_keys()
     assert not await tenants.live_key(record.id)
-    assert not await tenants.live_key("nobody")
+    assert not await tenants.live_key("unknown")
 
 
 async def test_what_signs_links_is_made_once(log: Log) -> None:

@@ -1,6 +1,6 @@
 """The process that others are forked from: `python -m tests.warm.parent LISTENER RUN`.
 
-It imports what our programs import, and those of the SDK that it finds, once per test run, and then obeys whoever connects to LISTENER, a
+It imports what our programs import, and those of the SDK that it finds, once per test run, and then obeys every process that connects to LISTENER, a
 socket it inherits. A connection orders one process, hears its number, and later how it ended; when the
 connection is closed while the process lives, that gets the signal the order names. All end with RUN, the
 process of the test run, or with this one.
