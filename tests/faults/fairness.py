@@ -2,8 +2,10 @@
 
 Seen from outside: clients note when what was accepted, cycle records say who was served. Whoever was
 passed over in a number of cycles in a row, with a request waiting that could have run in each, was served
-at most one quantum and one request less than anybody else in these cycles. A scheduler that starts
-again begins a new round. Each worker gives turns to its own runs. Here every run is a tenant of its own.
+at most two quanta and two requests less than any other run in these cycles: one that it may have been ahead by
+when they began (a worker runs whole slices, and does not take the tokens to the letter), and one that the other
+is ahead by now. A scheduler that starts again begins a new round, and so does a run that is alone for a cycle.
+Each worker gives turns to its own runs. Here every run is a tenant of its own.
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ def turns(
     violations: list[str] = []
     passed_over = 0
     begun: Counter[str] = Counter()  # by run: its requests that were served
+    largest: Counter[str] = Counter()  # by run: the tokens of the largest of them
     windows: dict[str, _Window] = {}
     workers = {cycle.worker for cycle in cycles}
     # Where a run waits is known by who served it; before that only if there is nobody else.
@@ -99,6 +102,8 @@ def turns(
             for run, count in cycle.served.items()
         }
         begun.update(cycle.served)
+        for run, requests in served.items():
+            largest[run] = max([largest[run], *(request.cost for request in requests)])
         for run, asked in accepted.items():
             if worker_by_run.get(run) != cycle.worker:
                 continue
@@ -107,10 +112,12 @@ def turns(
                 windows.pop(run, None)
                 continue
             passed_over += 1
+            ahead = max(largest[run], head.cost)
             window = windows.setdefault(run, _Window(cycle.planned_at))
             window.note(served, cycle.ran)
-            rounds = 1 + sum(window.since_s <= at_s <= cycle.planned_at for at_s in restarted_s)
-            violations += window.unfair(run, head, rounds, quantum_tokens)
+            window.rounds += served.keys() == {run}
+            rounds = window.rounds + sum(window.since_s <= at_s <= cycle.planned_at for at_s in restarted_s)
+            violations += window.unfair(run, ahead, rounds, quantum_tokens)
     return Turns(violations, passed_over)
 
 
@@ -125,6 +132,7 @@ class _Window:
 
     def __init__(self, since_s: float) -> None:
         self.since_s = since_s
+        self.rounds = 1
         self._tokens: Counter[str] = Counter()
         self._largest: defaultdict[str, int] = defaultdict(int)
 
@@ -137,9 +145,9 @@ class _Window:
             self._tokens[run] += ran[run] + without if run in ran else sum(costs)
             self._largest[run] = max([self._largest[run], *costs])
 
-    def unfair(self, waiting: str, head: Accepted, rounds: int, quantum: int) -> Iterable[str]:
+    def unfair(self, waiting: str, ahead: int, rounds: int, quantum: int) -> Iterable[str]:
         """Name whoever got too much while a run waited."""
         for run, tokens in self._tokens.items():
-            most = self._tokens[waiting] + rounds * (quantum + self._largest[run] + head.cost)
+            most = self._tokens[waiting] + rounds * (2 * quantum + self._largest[run] + ahead)
             if run != waiting and tokens > most:
                 yield f"I9 {run} was served {tokens} tokens, and at most {most} were its turn beside {waiting}"
