@@ -1,0 +1,202 @@
+"""Ask a server for one fixed piece of work, and print a digest of every answer: two versions, the same bits?
+
+python -m bench.golden --base-url http://127.0.0.1:8000 --api-key tml-… --base-model tiny >after.json
+
+Six runs of mixed ranks, targets and losses train side by side, pipelined, for some steps; each saves, loads and
+samples. Nothing of cotrain is imported, so that one file asks any version. Run it against both on one machine: what
+a CPU computes depends on its kind and on torch's version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import io
+import json
+import random
+import tarfile
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+STEPS = 3
+VOCAB = 128
+#: Of each run: rank, what is trained, loss.
+RUNS = (
+    (1, {"train_attn": True, "train_mlp": True, "train_unembed": True}, "cross_entropy"),
+    (2, {"train_attn": True, "train_mlp": False, "train_unembed": False}, "importance_sampling"),
+    (4, {"train_attn": False, "train_mlp": True, "train_unembed": False}, "ppo"),
+    (8, {"train_attn": True, "train_mlp": True, "train_unembed": False}, "cispo"),
+    (16, {"train_attn": False, "train_mlp": True, "train_unembed": True}, "dro"),
+    (32, {"train_attn": True, "train_mlp": True, "train_unembed": True}, "cross_entropy"),
+)
+AGAIN = {408, 429, 503}
+
+
+class Server:
+    """A server of any version, as one tenant sees it."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+
+    async def post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask once; ask again where the answer is to wait."""
+        while True:
+            answer = await self.http.post(f"/api/v1/{route}", json=body)
+            if answer.status_code not in AGAIN:
+                answer.raise_for_status()
+                told: dict[str, Any] = answer.json()
+                return told
+            await asyncio.sleep(0.05)
+
+    async def result(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask for something, and wait for what it resolves to."""
+        request = (await self.post(route, body))["request_id"]
+        while (told := await self.post("retrieve_future", {"request_id": request})).get(
+            "type"
+        ) == "try_again":
+            pass
+        if "error" in told:
+            raise SystemExit(f"{route}: {told['error']}")
+        return told
+
+    async def archive(self, path: str) -> bytes:
+        """Return the adapter's weights of a checkpoint, as safetensors."""
+        run, _, name = path.removeprefix("tinker://").partition("/")
+        url = f"/api/v1/training_runs/{run}/checkpoints/{name}/archive"
+        answer = await self.http.get(url, follow_redirects=True)
+        answer.raise_for_status()
+        with tarfile.open(fileobj=io.BytesIO(answer.content)) as files:
+            weights = files.extractfile("adapter_model.safetensors")
+            assert weights
+            return without_metadata(weights.read())
+
+
+def without_metadata(safetensors: bytes) -> bytes:
+    """Return the tensors alone: the metadata name the run."""
+    begin = 8 + int.from_bytes(safetensors[:8], "little")
+    table = json.loads(safetensors[8:begin])
+    table.pop("__metadata__", None)
+    return json.dumps(table, sort_keys=True).encode() + safetensors[begin:]
+
+
+def digest(told: object) -> str:
+    """Digest an answer without what may differ between two runs of one version."""
+    if isinstance(told, bytes):
+        return hashlib.sha256(told).hexdigest()[:16]
+    kept = json.loads(json.dumps(told))
+    for name in ("metrics", "model_id", "path", "sampling_session_id", "size_bytes"):
+        kept.pop(name, None)
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def datum(draw: random.Random, loss: str) -> dict[str, Any]:
+    """Draw a datum of a loss."""
+    count = draw.randint(1, 40)
+    tokens = [draw.randrange(VOCAB) for _ in range(count + 1)]
+
+    def floats(low: float, high: float) -> dict[str, Any]:
+        return {"dtype": "float32", "data": [draw.uniform(low, high) for _ in range(count)]}
+
+    inputs: dict[str, Any] = {"target_tokens": {"dtype": "int64", "data": tokens[1:]}}
+    if loss == "cross_entropy":
+        inputs["weights"] = floats(-0.5, 1.0)
+    else:
+        inputs |= {"logprobs": floats(-5.5, -4.5), "advantages": floats(-1.0, 1.0)}
+    chunks = [{"type": "encoded_text", "tokens": tokens[:-1]}]
+    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
+
+
+async def train(server: Server, base_model: str, number: int) -> dict[str, str]:
+    """Train one run, and return digests of its answers, by name."""
+    rank, targets, loss = RUNS[number]
+    draw = random.Random(number)
+    session = (await server.post("create_session", {"tags": [], "sdk_version": "golden"}))[
+        "session_id"
+    ]
+    lora = {"rank": rank, "seed": number, **targets}
+    create = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": base_model,
+        "lora_config": lora,
+    }
+    run = (await server.result("create_model", create))["model_id"]
+    seq = 0
+
+    def ask(route: str, **body: object) -> asyncio.Task[dict[str, Any]]:
+        nonlocal seq
+        seq += 1
+        asked = {"model_id": run, "seq_id": seq, **body}
+        return asyncio.create_task(server.result(route, asked))
+
+    def a_pass(route: str) -> asyncio.Task[dict[str, Any]]:
+        data = [datum(draw, loss) for _ in range(draw.randint(1, 4))]
+        return ask(route, **{f"{route}_input": {"data": data, "loss_fn": loss}})
+
+    seen: dict[str, str] = {}
+
+    async def note(name: str, *tasks: asyncio.Task[dict[str, Any]]) -> list[dict[str, Any]]:
+        told = await asyncio.gather(*tasks)
+        seen.update((f"run {number}: {name}.{n}", digest(one)) for n, one in enumerate(told))
+        return list(told)
+
+    async def steps(name: str) -> None:
+        for step in range(STEPS):
+            adam = {
+                "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
+                "weight_decay": 0.01, "grad_clip_norm": 1.0,
+            }  # fmt: skip
+            passes = [a_pass("forward_backward"), a_pass("forward_backward"), a_pass("forward")]
+            await note(f"{name} {step}", *passes, ask("optim_step", adam_params=adam))
+
+    await steps("step")
+    (saved,) = await note("save", ask("save_weights", path="golden"))
+    await steps("later step")
+    await note("load", ask("load_weights", path=saved["path"], optimizer=True))
+    await steps("step after the load")
+    (sampler,) = await note("sampler", ask("save_weights_for_sampler", path="golden-sampler"))
+    seen[f"run {number}: adapter"] = digest(await server.archive(sampler["path"]))
+    session_id = (await server.post("create_sampling_session", {
+        "session_id": session, "sampling_session_seq_id": 0, "model_path": sampler["path"],
+    }))["sampling_session_id"]  # fmt: skip
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1 + number, 2, 3]}]}
+    for n, temperature in enumerate((0.0, 1.0)):
+        params = {"max_tokens": 24, "seed": number, "temperature": temperature}
+        told = await server.result("asample", {
+            "sampling_session_id": session_id, "seq_id": n, "num_samples": 3, "prompt": prompt,
+            "sampling_params": params, "prompt_logprobs": True,
+        })  # fmt: skip
+        seen[f"run {number}: samples at {temperature:g}"] = digest(told)
+    return seen
+
+
+async def golden(base_url: str, api_key: str, base_model: str) -> dict[str, str]:
+    """Train all runs at once; return digests by what was asked."""
+    headers = {"X-API-Key": api_key, "Accept": "application/json"}
+    async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=120) as http:
+        server = Server(http)
+        each = await asyncio.gather(
+            *(train(server, base_model, number) for number in range(len(RUNS)))
+        )
+    return {name: value for seen in each for name, value in seen.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the digests as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("--base-url", "--api-key", "--base-model"):
+        parser.add_argument(name, required=True)
+    given = parser.parse_args(arguments)
+    seen = asyncio.run(golden(given.base_url, given.api_key, given.base_model))
+    print(json.dumps(dict(sorted(seen.items())), indent=2))
+
+
+if __name__ == "__main__":
+    main()
