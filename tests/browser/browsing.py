@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,9 +14,12 @@ import numpy as np
 
 import cotrain
 from cotrain import types
+from cotrain_server.supervisor.data_folder import found_socket
+from tests.warm.popen import Popen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from playwright.sync_api import Browser, Page
 
@@ -39,6 +45,9 @@ class Site:
     admin_key: str
     keys: Mapping[str, str]
     runs: Mapping[str, Trained]
+    data_dir: Path
+    base_model: str
+    """As the server was started with it."""
 
     @property
     def address(self) -> str:
@@ -61,6 +70,30 @@ class Site:
             context.close()
         assert seen.errors == []
         assert seen.foreign == []
+
+    @contextmanager
+    def another_worker(self, name: str) -> Iterator[None]:
+        """Run one more worker of the same base model; it is to be drained before the block ends."""
+        settings = {
+            "REDIS_URL": f"unix://{found_socket(self.data_dir)}",
+            "DATA_DIR": str(self.data_dir),
+            "BASE_MODEL": self.base_model,
+            "WORKER_ID": name,
+            "TORCH_THREADS": "1",
+        }
+        environment = {f"COTRAIN_{each}": value for each, value in settings.items()}
+        with (self.data_dir / f"{name}.log").open("w") as log:
+            process = Popen(
+                [sys.executable, "-P", "-m", "cotrain_workers"],
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                yield
+            finally:
+                process.terminate()
+                process.wait(60)
 
 
 @dataclass
@@ -96,6 +129,12 @@ class Seen:
     def open(self, path: str) -> Page:
         self.page.goto(self.address + path)
         return self.page
+
+
+def new_run(site: Site, who: str, seed: int | None = None) -> Any:
+    """Make a run of rank 4 for a tenant."""
+    client = cotrain.ServiceClient(base_url=site.address, api_key=site.keys[who])
+    return client.create_lora_training_client(BASE_MODEL, rank=4, seed=seed)
 
 
 def train(address: str, key: str, name: str, steps: int) -> Trained:

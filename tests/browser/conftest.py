@@ -54,7 +54,10 @@ def site(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             "alice": train(serving.address, ALICE, HOSTILE, 30),
             "bob": train(serving.address, BOB, "math", 12),
         }
-        yield Site(serving, chromium, operator, {"alice": ALICE, "bob": BOB}, runs)
+        keys_by_name = {"alice": ALICE, "bob": BOB}
+        yield Site(
+            serving, chromium, operator, keys_by_name, runs, folder / "data", f"tiny={model}"
+        )
 
 
 AXE = (Path(__file__).parent / "axe-core-4.14.1.min.js").read_text()

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-import cotrain
 from cotrain_server.ui.navigation import PAGES
-from tests.browser.browsing import BASE_MODEL, step
+from tests.browser.browsing import new_run, step
 
 if TYPE_CHECKING:
     from tests.browser.browsing import Site
@@ -24,7 +23,7 @@ expect = pytest.importorskip(
 
 pytestmark = pytest.mark.browser
 
-OPEN = [page.path for page in PAGES if page.in_navigation]
+OPEN = [page.path for page in PAGES if page.in_navigation and not page.for_tenant]
 OWN = [page.path for page in PAGES if page.in_navigation and not page.for_operator]
 
 
@@ -75,12 +74,7 @@ def test_no_foreign_id_stands_in_a_tenants_pages(site: Site) -> None:
 
 
 def test_two_tenants_share_a_cycles_bar_in_two_colours(site: Site) -> None:
-    clients = [
-        cotrain.ServiceClient(base_url=site.address, api_key=key).create_lora_training_client(
-            BASE_MODEL, rank=4
-        )
-        for key in site.keys.values()
-    ]
+    clients = [new_run(site, who) for who in site.keys]
     threads = [
         threading.Thread(target=lambda own=own: [step(own) for _ in range(12)]) for own in clients
     ]
@@ -137,6 +131,112 @@ def test_the_keyboard_reaches_every_page_and_the_content(site: Site) -> None:
             page.keyboard.press("Tab")
             reached.add(page.evaluate("document.activeElement.getAttribute('href')"))
         assert set(OPEN) <= reached
+
+
+def test_a_small_phones_navigation_shows_the_page_that_is_open(site: Site) -> None:
+    with site.seen_by("operator", width=360) as seen:
+        for path in OPEN:
+            page = seen.open(path)
+            inner, outer = (
+                page.locator(each).bounding_box() for each in ("nav [aria-current=page]", "nav")
+            )
+            assert inner
+            assert outer
+            assert inner["x"] > outer["x"] - 1, path
+            assert inner["x"] + inner["width"] < outer["x"] + outer["width"] + 1, path
+
+
+def test_a_pause_holds_one_tenant_until_it_is_resumed(site: Site) -> None:
+    held, free = new_run(site, "alice"), new_run(site, "bob")
+    step(held)
+    done = threading.Event()
+
+    def one_more() -> None:
+        step(held)
+        done.set()
+
+    with site.seen_by("operator") as seen:
+        page = seen.open("/ui/tenants")
+        page.on("dialog", lambda asked: asked.accept())
+        page.get_by_role("link", name="alice").click()
+        page.fill("input[name=reason]", "until noon")
+        page.get_by_role("button", name="Pause").click()
+        expect(page.get_by_text("until noon")).to_be_visible()
+        try:
+            waiting = threading.Thread(target=one_more)
+            waiting.start()
+            own = page.context.new_page()
+            own.goto(f"{site.address}/ui/runs/{held.model_id}")
+            expect(
+                own.get_by_text("The operator has paused this tenant: until noon.")
+            ).to_be_visible()
+            for _ in range(3):
+                step(free)
+            assert not done.is_set()
+        finally:
+            page.get_by_role("button", name="Resume").click()
+        waiting.join(60)
+        assert done.is_set()
+        expect(page.get_by_role("button", name="Pause")).to_be_visible()
+
+
+def test_a_run_is_held_back_and_ended_from_its_page(site: Site) -> None:
+    run = new_run(site, "bob")
+    step(run)
+    with site.seen_by("bob") as seen:
+        page = seen.open(f"/ui/runs/{run.model_id}")
+        assert page.get_by_role("button", name="run").count() == 0
+    with site.seen_by("operator") as seen:
+        page = seen.open(f"/ui/runs/{run.model_id}")
+        page.on("dialog", lambda asked: asked.accept())
+        page.fill("input[name=reason]", "too large")
+        page.get_by_role("button", name="Pause this run").click()
+        page.get_by_role("button", name="Resume this run").click()
+        page.get_by_role("button", name="End this run").click()
+        expect(page.get_by_text("Its client ended it")).to_be_visible()
+        assert page.get_by_role("button", name="this run").count() == 0
+
+
+def test_a_worker_is_drained_while_it_trains_and_nothing_is_lost(site: Site) -> None:
+    undisturbed = new_run(site, "bob", seed=3)
+    expected = [step(undisturbed) for _ in range(16)]
+    run = new_run(site, "alice", seed=3)
+    losses = [step(run) for _ in range(2)]
+    stop = threading.Event()
+
+    def train_on() -> None:
+        while not stop.is_set():
+            losses.append(step(run))
+
+    training = threading.Thread(target=train_on)
+    with site.seen_by("operator") as seen:
+        page = seen.open("/ui/workers")
+        page.on("dialog", lambda asked: asked.accept())
+        old, new = (
+            page.get_by_role("region", name=f"Worker {name} of tiny") for name in ("w0", "w1")
+        )
+        training.start()
+        try:
+            old.get_by_role("button", name="Drain").click()
+            expect(page.get_by_text("it keeps its runs until there is one")).to_be_visible(
+                timeout=15_000
+            )
+            with site.another_worker("w1"):
+                expect(old.get_by_text("drained", exact=True)).to_be_visible(timeout=120_000)
+                expect(new.get_by_text("serving", exact=True)).to_be_visible()
+                known = len(losses)
+                while len(losses) < known + 2:
+                    page.wait_for_timeout(100)
+                old.get_by_role("button", name="Take it back").click()
+                expect(old.get_by_text("serving", exact=True)).to_be_visible(timeout=15_000)
+                new.get_by_role("button", name="Drain").click()
+                expect(new.get_by_text("drained", exact=True)).to_be_visible(timeout=60_000)
+                new.get_by_role("button", name="Take it back").click()
+        finally:
+            stop.set()
+            training.join(60)
+    losses += [step(run) for _ in range(max(0, 16 - len(losses)))]
+    assert losses[:16] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_killed_worker_is_a_problem_within_15_s_until_it_is_back(site: Site) -> None:

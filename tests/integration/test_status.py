@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import pytest
+
 from cotrain_store.keys import fleet_keys, run_keys, sample_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, TenantId
@@ -172,3 +174,15 @@ async def test_the_scheduler_is_alive_while_it_holds_the_lease(log: Log) -> None
     assert await scheduler_epoch(log.connection) == log.dispatch.epoch
     await log.dispatch.resign()
     assert not await scheduler_alive(log.connection)
+
+
+async def test_the_queues_of_more_tenants_than_are_read_at_once_are_all_there(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.monitoring.status.TENANTS_AT_ONCE", 2)
+    for number, name in enumerate(("a", "b", "c"), 1):
+        run = await log.new_run(name)
+        for seq in range(1, number + 1):
+            await log.submit(run, seq)
+    queues = (await pool_status(log.connection, POOL)).queues
+    assert [(each.tenant, each.ops) for each in queues] == [("a", 1), ("b", 2), ("c", 3)]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import html
 import re
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import pytest
 
+from cotrain_server.administration.tenant_grants import TenantChange, change_tenant
+from cotrain_server.administration.tenant_view import DAYS_SHOWN
 from cotrain_server.ui.pages.settings import shown
+from cotrain_store.messages.ids import TenantId
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, running_api
-from tests.support.ui import log_in, send
+from tests.support.ui import log_in, log_out, send
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -85,6 +89,51 @@ async def test_a_tenant_is_changed_from_its_page_and_a_form_without_the_token_ch
         assert (answer.status_code, says in answer.text) == (400, True), answer.text
     assert (await send(api.http, f"{page}/resume", {})).status_code == 303
     assert (await send(api.http, "/ui/tenants/t-none/resume", {})).status_code == 404
+
+
+async def test_a_tenant_sees_its_own_limits_and_use_and_the_operator_has_no_such_page(
+    api: Api,
+) -> None:
+    tenant = await tenant_of(api)
+    await change_tenant(
+        api.services, TenantId(tenant), TenantChange.model_validate({"limits": {"sessions": 7}})
+    )
+    await api.new_run()
+    shown_to = await api.http.get("/ui/usage.json", headers={"X-API-Key": ALICE})
+    (quota,) = [each for each in shown_to.json()["quotas"] if each["name"] == "sessions"]
+    assert (quota["limit"], quota["used"], quota["is_own"]) == (7, 1, True)
+    assert len(shown_to.json()["usage"]) == DAYS_SHOWN
+    await log_in(api.http, ALICE)
+    page = (await api.http.get("/ui/usage")).text
+    assert "set for you" in page
+    assert 'href="/ui/usage"' in page
+    await log_out(api.http)
+    await log_in(api.http, ADMIN_KEY)
+    assert (await api.http.get("/ui/usage")).status_code == 404
+    assert 'href="/ui/usage"' not in (await api.http.get("/ui")).text
+
+
+async def test_a_run_is_held_back_and_ended_from_its_page(api: Api) -> None:
+    tenant, run = await tenant_of(api), await api.new_run()
+    await log_in(api.http, ADMIN_KEY)
+    for act, fields in (("pause", {"reason": HOSTILE}), ("resume", {}), ("close", {})):
+        answer = await send(api.http, f"/ui/tenants/{tenant}/runs/{run}/{act}", fields)
+        assert (answer.status_code, answer.headers["location"]) == (
+            303,
+            f"/ui/runs/{quote(run, safe='')}",
+        )
+        shown_run = await twin(api, f"/ui/runs/{run}")
+        assert bool(shown_run["pause"]) == (act == "pause")
+        assert shown_run["is_live"] == (act != "close")
+        page = (await api.http.get(f"/ui/runs/{run}")).text
+        assert ("End this run" in page) == (act != "close")
+        assert HOSTILE not in page
+    events = (await twin(api, "/ui/audit"))["events"]
+    assert isinstance(events, list)
+    assert [event["event"] for event in events] == ["run_close", "run_resume", "run_pause"]
+    await log_out(api.http)
+    await log_in(api.http, ALICE)
+    assert "End this run" not in (await api.http.get(f"/ui/runs/{run}")).text
 
 
 async def test_a_key_is_shown_once_where_it_was_made_and_revoked_from_the_list(api: Api) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 MINUTES = 60
 #: Whose share of the device is added up over so many minutes.
 TOP_MINUTES = 15
+#: Of 1,000 tenants each costs Redis 1.6 ms.
+MINUTES_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,18 @@ async def busiest_tenants(
 ) -> list[tuple[TenantId, float]]:
     """Name those that used the most seconds of the devices in the last minutes, the first one first.
 
-    Redis is asked for one minute at a time: between two of them others have their turn.
+    Redis is asked for a few minutes at a time: then others have their turn.
     """
     busy_minute = async_script(connection, "busy_minute")
     seconds: defaultdict[TenantId, float] = defaultdict(float)
     for pool in pools:
-        for start in _starts(now_s, TOP_MINUTES):
-            row = await busy_minute([fleet_keys.minute(pool, start)], {})
-            for tenant, value in json.loads(row).items():
-                seconds[TenantId(tenant)] += float(value)
+        starts = _starts(now_s, TOP_MINUTES)
+        for first in range(0, TOP_MINUTES, MINUTES_AT_ONCE):
+            part = starts[first : first + MINUTES_AT_ONCE]
+            rows = (busy_minute([fleet_keys.minute(pool, start)], {}) for start in part)
+            for row in await asyncio.gather(*rows):
+                for tenant, value in json.loads(row).items():
+                    seconds[TenantId(tenant)] += float(value)
     return sorted(seconds.items(), key=lambda item: (-item[1], item[0]))[:most]
 
 

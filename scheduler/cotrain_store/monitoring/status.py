@@ -7,20 +7,23 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.keys import age_keys, fleet_keys, run_keys, sample_keys, weights_keys
+from cotrain_store.keys import age_keys, fleet_keys, run_keys, weights_keys
 from cotrain_store.messages.encoding import decode
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, SessionId, TenantId, WorkerId
 from cotrain_store.monitoring.backlog import backlog_seconds, workers_wanted
+from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.store_clock import parse_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from cotrain_store.redis_client.connection import Connection
 
 #: Cycle records of a full pool have some 10 KB each, and Redis does nothing else while it sends them.
 READ_AT_ONCE = 50
+#: A script reads the loads of so many tenants, some 1 ms; between two of them others have their turn.
+TENANTS_AT_ONCE = 500
 
 
 @dataclass(frozen=True)
@@ -121,16 +124,8 @@ async def pool_status(
     for worker in ids:
         pipeline.get(fleet_keys.worker(pool, worker))
         pipeline.hlen(fleet_keys.open_steps(pool, worker))
-    for tenant in tenants:
-        pipeline.hmget(run_keys.queue(pool, tenant), ["ops", "tokens", "bytes"])
-        pipeline.hmget(sample_keys.sample_load(pool, tenant), ["waiting", "running"])
     ready, gaps, clock, cycle, counters, weights, record, *rows = await pipeline.execute()
-    heartbeats, opened = rows[0 : 2 * len(ids) : 2], rows[1 : 2 * len(ids) : 2]
-    loads = rows[2 * len(ids) :]
-    queues = [
-        QueueStatus(tenant, *(int(value or 0) for value in [*ops, *samples]))
-        for tenant, ops, samples in zip(tenants, loads[::2], loads[1::2], strict=True)
-    ]
+    heartbeats, opened = rows[::2], rows[1::2]
     return PoolStatus(
         pool=pool,
         workers=tuple(
@@ -142,7 +137,7 @@ async def pool_status(
         ),
         open_cycles=sum(opened),
         last_cycle=int(cycle or 0),
-        queues=tuple(queues),
+        queues=await _queues(connection, pool, tenants),
         oldest_ready_s=_age_s(ready, time.time() * 1000),
         oldest_gap_s=_age_s(gaps, parse_ms(clock)),
         counters={name.decode(): float(value) for name, value in counters.items()},
@@ -154,6 +149,19 @@ async def pool_status(
 async def _active_tenants(connection: Connection, pool: PoolId) -> list[TenantId]:
     names = await connection.smembers(run_keys.queue_tenants(pool))
     return sorted(TenantId(name.decode()) for name in names)
+
+
+async def _queues(
+    connection: Connection, pool: PoolId, tenants: Sequence[TenantId]
+) -> tuple[QueueStatus, ...]:
+    queue_loads = async_script(connection, "queue_loads")
+    queues: list[QueueStatus] = []
+    for first in range(0, len(tenants), TENANTS_AT_ONCE):
+        part = tenants[first : first + TENANTS_AT_ONCE]
+        row = await queue_loads([], {"prefix": fleet_keys.prefix(pool), "tenants": part})
+        numbers = map(int, json.loads(row))
+        queues += map(QueueStatus, part, *[numbers] * 5)
+    return tuple(queues)
 
 
 async def pools_with_workers(connection: Connection, pools: Iterable[PoolId]) -> frozenset[PoolId]:

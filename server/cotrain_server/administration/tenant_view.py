@@ -57,8 +57,8 @@ async def show_tenant(services: Services, tenant: TenantId) -> TenantDetail:
     pauses = await read_pauses(services.connection)
     return TenantDetail(
         **row.model_dump(),
-        quotas=await _quotas(services, tenant),
-        usage=await _usage(services, tenant),
+        quotas=await show_quotas(services, tenant),
+        usage=await show_usage(services, tenant),
         keys=await list_keys(services, tenant),
         paused_runs={
             run: _pause(pause) for run, pause in pauses.runs.items() if pause.tenant == tenant
@@ -103,7 +103,8 @@ def _pause(pause: StoredPause) -> Pause:
     return Pause(since=pause.since, reason=pause.reason)
 
 
-async def _quotas(services: Services, tenant: TenantId) -> list[QuotaUse]:
+async def show_quotas(services: Services, tenant: TenantId) -> list[QuotaUse]:
+    """Show each limit of a tenant, and what is used of it now."""
     own = await services.policies.limits(tenant)
     defaults = services.quotas.defaults.model_dump()
     if not defaults["run_bytes"]:
@@ -156,7 +157,8 @@ def _number(answer: Any) -> list[int]:
     return [int(float(value or 0)) for value in row]
 
 
-async def _usage(services: Services, tenant: TenantId) -> list[DayUsage]:
+async def show_usage(services: Services, tenant: TenantId) -> list[DayUsage]:
+    """Show what a tenant used on each of the last days, oldest first."""
     today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     start = today - timedelta(days=DAYS_SHOWN - 1)
     hours = await services.usage.rows(

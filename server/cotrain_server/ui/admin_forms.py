@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote
 
@@ -11,7 +12,7 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
 from cotrain.wire.admin import KeyRequest, PauseRequest
-from cotrain_server.administration.runs import close_run, resume_run
+from cotrain_server.administration.runs import close_run, pause_run, resume_run
 from cotrain_server.administration.tenant_grants import (
     TenantChange,
     change_tenant,
@@ -28,140 +29,155 @@ from cotrain_server.ui.navigation import PAGES
 from cotrain_server.ui.page import page_context
 from cotrain_server.ui.pages import tenant as tenant_page
 from cotrain_server.ui.rendering import HEADERS, guarded, html
+from cotrain_store.messages.ids import TenantId
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
     from typing import Any
 
     from cotrain_server.services import Services
     from cotrain_server.ui.access.session import Visitor
 
+    _Act = Callable[["_Form"], Awaitable[Response | None]]
+
 _Asked = TypeVar("_Asked", bound=BaseModel)
 
 router = APIRouter(prefix="/ui", include_in_schema=False)
 
+_TENANT = "/tenants/{tenant_id}"
+_RUN = _TENANT + "/runs/{run_id}"
+_WORKER = "/workers/{pool_id}/{worker_id}"
 
-@router.post("/tenants", response_model=None)
-@guarded
-async def create_tenant(request: Request) -> Response:
+
+@dataclass(frozen=True)
+class _Form:
+    """What the operator sent, read and let in."""
+
+    services: Services
+    visitor: Visitor
+    fields: Mapping[str, str]
+    parts: Mapping[str, str]
+    """Of the path, as a run's id."""
+    tenant: TenantId
+    """Of the path, found; empty where none stands there."""
+
+    def read(self, asked: type[_Asked], fields: Mapping[str, Any]) -> _Asked:
+        """Check fields as the API checks its body; raises Invalid, which names the field."""
+        try:
+            return asked.model_validate(fields)
+        except ValidationError as error:
+            raise Invalid(sentence(error.errors())) from None
+
+    def field(self, name: str, default: str = "") -> str:
+        """Read a field as text."""
+        return self.fields.get(name, default)
+
+
+def _form(path: str, back: str = "") -> Callable[[_Act], _Act]:
+    """Serve a form: let it in, find its tenant, act, and lead back to a page unless the act answers."""
+
+    def served(act: _Act) -> _Act:
+        @router.post(path, response_model=None, name=act.__name__)
+        @guarded
+        async def sent(request: Request) -> Response:
+            services: Services = request.app.state.services
+            visitor, fields = await form_of(request, services)
+            check_operator(visitor)
+            parts = request.path_params
+            asked_for = parts.get("tenant_id")
+            tenant = await find_tenant(services, asked_for) if asked_for else TenantId("")
+            answer = await act(_Form(services, visitor, fields, parts, tenant))
+            quoted = {name: quote(part, safe="") for name, part in parts.items()}
+            return answer or RedirectResponse(f"/ui{back}".format(**quoted), 303, HEADERS)
+
+        return act
+
+    return served
+
+
+@_form("/tenants")
+async def create_tenant(form: _Form) -> Response:
     """Make a tenant, and show its first key."""
-    services, visitor, fields = await _form(request)
-    made = await make_key(services, None, _read(KeyRequest, {"name": fields.get("name", "")}))
-    return _new_key(visitor, made.tenant, made.key)
+    made = await make_key(form.services, None, form.read(KeyRequest, {"name": form.field("name")}))
+    return _new_key(form.visitor, made.tenant, made.key)
 
 
-@router.post("/tenants/{tenant_id}/limits", response_model=None)
-@guarded
-async def set_limits(request: Request, tenant_id: str) -> Response:
+@_form(_TENANT + "/limits", back=_TENANT)
+async def set_limits(form: _Form) -> None:
     """Set the limits of a tenant; an empty field takes one back to its default."""
-    services, _, fields = await _form(request)
-    limits = {name: _number(fields[name]) for name in Quotas.model_fields if name in fields}
-    tenant = await find_tenant(services, tenant_id)
-    await change_tenant(services, tenant, _read(TenantChange, {"limits": limits}))
-    return _back(tenant)
-
-
-@router.post("/tenants/{tenant_id}/weight", response_model=None)
-@guarded
-async def set_weight(request: Request, tenant_id: str) -> Response:
-    """Set a tenant's weight."""
-    services, _, fields = await _form(request)
-    tenant = await find_tenant(services, tenant_id)
-    change = _read(TenantChange, {"weight": _decimal(fields.get("weight", ""))})
-    await change_tenant(services, tenant, change)
-    return _back(tenant)
-
-
-@router.post("/tenants/{tenant_id}/pause", response_model=None)
-@guarded
-async def pause(request: Request, tenant_id: str) -> Response:
-    """Hold a tenant back."""
-    services, _, fields = await _form(request)
-    tenant = await find_tenant(services, tenant_id)
-    asked = _read(PauseRequest, {"reason": fields.get("reason", "")})
-    await pause_tenant(services, tenant, asked.reason)
-    return _back(tenant)
-
-
-@router.post("/tenants/{tenant_id}/resume", response_model=None)
-@guarded
-async def resume(request: Request, tenant_id: str) -> Response:
-    """Let a tenant go on."""
-    services, _, _ = await _form(request)
-    tenant = await find_tenant(services, tenant_id)
-    await resume_tenant(services, tenant)
-    return _back(tenant)
-
-
-@router.post("/tenants/{tenant_id}/keys", response_model=None)
-@guarded
-async def create_key(request: Request, tenant_id: str) -> Response:
-    """Make a key, and show it once."""
-    services, visitor, fields = await _form(request)
-    tenant = await find_tenant(services, tenant_id)
-    wanted = {
-        "name": fields.get("name", ""),
-        "role": fields.get("role", "member"),
-        "days": _decimal(fields.get("days", "")),
+    limits = {
+        name: _number(form.field(name)) for name in Quotas.model_fields if name in form.fields
     }
-    made = await make_key(services, tenant, _read(KeyRequest, wanted))
-    return _new_key(visitor, tenant, made.key)
+    await change_tenant(form.services, form.tenant, form.read(TenantChange, {"limits": limits}))
 
 
-@router.post("/tenants/{tenant_id}/keys/{key_id}/revoke", response_model=None)
-@guarded
-async def revoke(request: Request, tenant_id: str, key_id: str) -> Response:
+@_form(_TENANT + "/weight", back=_TENANT)
+async def set_weight(form: _Form) -> None:
+    """Set a tenant's weight."""
+    change = form.read(TenantChange, {"weight": _decimal(form.field("weight"))})
+    await change_tenant(form.services, form.tenant, change)
+
+
+@_form(_TENANT + "/pause", back=_TENANT)
+async def pause(form: _Form) -> None:
+    """Hold a tenant back."""
+    asked = form.read(PauseRequest, {"reason": form.field("reason")})
+    await pause_tenant(form.services, form.tenant, asked.reason)
+
+
+@_form(_TENANT + "/resume", back=_TENANT)
+async def resume(form: _Form) -> None:
+    """Let a tenant go on."""
+    await resume_tenant(form.services, form.tenant)
+
+
+@_form(_TENANT + "/keys")
+async def create_key(form: _Form) -> Response:
+    """Make a key, and show it once."""
+    wanted = {
+        "name": form.field("name"),
+        "role": form.field("role", "member"),
+        "days": _decimal(form.field("days")),
+    }
+    made = await make_key(form.services, form.tenant, form.read(KeyRequest, wanted))
+    return _new_key(form.visitor, form.tenant, made.key)
+
+
+@_form(_TENANT + "/keys/{key_id}/revoke", back=_TENANT)
+async def revoke(form: _Form) -> None:
     """End a key."""
-    services, _, _ = await _form(request)
-    tenant = await find_tenant(services, tenant_id)
-    await revoke_key(services, tenant, key_id)
-    return _back(tenant)
+    await revoke_key(form.services, form.tenant, form.parts["key_id"])
 
 
-@router.post("/tenants/{tenant_id}/runs/{run_id}/{act}", response_model=None)
-@guarded
-async def change_run(request: Request, tenant_id: str, run_id: str, act: str) -> Response:
-    """Let a run of a tenant go on, or end it."""
-    services, _, _ = await _form(request)
-    tenant = await find_tenant(services, tenant_id)
-    if act == "resume":
-        await resume_run(services, tenant, run_id)
-    elif act == "close":
-        await close_run(services, tenant, run_id)
-    else:
-        raise Invalid("A run can be resumed or closed here.")
-    return _back(tenant)
+@_form(_RUN + "/pause", back="/runs/{run_id}")
+async def pause_one(form: _Form) -> None:
+    """Hold a run back."""
+    asked = form.read(PauseRequest, {"reason": form.field("reason")})
+    await pause_run(form.services, form.tenant, form.parts["run_id"], asked.reason)
 
 
-@router.post("/workers/{pool_id}/{worker_id}/drain", response_model=None)
-@guarded
-async def drain(request: Request, pool_id: str, worker_id: str) -> Response:
+@_form(_RUN + "/resume", back="/runs/{run_id}")
+async def resume_one(form: _Form) -> None:
+    """Let a run go on."""
+    await resume_run(form.services, form.tenant, form.parts["run_id"])
+
+
+@_form(_RUN + "/close", back="/runs/{run_id}")
+async def close_one(form: _Form) -> None:
+    """End a run."""
+    await close_run(form.services, form.tenant, form.parts["run_id"])
+
+
+@_form(_WORKER + "/drain", back="/workers")
+async def drain(form: _Form) -> None:
     """Have a worker's runs go to the others of its pool."""
-    services, _, _ = await _form(request)
-    await drain_worker(services, pool_id, worker_id)
-    return RedirectResponse("/ui/workers", 303, HEADERS)
+    await drain_worker(form.services, form.parts["pool_id"], form.parts["worker_id"])
 
 
-@router.post("/workers/{pool_id}/{worker_id}/undrain", response_model=None)
-@guarded
-async def undrain(request: Request, pool_id: str, worker_id: str) -> Response:
+@_form(_WORKER + "/undrain", back="/workers")
+async def undrain(form: _Form) -> None:
     """Let a worker take runs again."""
-    services, _, _ = await _form(request)
-    await take_worker_back(services, pool_id, worker_id)
-    return RedirectResponse("/ui/workers", 303, HEADERS)
-
-
-async def _form(request: Request) -> tuple[Services, Visitor, dict[str, str]]:
-    services: Services = request.app.state.services
-    visitor, fields = await form_of(request, services)
-    check_operator(visitor)
-    return services, visitor, fields
-
-
-def _read(asked: type[_Asked], fields: dict[str, Any]) -> _Asked:
-    try:
-        return asked.model_validate(fields)
-    except ValidationError as error:
-        raise Invalid(sentence(error.errors())) from None
+    await take_worker_back(form.services, form.parts["pool_id"], form.parts["worker_id"])
 
 
 def _number(text: str) -> int | str | None:
@@ -176,10 +192,6 @@ def _decimal(text: str) -> float | str | None:
         return float(text) if text.strip() else None
     except ValueError:
         return text
-
-
-def _back(tenant: str) -> RedirectResponse:
-    return RedirectResponse(f"/ui/tenants/{quote(tenant, safe='')}", 303, HEADERS)
 
 
 def _new_key(visitor: Visitor, tenant: str, key: str) -> Response:

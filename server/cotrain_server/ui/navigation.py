@@ -15,6 +15,7 @@ from cotrain_server.ui.pages import (
     settings,
     tenant,
     tenants,
+    usage,
     workers,
 )
 
@@ -34,6 +35,7 @@ PAGES: Sequence[Page] = (
     run.PAGE,
     checkpoints.PAGE,
     playground.PAGE,
+    usage.PAGE,
     tenants.PAGE,
     tenant.PAGE,
     workers.PAGE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from dataclasses import asdict
@@ -32,33 +33,53 @@ CYCLES_SHOWN = 20
 _STARTED_AT = time.time()
 
 
+async def brief_status(services: Services) -> dict[str, Any]:
+    """Read how the server and each pool is: sums over tenants, and no cycle."""
+    return await _brief(services, await _pools(services))
+
+
 async def whole_status(services: Services) -> dict[str, Any]:
-    """Read everything."""
-    connection, settings = services.connection, services.settings
-    pools = [await _whole_pool(services, pool) for pool in await services.records.pools()]
-    reasons = await reasons_not_ready(services)
+    """Read everything: to the brief status each tenant's queue, and the last cycles."""
+    connection, found = services.connection, await _pools(services)
+    brief = await _brief(services, found)
+    return {
+        **brief,
+        "scheduler": {"epoch": await scheduler_epoch(connection)},
+        "pools": [
+            {**pool, **await _details(services, status)}
+            for pool, (_, status) in zip(brief["pools"], found, strict=True)
+        ],
+        "unread_bytes": await most_unread(connection, TENANTS_SHOWN),
+        "run_bytes": await largest_run_bytes(connection, TENANTS_SHOWN),
+        "waiters": services.futures.waiters,
+    }
+
+
+async def _pools(services: Services) -> list[tuple[PoolRecord, PoolStatus]]:
+    return [
+        (pool, await pool_status(services.connection, pool.id))
+        for pool in await services.records.pools()
+    ]
+
+
+async def _brief(
+    services: Services, found: Sequence[tuple[PoolRecord, PoolStatus]]
+) -> dict[str, Any]:
+    reasons, redis = await asyncio.gather(
+        reasons_not_ready(services), redis_status(services.connection)
+    )
     return {
         "version": __version__,
         "uptime_s": round(time.time() - _STARTED_AT, 1),
         "ready": not reasons,
         "reasons": reasons,
-        "scheduler": {"epoch": await scheduler_epoch(connection)},
-        "pools": pools,
-        "unread_bytes": await most_unread(connection, TENANTS_SHOWN),
-        "run_bytes": await largest_run_bytes(connection, TENANTS_SHOWN),
-        "waiters": services.futures.waiters,
-        "redis": asdict(await redis_status(connection)),
-        "disk": {"free_bytes": shutil.disk_usage(settings.data_dir).free},
+        "pools": [_pool(pool, status) for pool, status in found],
+        "redis": asdict(redis),
+        "disk": {"free_bytes": shutil.disk_usage(services.settings.data_dir).free},
     }
 
 
-async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
-    found = await pool_status(services.connection, pool.id)
-    cycles = await cycle_records(services.connection, pool.id, CYCLES_SHOWN)
-    queues = [asdict(queue) for queue in found.queues]
-    await name_tenants(
-        services, [*queues, *(run for each in cycles for run in each.get("runs", ()))]
-    )
+def _pool(pool: PoolRecord, found: PoolStatus) -> dict[str, Any]:
     return {
         **asdict(pool),
         "workers": [asdict(worker) for worker in found.workers],
@@ -69,6 +90,7 @@ async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
         "queue": {
             "ops": sum(queue.ops for queue in found.queues),
             "tokens": sum(queue.tokens for queue in found.queues),
+            "tenants": len(found.queues),
             "oldest_s": found.oldest_ready_s,
             "oldest_gap_s": found.oldest_gap_s,
             "backlog_s": round(found.backlog_s, 3),
@@ -76,10 +98,17 @@ async def _whole_pool(services: Services, pool: PoolRecord) -> dict[str, Any]:
         "workers_wanted": found.workers_wanted,
         "duty": dict(found.duty),
         "samples": _samples(found.queues),
-        "tenants": queues,
         "counters": dict(found.counters),
-        "cycles": cycles,
     }
+
+
+async def _details(services: Services, found: PoolStatus) -> dict[str, Any]:
+    cycles = await cycle_records(services.connection, found.pool, CYCLES_SHOWN)
+    queues = [asdict(queue) for queue in found.queues]
+    await name_tenants(
+        services, [*queues, *(run for each in cycles for run in each.get("runs", ()))]
+    )
+    return {"tenants": queues, "cycles": cycles}
 
 
 async def name_tenants(services: Services, rows: Sequence[dict[str, Any]]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cotrain_server.ui.data.activity import activity_of, own_activity_of
 from cotrain_server.ui.data.problems import problems_of
 from cotrain_server.ui.page import Look, Page
-from cotrain_server.views.server_status import own_status, whole_status
+from cotrain_server.views.server_status import brief_status, own_status
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.monitoring.last_hour import busiest_tenants, last_minutes
 from cotrain_store.tenants.names import tenant_names
@@ -33,11 +34,16 @@ async def read(look: Look) -> dict[str, Any]:
     if look.visitor.tenant is not None:
         return await _own(look, look.visitor.tenant)
     services, now = look.services, look.now
-    status = await whole_status(services)
-    names = [PoolId(pool["id"]) for pool in status["pools"]]
-    hours = {name: await last_minutes(services.connection, name, now) for name in names}
-    busiest = await busiest_tenants(services.connection, names, now, TENANTS_SHOWN)
-    people = await tenant_names(services.connection, {tenant for tenant, _ in busiest})
+    connection = services.connection
+    names = [pool.id for pool in await services.records.pools()]
+    # At once: one batch of the connection after the other carries what each of them asks for next.
+    status, busiest, *minutes = await asyncio.gather(
+        brief_status(services),
+        busiest_tenants(connection, names, now, TENANTS_SHOWN),
+        *(last_minutes(connection, name, now) for name in names),
+    )
+    hours = dict(zip(names, minutes, strict=True))
+    people = await tenant_names(connection, {tenant for tenant, _ in busiest})
     return overview_of(status, hours, busiest, people, services.settings.disk_reserve_bytes, now)
 
 
@@ -57,7 +63,11 @@ def overview_of(
         "uptime_s": status["uptime_s"],
         "ready": status["ready"],
         "problems": [asdict(found) for found in problems_of(status, disk_reserve_bytes)],
-        "pools": [pool_of(pool, hours[PoolId(pool["id"])], now) for pool in status["pools"]],
+        "pools": [  # one that came while this was read is shown the next time
+            pool_of(pool, hours[PoolId(pool["id"])], now)
+            for pool in status["pools"]
+            if pool["id"] in hours
+        ],
         "tenants": [
             {
                 "tenant": tenant,
@@ -80,7 +90,7 @@ def pool_of(pool: Mapping[str, Any], minutes: Sequence[Minute], now: float) -> d
         **{name: pool[name] for name in _KEPT},
         "measured_tokens_per_s": measured,
         "backlog_s": tokens / measured if measured else None,
-        "tenants_waiting": len(pool["tenants"]),
+        "tenants_waiting": pool["queue"]["tenants"],
         "activity": activity_of(minutes, len(pool["workers"]), now),
     }
 

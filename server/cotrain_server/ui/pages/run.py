@@ -17,6 +17,7 @@ from cotrain_server.ui.rendering import guarded
 from cotrain_server.views.history import csv_of
 from cotrain_store.errors import RunNotFound
 from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.runs import RunState
 from cotrain_store.monitoring.run_log import newest_ops
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records
 from cotrain_store.oplog.history import read_history
@@ -46,8 +47,11 @@ async def read(look: Look) -> dict[str, Any]:
     cycles = await cycle_records(services.connection, run.pool, READ_AT_ONCE)
     checkpoints = await services.catalog.checkpoints_of(run.tenant, run.id)
     evaluation = evaluation_of(points)
+    log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
         "run": run_row(run, position, pauses, names, look.now),
+        "is_live": run.state is RunState.LIVE,
+        "pause": pauses.runs.get(run.id),
         "pool": run.pool,
         "session": run.session,
         "lora": run.lora,
@@ -61,7 +65,9 @@ async def read(look: Look) -> dict[str, Any]:
         "points": len(points),
         "newest": position.newest,
         "charts": [*curves_of({run.id: points}), *([evaluation] if evaluation else [])],
-        "log": log_rows(ops, cycles, run.id, position.planned, position.done),
+        "log": log,
+        "has_older": any(row["cycle"] is None and row["seq"] <= position.done for row in log),
+        "cycles_read": READ_AT_ONCE,
         "checkpoints": [checkpoint_row(found) for found in checkpoints],
     }
 

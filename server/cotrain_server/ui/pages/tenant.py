@@ -16,7 +16,6 @@ async def read(look: Look) -> dict[str, Any]:
     found = await show_tenant(look.services, tenant)
     return {
         "tenant": found.model_dump(),
-        "most_device_s": max((day.amounts.device_s for day in found.usage), default=0.0),
         "weights": {"least": LEAST_WEIGHT, "most": MOST_WEIGHT},
     }
 

@@ -8,6 +8,12 @@
     event.detail.headers["X-CSRF-Token"] = token;
   });
 
+  // ---- A narrow screen shows a part of the navigation: the one with this page.
+
+  const current = document.querySelector("nav [aria-current=page]");
+  const nav = current?.closest("nav");
+  if (nav) nav.scrollLeft = current.offsetLeft - (nav.clientWidth - current.offsetWidth) / 2;
+
   // ---- Polling: not in a tab that is hidden, not while something in the part is open or typed into.
 
   const isBusy = (part) =>
