@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import pytest
-
 from cotrain_store.keys import fleet_keys, run_keys, sample_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, TenantId
@@ -24,6 +22,8 @@ from tests.support.log import WORKER
 from tests.support.stack import POOL
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.support.log import Log
     from tests.support.samples import Samples
 
@@ -182,7 +182,7 @@ async def test_the_queues_of_more_tenants_than_are_read_at_once_are_all_there(
     monkeypatch.setattr("cotrain_store.monitoring.status.TENANTS_AT_ONCE", 2)
     for number, name in enumerate(("a", "b", "c"), 1):
         run = await log.new_run(name)
-        for seq in range(1, number + 1):
+        for seq in range(1, number):
             await log.submit(run, seq)
     queues = (await pool_status(log.connection, POOL)).queues
     assert [(each.tenant, each.ops) for each in queues] == [("a", 1), ("b", 2), ("c", 3)]
