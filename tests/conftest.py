@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 # Before torch is imported, here and in every process a test starts: two test processes with two threads
 # each wait for one another on a machine of two cores, and take several times as long when it is busy.
@@ -65,6 +65,21 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types h
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for garbage neither while all tests are imported nor, later, among what was imported.
+
+    A search of all of it takes half a second, and `caplog` asks for one per test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

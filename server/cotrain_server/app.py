@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from cotrain.version import __version__
 from cotrain_server import errors
@@ -92,6 +92,11 @@ PARTS = (
     pages,
 )
 
+#: Built when something is first asked for, once for all applications of a process.
+ROUTES = APIRouter(responses=errors.ERROR_RESPONSES)
+for part in PARTS:
+    ROUTES.include_router(part.router)
+
 
 def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> FastAPI:
     """Make the application; its lifespan opens the store."""
@@ -111,7 +116,7 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
         version=__version__,
         description="Trains and samples many people's LoRA adapters at once on one base model.",
         lifespan=lifespan,
-        responses=errors.ERROR_RESPONSES,
+        routes=ROUTES.routes,
         # A path with a slash too many is another path, not a hint at the one without.
         redirect_slashes=False,
         # FastAPI's pages for the OpenAPI load their scripts from another host. /openapi.json stays.
@@ -125,6 +130,4 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
     app.add_middleware(LongPolls, polls=futures.POLLS)
     app.add_middleware(RequestMiddleware, access_log=settings.access_log)
     errors.install(app)
-    for part in PARTS:
-        app.include_router(part.router)
     return app

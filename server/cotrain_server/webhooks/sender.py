@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import ssl
 from base64 import b64decode, b64encode
+from functools import cached_property
 from ipaddress import ip_network
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,12 @@ class Sender:
 
     def __init__(self, networks: Iterable[str], tls: ssl.SSLContext | None = None) -> None:
         self._network = CheckedNetwork([ip_network(each) for each in networks])
-        self._tls = tls or ssl.create_default_context()
+        self._given_tls = tls
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        """Made for the first event: to read what a host trusts takes longer than to start all else."""
+        return self._given_tls or ssl.create_default_context()
 
     def close(self) -> None:
         """Send nothing more."""
