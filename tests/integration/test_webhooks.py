@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork
 from cotrain_server.webhooks.delivery import Delivery
@@ -278,6 +279,59 @@ async def test_a_look_that_fails_for_an_error_of_our_own_is_not_the_last(
         await webhooks.test(A)
         await until(webhooks, A, delivered=1)
     assert failed
+
+
+async def test_of_looks_that_fail_for_one_cause_the_log_has_the_first(
+    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[int] = []
+
+    async def broken(_: Webhooks, most: int) -> list[DueEvent]:
+        failed.append(most)
+        raise ValueError
+
+    monkeypatch.setattr(Webhooks, "due", broken)
+    with capture_logs() as logged:
+        async with deliverer(empty_redis):
+            while len(failed) < 10:
+                await asyncio.sleep(0.01)
+    assert [line["event"] for line in logged] == ["webhooks_unread"]
+
+
+async def test_an_attempt_that_cannot_be_noted_is_not_made_again_at_once_and_holds_no_other_tenant(
+    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note, looks = Webhooks.tried, Webhooks.due
+    failed: list[TenantId] = []
+    seen: list[int] = []
+
+    async def broken_for_a(
+        webhooks: Webhooks, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0
+    ) -> None:
+        if event.tenant == A:
+            failed.append(event.tenant)
+            raise ValueError
+        await note(webhooks, event, outcome, answer, retry_in_s)
+
+    async def counted(webhooks: Webhooks, most: int) -> list[DueEvent]:
+        seen.append(most)
+        return await looks(webhooks, most)
+
+    monkeypatch.setattr(Webhooks, "tried", broken_for_a)
+    monkeypatch.setattr(Webhooks, "due", counted)
+    monkeypatch.setattr("cotrain_server.webhooks.delivery.AT_ONCE", 1)
+    async with receiving() as receiver, deliverer(empty_redis) as webhooks:
+        await webhooks.set(A, url_of(receiver))
+        await webhooks.test(A)
+        await receiver.until(1)
+        known = len(seen)
+        await webhooks.set(B, url_of(receiver))
+        await webhooks.test(B)
+        await until(webhooks, B, delivered=1)
+        while len(seen) < known + 20:
+            await asyncio.sleep(0.01)
+    assert failed == [A]
+    assert len(receiver.requests) == 2
 
 
 async def test_a_slow_receiver_holds_no_other_tenant(empty_redis: EmbeddedRedis) -> None:

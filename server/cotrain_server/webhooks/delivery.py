@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_server.webhooks.retries import retry_in
+from cotrain_server.webhooks.retries import LONGEST_RETRY_S, retry_in
 from cotrain_server.webhooks.sender import Sender, Undelivered
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.webhooks import Outcome
@@ -32,6 +33,17 @@ log = structlog.get_logger()
 LOOK_S = 1.0
 #: Tenants whose events are being sent at once; others wait until one of these is done, 10 s at most.
 AT_ONCE = 256
+UNREAD_LOG_S = 60.0
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """A tenant whose events this process does not send for now: it could not note what became of one."""
+
+    failures: int
+    """In a row."""
+    until: float
+    """On the monotonic clock."""
 
 
 class Delivery:
@@ -42,6 +54,8 @@ class Delivery:
         self._sender = sender
         self._look_s = look_s
         self._sending: dict[TenantId, asyncio.Task[None]] = {}
+        self._backoffs: dict[TenantId, Backoff] = {}
+        self._log_unread_at = 0.0
 
     async def run(self) -> None:
         """Look for due events until cancelled. An unavailable Redis is a pause."""
@@ -53,16 +67,23 @@ class Delivery:
                 except (*CONNECTION_LOST, Fenced):
                     pass  # who delivers now is another process, or seen at the next look
                 except Exception:  # one bad look, or every tenant's events would wait for a restart
-                    log.exception("webhooks_unread")
+                    if (
+                        time.monotonic() >= self._log_unread_at
+                    ):  # while its cause lasts, once a minute
+                        log.exception("webhooks_unread")
+                        self._log_unread_at = time.monotonic() + UNREAD_LOG_S
                 await asyncio.sleep(self._look_s)
         finally:
             await stop_tasks(list(self._sending.values()))
 
     async def _look(self) -> None:
-        for event in await self._webhooks.due(AT_ONCE + len(self._sending)):
+        now = time.monotonic()
+        most = AT_ONCE + len(self._sending) + len(self._backoffs)
+        for event in await self._webhooks.due(most):
             if len(self._sending) >= AT_ONCE:
                 return
-            if event.tenant not in self._sending:
+            backoff = self._backoffs.get(event.tenant)
+            if event.tenant not in self._sending and not (backoff and now < backoff.until):
                 self._sending[event.tenant] = asyncio.create_task(self._send_all(event))
 
     async def _send_all(self, first: DueEvent) -> None:
@@ -71,8 +92,17 @@ class Delivery:
         try:
             while event and await self._send(event):
                 event = await self._webhooks.due_of(event.tenant)
+            self._backoffs.pop(first.tenant, None)
         except (*CONNECTION_LOST, Fenced):
             return  # it is sent again: at least once
+        except (
+            Exception
+        ):  # no attempt was counted, and the event is due: this process waits with it
+            before = self._backoffs.get(first.tenant)
+            failures = before.failures + 1 if before else 1
+            wait_s = retry_in(failures, 0.0) or LONGEST_RETRY_S
+            self._backoffs[first.tenant] = Backoff(failures, time.monotonic() + wait_s)
+            log.exception("webhook_not_noted", tenant=first.tenant, retry_in_s=wait_s)
         finally:
             del self._sending[first.tenant]
 
