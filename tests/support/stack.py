@@ -156,7 +156,13 @@ def make_worker(
 ) -> tuple[WorkerLoop, tuple[Spool, Spool]]:
     """Build a worker's loop without running it."""
     settings = WorkerSettings.model_validate(
-        {"redis_url": redis_url, "data_dir": data_dir, "base_model": MODEL, **overrides}
+        {
+            "redis_url": redis_url,
+            "data_dir": data_dir,
+            "base_model": MODEL,
+            "worker_id": "w0",
+            **overrides,
+        }
     )
     connection = open_sync_connection(redis_url)
     writer = new_writer("w0")

@@ -98,6 +98,14 @@ def test_a_process_starts_with_the_settings_it_is_given(service: str) -> None:
     assert settings.redis_url == "redis://:s3cret@redis:6379/0"
 
 
+def test_there_may_be_any_number_of_workers() -> None:
+    """`--scale worker=4`: nothing of one container may be another one's, too."""
+    worker = SERVICES["worker"]
+    assert not {"container_name", "hostname", "ports"} & worker.keys()
+    assert "COTRAIN_WORKER_ID" not in worker["environment"]
+    assert "data:/data" in worker["volumes"]  # the locks of worker ids lie there
+
+
 def test_the_gpu_file_only_adds_to_the_worker() -> None:
     assert set(GPU["services"]) == {"worker"}
     (device,) = GPU["services"]["worker"]["deploy"]["resources"]["reservations"]["devices"]

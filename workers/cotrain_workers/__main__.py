@@ -9,6 +9,7 @@ import socket
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -23,7 +24,7 @@ from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
 from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
 from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
-from cotrain_store.settings.worker import WorkerSettings, pool_of
+from cotrain_store.settings.worker import FIRST_FREE, WorkerSettings, pool_of
 from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel
@@ -37,20 +38,31 @@ from cotrain_workers.worker.bootstrap import (
     measured_engine,
     pool_record,
 )
-from cotrain_workers.worker.instance_lock import WorkerIdInUse, await_absence, lock_worker_id
+from cotrain_workers.worker.instance_lock import (
+    WorkerIdInUse,
+    await_absence,
+    claim_free_worker_id,
+    lock_worker_id,
+)
 from cotrain_workers.worker.tokenizer import publish_tokenizer
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import PoolId
+    from cotrain_store.redis_client.connection import SyncConnection
 
 log = structlog.get_logger()
 
 
 def serve(settings: WorkerSettings, tuning: Tuning) -> int:
     """Load the base model and serve its pool until stopped."""
-    pool, worker = pool_of(settings.model_name), WorkerId(settings.worker_id)
-    lock_worker_id(settings.data_dir / "run", pool, worker)
+    pool = pool_of(settings.model_name)
     connection = open_sync_connection(settings.redis_url)
     check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
     claim_folder(connection, settings.data_dir)
-    await_absence(partial(latest_heartbeat, connection, pool, worker), socket.gethostname())
+    worker = _claim_worker_id(settings, connection, pool)
+    settings = settings.model_copy(update={"worker_id": worker})
+    start_logs(f"worker-{worker}", settings.log_level)
+    trace_or_refuse("worker", worker)
     device = device_of(settings)
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)
@@ -87,13 +99,26 @@ def serve(settings: WorkerSettings, tuning: Tuning) -> int:
     return 0
 
 
+def _claim_worker_id(
+    settings: WorkerSettings, connection: SyncConnection, pool: PoolId
+) -> WorkerId:
+    """Have a worker id until this process ends; raises WorkerIdInUse for one that is given and taken."""
+    folder, host = settings.data_dir / "run", socket.gethostname()
+    heartbeat_of = partial(latest_heartbeat, connection, pool)
+    if settings.worker_id == FIRST_FREE:
+        return claim_free_worker_id(folder, pool, heartbeat_of, host)
+    worker = WorkerId(settings.worker_id)
+    lock_worker_id(folder, pool, worker)
+    await_absence(partial(heartbeat_of, worker), host)
+    return worker
+
+
 def main() -> None:
     """Start the process; exit status 2 (`refusal.EXIT_CODE`) where starting it again would not help."""
     start_logs("worker")
     tuning = _tuning()
     settings = read_settings(WorkerSettings)
-    start_logs(f"worker-{settings.worker_id}", settings.log_level)
-    trace_or_refuse("worker", settings.worker_id)
+    start_logs("worker", settings.log_level)
     listen(lambda doing: log.info("starting", doing=doing))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

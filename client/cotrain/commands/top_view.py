@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -51,8 +52,15 @@ def _headline(status: ServerStatus) -> Text:
     return line
 
 
+def _workers(pool: PoolStatus) -> str:
+    """Count them; those that do not simply serve are named by their state."""
+    if isinstance(pool.workers, int):
+        return str(pool.workers)
+    states = Counter(worker.state for worker in pool.workers if worker.state != "serving")
+    return ", ".join([str(len(pool.workers)), *(f"{n} {state}" for state, n in states.items())])
+
+
 def _pool(pool: PoolStatus) -> Table:
-    workers = pool.workers if isinstance(pool.workers, int) else len(pool.workers)
     table = Table(
         *("base model", "workers", "cycle", "open", "queued ops", "tokens", "oldest"),
         *("sampling", "waiting", "tokens/s", "busy"),
@@ -60,7 +68,7 @@ def _pool(pool: PoolStatus) -> Table:
     )
     table.add_row(
         Text(pool.base_model, style="bold"),
-        str(workers),
+        _workers(pool),
         str(pool.last_cycle),
         str(pool.open_cycles),
         f"{pool.queue.ops:,}",

@@ -16,7 +16,8 @@ class WorkerHeartbeat:
     id: WorkerId
     epoch: int
     state: str
-    """`serving`; `draining` from the operator's request on; `drained` once nothing is left here."""
+    """`serving`; `draining` from the operator's request on, or once its process is to end; `drained` once nothing is
+    left here."""
     device: str
     tokens_per_s: float
     runs: int
@@ -34,7 +35,7 @@ class WorkerHeartbeat:
     parked_runs: int = 0
     """Of `runs`, those whose adapters are offloaded to host memory."""
     hands_over: bool = False
-    """It is to be drained, and another worker is there: nothing is planned for it."""
+    """It is to be drained, and another worker is there; or its process is to end. Nothing is planned for it."""
     takes_saves: bool = True
     """False while its disk is too far behind: a save waits then, and its run behind it."""
     device_seconds: dict[str, float] = field(default_factory=dict)

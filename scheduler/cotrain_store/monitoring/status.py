@@ -86,7 +86,7 @@ class PoolStatus:
 
     @property
     def _rates(self) -> list[float]:
-        return [worker.tokens_per_s for worker in self.workers]
+        return [worker.tokens_per_s for worker in self.workers if not worker.hands_over]
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,14 @@ async def _queues(
 
 
 async def pools_with_workers(connection: Connection, pools: Iterable[PoolId]) -> frozenset[PoolId]:
-    """Name those of these pools that have a living worker: nothing but heartbeats is read."""
+    """Name those of these pools that have a living worker which does not leave: nothing but heartbeats is read."""
     alive = set()
     for pool in pools:
         ids = [
             WorkerId(name.decode()) for name in await connection.smembers(fleet_keys.workers(pool))
         ]
-        if ids and any(await connection.mget([fleet_keys.worker(pool, name) for name in ids])):
+        rows = await connection.mget([fleet_keys.worker(pool, name) for name in ids]) if ids else []
+        if any(row and not json.loads(row).get("hands_over") for row in rows):
             alive.add(pool)
     return frozenset(alive)
 

@@ -16,13 +16,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+#: A worker id that is to be found.
+FIRST_FREE = "auto"
+
+
 class WorkerSettings(StoreSettings):
     """What one worker serves and on what; every field is also a `COTRAIN_*` variable."""
 
     base_model: str
     """A hub id, a local folder, or `NAME=FOLDER` to serve a folder under another name."""
-    worker_id: str = Field(default="w0", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Its name in the pool. A second process with the same id does not start while the first one lives."""
+    worker_id: str = Field(default=FIRST_FREE, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    """Its name in the pool. A second process with the same id does not start while the first one lives.
+    `auto`: the first of w0, w1, … that no living process has."""
+    workers_on_host: int = Field(default=1, ge=1)
+    """How many workers share this host's memory; `cotrain serve` and `cotrain worker` say so to theirs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: float32 on the CPU, bfloat16 on CUDA."""
@@ -35,8 +42,8 @@ class WorkerSettings(StoreSettings):
     """Device memory for adapters; 0: a share of a GPU, no limit on a CPU. Runs at rest are offloaded to
     host memory when it is full, so that it does not limit how many there may be."""
     host_bytes: int = Field(default=0, ge=0)
-    """Host memory for adapters at rest; 0: half of what is free at the start. Above it, those used
-    least recently leave for the disk."""
+    """Host memory for adapters at rest; 0: half of what is free at the start, of several workers on a host
+    its part of that. Above it, those used least recently leave for the disk."""
     max_rank: int = Field(default=128, ge=1, le=1024)
     offline: bool = False
     """Never ask a hub: the base model must be a folder or in the local cache."""

@@ -1,17 +1,20 @@
-"""Options that `serve` and `keys` share, and how either ends when it cannot go on."""
+"""Options that commands share, and how each ends when it cannot go on."""
 
 from __future__ import annotations
 
 import os
 import sys
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from cotrain_server.supervisor.environment import opened
+from cotrain_server.supervisor.gpus import UnfitGpus, chosen
+from cotrain_server.supervisor.gpus import gpus as visible_gpus
 
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"
 
@@ -43,6 +46,92 @@ ServersRedisUrl = Annotated[
         help="The server's Redis; by default the one in its folder.",
     ),
 ]
+JoinedRedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        envvar="COTRAIN_REDIS_URL",
+        callback=_opened,
+        help="Needed: the Redis that the server uses.",
+        show_default=False,
+    ),
+]
+JoinedDataDir = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="COTRAIN_DATA_DIR",
+        help="Needed: the server's data folder, mounted here.",
+        show_default=False,
+    ),
+]
+BaseModels = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar=["COTRAIN_BASE_MODELS", "COTRAIN_BASE_MODEL"],
+        help="Needed: hub id, folder, or NAME=FOLDER. Repeat it for several base models.",
+        show_default=False,
+    ),
+]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(envvar="COTRAIN_DEVICE")]
+Workers = Annotated[
+    int,
+    typer.Option(
+        envvar="COTRAIN_WORKERS", min=1, help="Worker processes per base model, on a CPU."
+    ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        envvar="COTRAIN_GPUS",
+        help="A worker on each of these GPUs, dealt out to the base models in turn: `all`, or `0,2`. "
+        "By default one worker per base model.",
+    ),
+]
+TorchThreads = Annotated[
+    int,
+    typer.Option(
+        envvar="COTRAIN_TORCH_THREADS",
+        help="CPU threads per worker; 0: all, divided between the workers.",
+    ),
+]
+LogLevel = Annotated[str, typer.Option(envvar="COTRAIN_LOG_LEVEL")]
+
+
+def named_base_models(given: list[str] | None, command: str) -> tuple[str, ...]:
+    """Read `--base-model`; a folder's path becomes absolute: processes are started elsewhere."""
+    if not given:
+        refuse(
+            f"Which base model? `cotrain {command} --base-model Qwen/Qwen3-0.6B`, a folder instead of "
+            "that name, or COTRAIN_BASE_MODEL."
+        )
+    return tuple(_base_model(name) for names in given for name in names.split(","))
+
+
+def _base_model(name: str) -> str:
+    alias, _, source = name.rpartition("=")
+    if not Path(source).is_dir():
+        if source.startswith((".", "/", "~")):
+            refuse(f"There is no folder {source}.")
+        return name
+    folder = str(Path(source).resolve())
+    return f"{alias}={folder}" if alias else folder
+
+
+def chosen_gpus(asked: str | None, device: str, workers: int, base_models: int) -> tuple[str, ...]:
+    """Read `--gpus`, and refuse what goes with a CPU alone next to GPUs."""
+    if asked is None:
+        if workers > 1 and device != "cpu" and visible_gpus():
+            refuse(
+                f"--workers {workers} is for a CPU, and this host has GPUs: --gpus all has a worker on each, "
+                "--device cpu uses none."
+            )
+        return ()
+    if device == "cpu" or workers > 1:
+        with_it = "--device cpu" if device == "cpu" else f"--workers {workers}"
+        refuse(f"--gpus {asked} and {with_it} exclude each other: there is one worker per GPU.")
+    try:
+        return chosen(asked, base_models, visible_gpus())
+    except UnfitGpus as unfit:
+        refuse(str(unfit))
 
 
 def fail(message: str) -> NoReturn:
@@ -59,3 +148,9 @@ def refuse(message: str) -> NoReturn:
 
 def _say_why(message: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(escape(message))
+
+
+def say(line: str) -> None:
+    """Print what a supervisor has to say, with the time, for a terminal."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[dim]{datetime.now():%H:%M:%S}[/dim] {escape(line)}")

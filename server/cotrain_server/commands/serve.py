@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import datetime
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  # typer reads the annotation at run time
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from cotrain_server.commands.given_keys import all_keys, out_of_sight
-from cotrain_server.commands.options import DEFAULT_DATA_DIR, DataDir, RedisUrl, refuse
+from cotrain_server.commands.options import (
+    DEFAULT_DATA_DIR,
+    BaseModels,
+    DataDir,
+    Device,
+    Gpus,
+    LogLevel,
+    RedisUrl,
+    TorchThreads,
+    Workers,
+    chosen_gpus,
+    named_base_models,
+    refuse,
+    say,
+)
 from cotrain_server.settings import split_words
 from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder
 from cotrain_server.supervisor.environment import refused_variables
@@ -28,14 +40,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def serve(
-    base_model: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar=["COTRAIN_BASE_MODELS", "COTRAIN_BASE_MODEL"],
-            help="Needed: hub id, folder, or NAME=FOLDER. Repeat it for several base models.",
-            show_default=False,
-        ),
-    ] = None,
+    base_model: BaseModels = None,
     host: Annotated[str, typer.Option(envvar="COTRAIN_HOST")] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="COTRAIN_PORT", help="0: a free one.")] = 8000,
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -63,18 +68,16 @@ def serve(
     clock_period_s: Annotated[
         float, typer.Option(envvar="COTRAIN_CLOCK_PERIOD_S", help="Longest cycle, or the beat.")
     ] = 10.0,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(envvar="COTRAIN_DEVICE")
-    ] = "auto",
-    torch_threads: Annotated[
-        int, typer.Option(envvar="COTRAIN_TORCH_THREADS", help="CPU threads per worker; 0: all.")
-    ] = 0,
+    device: Device = "auto",
+    workers: Workers = 1,
+    gpus: Gpus = None,
+    torch_threads: TorchThreads = 0,
     redis_url: RedisUrl = None,
     accept_data_loss: Annotated[
         bool,
         typer.Option(envvar="COTRAIN_ACCEPT_DATA_LOSS", help="Take a Redis that may lose writes."),
     ] = False,
-    log_level: Annotated[str, typer.Option(envvar="COTRAIN_LOG_LEVEL")] = "info",
+    log_level: LogLevel = "info",
 ) -> None:
     """Serve base models on this host: Redis, API, scheduler and workers in one command.
 
@@ -85,14 +88,12 @@ def serve(
     cotrain serve --base-model Qwen/Qwen3-0.6B
 
     cotrain serve --base-model my-model=/models/mine --host 0.0.0.0 --clock-mode metronome
+
+    cotrain serve --base-model Qwen/Qwen3-8B --gpus all
     """
     if refused := refused_variables():
         refuse(" ".join(refused))
-    if not base_model:
-        refuse(
-            "Which base model? `cotrain serve --base-model Qwen/Qwen3-0.6B`, a folder instead of "
-            "that name, or COTRAIN_BASE_MODEL."
-        )
+    base_models = named_base_models(base_model, "serve")
     keys_given = split_words(",".join(api_key or ()))
     out_of_sight(keys_given)
     try:
@@ -107,7 +108,7 @@ def serve(
         "LOG_LEVEL": log_level,
     }
     plan = Plan(
-        base_models=tuple(_base_model(name) for names in base_model for name in names.split(",")),
+        base_models=base_models,
         host=host,
         port=port,
         data_dir=data_dir.absolute(),
@@ -115,32 +116,19 @@ def serve(
         api_keys=api_keys,
         accept_data_loss=accept_data_loss,
         given=given,
+        workers=workers,
+        gpus=chosen_gpus(gpus, device, workers, len(base_models)),
     )
     _run(plan)
 
 
 def _run(plan: Plan) -> None:
     try:
-        asyncio.run(Supervisor(plan, _say, _announce).run())
+        asyncio.run(Supervisor(plan, say, _announce).run())
     except (FolderInUse, UnsafeFolder, NoRedisFound, UnsafeRedis, CannotServe) as error:
         refuse(str(error))
     except OSError as error:
         refuse(f"Cannot listen on {plan.host}:{plan.port}: {error.strerror}.")
-
-
-def _base_model(name: str) -> str:
-    """Make a folder's path absolute: the workers and the clients are started elsewhere."""
-    alias, _, source = name.rpartition("=")
-    if not Path(source).is_dir():
-        if source.startswith((".", "/", "~")):
-            refuse(f"There is no folder {source}.")
-        return name
-    folder = str(Path(source).resolve())
-    return f"{alias}={folder}" if alias else folder
-
-
-def _say(line: str) -> None:
-    console.print(f"[dim]{datetime.now():%H:%M:%S}[/dim] {escape(line)}")  # for a terminal
 
 
 def _announce(announcement: Announcement) -> None:

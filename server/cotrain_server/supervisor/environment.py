@@ -27,7 +27,9 @@ SCHEDULER = _names_of(SchedulerSettings)
 WORKER = _names_of(WorkerSettings)
 #: Read by clients, which may share a shell with a server.
 CLIENT = frozenset({"API_KEY", "BASE_URL", "PROGRESS"})
-_KNOWN = API | SCHEDULER | WORKER | CLIENT | FAULTS
+#: Of `cotrain serve` alone.
+SERVE = frozenset({"WORKERS", "GPUS"})
+_KNOWN = API | SCHEDULER | WORKER | CLIENT | FAULTS | SERVE
 
 
 def refused_variables(environ: Mapping[str, str] | None = None) -> list[str]:

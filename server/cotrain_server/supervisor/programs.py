@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from cotrain_server.supervisor import environment as variables
-from cotrain_server.supervisor.gpus import gpus, variables_of
+from cotrain_server.supervisor.gpus import gpus, notice, variables_of
 from cotrain_server.supervisor.process import Program
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from cotrain_store.settings.store import PREFIX
@@ -52,6 +52,19 @@ class Plan:
     accept_data_loss: bool
     given: Mapping[str, str]
     """Settings given by flag, by variable name without its prefix."""
+    workers: int = 1
+    """Per base model, where no GPUs are chosen."""
+    worker_names: str = "w"
+    """What a worker's id begins with; its number follows."""
+    gpus: tuple[str, ...] = ()
+    """As CUDA_VISIBLE_DEVICES names them: a worker on each. None chosen: one after the other, as far as there are."""
+
+    @property
+    def worker_models(self) -> tuple[str, ...]:
+        """The base model of each worker, in turn: one that has another number of workers keeps those ids it had."""
+        models = self.base_models
+        count = len(self.gpus) or self.workers * len(models)
+        return tuple(models[number % len(models)] for number in range(count))
 
 
 @dataclass(frozen=True)
@@ -61,8 +74,9 @@ class Programs:
     plan: Plan
     folder: DataFolder
     redis_url: str
-    lock: int
-    listener: int
+    lock: int | None = None
+    """Of the data folder; None where the folder is another host's."""
+    listener: int = -1
 
     def redis(self) -> Program:
         """Make the embedded Redis; when its supervisor is gone it ends in good order."""
@@ -73,28 +87,49 @@ class Programs:
             variables.environment(frozenset(), {}),
             REDIS_GRACE_S,
             death_signal=signal.SIGTERM,
-            pass_fds=(self.lock,),
+            pass_fds=self._inherited,
         )
 
-    def workers(self) -> list[Program]:
-        """Make one worker per base model, each on a GPU of its own while there are as many."""
+    @property
+    def _inherited(self) -> tuple[int, ...]:
+        return () if self.lock is None else (self.lock,)
+
+    def workers(self, first_port: int = WORKERS_PORT) -> list[Program]:
+        """Make the workers of every base model; on GPUs each on one of its own while there are as many."""
+        models, names = self.plan.worker_models, self.plan.gpus or self._gpus_there()
+        threads = {} if names else self._threads_of(len(models))
         made = [
             self._ours(
-                f"worker-w{number}",
+                f"worker-{self.plan.worker_names}{number}",
                 "cotrain_workers",
                 variables.WORKER,
                 self._worker_grace_s(),
                 BASE_MODEL=base_model,
-                WORKER_ID=f"w{number}",
-                **self._metrics_port(WORKERS_PORT + number),
+                WORKER_ID=f"{self.plan.worker_names}{number}",
+                WORKERS_ON_HOST=str(len(models)),
+                **threads,
+                **self._metrics_port(first_port + number),
             )
-            for number, base_model in enumerate(self.plan.base_models)
+            for number, base_model in enumerate(models)
         ]
-        names = gpus()
         return [
             replace(worker, environment={**worker.environment, **variables_of(number, names)})
             for number, worker in enumerate(made)
         ]
+
+    def _gpus_there(self) -> list[str]:
+        return [] if self._setting("DEVICE") == "cpu" else gpus()
+
+    def _threads_of(self, workers: int) -> dict[str, str]:
+        """Give each worker on a CPU its part of the cores, unless the operator says how many."""
+        if workers == 1 or self._setting("TORCH_THREADS") not in ("", "0"):
+            return {}
+        return {"TORCH_THREADS": str(max(1, len(os.sched_getaffinity(0)) // workers))}
+
+    def gpu_notice(self) -> str | None:
+        """Say that workers share a GPU, or that some are left over; None if neither."""
+        names = self.plan.gpus or self._gpus_there()
+        return notice(len(self.plan.worker_models), names)
 
     def scheduler(self) -> Program:
         """Make the scheduler."""
@@ -105,7 +140,7 @@ class Programs:
 
     def metrics_targets(self) -> list[dict[str, Any]]:
         """Name what a Prometheus scrapes, as its `file_sd_configs` have it; nothing without a port."""
-        count = len(self.plan.base_models)
+        count = len(self.plan.worker_models)
         at = {
             "cotrain-api": [0],
             "cotrain-scheduler": [SCHEDULER_PORT],
@@ -146,7 +181,7 @@ class Programs:
             **self._metrics_port(0),
         )
         command = [*api.command, "--listen-fd", str(self.listener)]
-        return replace(api, command=command, pass_fds=(self.lock, self.listener))
+        return replace(api, command=command, pass_fds=(*self._inherited, self.listener))
 
     def _ours(
         self, name: str, module: str, known: frozenset[str], grace_s: float, **own: str
@@ -165,7 +200,7 @@ class Programs:
         given = {**self.plan.given, **shared, **own}
         threads = GIVES_WAY if known is variables.WORKER else ONE_THREAD
         environment = {**threads, **variables.environment(known, given)}
-        return Program(name, command, environment, grace_s, pass_fds=(self.lock,))
+        return Program(name, command, environment, grace_s, pass_fds=self._inherited)
 
     def _worker_grace_s(self) -> float:
         """Read what a worker plans its drain by: the end of its cycle, and recovery copies."""

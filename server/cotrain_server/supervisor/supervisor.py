@@ -1,4 +1,4 @@
-"""Run a whole server on this host: Redis, API, scheduler and one worker per base model.
+"""Run a whole server on this host: Redis, API, scheduler, and the workers of each base model.
 
 The same processes that run in containers, each in its own session. Started in the order they need
 one another, ended in the reverse: first the processes that take new work, last the one that keeps it.
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from cotrain_server.probe import probe
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
-from cotrain_server.supervisor.gpus import gpus, shared
 from cotrain_server.supervisor.process import Child
 from cotrain_server.supervisor.programs import Programs
 from cotrain_server.supervisor.startup_progress import NewLines, follow
@@ -77,6 +76,7 @@ class Supervisor:
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _refusal: str | None = None
     _was_ready: bool = False
+    _owns_folder: bool = True
 
     async def run(self) -> None:
         """Serve until SIGINT or SIGTERM; a second one does not wait for anything.
@@ -112,6 +112,34 @@ class Supervisor:
         if self._refusal:
             raise CannotServe(self._refusal)
 
+    async def join(self) -> None:
+        """Run workers alone, of a server elsewhere, until SIGINT or SIGTERM; a second one does not wait.
+
+        Raises:
+            CannotServe: a worker refuses to start, for a reason that does not pass.
+        """
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
+        self._owns_folder = False
+        folder = DataFolder(self.plan.data_dir)
+        programs = Programs(self.plan, folder, self.plan.redis_url or "")
+        if gpu_notice := programs.gpu_notice():
+            self.say(gpu_notice)
+        workers = programs.workers(first_port=0)
+        logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
+        following = asyncio.create_task(follow(logs, self.say))
+        self._add(folder, workers)
+        self.say(f"logs are in {folder.logs}; each worker loads its libraries first")
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({stopping, *self._kept}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            following.cancel()
+            stopping.cancel()
+            await self._drain()
+        if self._refusal:
+            raise CannotServe(self._refusal)
+
     async def _start(self, folder: DataFolder, lock: int, listener: socket.socket) -> None:
         redis_url = self.plan.redis_url or f"unix://{folder.socket()}"
         programs = Programs(self.plan, folder, redis_url, lock, listener.fileno())
@@ -120,8 +148,8 @@ class Supervisor:
         new_key = await _prepare_store(redis_url, self.plan, self.say)
         folder.write_metrics_targets(programs.metrics_targets())
         workers = programs.workers()
-        if self.plan.given.get("DEVICE") != "cpu" and (warning := shared(len(workers), gpus())):
-            self.say(warning)
+        if gpu_notice := programs.gpu_notice():
+            self.say(gpu_notice)
         logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
         following = asyncio.create_task(follow(logs, self.say))
         self._add(folder, workers)
@@ -165,6 +193,8 @@ class Supervisor:
         return True
 
     def _note(self, folder: DataFolder, process: str, trouble: str | None) -> None:
+        if not self._owns_folder:
+            return
         self._troubles.pop(process, None)
         if trouble is not None:
             self._troubles[process] = trouble

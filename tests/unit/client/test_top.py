@@ -39,6 +39,10 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
             }
         )
 
+    def worker(name: str, state: str) -> dict[str, object]:
+        facts = {"device": "cpu", "tokens_per_s": 9.0, "runs": 2, "memory_bytes": 1}
+        return {"id": name, "state": state, **facts}
+
     cycles = [cycle(8, 103.0), cycle(7, 100.0)]
     assert tokens_per_s(cycles) == pytest.approx(1000 / 4)
     assert tokens_per_s([]) == 0.0
@@ -51,7 +55,7 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
             "pools": [
                 {
                     "base_model": "m",
-                    "workers": 1,
+                    "workers": [worker("w0", "serving"), worker("w1", "draining")],
                     "last_cycle": 8,
                     "queue": {"ops": 1234, "tokens": 99, "oldest_s": 2.0},
                     "samples": {"waiting": 3, "running": 2},
@@ -75,6 +79,7 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
     for expected in (
         "not ready: No worker for m is running.",
         "1 d 01:01:01",
+        "2, 1 draining",
         "1,234",
         "2 optim_step",
         "isolated",

@@ -94,7 +94,7 @@ def load_engine(settings: WorkerSettings, device: str) -> Engine:
         dtype=_DTYPES[settings.dtype],
         micro_batch_tokens=(known.tokens(circumstances) if asked == "auto" else None) or asked,
         adapter_bytes=settings.adapter_bytes or None,
-        host_bytes=settings.host_bytes or free_host_bytes() // 2,
+        host_bytes=settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host,
         local_files_only=settings.offline,
     )
     if asked == "auto" and device == "cuda":

@@ -1,4 +1,4 @@
-"""Whether this worker is being drained: its runs go to another one, and it takes nothing more.
+"""Whether this worker is being drained, or leaves: its runs go to another one, and it takes nothing more.
 
 Looked at with every heartbeat, from its thread. The loop asks what is to be done; the heartbeat says how far it is.
 """
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 class Drain:
-    """One worker's drain, from the operator's request until that is taken back."""
+    """One worker's drain, from the operator's request until that is taken back; or until its process ends."""
 
     def __init__(
         self,
@@ -33,12 +33,16 @@ class Drain:
         self._weights = weights
         self._sampler = sampler
         self.is_asked = False
+        self.leaves = False
+        """This process is to end: nothing more is planned for it, whether another worker is there or not."""
         self.hands_over = False
         """Another worker is there: what this one has goes to it. Any thread may look."""
 
     @property
     def state(self) -> str:
         """Name it as the heartbeat does."""
+        if self.leaves:
+            return "draining"
         if not self.is_asked:
             return "serving"
         has_work = self._residents.runs or self._weights.unstored or self._sampler.running
@@ -46,6 +50,8 @@ class Drain:
 
     def look(self) -> None:
         """See what the operator wants now, and whether another worker could go on."""
+        if self.leaves:
+            return
         is_asked = self._own.is_asked()
         hands_over = is_asked and self._own.has_successor()
         if self.hands_over and not hands_over and not self._own.is_listed():
@@ -59,3 +65,17 @@ class Drain:
         self._sampler.takes_requests = not self.hands_over
         if self.hands_over:
             self._residents.hand_over()
+
+    @property
+    def could_end(self) -> bool:
+        """Tell whether another worker can go on with what is here."""
+        return self._own.has_successor()
+
+    def end(self, epoch: int) -> bool:
+        """Stand on the pool's list no more where another worker can go on: at once, its runs can go anywhere.
+
+        False where none can, or something is left here: the next process of this worker id finds all of it.
+        """
+        is_over = self._own.strike_off(epoch)
+        log.info("worker_left", runs_go_elsewhere=is_over)
+        return is_over

@@ -22,7 +22,7 @@ HEARTBEAT_S = 2.0
 
 
 class Heartbeat:
-    """Sends heartbeats until `stopping` is set, and sets it itself once this worker was replaced."""
+    """Sends heartbeats until `end`, also while the worker drains; sets `stopping` once this worker was replaced."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Heartbeat:
         self._execution = execution
         self._describe = describe
         self._stopping = stopping
+        self._ended = threading.Event()
         self._one_at_a_time = threading.Lock()
         self._thread = threading.Thread(
             target=self._send_until_stopped, name="heartbeat", daemon=True
@@ -43,8 +44,9 @@ class Heartbeat:
         """Begin to send."""
         self._thread.start()
 
-    def join(self) -> None:
-        """Wait for the last one."""
+    def end(self) -> None:
+        """Send no more, and wait for the last one."""
+        self._ended.set()
         self._thread.join()
 
     def send(self) -> None:
@@ -66,7 +68,7 @@ class Heartbeat:
                     return
                 except (OSError, *CONNECTION_LOST):  # the former where nothing can be opened now
                     log.warning("heartbeat_failed")
-                if self._stopping.wait(HEARTBEAT_S):
+                if self._ended.wait(HEARTBEAT_S):
                     return
         finally:  # no step is planned for a worker without a heartbeat: it ends, whatever the reason
             self._stopping.set()

@@ -1,7 +1,7 @@
 """A worker id belongs to one process: by a lock on this host, by the heartbeat on any other.
 
 Epochs keep two processes with one worker id from harming each other, but the older one would be fenced
-off. That a second one was started is an operator's mistake, and is reported as one.
+off. That a second one was started is an operator's mistake, and is reported as one; where none is given, each takes one that is free.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
+
+from cotrain_store.messages.ids import WorkerId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +24,9 @@ if TYPE_CHECKING:
 #: A process that was just killed needs a moment to end, and its last heartbeat is seen for a while.
 PATIENCE_S = 15.0
 POLL_S = 0.1
+#: A heartbeat from another host is watched for this long: a living process sends five of them, and that of
+#: a dead one has run out.
+WATCHED_S = 12.0
 
 
 class WorkerIdInUse(Exception):
@@ -70,3 +77,34 @@ def await_absence(
                 "its own (COTRAIN_WORKER_ID)."
             )
         time.sleep(POLL_S)
+
+
+def claim_free_worker_id(
+    folder: Path, pool: str, heartbeat_of: Callable[[WorkerId], WorkerHeartbeat | None], host: str
+) -> WorkerId:
+    """Lock the first id of w0, w1, … that no process has, on this host or another; until the process ends.
+
+    The successor of a process that ended gets its id, and with it the runs that it had.
+    """
+    for number in count():
+        worker = WorkerId(f"w{number}")
+        try:
+            lock = lock_worker_id(folder, pool, worker, patience_s=0)
+        except WorkerIdInUse:
+            continue
+        if not _lives_elsewhere(partial(heartbeat_of, worker), host):
+            return worker
+        os.close(lock)
+    raise AssertionError("There is no last number.")
+
+
+def _lives_elsewhere(holder: Callable[[], WorkerHeartbeat | None], host: str) -> bool:
+    """Watch whether the heartbeats of another host go on; False once the last one has run out."""
+    first, until = holder(), time.monotonic() + WATCHED_S
+    heartbeat = first
+    while heartbeat is not None and heartbeat.host not in ("", host):
+        if heartbeat != first or time.monotonic() >= until:
+            return True
+        time.sleep(POLL_S)
+        heartbeat = holder()
+    return False

@@ -127,6 +127,12 @@ class WorkerLoop:
             DeviceLost: this one cannot compute any more.
         """
         self._heartbeat.start()
+        try:
+            self._serve_and_drain()
+        finally:
+            self._heartbeat.end()
+
+    def _serve_and_drain(self) -> None:
         while not self._stopping.is_set():
             try:
                 self._tick()
@@ -138,7 +144,6 @@ class WorkerLoop:
                 raise
         if self._heartbeat.was_replaced:
             raise Fenced
-        self._heartbeat.join()
         try:
             self._drain()
         except PAUSES as pause:
@@ -146,10 +151,16 @@ class WorkerLoop:
         self._device_time.lap(Phase.IDLE)
 
     def _drain(self) -> None:
+        self._handover.leaves = True
+        self._heartbeat.send()  # from here on nothing is planned for it
+        for step in self._execution.open_steps() if self._handover.could_end else ():
+            self.execute(step)  # planned until then: else its runs could not leave
         self._sampler.drain()
         # First: no recovery copy counts before the saves it covers.
         self._weights.drain(self._left_s())
         self._residents.drain(self._left_s())
+        self._heartbeat.end()
+        self._handover.end(self._execution.epoch)
         self._execution.leave()
 
     def _left_s(self) -> float:

@@ -67,7 +67,7 @@ class WorkerReport:
             id=self._execution.worker,
             epoch=self._execution.epoch,
             state=self._drain.state,
-            hands_over=self._drain.hands_over,
+            hands_over=self._drain.hands_over or self._drain.leaves,
             device=self._record.device,
             tokens_per_s=self._throughput.tokens_per_s(engine.safe_tokens),
             runs=self._residents.runs,

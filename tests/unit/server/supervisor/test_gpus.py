@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_server.supervisor.gpus import gpus, shared, variables_of
+from cotrain_server.supervisor.gpus import UnfitGpus, chosen, gpus, notice, variables_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,14 +31,51 @@ def test_a_host_without_a_driver_has_none(tmp_path: Path) -> None:
     assert gpus({}, tmp_path / "none") == []
 
 
-def test_each_worker_sees_another_gpu() -> None:
+def test_each_worker_sees_another_gpu_by_the_number_that_the_driver_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     seen = [variables_of(at, ["2", "5"]) for at in range(3)]
 
     assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["2", "5", "2"]
-    assert variables_of(0, ["2"]) == variables_of(1, []) == {}
+    assert {each["CUDA_DEVICE_ORDER"] for each in seen} == {"PCI_BUS_ID"}
+    assert variables_of(1, []) == {}
 
 
-def test_workers_that_have_to_share_a_gpu_are_worth_a_word() -> None:
-    assert shared(2, ["0", "1"]) is None
-    assert shared(2, []) is None
-    assert "2 base models and 1 GPU:" in (shared(2, ["0"]) or "")
+def test_numbers_that_the_operator_wrote_keep_their_meaning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert variables_of(1, ["2", "5"]) == {"CUDA_VISIBLE_DEVICES": "5"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [("all", ("2", "5", "7")), ("5", ("5",)), (" 7, 2 ,", ("7", "2"))],
+)
+def test_all_gpus_are_chosen_or_some_by_name(asked: str, names: tuple[str, ...]) -> None:
+    assert chosen(asked, 1, ["2", "5", "7"]) == names
+
+
+@pytest.mark.parametrize(
+    ("asked", "base_models", "there", "why"),
+    [
+        ("all", 1, [], "no GPU can be seen here"),
+        ("0,3", 1, ["0", "1"], "there is no GPU 3. There are 0, 1, or `all`"),
+        (",", 1, ["0"], "there is no GPU named ','"),
+        ("1,1", 1, ["0", "1"], "name each GPU once"),
+        ("0,1", 3, ["0", "1"], "3 base models and 2 GPUs; each needs one of its own"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(
+    asked: str, base_models: int, there: list[str], why: str
+) -> None:
+    with pytest.raises(UnfitGpus, match=re.escape(why)):
+        chosen(asked, base_models, there)
+
+
+def test_workers_that_share_a_gpu_and_gpus_without_a_worker_are_worth_a_word() -> None:
+    assert notice(2, ["0", "1"]) is None
+    assert notice(2, []) is None
+    assert "2 base models and 1 GPU:" in (notice(2, ["0"]) or "")
+    assert notice(1, ["0", "1"]) == "1 of 2 GPUs in use: --gpus all has a worker on each"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -115,6 +116,64 @@ def test_workers_of_two_base_models_compute_on_two_gpus(
     folder = DataFolder(supervisor.plan.data_dir)
     made = Programs(supervisor.plan, folder, "unix:///nowhere", lock=0, listener=0)
     assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in made.workers()] == ["4", "6"]
+
+
+def made_by(supervisor: Supervisor, **plan: Any) -> list[dict[str, str]]:
+    """The variables of each worker of this plan."""
+    folder = DataFolder(supervisor.plan.data_dir)
+    made = Programs(replace(supervisor.plan, **plan), folder, "unix:///nowhere")
+    return [dict(worker.environment) for worker in made.workers()]
+
+
+def ids_of(workers: list[dict[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for each in workers:
+        found.setdefault(each["COTRAIN_BASE_MODEL"], []).append(each["COTRAIN_WORKER_ID"])
+    return found
+
+
+def test_a_base_model_keeps_its_worker_ids_when_it_gets_more_workers(
+    supervisor: Supervisor,
+) -> None:
+    cpu = {"given": {"DEVICE": "cpu"}}
+    assert ids_of(made_by(supervisor, **cpu)) == {"a/b": ["w0"], "c/d": ["w1"]}
+    assert ids_of(made_by(supervisor, workers=2, **cpu)) == {
+        "a/b": ["w0", "w2"],
+        "c/d": ["w1", "w3"],
+    }
+
+
+def test_gpus_are_dealt_out_to_the_base_models_in_turn(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    workers = made_by(supervisor, gpus=("0", "2", "5"))
+    assert ids_of(workers) == {"a/b": ["w0", "w2"], "c/d": ["w1"]}
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in workers] == ["0", "2", "5"]
+    assert all("COTRAIN_TORCH_THREADS" not in each for each in workers)
+
+
+def test_workers_on_a_cpu_share_its_cores_and_its_memory_unless_told(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(9))
+    given = {"DEVICE": "cpu", "TORCH_THREADS": "0"}
+    workers = made_by(supervisor, workers=2, given=given)
+    assert [each["COTRAIN_TORCH_THREADS"] for each in workers] == ["2"] * 4
+    assert [each["COTRAIN_WORKERS_ON_HOST"] for each in workers] == ["4"] * 4
+    many = made_by(supervisor, workers=8, given=given)
+    assert {each["COTRAIN_TORCH_THREADS"] for each in many} == {"1"}
+    told = made_by(supervisor, workers=2, given=given | {"TORCH_THREADS": "3"})
+    assert {each["COTRAIN_TORCH_THREADS"] for each in told} == {"3"}
+    alone = made_by(supervisor, base_models=("a/b",), given=given)
+    assert [each["COTRAIN_TORCH_THREADS"] for each in alone] == ["0"]
+
+
+def test_workers_of_another_host_are_named_after_it_and_need_no_lock(
+    supervisor: Supervisor,
+) -> None:
+    workers = made_by(supervisor, worker_names="gpu-7-w", given={"DEVICE": "cpu"})
+    assert ids_of(workers) == {"a/b": ["gpu-7-w0"], "c/d": ["gpu-7-w1"]}
 
 
 def test_the_libraries_of_a_server_start_no_thread_per_core_unless_asked(

@@ -46,15 +46,26 @@ def test_heartbeats_go_on_after_what_passes(monkeypatch: pytest.MonkeyPatch) -> 
     heartbeat.start()
     assert store.is_received.wait(ENOUGH_S)
     assert not stopping.is_set()
-    stopping.set()
-    heartbeat.join()
+    heartbeat.end()
     assert not heartbeat.was_replaced
+
+
+def test_heartbeats_go_on_while_the_worker_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.001)
+    store = Failing()
+    heartbeat, stopping = heartbeat_of(store)
+    stopping.set()
+    heartbeat.start()
+    for _ in range(2):
+        assert store.is_received.wait(ENOUGH_S)
+        store.is_received.clear()
+    heartbeat.end()
 
 
 def test_a_worker_that_was_replaced_stops() -> None:
     heartbeat, stopping = heartbeat_of(Failing(Fenced()))
     heartbeat.start()
-    heartbeat.join()
+    heartbeat._thread.join()
     assert stopping.is_set()
     assert heartbeat.was_replaced
 
@@ -63,6 +74,6 @@ def test_a_worker_that_was_replaced_stops() -> None:
 def test_a_worker_without_a_heartbeat_stops() -> None:
     heartbeat, stopping = heartbeat_of(Failing(RuntimeError("unforeseen")))
     heartbeat.start()
-    heartbeat.join()
+    heartbeat._thread.join()
     assert stopping.is_set()
     assert not heartbeat.was_replaced

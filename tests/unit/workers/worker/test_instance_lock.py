@@ -9,14 +9,19 @@ import pytest
 
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
-from cotrain_workers.worker.instance_lock import WorkerIdInUse, await_absence, lock_worker_id
+from cotrain_workers.worker.instance_lock import (
+    WorkerIdInUse,
+    await_absence,
+    claim_free_worker_id,
+    lock_worker_id,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def heartbeat_of(host: str) -> WorkerHeartbeat:
-    return WorkerHeartbeat(WorkerId("w0"), 1, "serving", "cpu", 1.0, 0, 0, 0.0, host=host)
+def heartbeat_of(host: str, seen_at: float = 0.0) -> WorkerHeartbeat:
+    return WorkerHeartbeat(WorkerId("w0"), 1, "serving", "cpu", 1.0, 0, 0, seen_at, host=host)
 
 
 def test_a_worker_id_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
@@ -63,3 +68,39 @@ def test_a_last_heartbeat_from_another_host_runs_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: None)
     heartbeats = iter([heartbeat_of("there"), heartbeat_of("there"), None])
     await_absence(lambda: next(heartbeats), "here")
+
+
+def test_each_worker_without_an_id_takes_the_first_that_no_process_has(tmp_path: Path) -> None:
+    claimed = [claim_free_worker_id(tmp_path, "pool", lambda _: None, "here") for _ in range(3)]
+    assert claimed == ["w0", "w1", "w2"]
+    assert claim_free_worker_id(tmp_path, "other", lambda _: None, "here") == "w0"
+
+
+def test_the_successor_of_a_worker_takes_its_id(tmp_path: Path) -> None:
+    claim_free_worker_id(tmp_path, "pool", lambda _: None, "here")
+    gone = lock_worker_id(tmp_path, "pool", "w1")
+    claim_free_worker_id(tmp_path, "pool", lambda _: None, "here")
+    os.close(gone)
+    assert claim_free_worker_id(tmp_path, "pool", lambda _: None, "here") == "w1"
+
+
+def test_an_id_whose_process_lives_on_another_host_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: None)
+    beats = iter(range(100))
+
+    def of(worker: WorkerId) -> WorkerHeartbeat | None:
+        return heartbeat_of("there", next(beats)) if worker == "w0" else None
+
+    assert claim_free_worker_id(tmp_path, "pool", of, "here") == "w1"
+    os.close(lock_worker_id(tmp_path, "pool", "w0", patience_s=0))
+
+
+def test_an_id_whose_process_died_on_another_host_is_free_once_its_heartbeat_has_run_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a container that was killed and made anew."""
+    monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: None)
+    last = iter([heartbeat_of("there")] * 3)
+    assert claim_free_worker_id(tmp_path, "pool", lambda _: next(last, None), "here") == "w0"

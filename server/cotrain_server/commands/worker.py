@@ -1,0 +1,94 @@
+"""`cotrain worker`: workers of a server whose Redis, API and scheduler run elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from typing import Annotated
+
+import typer
+
+from cotrain_server.commands.options import (
+    BaseModels,
+    Device,
+    Gpus,
+    JoinedDataDir,
+    JoinedRedisUrl,
+    LogLevel,
+    TorchThreads,
+    Workers,
+    chosen_gpus,
+    named_base_models,
+    refuse,
+    say,
+)
+from cotrain_server.supervisor.environment import refused_variables
+from cotrain_server.supervisor.programs import Plan
+from cotrain_server.supervisor.supervisor import CannotServe, Supervisor
+from cotrain_store.disk.folder_claim import MARK
+
+#: Of a worker id, before its number.
+MOST_CHARACTERS = 56
+
+
+def worker(
+    base_model: BaseModels = None,
+    redis_url: JoinedRedisUrl = None,
+    data_dir: JoinedDataDir = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What its worker ids begin with; by default this host's name."),
+    ] = None,
+    device: Device = "auto",
+    workers: Workers = 1,
+    gpus: Gpus = None,
+    torch_threads: TorchThreads = 0,
+    log_level: LogLevel = "info",
+) -> None:
+    """Join a server from another host: workers alone, started again when they die.
+
+    Redis is the server's (--redis-url redis://:PASSWORD@HOST:6379/0, its password better in
+    COTRAIN_REDIS_PASSWORD_FILE), and so is the data folder: recovery copies and checkpoints lie in it.
+
+    Every other setting of a worker is a COTRAIN_* variable, and has to be what the server's workers have.
+
+    Examples:
+
+    cotrain worker --base-model Qwen/Qwen3-8B --redis-url redis://head:6379/0 --data-dir /mnt/cotrain --gpus all
+    """
+    if refused := refused_variables():
+        refuse(" ".join(refused))
+    base_models = named_base_models(base_model, "worker")
+    if redis_url is None:
+        refuse("Which Redis? --redis-url, or COTRAIN_REDIS_URL: the one that the server uses.")
+    if data_dir is None:
+        refuse("Which data folder? --data-dir, or COTRAIN_DATA_DIR: the server's, mounted here.")
+    if not (data_dir / MARK).is_file():
+        refuse(
+            f"{data_dir} is no server's data folder: it has no file {MARK}. Mount the one that the server "
+            "uses; it has that file once the server has started."
+        )
+    plan = Plan(
+        base_models=base_models,
+        host="",
+        port=0,
+        data_dir=data_dir.absolute(),
+        redis_url=redis_url,
+        api_keys=(),
+        accept_data_loss=False,
+        given={"DEVICE": device, "TORCH_THREADS": str(torch_threads), "LOG_LEVEL": log_level},
+        workers=workers,
+        gpus=chosen_gpus(gpus, device, workers, len(base_models)),
+        worker_names=f"{prefix_of(socket.gethostname() if name is None else name)}-w",
+    )
+    try:
+        asyncio.run(Supervisor(plan, say, lambda _: None).join())
+    except CannotServe as error:
+        refuse(str(error))
+
+
+def prefix_of(host: str) -> str:
+    """Make a host's name the beginning of a worker id. Pure."""
+    fit = re.sub(r"[^A-Za-z0-9_-]+", "-", host.partition(".")[0]).strip("-_")
+    return fit[:MOST_CHARACTERS] or "host"

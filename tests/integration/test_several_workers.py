@@ -1,0 +1,205 @@
+"""Several workers of one base model: `cotrain serve --workers`, and `cotrain worker` from a second host.
+
+Numbers are those of one worker, to the bit, also where a worker is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+import urllib.request
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain import AdamParams, Datum, ModelInput, ServiceClient
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.serving import Serving
+from tests.support.tiny_models import build_tiny_qwen3
+from tests.warm.popen import Popen, run
+from tests.warm.sources import COMMAND
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cotrain import TrainingClient
+
+TENANTS, STEPS = 16, 3
+KEYS = [f"tml-tenant{number}_of-the-lab-{number}" for number in range(TENANTS)]
+PATIENCE_S = 300
+#: The command as it is, whether this checkout's entry points are installed or not.
+WORKER = [
+    sys.executable, "-c", "import typer; from cotrain_server.commands.worker import worker; typer.run(worker)",
+]  # fmt: skip
+
+Numbers = list[list[tuple[float, float]]]
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"tiny={build_tiny_qwen3(tmp_path_factory.mktemp('models') / 'tiny')}"
+
+
+class Tenants:
+    """Sixteen runs, each of a tenant of its own, that train side by side."""
+
+    def __init__(self, address: str, clients: ExitStack) -> None:
+        services = [ServiceClient(base_url=address, api_key=key) for key in KEYS]
+        for service in services:
+            clients.enter_context(service)
+        self.runs = [
+            service.create_lora_training_client("tiny", rank=2 + number % 3, seed=number)
+            for number, service in enumerate(services)
+        ]
+        self.numbers: Numbers = []
+
+    def step(self) -> None:
+        """Send one step of every run before any result is waited for."""
+        self.wait(self.begin())
+
+    def begin(self) -> list[tuple[object, object]]:
+        return [begin(run, number) for number, run in enumerate(self.runs)]
+
+    def wait(self, begun: list[tuple[object, object]]) -> None:
+        self.numbers.append([told(loss, step) for loss, step in begun])
+
+    def save(self) -> None:
+        """Have the weights on disk, in folders that are named after their content."""
+        for saved in [each.save_state("last") for each in self.runs]:
+            saved.result(PATIENCE_S)
+
+
+def begin(run: TrainingClient, number: int) -> tuple[object, object]:
+    tokens = [(number * 7 + at * 3) % 500 for at in range(4 + number % 5)]
+    inputs = {"target_tokens": [*tokens[1:], 1], "weights": [1.0] * len(tokens)}
+    datum = Datum(model_input=ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+    return run.forward_backward([datum], "cross_entropy"), run.optim_step(
+        AdamParams(learning_rate=1e-2)
+    )
+
+
+def told(loss, step) -> tuple[float, float]:  # type: ignore[no-untyped-def]  # futures of the client
+    found = loss.result(PATIENCE_S).metrics["loss:sum"]
+    return found, step.result(PATIENCE_S).metrics["grad_norm"]
+
+
+def saved_in(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "weights").rglob("*") if path.is_dir()}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def workers_of(serving: Serving) -> dict[str, dict[str, Any]]:
+    """What each living worker says about itself."""
+    request = urllib.request.Request(f"{serving.address}/status", None, serving.operator)
+    with urllib.request.urlopen(request) as answer:
+        (pool,) = json.load(answer)["pools"]
+    return {worker["id"]: worker for worker in pool["workers"]}
+
+
+@pytest.fixture(scope="module")
+def alone(base_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Numbers, set[str]]:
+    """What one worker computes."""
+    folder = tmp_path_factory.mktemp("alone")
+    with Serving(folder, [base_model], KEYS, ["--device=cpu"]) as serving, ExitStack() as clients:
+        tenants = Tenants(serving.address, clients)
+        for _ in range(STEPS):
+            tenants.step()
+        tenants.save()
+    return tenants.numbers, saved_in(folder)
+
+
+def test_four_workers_compute_what_one_does_also_where_one_is_killed(
+    tmp_path: Path, base_model: str, alone: tuple[Numbers, set[str]]
+) -> None:
+    options = ["--device=cpu", "--workers=4"]
+    with Serving(tmp_path, [base_model], KEYS, options) as serving, ExitStack() as clients:
+        tenants = Tenants(serving.address, clients)
+        tenants.step()
+        under_way = tenants.begin()
+        os.kill(
+            int(re.findall(r"worker-w2 started \(pid (\d+)\)", serving.log)[-1]), signal.SIGKILL
+        )
+        tenants.wait(under_way)
+        tenants.step()
+        tenants.save()
+        workers = workers_of(serving)
+    assert (tenants.numbers, saved_in(tmp_path)) == alone
+    assert set(workers) == {"w0", "w1", "w2", "w3"}
+    assert sum(worker["tokens_per_s"] > 0 for worker in workers.values()) == 4
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_join_from_elsewhere_and_when_they_are_gone_their_runs_go_on(
+    tmp_path: Path, base_model: str, alone: tuple[Numbers, set[str]], end: signal.Signals
+) -> None:
+    with EmbeddedRedis() as redis, ExitStack() as at_end:
+        options = ["--device=cpu", f"--redis-url={redis.url}"]
+        settings = {"COTRAIN_REASSIGN_AFTER_S": "1"}
+        serving = at_end.enter_context(Serving(tmp_path, [base_model], KEYS, options, settings))
+        joined = Popen(
+            [
+                *WORKER, f"--base-model={base_model}", f"--redis-url={redis.url}",
+                f"--data-dir={tmp_path}", "--device=cpu", "--torch-threads=1", "--workers=2",
+                "--name=east",
+            ],
+            start_new_session=True,
+        )  # fmt: skip
+        at_end.callback(joined.kill)
+        wait_until(lambda: set(workers_of(serving)) == {"w0", "east-w0", "east-w1"})
+        tenants = Tenants(serving.address, at_end)
+        tenants.step()
+        wait_until(
+            lambda: any(
+                found["runs"] for name, found in workers_of(serving).items() if name != "w0"
+            )
+        )
+        under_way = tenants.begin()
+        joined.send_signal(end)
+        tenants.wait(under_way)
+        assert joined.wait(PATIENCE_S) == (0 if end is signal.SIGTERM else -end)
+        tenants.step()
+        tenants.save()
+        wait_until(lambda: workers_of(serving)["w0"]["runs"] == TENANTS)
+        left = workers_of(serving)
+    assert (tenants.numbers, saved_in(tmp_path)) == alone
+    assert set(left) == {"w0"}
+    if end is signal.SIGTERM:
+        assert left["w0"]["restored_ops"] == 0
+
+
+def test_a_folder_that_is_no_servers_is_refused(tmp_path: Path) -> None:
+    refused = run(
+        [*WORKER, "--base-model=a/b", "--redis-url=redis://none", f"--data-dir={tmp_path}"]
+    )
+    assert refused.returncode == os.EX_USAGE
+    assert "is no server's data folder: it has no file belongs-to." in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--gpus=all", "--device=cpu"], "exclude each other: there is one worker per GPU"),
+        (["--gpus=0"], "no GPU can be seen here"),
+        (["--gpus=0", "--workers=2"], "--gpus 0 and --workers 2 exclude each other"),
+    ],
+)
+def test_workers_that_cannot_be_had_are_refused_in_a_sentence(
+    tmp_path: Path, options: list[str], why: str
+) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [str(COMMAND), "serve", "--base-model=a/b", f"--data-dir={tmp_path}", *options]
+    refused = run(command, env=environment)
+    assert refused.returncode == os.EX_USAGE
+    assert why in refused.stderr
