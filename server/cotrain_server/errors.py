@@ -20,7 +20,7 @@ RequestError
 ├── MissingFormToken        (of a page's form)
 ├── KeyOfTheOperator        (its tenant cannot revoke it)
 ├── ReadOnlyKey             (a viewer's, and this would change something)
-└── HiddenFromKey           (answered as if the endpoint did not exist)
+└── OperatorsOnly           (answered as if the endpoint did not exist)
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ReadOnlyKey(RequestError):
     """This API key is a viewer's: it may only read. The operator can make one of a member."""
 
 
-class HiddenFromKey(RequestError):
+class OperatorsOnly(RequestError):
     """Not Found"""
 
 
@@ -155,7 +155,7 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (MissingFormToken, 403),
     (KeyOfTheOperator, 403),
     (ReadOnlyKey, 403),
-    (HiddenFromKey, 404),
+    (OperatorsOnly, 404),
     (store.BaseModelNotServed, 400),
     # The SDK samples again at 410, which is what such a request needs.
     (store.SampleExpired, 410),

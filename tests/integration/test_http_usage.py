@@ -145,7 +145,8 @@ async def test_the_audit_log_tells_a_day_of_one_tenant_by_resource(
     await api.post(f"{checkpoint}/publish")
     session = {"session_id": run.partition(":")[0], "project_id": "p"}
     tenant = await api.services.tenants.authenticate(ALICE)
-    await api.services.audit.note(tenant, AuditEvent.PROJECT_ASSIGN, session)
+    async with api.services.audit.act(tenant, AuditEvent.PROJECT_ASSIGN, session):
+        pass
     everything = (await got(api, "audit"))["entries"]
     assert [entry["event"] for entry in everything] == ["checkpoint_publish", "project_assign"]
     assert everything[0]["tinker_path"] == f"tinker://{run}/weights/a"

@@ -284,17 +284,17 @@ async def test_a_look_that_fails_for_an_error_of_our_own_is_not_the_last(
 async def test_of_looks_that_fail_for_one_cause_the_log_has_the_first(
     empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed: list[int] = []
+    failed: asyncio.Queue[int] = asyncio.Queue()
 
     async def broken(_: Webhooks, most: int) -> list[DueEvent]:
-        failed.append(most)
+        failed.put_nowait(most)
         raise ValueError
 
     monkeypatch.setattr(Webhooks, "due", broken)
     with capture_logs() as logged:
         async with deliverer(empty_redis):
-            while len(failed) < 10:
-                await asyncio.sleep(0.01)
+            for _ in range(10):
+                await failed.get()
     assert [line["event"] for line in logged] == ["webhooks_unread"]
 
 
@@ -303,7 +303,7 @@ async def test_an_attempt_that_cannot_be_noted_is_not_made_again_at_once_and_hol
 ) -> None:
     note, looks = Webhooks.tried, Webhooks.due
     failed: list[TenantId] = []
-    seen: list[int] = []
+    seen: asyncio.Queue[int] = asyncio.Queue()
 
     async def broken_for_a(
         webhooks: Webhooks, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0
@@ -314,7 +314,7 @@ async def test_an_attempt_that_cannot_be_noted_is_not_made_again_at_once_and_hol
         await note(webhooks, event, outcome, answer, retry_in_s)
 
     async def counted(webhooks: Webhooks, most: int) -> list[DueEvent]:
-        seen.append(most)
+        seen.put_nowait(most)
         return await looks(webhooks, most)
 
     monkeypatch.setattr(Webhooks, "tried", broken_for_a)
@@ -324,12 +324,11 @@ async def test_an_attempt_that_cannot_be_noted_is_not_made_again_at_once_and_hol
         await webhooks.set(A, url_of(receiver))
         await webhooks.test(A)
         await receiver.until(1)
-        known = len(seen)
         await webhooks.set(B, url_of(receiver))
         await webhooks.test(B)
         await until(webhooks, B, delivered=1)
-        while len(seen) < known + 20:
-            await asyncio.sleep(0.01)
+        for _ in range(seen.qsize() + 20):
+            await seen.get()
     assert failed == [A]
     assert len(receiver.requests) == 2
 

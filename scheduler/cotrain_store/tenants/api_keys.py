@@ -21,7 +21,13 @@ from cotrain_store.messages.encoding import decode, encode
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.sessions import Tenant
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.tenants.key_format import KeyRecord, digest_of_key, issued_key_id
+from cotrain_store.tenants.key_format import (
+    KeyRecord,
+    digest_of_key,
+    issued_key_id,
+    new_api_key,
+    new_tenant,
+)
 from cotrain_store.tenants.names import name_tenant
 
 if TYPE_CHECKING:
@@ -106,20 +112,21 @@ class Tenants:
         not_after: float | None = None,
         prefix: KeyPrefix = "tml",
         role: Role = "member",
+        api_key: str = "",
     ) -> str:
-        """Make a key and return it: the only time that its secret is seen.
+        """Make a key, or accept the one of `new_api_key`, and return it: the only time that its secret is seen.
 
         Without `tenant` the key starts a new one; with it, it is one more key of that tenant.
         """
-        key_id = secrets.token_hex(8)
-        api_key = f"{prefix}-{key_id}_{secrets.token_urlsafe(32)}"
+        api_key = api_key or new_api_key(prefix)
+        key_id = issued_key_id(api_key) or ""
         row: dict[str | bytes, str] = {
             "digest": digest_of_key(api_key),
-            "tenant": tenant or _new_tenant(),
+            "tenant": tenant or new_tenant(),
             "name": name,
             "created_at": repr(time.time()),
             "not_after": "" if not_after is None else repr(not_after),
-            "prefix": f"{prefix}-{key_id}",
+            "prefix": api_key.partition("_")[0],
             "role": role,
         }
         await self._redis.hset(tenant_keys.api_key(key_id), mapping=row)
@@ -201,7 +208,7 @@ class Tenants:
         digest = digest_of_key(chosen.api_key)
         fresh = KeyRecord(
             id=secrets.token_hex(8),
-            tenant=await self._earlier_tenant(chosen.api_key, digest) or _new_tenant(),
+            tenant=await self._earlier_tenant(chosen.api_key, digest) or new_tenant(),
             name="",
             created_at=time.time(),
             not_after=None,
@@ -237,10 +244,6 @@ async def signing_keys(connection: Connection) -> tuple[bytes, bytes]:
         await connection.hsetnx(name, field, secrets.token_bytes(_SIGNING_KEY_BYTES))
     current, previous = await connection.hmget(name, ["current", "previous"])
     return current, previous
-
-
-def _new_tenant() -> TenantId:
-    return TenantId(f"t-{secrets.token_hex(8)}")
 
 
 def _tenant_by_digest(digest: str) -> TenantId:

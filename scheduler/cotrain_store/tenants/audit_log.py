@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.keys import tenant_keys
 from cotrain_store.redis_client.scripts import async_script
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator, Mapping
+    from contextlib import AbstractAsyncContextManager
 
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.sessions import Tenant
@@ -51,6 +54,10 @@ class AuditEvent(StrEnum):
     RUN_PAUSE = "run_pause"
     RUN_RESUME = "run_resume"
     RUN_CLOSE = "run_close"
+    #: A note or tags were written; by a tenant, as the next two.
+    RUN_LABEL = "run_label"
+    WEBHOOK_SET = "webhook_set"
+    WEBHOOK_REMOVE = "webhook_remove"
     WORKER_DRAIN = "worker_drain"
     WORKER_UNDRAIN = "worker_undrain"
 
@@ -71,30 +78,60 @@ class AuditEntry:
     """To ask for what came before."""
 
 
+@dataclass
+class Act:
+    """Something that is being done, and stands in the log already."""
+
+    is_done: bool = True
+    """To be made False where there was nothing to do."""
+
+
 class Audit:
-    """Write and read the audit logs: one of each tenant, and one of all acts."""
+    """Write and read the audit logs: one of each tenant, and one of all acts.
+
+    An act is noted before it is done: a process that dies in between leaves a line too many, never one too few.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
         self._note = async_script(connection, "audit")
 
-    async def note(
+    def act(
         self, tenant: Tenant, event: AuditEvent, details: Mapping[str, str | int | None]
-    ) -> None:
-        """Note what a tenant just did. A process that dies right before leaves it out of the log.
+    ) -> AbstractAsyncContextManager[Act]:
+        """Note what a tenant does within the block; `details` of a checkpoint hold its `tinker_path`."""
+        return self._noted(tenant.id, event, details, tenant.key_id, tenant.name)
 
-        `details` of a checkpoint hold its `tinker_path`.
-        """
-        await self._write(tenant.id, event, details, tenant.key_id, tenant.name)
-
-    async def note_operator(
+    def act_of_operator(
         self,
         tenant: TenantId | None,
         event: AuditEvent,
         details: Mapping[str, str | float | None],
-    ) -> None:
-        """Note what the operator just did, with a tenant where it is about one."""
-        await self._write(tenant, event, details, OPERATOR, OPERATOR)
+    ) -> AbstractAsyncContextManager[Act]:
+        """Note what the operator does within the block, with a tenant where it is about one."""
+        return self._noted(tenant, event, details, OPERATOR, OPERATOR)
+
+    @asynccontextmanager
+    async def _noted(
+        self,
+        tenant: TenantId | None,
+        event: AuditEvent,
+        details: Mapping[str, str | float | None],
+        key_id: str,
+        key_name: str,
+    ) -> AsyncIterator[Act]:
+        """Write a line; what the store then refuses, or what changed nothing, loses it again."""
+        lines = await self._write(tenant, event, details, key_id, key_name)
+        act = Act()
+        try:
+            yield act
+        except StoreError as refused:
+            act.is_done = isinstance(refused, StoreUnavailable)  # which may have done it
+            raise
+        finally:
+            if not act.is_done:
+                for stream, line in lines.items():
+                    await self._redis.xdel(stream, line)
 
     async def _write(
         self,
@@ -103,13 +140,14 @@ class Audit:
         details: Mapping[str, str | float | None],
         key_id: str,
         key_name: str,
-    ) -> None:
+    ) -> dict[str, bytes]:
+        """Write a line into each stream that has it; returns their ids."""
         streams = [tenant_keys.audit_of_all(), *([tenant_keys.audit(tenant)] if tenant else [])]
         args = {
             "event": str(event), "details": json.dumps(dict(details)), "tenant": tenant or "",
             "key_id": key_id, "key_name": key_name, "kept": EVENTS_KEPT,
         }  # fmt: skip
-        await self._note(streams, args)
+        return dict(zip(streams, await self._note(streams, args), strict=True))
 
     async def page(
         self, tenant: TenantId | None, before: str | None, limit: int

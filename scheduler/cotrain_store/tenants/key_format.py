@@ -1,4 +1,4 @@
-"""What an API key looks like, what of it may be shown, and the keys that an operator chose. Pure.
+"""What an API key looks like, what of it may be shown, and the keys that an operator chose. Knows no store.
 
 One that we make is `tml-<id>_<secret>`, or `sk-…`: then the stock SDK wants to exchange it for a token.
 One that an operator chose begins the same way and stands in the server's settings.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from cotrain_store.errors import InvalidKey
+from cotrain_store.messages.ids import TenantId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.sessions import Role
 
 KeyPrefix = Literal["tml", "sk"]
@@ -108,6 +109,16 @@ def issued_key_id(api_key: str) -> str | None:
         raise InvalidKey
     match = _ISSUED_FORM.fullmatch(api_key)
     return match[1] if match else None
+
+
+def new_api_key(prefix: KeyPrefix) -> str:
+    """Make up a key: its public part, and a secret that is hard to guess."""
+    return f"{prefix}-{secrets.token_hex(8)}_{secrets.token_urlsafe(32)}"
+
+
+def new_tenant() -> TenantId:
+    """Make up the id of a tenant."""
+    return TenantId(f"t-{secrets.token_hex(8)}")
 
 
 def digest_of_key(api_key: str) -> str:

@@ -14,20 +14,21 @@ if TYPE_CHECKING:
 async def pause_run(services: Services, tenant: TenantId, run_id: str, reason: str) -> None:
     """Hold a run back; raises RunNotFound, or RunClosed for one that has ended."""
     run = await services.records.run(tenant, run_id)
-    await services.pauses.pause_run(run, reason)
     details = {"run": run.id, "reason": reason}
-    await services.audit.note_operator(tenant, AuditEvent.RUN_PAUSE, details)
+    async with services.audit.act_of_operator(tenant, AuditEvent.RUN_PAUSE, details):
+        await services.pauses.pause_run(run, reason)
 
 
 async def resume_run(services: Services, tenant: TenantId, run_id: str) -> None:
     """Let a run go on; raises RunNotFound. Twice is harmless."""
     run = await services.records.run(tenant, run_id)
-    if await services.pauses.resume_run(run):
-        await services.audit.note_operator(tenant, AuditEvent.RUN_RESUME, {"run": run.id})
+    details = {"run": run.id}
+    async with services.audit.act_of_operator(tenant, AuditEvent.RUN_RESUME, details) as act:
+        act.is_done = await services.pauses.resume_run(run)
 
 
 async def close_run(services: Services, tenant: TenantId, run_id: str) -> None:
     """End a run as its owner can: what waits fails, what is planned commits; raises RunNotFound."""
     run = await services.records.run(tenant, run_id)
-    await services.intake.close_run(run)
-    await services.audit.note_operator(tenant, AuditEvent.RUN_CLOSE, {"run": run.id})
+    async with services.audit.act_of_operator(tenant, AuditEvent.RUN_CLOSE, {"run": run.id}):
+        await services.intake.close_run(run)

@@ -45,23 +45,25 @@ async def change_tenant(services: Services, tenant: TenantId, change: TenantChan
     """Set limits and weight; they hold in every API process and in the next cycle within a second."""
     limits: dict[str, int | None] = change.limits.model_dump(exclude_unset=True)
     if limits:
-        await services.policies.set_limits(tenant, limits)
-        services.quotas.forget(tenant)
         details = {"limits": json.dumps(limits)}
-        await services.audit.note_operator(tenant, AuditEvent.TENANT_LIMITS, details)
+        async with services.audit.act_of_operator(tenant, AuditEvent.TENANT_LIMITS, details):
+            await services.policies.set_limits(tenant, limits)
+        services.quotas.forget(tenant)
     if "weight" in change.model_fields_set:
         weight = WEIGHT if change.weight is None else change.weight
-        await services.policies.set_weight(tenant, weight)
-        await services.audit.note_operator(tenant, AuditEvent.TENANT_WEIGHT, {"weight": weight})
+        weighed = {"weight": weight}
+        async with services.audit.act_of_operator(tenant, AuditEvent.TENANT_WEIGHT, weighed):
+            await services.policies.set_weight(tenant, weight)
 
 
 async def pause_tenant(services: Services, tenant: TenantId, reason: str) -> None:
     """Hold a tenant back: what it sends is accepted up to its limits, and waits."""
-    await services.pauses.pause_tenant(tenant, reason)
-    await services.audit.note_operator(tenant, AuditEvent.TENANT_PAUSE, {"reason": reason})
+    details = {"reason": reason}
+    async with services.audit.act_of_operator(tenant, AuditEvent.TENANT_PAUSE, details):
+        await services.pauses.pause_tenant(tenant, reason)
 
 
 async def resume_tenant(services: Services, tenant: TenantId) -> None:
     """Let a tenant go on. Twice is harmless."""
-    if await services.pauses.resume_tenant(tenant):
-        await services.audit.note_operator(tenant, AuditEvent.TENANT_RESUME, {})
+    async with services.audit.act_of_operator(tenant, AuditEvent.TENANT_RESUME, {}) as act:
+        act.is_done = await services.pauses.resume_tenant(tenant)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from cotrain.wire.admin import KeyShown, NewKey
 from cotrain_store.errors import KeyNotFound
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.key_format import issued_key_id
+from cotrain_store.tenants.key_format import issued_key_id, new_api_key, new_tenant
 
 if TYPE_CHECKING:
     from cotrain.wire.admin import KeyRequest
@@ -22,17 +23,24 @@ DAY_S = 24 * 3600.0
 async def make_key(services: Services, tenant: TenantId | None, wanted: KeyRequest) -> NewKey:
     """Make a key of a tenant, or of a new one; its secret is in the answer and nowhere else."""
     not_after = None if wanted.days is None else time.time() + wanted.days * DAY_S
-    key = await services.tenants.issue(
-        wanted.name, tenant=tenant, not_after=not_after, prefix=wanted.prefix, role=wanted.role
-    )
-    made = await services.tenants.issued_key(issued_key_id(key) or "")
+    key, owner = new_api_key(wanted.prefix), tenant or new_tenant()
+    key_id, audit = issued_key_id(key) or "", services.audit
+    details = {"key_id": key_id, "name": wanted.name, "role": wanted.role}
+    async with AsyncExitStack() as acts:
+        if tenant is None:
+            named = {"name": wanted.name}
+            await acts.enter_async_context(
+                audit.act_of_operator(owner, AuditEvent.TENANT_CREATE, named)
+            )
+        await acts.enter_async_context(
+            audit.act_of_operator(owner, AuditEvent.APIKEY_CREATE, details)
+        )
+        await services.tenants.issue(
+            wanted.name, tenant=owner, not_after=not_after, api_key=key, role=wanted.role
+        )
+    made = await services.tenants.issued_key(key_id)
     if made is None:
         raise KeyNotFound
-    if tenant is None:
-        details = {"name": wanted.name}
-        await services.audit.note_operator(made.tenant, AuditEvent.TENANT_CREATE, details)
-    details = {"key_id": made.id, "name": made.name, "role": made.role}
-    await services.audit.note_operator(made.tenant, AuditEvent.APIKEY_CREATE, details)
     return NewKey(**_shown(made, None).model_dump(), key=key)
 
 
@@ -53,10 +61,10 @@ async def revoke_key(services: Services, tenant: TenantId, key_id: str) -> None:
     known = await services.tenants.issued_key(key_id)
     if known and known.tenant != tenant:
         raise KeyNotFound
-    if not await services.tenants.revoke(key_id) or not known:
-        raise KeyNotFound
-    details = {"revoked": key_id, "name": known.name}
-    await services.audit.note_operator(tenant, AuditEvent.APIKEY_REVOKE, details)
+    details = {"revoked": key_id, "name": known.name if known else ""}
+    async with services.audit.act_of_operator(tenant, AuditEvent.APIKEY_REVOKE, details):
+        if not await services.tenants.revoke(key_id) or not known:
+            raise KeyNotFound
 
 
 def _shown(key: KeyRecord, last_used_at: float | None) -> KeyShown:

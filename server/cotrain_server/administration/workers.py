@@ -24,16 +24,16 @@ async def list_workers(services: Services) -> list[WorkerShown]:
 
 async def drain_worker(services: Services, pool: str, worker: str) -> None:
     """Have a worker's runs go to the others of its pool; raises WorkerNotFound. Twice is harmless."""
-    await Drains(services.connection).ask(PoolId(pool), WorkerId(worker))
     details = {"pool": pool, "worker": worker}
-    await services.audit.note_operator(None, AuditEvent.WORKER_DRAIN, details)
+    async with services.audit.act_of_operator(None, AuditEvent.WORKER_DRAIN, details):
+        await Drains(services.connection).ask(PoolId(pool), WorkerId(worker))
 
 
 async def take_worker_back(services: Services, pool: str, worker: str) -> None:
     """Let a worker take runs again. Twice is harmless."""
-    if await Drains(services.connection).take_back(PoolId(pool), WorkerId(worker)):
-        details = {"pool": pool, "worker": worker}
-        await services.audit.note_operator(None, AuditEvent.WORKER_UNDRAIN, details)
+    details = {"pool": pool, "worker": worker}
+    async with services.audit.act_of_operator(None, AuditEvent.WORKER_UNDRAIN, details) as act:
+        act.is_done = await Drains(services.connection).take_back(PoolId(pool), WorkerId(worker))
 
 
 async def _of_pool(services: Services, pool: PoolRecord) -> list[WorkerShown]:

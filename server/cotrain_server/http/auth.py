@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_server.errors import HiddenFromKey, InvalidToken, ReadOnlyKey
+from cotrain_server.errors import InvalidToken, OperatorsOnly, ReadOnlyKey
 from cotrain_store.errors import AuthenticationFailed, InvalidKey
 from cotrain_store.messages.sessions import Tenant
 
@@ -92,10 +92,10 @@ def check_role(request: Request, tenant: Tenant) -> None:
 
 
 def check_operator(request: Request, services: Services) -> None:
-    """Return where a request shows the admin key; raises HiddenFromKey, or TooManyFailures."""
+    """Return where a request shows the admin key; raises OperatorsOnly, or TooManyFailures."""
     if not is_operator(request, services):
         note_failure(request, services)
-        raise HiddenFromKey
+        raise OperatorsOnly
 
 
 def is_operator(request: Request, services: Services) -> bool:

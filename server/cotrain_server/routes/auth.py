@@ -61,10 +61,9 @@ async def revoke_key(request: Request, services: ServicesDep) -> None:
     key = await _shown(request, services)
     if key.in_settings:
         raise KeyOfTheOperator
-    await services.tenants.revoke(key.id)
-    await services.audit.note(
-        Tenant(key.tenant, key.name, key.id), AuditEvent.APIKEY_REVOKE, {"key_id": key.id}
-    )
+    owner = Tenant(key.tenant, key.name, key.id)
+    async with services.audit.act(owner, AuditEvent.APIKEY_REVOKE, {"key_id": key.id}):
+        await services.tenants.revoke(key.id)
 
 
 async def _shown(request: Request, services: Services) -> KeyRecord:

@@ -52,8 +52,9 @@ async def delete_checkpoint(
 ) -> None:
     """Take a checkpoint's name away. What was loaded from it, or is being, stays."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
-    await services.checkpoints.delete(tenant.id, found.run, found.kind, found.name)
-    await _note(services, tenant, AuditEvent.CHECKPOINT_DELETE, found)
+    details = {"tinker_path": found.path}
+    async with services.audit.act(tenant, AuditEvent.CHECKPOINT_DELETE, details):
+        await services.checkpoints.delete(tenant.id, found.run, found.kind, found.name)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
@@ -62,8 +63,7 @@ async def publish_checkpoint(
 ) -> None:
     """Let every tenant of this server load, sample and download a checkpoint."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
-    await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=True)
-    await _note(services, tenant, AuditEvent.CHECKPOINT_PUBLISH, found)
+    await _publish(services, tenant, found, public=True)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
@@ -72,8 +72,7 @@ async def unpublish_checkpoint(
 ) -> None:
     """Keep a checkpoint to its owner again; what others made of it in between is theirs."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
-    await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=False)
-    await _note(services, tenant, AuditEvent.CHECKPOINT_UNPUBLISH, found)
+    await _publish(services, tenant, found, public=False)
 
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204)
@@ -88,16 +87,21 @@ async def set_ttl(
     """Let a checkpoint expire so many seconds from now, or with null never."""
     check_ttl(wanted.ttl_seconds)
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
-    await services.checkpoints.set_ttl(
-        tenant.id, found.run, found.kind, found.name, wanted.ttl_seconds
-    )
-    await _note(services, tenant, AuditEvent.CHECKPOINT_SET_TTL, found)
+    details = {"tinker_path": found.path}
+    async with services.audit.act(tenant, AuditEvent.CHECKPOINT_SET_TTL, details):
+        await services.checkpoints.set_ttl(
+            tenant.id, found.run, found.kind, found.name, wanted.ttl_seconds
+        )
 
 
-async def _note(
-    services: Services, tenant: Tenant, event: AuditEvent, checkpoint: CheckpointRecord
+async def _publish(
+    services: Services, tenant: Tenant, found: CheckpointRecord, *, public: bool
 ) -> None:
-    await services.audit.note(tenant, event, {"tinker_path": checkpoint.path})
+    event = AuditEvent.CHECKPOINT_PUBLISH if public else AuditEvent.CHECKPOINT_UNPUBLISH
+    async with services.audit.act(tenant, event, {"tinker_path": found.path}):
+        await services.checkpoints.publish(
+            tenant.id, found.run, found.kind, found.name, public=public
+        )
 
 
 @router.api_route(
@@ -152,10 +156,11 @@ async def copy_weights(
         project = wanted.destination_project_id
         await services.records.create_session(tenant.id, session_id=session, project_id=project)
     run = _closed_run(name, tenant.id, session, source)
-    copy = await services.checkpoints.copy(
-        source.checkpoint, run, wanted.ttl_seconds, reader=reader
-    )
-    await _note(services, tenant, AuditEvent.CHECKPOINT_COPY, copy)
+    details = {"tinker_path": _moved(wanted.source_path, name)}
+    async with services.audit.act(tenant, AuditEvent.CHECKPOINT_COPY, details):
+        copy = await services.checkpoints.copy(
+            source.checkpoint, run, wanted.ttl_seconds, reader=reader
+        )
     return CopyWeightsResponse(tinker_path=copy.path)
 
 

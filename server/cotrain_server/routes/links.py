@@ -65,9 +65,9 @@ async def _links(
     checkpoint = source.checkpoint
     base = services.settings.public_url or str(request.base_url)
     urls = {}
-    for file in names:
-        link = Link(tenant.id, checkpoint.path, checkpoint.weights, file, expires_at)
-        urls[file] = f"{base.rstrip('/')}/api/v1/files/{services.signer.sign_link(link)}/{file}"
     details = {"tinker_path": checkpoint.path}
-    await services.audit.note(tenant, AuditEvent.CHECKPOINT_READ, details)
+    async with services.audit.act(tenant, AuditEvent.CHECKPOINT_READ, details):
+        for file in names:
+            link = Link(tenant.id, checkpoint.path, checkpoint.weights, file, expires_at)
+            urls[file] = f"{base.rstrip('/')}/api/v1/files/{services.signer.sign_link(link)}/{file}"
     return urls, datetime.fromtimestamp(expires_at, UTC)

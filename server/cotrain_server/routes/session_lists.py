@@ -63,6 +63,6 @@ async def assign_session_project(
 
     A project is a name that you give; it exists by being given.
     """
-    await services.records.assign_project(tenant.id, session_id, request.project_id)
     details = {"session_id": session_id, "project_id": request.project_id}
-    await services.audit.note(tenant, AuditEvent.PROJECT_ASSIGN, details)
+    async with services.audit.act(tenant, AuditEvent.PROJECT_ASSIGN, details):
+        await services.records.assign_project(tenant.id, session_id, request.project_id)

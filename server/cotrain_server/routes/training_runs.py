@@ -29,6 +29,7 @@ from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.views.history import csv_of, history_of
 from cotrain_server.views.records import checkpoint_of, training_run_of
 from cotrain_store.oplog.history import read_history
+from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.run_labels import LabelQuery
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ async def update_training_run(
     """Write a run's note or its tags; lists and searches find it by them."""
     run = await services.records.run(tenant.id, run_id)
     most = (await services.quotas.of(tenant.id)).record_bytes
-    await services.run_labels.set(run, most, note=changes.note, tags=changes.tags)
+    async with services.audit.act(tenant, AuditEvent.RUN_LABEL, {"run": run.id}):
+        await services.run_labels.set(run, most, note=changes.note, tags=changes.tags)
     entry = await services.catalog.run(tenant.id, run_id, accessible=False)
     return training_run_of(entry, tenant.id)
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from cotrain_server.http.tenant_routes import Handler
     from cotrain_server.services import Services
-    from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.messages.runs import LoraSpec
     from cotrain_store.messages.sessions import SessionRecord, Tenant
@@ -86,11 +85,16 @@ PATIENCE_S = 240.0
 class _Wanted:
     """What an upload is to become, as far as its query says it."""
 
-    tenant: TenantId
+    owner: Tenant
     pool: PoolRecord
     session: SessionRecord | None  # None: one of its own, once the archive is read
     model_seq_id: int
+    name: str
     save: bytes  # the body of the op
+
+    def path_in(self, run: RunRecord) -> str:
+        """Name the checkpoint that it becomes."""
+        return f"tinker://{run.id}/weights/{self.name}"
 
 
 class UploadRoute(APIRoute):
@@ -129,13 +133,11 @@ async def upload_checkpoint(
         raise Invalid(full)
     with services.uploads.slot(tenant.id):
         run = await _import(request, services, wanted)
-    path = f"tinker://{run.id}/weights/{query.name}"
-    await services.audit.note(tenant, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
     return UploadResponse(
         request_id=request_id(run.id, 1),
         model_id=run.id,
         import_request_id=request_id(run.id, 0),
-        path=path,
+        path=wanted.path_in(run),
     )
 
 
@@ -161,12 +163,11 @@ async def upload_form(
             adapter = await asyncio.to_thread(read_adapter, files.config, files.tensors, SEED)
             pool = await _pool_of(services, files.config)
             save = encode(_save_request(UploadQuery(base_model=pool.base_model, name=NAME)))
-            run = await _queue(services, _Wanted(tenant.id, pool, None, 0, save.encode()), adapter)
-    path = f"tinker://{run.id}/weights/{NAME}"
-    await services.audit.note(tenant, AuditEvent.CHECKPOINT_UPLOAD, {"tinker_path": path})
+            wanted = _Wanted(tenant, pool, None, 0, NAME, save.encode())
+            run = await _queue(services, wanted, adapter)
     for seq in (0, 1):
         await _await_op(services, run, seq)
-    return UploadedResponse(path=path)
+    return UploadedResponse(path=wanted.path_in(run))
 
 
 async def _pool_of(services: Services, config: bytes) -> PoolRecord:
@@ -203,7 +204,9 @@ async def _read_query(services: Services, tenant: Tenant, query: UploadQuery) ->
         session = await services.records.session(tenant.id, query.session_id)
         if session.finished_at is not None:
             raise SessionFinished
-    return _Wanted(tenant.id, pool, session, query.model_seq_id or 0, encode(save).encode())
+    return _Wanted(
+        tenant, pool, session, query.model_seq_id or 0, query.name, encode(save).encode()
+    )
 
 
 def _save_request(query: UploadQuery) -> SaveRequest:
@@ -238,10 +241,12 @@ async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> R
     check_rank(adapter.lora.rank, min(wanted.pool.max_rank, services.settings.max_rank))
     body, digest = await asyncio.to_thread(_encode, adapter, wanted)
     run = await _new_run(services, wanted, adapter.lora, digest)
+    details = {"tinker_path": wanted.path_in(run)}
     try:
-        await services.intake.create_run(
-            run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.save
-        )
+        async with services.audit.act(wanted.owner, AuditEvent.CHECKPOINT_UPLOAD, details):
+            await services.intake.create_run(
+                run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.save
+            )
     except (RunClosed, SeqConflict):
         known = await services.records.run(run.tenant, run.id)
         if known.user_metadata != run.user_metadata:
@@ -252,11 +257,11 @@ async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> R
 
 async def _new_run(services: Services, wanted: _Wanted, lora: LoraSpec, digest: str) -> RunRecord:
     session = wanted.session or await services.records.create_session(
-        wanted.tenant, sdk_version="upload"
+        wanted.owner.id, sdk_version="upload"
     )
     return RunRecord(
         id=run_id(session.id, wanted.model_seq_id),
-        tenant=wanted.tenant,
+        tenant=wanted.owner.id,
         session=session.id,
         pool=wanted.pool.id,
         base_model=wanted.pool.base_model,

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.encoders import jsonable_encoder
 from fastapi.responses import JSONResponse, RedirectResponse
 
-from cotrain_server.errors import HiddenFromKey, NotLoggedIn
+from cotrain_server.errors import NotLoggedIn
 from cotrain_server.ui.access.login import LOGIN
-from cotrain_server.ui.access.visitors import visitor_of
+from cotrain_server.ui.access.visitors import check_operator, visitor_of
 from cotrain_server.ui.rendering import HEADERS, guarded, html
 from cotrain_server.views.readiness import LOOK_TIMEOUT_S
 from cotrain_store.errors import StoreUnavailable
@@ -59,17 +59,13 @@ class Page:
     for_operator: bool = False
     """A tenant is answered as if it did not exist."""
     for_tenant: bool = False
-    """The operator is: it finds every tenant's part on pages of its own."""
+    """Not in the operator's navigation, who finds every tenant's part on pages of its own."""
     in_navigation: bool = True
 
     @property
     def twin(self) -> str:
         """Where its data is found as JSON."""
         return f"{self.path}/overview.json" if self.path == "/ui" else f"{self.path}.json"
-
-    def is_for(self, visitor: Visitor) -> bool:
-        """Tell whether there is such a page for a visitor."""
-        return not (self.for_tenant if visitor.is_operator else self.for_operator)
 
 
 def router_of(pages: Sequence[Page]) -> APIRouter:
@@ -84,7 +80,12 @@ def router_of(pages: Sequence[Page]) -> APIRouter:
 
 def shown_to(visitor: Visitor, pages: Sequence[Page]) -> list[Page]:
     """List the pages that a visitor finds in the navigation."""
-    return [page for page in pages if page.in_navigation and page.is_for(visitor)]
+    return [
+        page
+        for page in pages
+        if page.in_navigation
+        and not (page.for_tenant if visitor.is_operator else page.for_operator)
+    ]
 
 
 def page_context(page: Page, pages: Sequence[Page], visitor: Visitor, now: float) -> dict[str, Any]:
@@ -123,8 +124,8 @@ def _html_route(page: Page, pages: Sequence[Page]) -> Callable[[Request], Awaita
 async def _look(request: Request, page: Page) -> Look:
     services: Services = request.app.state.services
     visitor = await visitor_of(request, services)
-    if not page.is_for(visitor):
-        raise HiddenFromKey
+    if page.for_operator:
+        check_operator(visitor)
     address = services.settings.public_url or str(request.base_url)
     return Look(
         services,

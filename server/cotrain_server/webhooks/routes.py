@@ -17,6 +17,7 @@ from cotrain.wire.webhooks import (
 from cotrain_server.errors import Invalid
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_store.tenants.audit_log import AuditEvent
 
 router = APIRouter(
     prefix="/api/v1", tags=["webhooks"], route_class=TenantRoute, dependencies=[api_key]
@@ -29,7 +30,9 @@ async def set_webhook(
 ) -> NewWebhook:
     """Send your events to this address from now on. The secret is new, and shown here alone."""
     check_url(request.url, may_be_plain=bool(services.settings.webhook_networks))
-    secret = await services.webhooks.set(tenant.id, request.url)
+    details = {"host": urlsplit(request.url).netloc}
+    async with services.audit.act(tenant, AuditEvent.WEBHOOK_SET, details):
+        secret = await services.webhooks.set(tenant.id, request.url)
     return NewWebhook(url=request.url, secret=secret)
 
 
@@ -55,7 +58,8 @@ async def get_webhook(services: ServicesDep, tenant: TenantDep) -> Webhook:
 @router.delete("/webhook")
 async def remove_webhook(services: ServicesDep, tenant: TenantDep) -> WebhookRemoved:
     """Remove your webhook, with the events that it was not notified of yet."""
-    await services.webhooks.remove(tenant.id)
+    async with services.audit.act(tenant, AuditEvent.WEBHOOK_REMOVE, {}):
+        await services.webhooks.remove(tenant.id)
     return WebhookRemoved()
 
 

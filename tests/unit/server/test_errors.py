@@ -29,7 +29,7 @@ from cotrain_store import errors as store
         (store.StoreUnavailable(), 503),
         (store.SpoolCorrupt(), 500),
         (errors.BodyTooLarge(), 413),
-        (errors.HiddenFromKey(), 404),
+        (errors.OperatorsOnly(), 404),
     ],
 )
 def test_an_error_has_the_status_that_sdks_treat_rightly(error: Exception, status: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
-from cotrain_server.errors import BodyTooLarge, HiddenFromKey, MissingFormToken, NotLoggedIn
+from cotrain_server.errors import BodyTooLarge, MissingFormToken, NotLoggedIn, OperatorsOnly
 from cotrain_server.http.auth import authenticate, check_role, is_operator, shown_key
 from cotrain_server.ui.access.session import (
     CSRF_FIELD,
@@ -64,9 +64,9 @@ async def form_of(
 
 
 def check_operator(visitor: Visitor) -> None:
-    """Answer a tenant as if this page did not exist; raises HiddenFromKey."""
+    """Answer a tenant as if this page did not exist; raises OperatorsOnly."""
     if not visitor.is_operator:
-        raise HiddenFromKey
+        raise OperatorsOnly
 
 
 async def read_form(request: Request) -> dict[str, str]:

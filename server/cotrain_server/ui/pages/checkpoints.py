@@ -24,10 +24,12 @@ from cotrain_store.tenants.names import tenant_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractAsyncContextManager
 
     from cotrain_server.services import Services
     from cotrain_server.ui.access.session import Visitor
     from cotrain_store.messages.weights import CheckpointRecord
+    from cotrain_store.tenants.audit_log import Act
 
 SHOWN = 50
 DAY_S = 24 * 3600
@@ -36,6 +38,14 @@ DONE: Mapping[str, str] = {
     "publish": "Every tenant of this server may load, sample and download the checkpoint now.",
     "unpublish": "The checkpoint is its owner's alone again.",
     "ttl": "The checkpoint expires when you said.",
+}
+
+#: What a form may ask for.
+_EVENTS: Mapping[str, AuditEvent] = {
+    "delete": AuditEvent.CHECKPOINT_DELETE,
+    "publish": AuditEvent.CHECKPOINT_PUBLISH,
+    "unpublish": AuditEvent.CHECKPOINT_UNPUBLISH,
+    "ttl": AuditEvent.CHECKPOINT_SET_TTL,
 }
 
 router = APIRouter(include_in_schema=False)
@@ -80,23 +90,17 @@ async def change(request: Request, services: ServicesDep) -> Response:
     tenant = _whose(visitor, fields)
     found = await services.records.checkpoint(tenant, fields.get("path", ""))
     names = (tenant, found.run, found.kind, found.name)
-    match fields.get("do"):
-        case "delete":
+    do = fields.get("do", "")
+    if do not in _EVENTS:
+        raise Invalid(f"do: one of {', '.join(_EVENTS)}.")
+    ttl_s = _ttl_s(fields.get("days", "")) if do == "ttl" else None
+    async with _noted(services, visitor, _EVENTS[do], found):
+        if do == "delete":
             await services.checkpoints.delete(*names)
-            event = AuditEvent.CHECKPOINT_DELETE
-        case "publish" | "unpublish" as do:
+        elif do == "ttl":
+            await services.checkpoints.set_ttl(*names, ttl_s)
+        else:
             await services.checkpoints.publish(*names, public=do == "publish")
-            event = (
-                AuditEvent.CHECKPOINT_PUBLISH
-                if do == "publish"
-                else AuditEvent.CHECKPOINT_UNPUBLISH
-            )
-        case "ttl":
-            await services.checkpoints.set_ttl(*names, _ttl_s(fields.get("days", "")))
-            event = AuditEvent.CHECKPOINT_SET_TTL
-        case _:
-            raise Invalid("do: one of delete, publish, unpublish, ttl.")
-    await _note(services, visitor, event, found)
     given = {"tenant": tenant} if visitor.is_operator else {}
     return RedirectResponse("/ui/checkpoints?" + urlencode({**given, "done": fields["do"]}), 303)
 
@@ -109,8 +113,9 @@ async def download(request: Request, services: ServicesDep) -> Response:
     source = await find_source(services, _whose(visitor, fields), fields.get("path", ""))
     found, expires_at = source.checkpoint, int(time.time()) + LINK_LIFE_S
     link = Link(found.tenant, found.path, found.weights, ARCHIVE, expires_at)
-    await _note(services, visitor, AuditEvent.CHECKPOINT_READ, found)
-    return RedirectResponse(f"/api/v1/files/{services.signer.sign_link(link)}/{ARCHIVE}", 303)
+    async with _noted(services, visitor, AuditEvent.CHECKPOINT_READ, found):
+        signed = services.signer.sign_link(link)
+    return RedirectResponse(f"/api/v1/files/{signed}/{ARCHIVE}", 303)
 
 
 def _row(record: CheckpointRecord) -> dict[str, Any]:
@@ -132,14 +137,13 @@ def _whose(visitor: Visitor, fields: Mapping[str, str]) -> TenantId:
     return visitor.tenant.id if visitor.tenant else TenantId(fields.get("tenant", ""))
 
 
-async def _note(
+def _noted(
     services: Services, visitor: Visitor, event: AuditEvent, found: CheckpointRecord
-) -> None:
+) -> AbstractAsyncContextManager[Act]:
     details = {"tinker_path": found.path}
     if visitor.tenant is None:
-        await services.audit.note_operator(found.tenant, event, details)
-    else:
-        await services.audit.note(visitor.tenant, event, details)
+        return services.audit.act_of_operator(found.tenant, event, details)
+    return services.audit.act(visitor.tenant, event, details)
 
 
 def _ttl_s(days: str) -> int | None:

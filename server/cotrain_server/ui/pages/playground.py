@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from cotrain_server.errors import (
     CLIENT_CLOSED_REQUEST,
-    HiddenFromKey,
     Invalid,
+    OperatorsOnly,
     RequestError,
     sentence,
 )
@@ -76,7 +76,7 @@ async def ask(request: Request, services: ServicesDep) -> Response:
     """Sample from each of the ticked models; a page with the answers, or JSON where that is asked for."""
     visitor, fields = await form_of(request, services)
     if visitor.tenant is None:
-        raise HiddenFromKey
+        raise OperatorsOnly
     models = [fields[name] for name in sorted(fields) if name.startswith("model-")][
         : MOST_MODELS + 1
     ]

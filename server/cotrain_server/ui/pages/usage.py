@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from cotrain_server.administration.tenant_view import show_quotas, show_usage
-from cotrain_server.errors import HiddenFromKey
 from cotrain_server.ui.page import Look, Page
+from cotrain_store.errors import TenantNotFound
 
 
 async def read(look: Look) -> dict[str, Any]:
-    """Read the page's data; raises HiddenFromKey for the operator, who is no tenant."""
+    """Read the page's data; raises TenantNotFound for the operator."""
     if look.visitor.tenant is None:
-        raise HiddenFromKey
+        raise TenantNotFound
     tenant = look.visitor.tenant.id
     return {
         "quotas": [quota.model_dump() for quota in await show_quotas(look.services, tenant)],
