@@ -169,7 +169,7 @@ class PoolClock:
         again = now + SWEEP_S
         if free:
             await self._follow({slot.worker: slot.epoch for slot in slots})
-            self._queue.assign(workers)
+            self._queue.assign(workers, now)
         for worker in free:
             if not self._waiting(worker):
                 continue
@@ -277,7 +277,7 @@ class PoolClock:
         self._count(chosen.ops, now)
         if span:
             end_plan(span, self.pool, step)
-        self._queue.taken(chosen.ops, worker.id)
+        self._queue.taken(chosen.ops, worker.id, now)
         clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
         clock.last, clock.last_tokens = cycle_start.LastCycle(runs), chosen.tokens
         log_requests(

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cotrain_scheduler.placement import Candidate, RecentTokens, best, fits_one_more
 from cotrain_scheduler.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ class PoolQueue:
         self._runs: dict[RunId, RunQueue] = {}
         self._at: dict[RunId, WorkerId | None] = {}
         self._waiting: defaultdict[WorkerId | None, Waiting] = defaultdict(Waiting)
-        self._placed: Counter[WorkerId | None] = Counter()
+        self._tokens: Counter[WorkerId | None] = Counter()
+        """That wait for each worker; of a run with a full window, those in it."""
+        self.recent = RecentTokens()
         self._workers: list[WorkerId] = []
         self.unread: set[RunId] = set()
         """Runs of which the log holds more, or something else, than is known here."""
@@ -53,24 +56,33 @@ class PoolQueue:
             known = self._runs.get(queue.run)
             if known and queue.ops and queue.worker == known.worker:
                 self._runs[queue.run] = queue
-                self._waiting[self._at[queue.run]].replace(known, queue)
+                worker = self._at[queue.run]
+                self._waiting[worker].replace(known, queue)
+                self._tokens[worker] += tokens_of(queue) - tokens_of(known)
                 continue
             if known:
                 self._remove(known)
             if queue.ops:
                 self._add(queue, queue.worker)
 
-    def assign(self, workers: Sequence[WorkerHeartbeat]) -> None:
-        """Give every run without a worker the one with the fewest runs; anew when the workers change."""
+    def assign(self, workers: Sequence[WorkerHeartbeat], now: float) -> None:
+        """Give every run without a worker the one that would be done first; anew when the workers change."""
         names = sorted(worker.id for worker in workers)
         if names != self._workers:
             self._workers = names
             self._move([queue for queue in self._runs.values() if queue.worker is None], None)
-        load = {worker.id: worker.runs + self._placed[worker.id] for worker in workers}
-        while load and (unplaced := self._waiting.get(None)):
-            least = min(load, key=lambda name: (load[name], name))
-            load[least] += 1
-            self._move([next(iter(unplaced))], least)
+        fits = {worker.id: fits_one_more(worker) for worker in workers}
+        while workers and (unplaced := self._waiting.get(None)):
+            queue = next(iter(unplaced))
+            chosen = best([
+                Candidate(
+                    worker.id, self._tokens[worker.id] + self.recent.of(worker.id, now),
+                    worker.tokens_per_s, fits_one_more=fits[worker.id],
+                )
+                for worker in workers
+            ])  # fmt: skip
+            self.recent.settle(queue.run, chosen, now)
+            self._move([queue], chosen)
         self._waiting[None].changed.clear()  # no cycle is planned of these
 
     def strike_off(self, worker: WorkerId) -> None:
@@ -96,12 +108,18 @@ class PoolQueue:
         """Tell whether all of these runs wait for this worker."""
         return all(self._at.get(run) == worker for run in runs)
 
-    def taken(self, ops: Iterable[QueuedOp], worker: WorkerId) -> None:
+    def taken(self, ops: Iterable[QueuedOp], worker: WorkerId, now: float) -> None:
         """Note what a worker's step took. Its runs had their turn, and what changed before it is known."""
         self._waiting[worker].changed.clear()
-        last = {op.run: op.seq for op in ops}  # of one run, in order
+        last: dict[RunId, int] = {}
+        tokens: Counter[RunId] = Counter()
+        for op in ops:  # of one run, in order
+            last[op.run] = op.seq
+            tokens[op.run] += op.tokens
         for run, seq in last.items():
             queue = self._runs[run]
+            if not queue.begun_tokens:  # a pass that goes on was counted when it began
+                self.recent.note(run, worker, tokens[run], now)
             left = tuple(op for op in queue.ops if op.seq > seq)
             self._remove(queue)
             if left:
@@ -118,10 +136,15 @@ class PoolQueue:
         self._runs[queue.run] = queue
         self._at[queue.run] = worker
         self._waiting[worker].put(queue)
-        self._placed[worker] += queue.worker is None
+        self._tokens[worker] += tokens_of(queue)
 
     def _remove(self, queue: RunQueue) -> None:
         del self._runs[queue.run]
         worker = self._at.pop(queue.run)
         self._waiting[worker].remove(queue)
-        self._placed[worker] -= queue.worker is None
+        self._tokens[worker] -= tokens_of(queue)
+
+
+def tokens_of(queue: RunQueue) -> int:
+    """Count the tokens that a run has waiting, as far as they are known here."""
+    return sum(op.tokens for op in queue.ops) - queue.begun_tokens

@@ -57,6 +57,7 @@ async def test_its_runs_go_on_elsewhere_at_once_and_nothing_is_replayed(
     with ExitStack() as old, worker(url, tmp_path, other, worker_id=NEW):
         redis.hset(fleet_keys.draining(POOL), NEW, "1.0")  # else the run might begin there
         old.enter_context(worker(url, tmp_path, engine))
+        await until(lambda: not is_listed(redis, NEW))
         answers = await results(server, run, await submit(server, run, 1, STEP))
         assert redis.hget(run_keys.log(POOL, run.id), "worker") == OLD.encode()
         redis.hdel(fleet_keys.draining(POOL), NEW)

@@ -134,10 +134,10 @@ def test_four_workers_compute_what_one_does_also_where_one_is_killed(
         tenants.wait(under_way)
         tenants.step()
         tenants.save()
+        wait_until(lambda: all(found["runs"] for found in workers_of(serving).values()))
         workers = workers_of(serving)
     assert (tenants.numbers, saved_in(tmp_path)) == alone
     assert set(workers) == {"w0", "w1", "w2", "w3"}
-    assert sum(worker["tokens_per_s"] > 0 for worker in workers.values()) == 4
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
@@ -160,11 +160,7 @@ def test_workers_join_from_elsewhere_and_when_they_are_gone_their_runs_go_on(
         wait_until(lambda: set(workers_of(serving)) == {"w0", "east-w0", "east-w1"})
         tenants = Tenants(serving.address, at_end)
         tenants.step()
-        wait_until(
-            lambda: any(
-                found["runs"] for name, found in workers_of(serving).items() if name != "w0"
-            )
-        )
+        wait_until(lambda: all(found["runs"] for found in workers_of(serving).values()))
         under_way = tenants.begin()
         joined.send_signal(end)
         tenants.wait(under_way)

@@ -51,6 +51,8 @@ class WorkerHeartbeat:
     """Where in memory (device, host) → how many adapters."""
     adapter_bytes: dict[str, int] = field(default_factory=dict)
     """The same → their bytes."""
+    adapter_limit_bytes: int = 0
+    """What adapters may take of the device; 0: no limit."""
     unstored_bytes: int = 0
     """Saved weights that are not on disk yet."""
     snapshot_age_s: float = 0.0

@@ -77,7 +77,7 @@ class Pool:
             return
         self.fair_queue = chosen.fair_queue
         self.naive.fair_queue = naive.fair_queue
-        self.queue.taken(chosen.ops, W0)
+        self.queue.taken(chosen.ops, W0, 0.0)
         rows = {run: self.runs.pop(run) for run in {op.run for op in chosen.ops}}
         for run, row in rows.items():  # what stays open is put back, as the commit does
             last = [op for op in chosen.ops if op.run == run][-1]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_scheduler.queue import PoolQueue
+from cotrain_scheduler.queue import PoolQueue, tokens_of
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
 WINDOW = 4
+NOW = 100.0
 
 
 def op(run: str, seq: int) -> QueuedOp:
@@ -35,19 +37,43 @@ def order(queue: PoolQueue, worker: WorkerId) -> dict[str, list[str]]:
     return {tenant: list(runs) for tenant, runs in queue.waiting(worker).passes.items()}
 
 
-def test_a_run_stays_where_it_is_and_a_new_one_goes_to_the_emptiest_worker() -> None:
+def test_a_run_stays_where_it_is_and_a_new_one_goes_where_least_waits() -> None:
+    """However many runs a worker has at rest."""
     queue = PoolQueue(WINDOW)
-    queue.put([row("a", worker=W0), row("b"), row("c"), row("d")])
-    queue.assign([beat(W0, runs=2), beat(W1)])
-    assert order(queue, W0) == {"t": ["a", "d"]}
-    assert order(queue, W1) == {"t": ["b", "c"]}
+    queue.put([row("a", 4, worker=W0), row("b", worker=W1)])
+    queue.put([row("new")])
+    queue.assign([beat(W0), beat(W1, runs=900)], NOW)
+    assert order(queue, W0) == {"t": ["a"]}
+    assert order(queue, W1) == {"t": ["b", "new"]}
+
+
+@pytest.mark.parametrize(("later_s", "chosen"), [(1.0, W1), (1000.0, W0)])
+def test_what_was_asked_for_lately_counts_after_it_is_planned_and_fades(
+    later_s: float, chosen: WorkerId
+) -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row("hot", 4, worker=W0), row("waits", worker=W1)])
+    queue.taken([op("hot", seq) for seq in range(4)], W0, NOW)
+    queue.put([row("new")])
+    queue.assign([beat(W0), beat(W1)], NOW + later_s)
+    assert "new" in order(queue, chosen)["t"]
+
+
+def test_a_pass_over_several_cycles_is_counted_once() -> None:
+    queue = PoolQueue(WINDOW)
+    queue.put([row("large", worker=W0)])
+    queue.taken([op("large", 0)], W0, NOW)
+    queue.put([replace(row("large", worker=W0), begun_tokens=6)])
+    assert queue._tokens[W0] == 4
+    queue.taken([op("large", 0)], W0, NOW)
+    assert queue.recent.of(W0, NOW) == 10
 
 
 def test_new_runs_that_came_one_by_one_are_spread_as_well() -> None:
     queue = PoolQueue(WINDOW)
     for run in "abcd":
         queue.put([row(run)])
-        queue.assign([beat(W0), beat(W1)])
+        queue.assign([beat(W0), beat(W1)], NOW)
     assert order(queue, W0) == {"t": ["a", "c"]}
     assert order(queue, W1) == {"t": ["b", "d"]}
 
@@ -55,28 +81,28 @@ def test_new_runs_that_came_one_by_one_are_spread_as_well() -> None:
 def test_runs_that_no_worker_began_go_elsewhere_when_theirs_dies() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("a"), row("b"), row("mine", worker=W1)])
-    queue.assign([beat(W0), beat(W1)])
-    queue.assign([beat(W0)])
+    queue.assign([beat(W0), beat(W1)], NOW)
+    queue.assign([beat(W0)], NOW)
     assert order(queue, W0) == {"t": ["a", "b"]}
     assert order(queue, W1) == {"t": ["mine"]}  # it is in its worker's memory
     queue.strike_off(W1)
-    queue.assign([beat(W0)])
+    queue.assign([beat(W0)], NOW)
     assert order(queue, W0) == {"t": ["a", "b", "mine"]}
 
 
 def test_without_a_worker_runs_wait() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("a")])
-    queue.assign([])
+    queue.assign([], NOW)
     assert len(queue) == 1
-    queue.assign([beat(W0)])
+    queue.assign([beat(W0)], NOW)
     assert order(queue, W0) == {"t": ["a"]}
 
 
 def test_a_run_that_was_served_stands_behind_its_tenants_others() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row(run, 2, worker=W0) for run in "abc"])
-    queue.taken([op("a", 0), op("b", 0), op("b", 1)], W0)
+    queue.taken([op("a", 0), op("b", 0), op("b", 1)], W0, NOW)
     assert order(queue, W0) == {"t": ["c", "a"]}
     assert [one.seq for one in queue[RunId("a")].ops] == [1]
     queue.put([row("b", first=2, worker=W0)])
@@ -109,7 +135,7 @@ def test_a_run_that_another_worker_took_over_is_there() -> None:
 def test_behind_a_full_window_there_may_be_more() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("few", WINDOW - 1, worker=W0), row("many", WINDOW, worker=W0)])
-    queue.taken([op("few", 0), op("many", 0)], W0)
+    queue.taken([op("few", 0), op("many", 0)], W0, NOW)
     assert queue.unread == {"many"}
     queue.put([row("many", WINDOW, first=1, worker=W0)])
     assert queue.unread == set()
@@ -141,18 +167,19 @@ def test_whatever_happens_each_run_is_in_one_place_once(acts: list[tuple[str, in
             queue.put([row(run, count, worker=worker, tenant=run.translate({100: 97, 101: 97}))])
             expected[run] = count
         elif act == "take" and expected.get(run):
-            queue.taken([op(run, queue[RunId(run)].ops[0].seq)], W0)
+            queue.taken([op(run, queue[RunId(run)].ops[0].seq)], W0, NOW)
             expected[run] -= 1
         elif act == "strike":
             queue.strike_off(W0)
         else:
-            queue.assign([beat(W0, count), beat(W1)][: 1 + count % 2])
+            queue.assign([beat(W0, count), beat(W1)][: 1 + count % 2], NOW)
     known = {run: count for run, count in expected.items() if count}
-    queue.assign([beat(W0), beat(W1)])
+    queue.assign([beat(W0), beat(W1)], NOW)
     found = [one for worker in (W0, W1) for one in queue.waiting(worker)]
     assert {one.run: len(one.ops) for one in found} == known
     assert len(found) == len(queue) == len(known)
-    assert min(queue._placed.values(), default=0) >= 0
+    counted = {worker: sum(map(tokens_of, queue.waiting(worker))) for worker in (W0, W1)}
+    assert {worker: queue._tokens[worker] for worker in (W0, W1)} == counted
 
 
 def test_what_a_worker_began_is_read_again_when_another_process_has_its_id() -> None:

@@ -88,6 +88,7 @@ class WorkerReport:
             kv_cache_ratio=self._sampler.kv_cache_ratio,
             adapters={tier: count for tier, (count, _) in adapters.items()},
             adapter_bytes={tier: size for tier, (_, size) in adapters.items()},
+            adapter_limit_bytes=engine.adapters.device_limit_bytes or 0,
             unstored_bytes=self._weights.unstored_bytes,
             snapshot_age_s=snapshot_age_s,
             snapshot_due_s=snapshot_due_s,

@@ -210,6 +210,11 @@ class AdapterBank:
         return over_budget(on_host, self._host_bytes)
 
     @property
+    def device_limit_bytes(self) -> int | None:
+        """Return what adapters may take of the device; None: no limit."""
+        return self._adapter_bytes
+
+    @property
     def by_tier(self) -> dict[str, tuple[int, int]]:
         """Count adapters and their bytes, by where they are: `device` or `host`. Any thread may ask."""
         adapters = list(self._adapter_by_run.values())

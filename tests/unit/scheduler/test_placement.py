@@ -1,0 +1,122 @@
+"""Where a new run goes: to the worker that would be done with it first."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_scheduler.placement import MEMORY_S, Candidate, RecentTokens, best, fits_one_more
+from cotrain_scheduler.planner import QUANTUM_TOKENS
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import RunId, WorkerId
+
+W0, W1, W2 = WorkerId("w0"), WorkerId("w1"), WorkerId("w2")
+
+
+def beat(**facts: Any) -> WorkerHeartbeat:
+    return WorkerHeartbeat(W0, 1, "serving", "cuda", 1e4, 0, 0, 0.0, **facts)
+
+
+def test_twice_as_fast_is_done_with_twice_as_much() -> None:
+    slow, fast = Candidate(W0, 1_000, 100.0), Candidate(W1, 1_900, 200.0)
+    assert best([slow, fast]) == W1
+    assert best([slow, Candidate(W1, 2_100, 200.0)]) == W0
+
+
+def test_a_worker_without_room_for_an_adapter_comes_last_and_yet_before_none() -> None:
+    full = Candidate(W0, 0, 100.0, fits_one_more=False)
+    assert best([full, Candidate(W1, 1e9, 100.0)]) == W1
+    assert best([full]) == W0
+    with pytest.raises(ValueError, match="empty"):
+        best([])
+
+
+def test_a_worker_that_has_measured_nothing_takes_runs_too() -> None:
+    assert best([Candidate(W0, 10, 0.0), Candidate(W1, 5, 0.0)]) == W1
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "limit", "fits"),
+    [(0, 0, 10, True), (2, 6, 9, True), (2, 6, 8, False), (2, 6, 0, True)],
+)
+def test_room_is_for_one_more_adapter_like_those_there_are(
+    count: int, size: int, limit: int, fits: bool
+) -> None:
+    worker = beat(
+        adapters={"device": count}, adapter_bytes={"device": size}, adapter_limit_bytes=limit
+    )
+    assert fits_one_more(worker) is fits
+
+
+@given(
+    st.lists(st.floats(10, 1e5), min_size=1, max_size=6),
+    st.lists(st.floats(1, 1e6), max_size=40),
+)
+def test_however_large_runs_are_no_two_workers_differ_by_more_than_one_of_them(
+    rates: list[float], runs: list[float]
+) -> None:
+    tokens = {WorkerId(f"w{number}"): 0.0 for number in range(len(rates))}
+    rate_of = dict(zip(tokens, rates, strict=True))
+    for run in runs:
+        tokens[best([Candidate(name, tokens[name], rate_of[name]) for name in tokens])] += run
+    seconds = [tokens[name] / rate_of[name] for name in tokens]
+    assert max(seconds) - min(seconds) <= max(runs, default=0.0) / min(rates) * (1 + 1e-9)
+
+
+def test_what_was_asked_for_fades() -> None:
+    recent = RecentTokens()
+    recent.note(RunId("a"), W0, 100.0, 50.0)
+    assert recent.of(W0, 50.0) == 100.0
+    assert recent.of(W0, 50.0 + MEMORY_S) == pytest.approx(100 / math.e)
+    assert recent.of(W0, 0.0) == 100.0  # the host's time was set back
+    assert recent.of(W1, 50.0) == 0.0
+
+
+def test_new_runs_count_as_the_usual_one_before_they_ask_for_anything() -> None:
+    recent = RecentTokens()
+    recent.settle(RunId("first"), W0, 0.0)
+    assert recent.of(W0, 0.0) == QUANTUM_TOKENS
+    recent.note(RunId("first"), W0, 1_000.0, 0.0)
+    recent.settle(RunId("second"), W1, 0.0)
+    assert recent.of(W1, 0.0) == QUANTUM_TOKENS + 1_000
+    recent.settle(RunId("second"), W1, 0.0)
+    assert recent.of(W1, 0.0) == QUANTUM_TOKENS + 1_000
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"), st.sampled_from([W0, W1, W2]), st.integers(0, 10_000),
+            st.floats(0, 30),
+        )
+    )
+)  # fmt: skip
+def test_a_worker_counts_what_its_runs_asked_for_wherever_they_were_then(
+    acts: list[tuple[str, WorkerId, int, float]],
+) -> None:
+    recent, now = RecentTokens(), 0.0
+    asked: list[tuple[str, int, float]] = []
+    home: dict[str, WorkerId] = {}
+    for run, worker, tokens, passed_s in acts:
+        now += passed_s
+        recent.note(RunId(run), worker, tokens, now)
+        asked.append((run, tokens, now))
+        home[run] = worker
+    for worker in (W0, W1, W2):
+        left = [
+            tokens * math.exp((at - now) / MEMORY_S)
+            for run, tokens, at in asked
+            if home[run] == worker
+        ]
+        assert recent.of(worker, now) == pytest.approx(sum(left), abs=1e-6)
+
+
+def test_runs_at_rest_are_forgotten() -> None:
+    recent = RecentTokens()
+    for number in range(10_000):
+        recent.note(RunId(f"run{number}"), W0, 5.0, float(number))
+    assert len(recent._of_run) < 2_500
