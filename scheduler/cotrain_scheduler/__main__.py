@@ -60,8 +60,8 @@ def main() -> None:
         sys.exit(asyncio.run(serve(settings, asked.quantum_tokens)))
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
-    except StoreUnavailable:
-        log.error("redis_unavailable")  # the supervisor starts this process again
+    except StoreUnavailable as unavailable:
+        log.error("redis_unavailable", reason=str(unavailable))  # the supervisor starts this process again
         sys.exit(1)
 
 

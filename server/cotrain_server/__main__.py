@@ -86,8 +86,8 @@ def main() -> None:
         _check_store(settings)
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
-    except StoreUnavailable:
-        log.error("redis_unavailable")  # its supervisor starts it again
+    except StoreUnavailable as unavailable:
+        log.error("redis_unavailable", reason=str(unavailable))  # its supervisor starts it again
         sys.exit(3)
     most_connections = allow_many_connections()
     app = create_app(settings, arguments.long_poll_s)

@@ -17,7 +17,7 @@ from redis.retry import Retry
 from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.connection import DURABLE, check_store, open_connection
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
-from cotrain_store.settings.store import with_password
+from cotrain_store.settings.store import with_password_of
 from tests.support.compose_files import ROOT
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def url(folder: Path) -> Iterator[str]:
             pytest.raises(redis.exceptions.AuthenticationError),
         ):
             connection.ping()
-        yield with_password(address, folder / "redis-password")
+        yield with_password_of(address, folder / "redis-password")
     finally:
         process.kill()
         process.wait()

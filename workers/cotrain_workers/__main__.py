@@ -131,8 +131,8 @@ def main() -> None:
         refuse("base_model_refused", str(unusable))
     except (BackendUnfit, TooLittleMemory) as unfit:
         refuse("base_model_refused", f"Base model {settings.base_model} cannot be served: {unfit}")
-    except StoreUnavailable:
-        log.error("redis_unavailable")  # the supervisor starts this process again
+    except StoreUnavailable as unavailable:
+        log.error("redis_unavailable", reason=str(unavailable))  # the supervisor starts this process again
         sys.exit(1)
 
 

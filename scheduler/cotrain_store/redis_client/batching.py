@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 #: Commands in one batch, at most: Redis is held by one for a few milliseconds.
 MOST = 256
 
-_Asked: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any], asyncio.Future[Any]]"
+#: A command, and what redis-py is to know of its answer.
+Command: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+_Asked: TypeAlias = "tuple[Command, asyncio.Future[Any]]"
 
 
 class BatchingRedis(redis.asyncio.Redis):
@@ -40,7 +42,7 @@ class BatchingRedis(redis.asyncio.Redis):
         if self._sending is None:
             self._asked = []
             self._sending = asyncio.create_task(self._send())
-        self._asked.append((args, options, answer))
+        self._asked.append(((args, options), answer))
         return await answer
 
     async def _send(self) -> None:
@@ -48,18 +50,18 @@ class BatchingRedis(redis.asyncio.Redis):
         try:
             while self._asked:
                 batch, self._asked = self._asked[:MOST], self._asked[MOST:]
-                answers = await self._answers(batch)
-                for (_, _, answer), value in zip(batch, answers, strict=True):
+                answers = await self._answers([command for command, _ in batch])
+                for (_, answer), value in zip(batch, answers, strict=True):
                     _give(answer, value)
         finally:
             self._sending = None
             # This process ends: no caller may wait permanently.
-            for _, _, answer in [*batch, *self._asked]:
+            for _, answer in [*batch, *self._asked]:
                 answer.cancel()
 
-    async def _answers(self, batch: Sequence[_Asked]) -> list[Any]:
+    async def _answers(self, batch: Sequence[Command]) -> list[Any]:
         async with self.pipeline(transaction=False) as pipeline:
-            for args, options, _ in batch:
+            for args, options in batch:
                 pipeline.execute_command(*args, **options)
             try:
                 answers: list[Any] = await pipeline.execute(raise_on_error=False)

@@ -20,11 +20,21 @@ from redis.retry import Retry
 
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.keys import fleet_keys
+from cotrain_store.redis_client.address import parse_address
 from cotrain_store.redis_client.batching import BatchingRedis
 from cotrain_store.redis_client.refusals import REFUSALS, name_refusals
+from cotrain_store.redis_client.replicas import (
+    WAITING,
+    ReplicatedBatchingRedis,
+    ReplicatedRedis,
+    ReplicatedSyncRedis,
+)
+from cotrain_store.redis_client.sentinel import sentinel_pool, sync_sentinel_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from cotrain_store.redis_client.address import RedisAddress
 
 _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 #: What passes, and is waited for: Redis is unavailable, or takes nothing for now (full, read-only, busy …).
@@ -45,49 +55,68 @@ SOCKET_TIMEOUT_S = 10.0
 Connection: TypeAlias = Any
 SyncConnection: TypeAlias = Any
 
+# Every script may run twice, so a call whose outcome is unknown is simply made again.
 _RETRIES = 3
+_SETTINGS: Mapping[str, Any] = {
+    "timeout": POOL_TIMEOUT_S, "socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": 2.0,
+    "health_check_interval": 15, "retry_on_error": [*_UNANSWERED],
+}  # fmt: skip
 _RECANCEL_S = 0.05
 
 
 def open_connection(url: str) -> Connection:
-    """Open a pooled asynchronous connection (scheduler). Connects on first use."""
-    return redis.asyncio.Redis.from_pool(_pool(url))
+    """Open a pooled asynchronous connection (scheduler). Connects on first use.
+
+    Raises:
+        ValueError: it is no address of a Redis (`address.py`).
+    """
+    address = parse_address(url)
+    if not address.replicas:
+        return redis.asyncio.Redis.from_pool(_pool(address))
+    return _waiting_for(address, ReplicatedRedis.from_pool(_pool(address)))
 
 
 def open_batching_connection(url: str) -> Connection:
-    """Open one for a process with many callers at once (server)."""
-    return BatchingRedis.from_pool(_pool(url))
-
-
-def _pool(url: str) -> redis.asyncio.BlockingConnectionPool:
-    name_refusals()
-    return redis.asyncio.BlockingConnectionPool.from_url(
-        url,
-        max_connections=MAX_CONNECTIONS,
-        timeout=POOL_TIMEOUT_S,
-        socket_timeout=SOCKET_TIMEOUT_S,
-        socket_connect_timeout=2.0,
-        health_check_interval=15,
-        # Every script may run twice, so a call whose outcome is unknown is simply made again.
-        retry=AsyncRetry(ExponentialBackoff(cap=0.5, base=0.02), _RETRIES),
-        retry_on_error=list(_UNANSWERED),
-    )
+    """Open one for a process with many callers at once (server); else as `open_connection`."""
+    address = parse_address(url)
+    if not address.replicas:
+        return BatchingRedis.from_pool(_pool(address))
+    return _waiting_for(address, ReplicatedBatchingRedis.from_pool(_pool(address)))
 
 
 def open_sync_connection(url: str) -> SyncConnection:
-    """Open a pooled synchronous connection (worker)."""
+    """Open a pooled synchronous connection (worker); else as `open_connection`."""
     name_refusals()
-    pool = redis.BlockingConnectionPool.from_url(
-        url,
-        max_connections=8,
-        timeout=POOL_TIMEOUT_S,
-        socket_timeout=SOCKET_TIMEOUT_S,
-        socket_connect_timeout=2.0,
-        health_check_interval=15,
-        retry=Retry(ExponentialBackoff(cap=0.5, base=0.02), _RETRIES),
-        retry_on_error=list(_UNANSWERED),
+    address = parse_address(url)
+    settings = {**_SETTINGS, "max_connections": 8, "retry": Retry(_backoff(), _RETRIES)}
+    pool = (
+        sync_sentinel_pool(address, settings)
+        if address.sentinels
+        else redis.BlockingConnectionPool.from_url(address.url, **settings)
     )
-    return redis.Redis.from_pool(pool)
+    if not address.replicas:
+        return redis.Redis.from_pool(pool)
+    return _waiting_for(address, ReplicatedSyncRedis.from_pool(pool))
+
+
+def _waiting_for(address: RedisAddress, connection: Any) -> Any:
+    connection.replicas = address.replicas
+    return connection
+
+
+def _pool(address: RedisAddress) -> redis.asyncio.BlockingConnectionPool:
+    name_refusals()
+    settings = {
+        **_SETTINGS, "max_connections": MAX_CONNECTIONS, "retry": AsyncRetry(_backoff(), _RETRIES),
+    }  # fmt: skip
+    if address.sentinels:
+        pool: redis.asyncio.BlockingConnectionPool = sentinel_pool(address, settings)
+        return pool
+    return redis.asyncio.BlockingConnectionPool.from_url(address.url, **settings)
+
+
+def _backoff() -> ExponentialBackoff:
+    return ExponentialBackoff(cap=0.5, base=0.02)
 
 
 async def stop_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
@@ -114,8 +143,8 @@ async def check_store(connection: Connection, *, accept_data_loss: bool) -> None
     try:
         answers = await _questions(connection).execute()
     except CONNECTION_LOST as lost:
-        raise StoreUnavailable from lost
-    _judge(answers, accept_data_loss=accept_data_loss)
+        raise StoreUnavailable(f"Redis does not answer: {lost}") from lost
+    _judge(answers, connection, accept_data_loss=accept_data_loss)
 
 
 def check_store_sync(connection: SyncConnection, *, accept_data_loss: bool) -> None:
@@ -123,21 +152,27 @@ def check_store_sync(connection: SyncConnection, *, accept_data_loss: bool) -> N
     try:
         answers = _questions(connection).execute()
     except CONNECTION_LOST as lost:
-        raise StoreUnavailable from lost
-    _judge(answers, accept_data_loss=accept_data_loss)
+        raise StoreUnavailable(f"Redis does not answer: {lost}") from lost
+    _judge(answers, connection, accept_data_loss=accept_data_loss)
 
 
 def _questions(connection: Connection | SyncConnection) -> Any:
     pipeline = connection.pipeline(transaction=False)
     for name in DURABLE:
         pipeline.config_get(name)
+    pipeline.execute_command("COMMAND INFO", "WAITAOF")
     pipeline.set(fleet_keys.schema(), fleet_keys.SCHEMA_VERSION, nx=True)
     pipeline.get(fleet_keys.schema())
     return pipeline
 
 
-def _judge(answers: list[Any], *, accept_data_loss: bool) -> None:
-    *settings, _, version = answers
+def _judge(answers: list[Any], connection: Any, *, accept_data_loss: bool) -> None:
+    *settings, (waits,), _, version = answers
+    if isinstance(connection, WAITING) and not waits:
+        raise UnsafeRedis(
+            "This Redis cannot wait for its replicas' disks (WAITAOF), as replicas= in COTRAIN_REDIS_URL asks: "
+            "that takes Redis 7.2 or Valkey."
+        )
     found = {name: found.get(name) for name, found in zip(DURABLE, settings, strict=True)}
     refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path  # pydantic reads the annotation at run time
 from typing import Annotated, Any, Literal
-from urllib.parse import quote, urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from cotrain_store.redis_client.address import parse_address, with_password
 
 PREFIX = "COTRAIN_"
 
@@ -23,7 +24,7 @@ class StoreSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     redis_url: str
-    """`unix:///path/redis.sock` or `redis://user:password@host:port/0`."""
+    """`unix:///path/redis.sock`, `redis://user:password@host:port/0`, with TLS, behind Sentinels (`address.py`)."""
     redis_password_file: Path | None = None
     """Holds the password of `redis_url`, which then names none: a file shows in no list of variables."""
     data_dir: Path
@@ -42,8 +43,14 @@ class StoreSettings(BaseSettings):
     def _with_password(cls, given: dict[str, Any]) -> dict[str, Any]:
         url, file = given.get("redis_url"), given.get("redis_password_file")
         if file and url:
-            return given | {"redis_url": with_password(url, Path(file))}
+            return given | {"redis_url": with_password_of(url, Path(file))}
         return given if file else {**given, "redis_password_file": None}
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_an_address(cls, given: str) -> str:
+        parse_address(given)
+        return given
 
     @property
     def spool_dir(self) -> Path:
@@ -56,20 +63,16 @@ class StoreSettings(BaseSettings):
         return self.data_dir / "snapshots"
 
 
-def with_password(url: str, file: Path) -> str:
+def with_password_of(url: str, file: Path) -> str:
     """Put the password that a file holds into the URL of a Redis.
 
     Raises:
         ValueError: the URL names a password of its own, or the file holds none or cannot be read.
     """
-    parts = urlsplit(url)
-    if "@" in parts.netloc:
-        raise ValueError("redis_url names a password, and redis_password_file another: set one.")
     try:
         password = file.read_text(encoding="utf-8").strip()
     except OSError as unread:
         raise ValueError(f"redis_password_file: {file}: {unread.strerror}.") from None
     if not password:
         raise ValueError(f"redis_password_file: {file} is empty.")
-    # By hand: `urlunsplit` drops the empty host of `unix:///path`.
-    return f"{parts.scheme}://:{quote(password, safe='')}@{url.partition('://')[2]}"
+    return with_password(url, password)

@@ -31,15 +31,13 @@ class Policies:
         return {name.decode(): int(number) for name, number in row.items()}
 
     async def set_limits(self, tenant: TenantId, given: Mapping[str, int | None]) -> None:
-        """Set what is given, all at once; None takes a limit back to its default."""
+        """Set what is given; None takes a limit back to its default."""
         name = tenant_keys.limits(tenant)
         numbers = {quota: number for quota, number in given.items() if number is not None}
-        async with self._redis.pipeline(transaction=True) as pipeline:
-            if numbers:
-                pipeline.hset(name, mapping=numbers)
-            if given.keys() - numbers.keys():
-                pipeline.hdel(name, *sorted(given.keys() - numbers.keys()))
-            await pipeline.execute()
+        if numbers:
+            await self._redis.hset(name, mapping=numbers)
+        if given.keys() - numbers.keys():
+            await self._redis.hdel(name, *sorted(given.keys() - numbers.keys()))
 
     async def weight(self, tenant: TenantId) -> float:
         """Read a tenant's weight."""

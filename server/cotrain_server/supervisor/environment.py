@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cotrain_server.settings import ServerSettings
 from cotrain_store.settings.removed import REPLACED_BY, removed_variables
 from cotrain_store.settings.scheduler import SchedulerSettings
-from cotrain_store.settings.store import PREFIX, StoreSettings, with_password
+from cotrain_store.settings.store import PREFIX, StoreSettings, with_password_of
 from cotrain_store.settings.worker import WorkerSettings
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def refused_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 def opened(redis_url: str | None) -> str | None:
     """Complete a Redis' URL by the password of COTRAIN_REDIS_PASSWORD_FILE. Raises ValueError."""
     file = os.environ.get(f"{PREFIX}REDIS_PASSWORD_FILE")
-    return with_password(redis_url, Path(file)) if redis_url and file else redis_url
+    return with_password_of(redis_url, Path(file)) if redis_url and file else redis_url
 
 
 def environment(

@@ -233,13 +233,15 @@ async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None])
     patient_until = time.monotonic() + SILENCE_S
     try:
         while True:
-            with suppress(StoreUnavailable, *CONNECTION_LOST):
+            try:
                 await check_store(connection, accept_data_loss=plan.accept_data_loss)
                 with open_sync_connection(redis_url) as store:
                     await asyncio.to_thread(claim_folder, store, plan.data_dir)
                 return None if plan.api_keys else await _first_key(Tenants(connection))
+            except (StoreUnavailable, *CONNECTION_LOST) as error:
+                reason = str(error)
             if time.monotonic() > patient_until:
-                say("waiting for Redis")
+                say(f"waiting: {reason}")
                 patient_until = math.inf
             await asyncio.sleep(POLL_S)
     finally:

@@ -1,0 +1,108 @@
+"""Where Redis is, as `COTRAIN_REDIS_URL` says it. Pure.
+
+    unix:///path/redis.sock
+    redis://user:password@host:6379/0                              rediss://…?ssl_ca_certs=/path/ca.pem
+    redis+sentinel://user:password@host:26379,host:26379/service/0  rediss+sentinel://…
+
+Options behind `?` are redis-py's, but for two of ours: `replicas=1` says on the disks of how many replicas a write has
+to be (`replicas.py`), and what begins with `sentinel_` is for the Sentinels instead of Redis. TLS is for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+SCHEMES = ("unix", "redis", "rediss")
+OF_SENTINELS = ("redis+sentinel", "rediss+sentinel")
+SENTINEL_PORT = 26_379
+MOST_REPLICAS = 8
+_OF_SENTINEL = "sentinel_"
+
+
+@dataclass(frozen=True)
+class RedisAddress:
+    """An address that was read."""
+
+    url: str = field(repr=False)
+    """For redis-py; without Sentinels."""
+    replicas: int = 0
+    """On the disks of so many replicas a write has to be."""
+    sentinels: tuple[tuple[str, int], ...] = ()
+    service: str = ""
+    """What the Sentinels call the master and its replicas."""
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Of a connection to Redis that Sentinels name."""
+    sentinel_options: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Of a connection to a Sentinel."""
+
+
+def parse_address(url: str) -> RedisAddress:
+    """Read a URL.
+
+    Raises:
+        ValueError: it is none of ours; in a sentence that names the part, and never the password.
+    """
+    scheme, _, rest = url.partition("://")
+    place, _, query = rest.partition("?")
+    options = dict(parse_qsl(query))
+    replicas = _number(options.pop("replicas", "0"), "replicas", MOST_REPLICAS)
+    if scheme in SCHEMES:
+        left = f"?{urlencode(options)}" if options else ""
+        return RedisAddress(f"{scheme}://{place}{left}", replicas)
+    if scheme not in OF_SENTINELS:
+        known = ", ".join(f"{each}://" for each in (*SCHEMES, *OF_SENTINELS))
+        raise ValueError(f"redis_url begins with none of {known}")
+    login, _, hosts = place.partition("/")[0].rpartition("@")
+    service, _, database = place.partition("/")[2].strip("/").partition("/")
+    if not hosts or not service:
+        raise ValueError(
+            "redis_url names no Sentinels and service: redis+sentinel://host:26379,host:26379/service/0"
+        )
+    of_sentinel: dict[str, Any] = {
+        name.removeprefix(_OF_SENTINEL): options.pop(name)
+        for name in list(options)
+        if name.startswith(_OF_SENTINEL)
+    }
+    of_redis: dict[str, Any] = {
+        **options,
+        **_login(login),
+        "db": _number(database or "0", "database"),
+    }
+    if scheme == "rediss+sentinel":
+        of_redis["ssl"] = True
+        of_sentinel |= {name: value for name, value in of_redis.items() if name.startswith("ssl")}
+    sentinels = tuple(_host(each) for each in hosts.split(","))
+    return RedisAddress("", replicas, sentinels, service, of_redis, of_sentinel)
+
+
+def with_password(url: str, password: str) -> str:
+    """Put a password into a URL that may name a user.
+
+    Raises:
+        ValueError: it names a password of its own.
+    """
+    scheme, _, rest = url.partition("://")
+    # By hand: `urlunsplit` drops the empty host of `unix:///path`.
+    login, _, behind = rest.rpartition("@") if "@" in urlsplit(url).netloc else ("", "", rest)
+    if ":" in login:
+        raise ValueError("redis_url names a password, and redis_password_file another: set one.")
+    return f"{scheme}://{login}:{quote(password, safe='')}@{behind}"
+
+
+def _login(given: str) -> dict[str, str]:
+    user, _, password = given.partition(":")
+    named = {"username": unquote(user), "password": unquote(password)}
+    return {name: value for name, value in named.items() if value}
+
+
+def _host(given: str) -> tuple[str, int]:
+    host, _, port = given.partition(":")
+    return host, _number(port or str(SENTINEL_PORT), "port", 2**16 - 1)
+
+
+def _number(given: str, what: str, most: int = 2**31) -> int:
+    if not given.isdecimal() or int(given) > most:
+        raise ValueError(f"redis_url: {what} {given!r} is no number up to {most}")
+    return int(given)

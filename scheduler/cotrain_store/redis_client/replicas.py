@@ -1,0 +1,117 @@
+"""Connections that take a write for done once it is on the disk of replicas, too (`WAITAOF`, Redis 7.2, Valkey).
+
+A Redis that answers has the write on its own disk, which dies with its host. These ask it, behind each write that
+anything is promised on, how many replicas have it on theirs. Where too few do, the write is not taken back: its caller
+hears that Redis refuses for now, as with a full disk, and repeats it, which changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import redis
+import redis.asyncio
+from typing_extensions import override
+
+from cotrain_store.redis_client.batching import BatchingRedis
+from cotrain_store.redis_client.refusals import RedisRefuses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_store.redis_client.batching import Command
+
+#: How long Redis waits for its replicas, twice; less than the socket's timeout.
+WAIT_MS = 4_000
+#: Commands behind which it waits. Not `SET`: heartbeats and the like, which the next one replaces.
+AWAITED = frozenset({
+    "EVALSHA", "EVAL", "HSET", "HDEL", "HINCRBY", "DEL", "INCR", "SADD", "SREM",
+})  # fmt: skip
+
+
+class ReplicatedRedis(redis.asyncio.Redis):
+    """Of the scheduler."""
+
+    replicas: int
+
+    @override
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send a command and return its answer; raises RedisRefuses where a write is on too few disks."""
+        if args[0] not in AWAITED:
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]  # as redis-py leaves it
+        async with self.pipeline(transaction=False) as pipeline:
+            pipeline.execute_command(*args, **options)
+            for wait in waits_for(self.replicas):
+                pipeline.execute_command(*wait)
+            return acknowledged(await pipeline.execute(raise_on_error=False), self.replicas)
+
+
+class ReplicatedSyncRedis(redis.Redis):
+    """Of a worker."""
+
+    replicas: int
+
+    @override
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send a command and return its answer; raises RedisRefuses where a write is on too few disks."""
+        if args[0] not in AWAITED:
+            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]  # as redis-py leaves it
+        pipelines: Any = self.pipeline(transaction=False)
+        with pipelines as pipeline:
+            pipeline.execute_command(*args, **options)
+            for wait in waits_for(self.replicas):
+                pipeline.execute_command(*wait)
+            return acknowledged(pipeline.execute(raise_on_error=False), self.replicas)
+
+
+class ReplicatedBatchingRedis(BatchingRedis):
+    """Of a server. A batch waits once, for all that is written in it."""
+
+    replicas: int
+
+    @override
+    async def _answers(self, batch: Sequence[Command]) -> list[Any]:
+        written = [args[0] in AWAITED for args, _ in batch]
+        if not any(written):
+            return await super()._answers(batch)
+        waits: list[Command] = [(wait, {}) for wait in waits_for(self.replicas)]
+        *answers, _, disks = await super()._answers([*batch, *waits])
+        return [
+            acknowledged_of(answer, disks, self.replicas) if is_write else answer
+            for answer, is_write in zip(answers, written, strict=True)
+        ]
+
+
+WAITING = (ReplicatedRedis, ReplicatedSyncRedis, ReplicatedBatchingRedis)
+
+
+def waits_for(replicas: int) -> tuple[tuple[str | int, ...], ...]:
+    """Ask to wait until the last write of this connection is on the master's disk and on those of replicas.
+
+    First until they have heard of it: who is asked at once for its disk has the write, and has not flushed it, and
+    says so a second later.
+    """
+    return ("WAIT", replicas, WAIT_MS), ("WAITAOF", 1, replicas, WAIT_MS)
+
+
+def acknowledged(answers: Sequence[Any], replicas: int) -> Any:
+    """Return the answer to a command, before those of the waits behind it; raises what `acknowledged_of` gives."""
+    answer, _, disks = answers
+    answer = acknowledged_of(answer, disks, replicas)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def acknowledged_of(answer: Any, disks: Any, replicas: int) -> Any:
+    """Return an answer, its error, or the error of the wait behind it, whichever says why it counts for nothing."""
+    if isinstance(answer, Exception):
+        return answer
+    if isinstance(disks, Exception):
+        return type(disks)(*disks.args)  # one each: several callers may raise it
+    own, others = disks
+    if own < 1 or others < replicas:
+        return RedisRefuses(
+            f"NOREPLICAS a write is on the disk of {others} of {replicas} replicas (replicas= in COTRAIN_REDIS_URL)"
+        )
+    return answer
