@@ -61,7 +61,9 @@ def main() -> None:
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
     except StoreUnavailable as unavailable:
-        log.error("redis_unavailable", reason=str(unavailable))  # the supervisor starts this process again
+        log.error(
+            "redis_unavailable", reason=str(unavailable)
+        )  # the supervisor starts this process again
         sys.exit(1)
 
 

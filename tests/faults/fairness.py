@@ -116,7 +116,9 @@ def turns(
             window = windows.setdefault(run, _Window(cycle.planned_at))
             window.note(served, cycle.ran)
             window.rounds += served.keys() == {run}
-            rounds = window.rounds + sum(window.since_s <= at_s <= cycle.planned_at for at_s in restarted_s)
+            rounds = window.rounds + sum(
+                window.since_s <= at_s <= cycle.planned_at for at_s in restarted_s
+            )
             violations += window.unfair(run, ahead, rounds, quantum_tokens)
     return Turns(violations, passed_over)
 

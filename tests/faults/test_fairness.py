@@ -105,7 +105,7 @@ def played(seed: int) -> Turns:
         divided = draw.sample(list(chosen.allowances), k=len(chosen.allowances))
         goes_back = set() if draw.random() < 0.5 else set(divided[1:])
         over = [op for op in chosen.ops if op.request_id not in goes_back]
-        served = Counter(op.run for op in over)
+        served = Counter(str(op.run) for op in over)
         done.update(served)
         cycles.append(Cycle(now, served))
     return turns(cycles, accepted, QUANTUM)

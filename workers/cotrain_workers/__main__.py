@@ -132,7 +132,9 @@ def main() -> None:
     except (BackendUnfit, TooLittleMemory) as unfit:
         refuse("base_model_refused", f"Base model {settings.base_model} cannot be served: {unfit}")
     except StoreUnavailable as unavailable:
-        log.error("redis_unavailable", reason=str(unavailable))  # the supervisor starts this process again
+        log.error(
+            "redis_unavailable", reason=str(unavailable)
+        )  # the supervisor starts this process again
         sys.exit(1)
 
 

@@ -45,17 +45,17 @@ def parse_address(url: str) -> RedisAddress:
         ValueError: it is none of ours; in a sentence that names the part, and never the password.
     """
     scheme, _, rest = url.partition("://")
-    place, _, query = rest.partition("?")
+    where, _, query = rest.partition("?")
     options = dict(parse_qsl(query))
     replicas = _number(options.pop("replicas", "0"), "replicas", MOST_REPLICAS)
     if scheme in SCHEMES:
         left = f"?{urlencode(options)}" if options else ""
-        return RedisAddress(f"{scheme}://{place}{left}", replicas)
+        return RedisAddress(f"{scheme}://{where}{left}", replicas)
     if scheme not in OF_SENTINELS:
         known = ", ".join(f"{each}://" for each in (*SCHEMES, *OF_SENTINELS))
         raise ValueError(f"redis_url begins with none of {known}")
-    login, _, hosts = place.partition("/")[0].rpartition("@")
-    service, _, database = place.partition("/")[2].strip("/").partition("/")
+    login, _, hosts = where.partition("/")[0].rpartition("@")
+    service, _, database = where.partition("/")[2].strip("/").partition("/")
     if not hosts or not service:
         raise ValueError(
             "redis_url names no Sentinels and service: redis+sentinel://host:26379,host:26379/service/0"

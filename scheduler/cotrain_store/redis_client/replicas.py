@@ -88,8 +88,8 @@ WAITING = (ReplicatedRedis, ReplicatedSyncRedis, ReplicatedBatchingRedis)
 def waits_for(replicas: int) -> tuple[tuple[str | int, ...], ...]:
     """Ask to wait until the last write of this connection is on the master's disk and on those of replicas.
 
-    First until they have heard of it: who is asked at once for its disk has the write, and has not flushed it, and
-    says so a second later.
+    First until they have it: a replica that is asked for its disk together with the write has not flushed it yet,
+    and reports a second later.
     """
     return ("WAIT", replicas, WAIT_MS), ("WAITAOF", 1, replicas, WAIT_MS)
 
