@@ -57,6 +57,13 @@ _OF_WORKER = ("pool", "worker")
 _API = (
     Metric(Source.API, "cotrain_api_trace_spans_dropped_total", _C, "Spans of traces that no collector got.", ("reason",)),
     Metric(Source.API, "cotrain_build_info", _G, "1; the version is the label.", ("version",)),
+    Metric(
+        Source.API,
+        "cotrain_connections_refused_total",
+        _C,
+        "Connections refused, closed for another, or open to health checks alone; reason says whose limit that was: process, address or tenant.",
+        ("reason",),
+    ),
     Metric(Source.API, "cotrain_http_request_duration_seconds", _H, "Time to answer.", ("route",)),
     Metric(Source.API, "cotrain_http_requests_total", _C, "Requests answered.", ("route", "code")),
     Metric(Source.API, "cotrain_longpoll_waiters", _G, "Requests held open for a result."),

@@ -38,6 +38,7 @@ def _buckets(metric: Metric) -> tuple[float, ...]:
 
 # API
 BUILD_INFO = _gauge("cotrain_build_info")
+CONNECTIONS_REFUSED = _counter("cotrain_connections_refused_total")
 HTTP_DURATION = _histogram("cotrain_http_request_duration_seconds")
 HTTP_REQUESTS = _counter("cotrain_http_requests_total")
 LONGPOLL_WAITERS = _gauge("cotrain_longpoll_waiters")
@@ -45,6 +46,8 @@ REQUESTS_ACCEPTED = _counter("cotrain_requests_accepted_total")
 REQUESTS_DUPLICATE = _counter("cotrain_requests_duplicate_total")
 REQUESTS_REJECTED = _counter("cotrain_requests_rejected_total")
 WEBHOOK_DELIVERIES = _counter("cotrain_webhook_deliveries_total")
+for _limit in ("process", "address", "tenant"):
+    CONNECTIONS_REFUSED.labels(_limit)  # shown as 0 before the first
 
 # Of each process that traces, its own
 TRACE_SPANS_DROPPED = {

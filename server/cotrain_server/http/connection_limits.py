@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cotrain_server.http.connection_table import Admission, ConnectionTable
 from cotrain_server.http.request_id import request_id_of
+from cotrain_store.monitoring import metrics
 
 if TYPE_CHECKING:
     import asyncio
@@ -64,10 +65,11 @@ class ImpatientProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait, unless there are too many."""
         super().connection_made(cast("asyncio.Transport", transport))
-        admission, victim = self.table.add(self, self.client[0] if self.client else "")
+        admission, victim, reached = self.table.add(self, self.client[0] if self.client else "")
         if victim is not None:
             victim.transport.abort()
-        if victim is not None or admission is not Admission.ALL:
+        if reached is not None:
+            metrics.CONNECTIONS_REFUSED.labels(reached).inc()
             _log_sometimes("connections_full", connections=len(self.table))
         if admission is Admission.NOTHING:
             self.transport.abort()

@@ -7,9 +7,9 @@ are too many, the one that has waited longest makes way. One on which a request 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from ipaddress import IPv6Address, ip_address
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -27,6 +27,23 @@ class Admission(Enum):
     HEALTH_ONLY = auto()
     NOTHING = auto()
     """It is to be closed."""
+
+
+class Limit(StrEnum):
+    """Whose number of connections is limited."""
+
+    PROCESS = "process"
+    ADDRESS = "address"
+
+
+class Added(NamedTuple, Generic[Connection]):
+    """What becomes of a new connection."""
+
+    admission: Admission
+    victim: Connection | None = None
+    """Another one, which is to be closed for it."""
+    reached: Limit | None = None
+    """The limit at which either was refused, or may be asked for health alone."""
 
 
 class ConnectionTable(Generic[Connection]):
@@ -55,22 +72,22 @@ class ConnectionTable(Generic[Connection]):
         """Count all of them."""
         return len(self._address)
 
-    def add(self, connection: Connection, address: str) -> tuple[Admission, Connection | None]:
-        """Take in a new one: what may be asked on it, and which other one is to be closed for it."""
+    def add(self, connection: Connection, address: str) -> Added[Connection]:
+        """Take in a new one."""
         owner = _owner_of(address)
-        victim = None
+        victim, reached = None, None
         if self._count_by_address[owner] >= self._most_of_address and not self._is_shared(address):
-            victim = next(iter(self._waiting_by_address[owner]), None)
+            victim, reached = next(iter(self._waiting_by_address[owner]), None), Limit.ADDRESS
             if victim is None:
-                return Admission.NOTHING, None
+                return Added(Admission.NOTHING, reached=reached)
         elif len(self._address) - len(self._surplus) >= self._most:
-            victim = self._waiting_member()
+            victim, reached = self._waiting_member(), Limit.PROCESS
             if victim is None:
                 return self._add_surplus(connection, owner)
         if victim is not None:
             self.remove(victim)
         self._insert(connection, owner)
-        return Admission.ALL, victim
+        return Added(Admission.ALL, victim, reached)
 
     def asks(self, connection: Connection) -> None:
         """Note that a request is there to answer on it."""
@@ -97,18 +114,16 @@ class ConnectionTable(Generic[Connection]):
             if not self._count_by_address[owner]:
                 del self._count_by_address[owner]
 
-    def _add_surplus(
-        self, connection: Connection, owner: str
-    ) -> tuple[Admission, Connection | None]:
+    def _add_surplus(self, connection: Connection, owner: str) -> Added[Connection]:
         victim = None
         if len(self._surplus) >= HEALTH_CONNECTIONS:
             victim = next((each for each in self._waiting if each in self._surplus), None)
             if victim is None:
-                return Admission.NOTHING, None
+                return Added(Admission.NOTHING, reached=Limit.PROCESS)
             self.remove(victim)
         self._insert(connection, owner)
         self._surplus.add(connection)
-        return Admission.HEALTH_ONLY, victim
+        return Added(Admission.HEALTH_ONLY, victim, Limit.PROCESS)
 
     def _waiting_member(self) -> Connection | None:
         # There are few others: no more than HEALTH_CONNECTIONS are looked at in vain.

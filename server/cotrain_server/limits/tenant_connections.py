@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cotrain_server.errors import TooManyConnections
+from cotrain_store.monitoring import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ class TenantConnections:
     def of(self, tenant: TenantId) -> Iterator[None]:
         """Count one; raises TooManyConnections over the limit."""
         if self._count_by_tenant[tenant] >= self._most:
+            metrics.CONNECTIONS_REFUSED.labels("tenant").inc()
             raise TooManyConnections
         self._count_by_tenant[tenant] += 1
         try:

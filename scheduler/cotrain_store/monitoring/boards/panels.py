@@ -113,6 +113,8 @@ SERVER = Board(
             ("sum(rate(cotrain_requests_duplicate_total[$range]))", "sent again"),
             ("sum by (reason) (rate(cotrain_requests_rejected_total[$range])) or vector(0)", "refused {{reason}}"),
         ), "ops"),
+        Panel("Connections refused", _by("reason", "rate(cotrain_connections_refused_total[$range])"), "ops",
+              about="At the limit of the process, of one address, or of one tenant."),
         Panel("Polls held open", _lines(("sum(cotrain_longpoll_waiters)", "polls"))),
         Panel("Recovery copies", (
             *_quantiles("cotrain_snapshot_seconds"),

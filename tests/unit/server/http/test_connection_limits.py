@@ -23,6 +23,8 @@ from cotrain_server.http.connection_limits import (
     log_lost_accepts,
     most_connections,
 )
+from cotrain_store.monitoring.definitions import Source
+from cotrain_store.monitoring.metrics import REGISTRIES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -161,14 +163,20 @@ async def ask(streams: Streams, request: bytes) -> bytes:
     return await streams[0].readuntil(b"\r\n")
 
 
+def refused() -> float:
+    name = "cotrain_connections_refused_total"
+    return REGISTRIES[Source.API].get_sample_value(name, {"reason": "process"}) or 0.0
+
+
 async def test_a_flood_that_says_nothing_takes_the_place_of_its_own_first_ones() -> None:
-    app = Held()
+    app, before = Held(), refused()
     async with limited(app) as server:
         flood = await connect(server, count=5 * MOST)
         [ordinary] = await connect(server)
         assert await ask(ordinary, HEALTH) == b"HTTP/1.1 200 OK\r\n"
         closed = [reader for reader, _ in flood if reader.at_eof() or reader.exception()]
         assert len(closed) == 4 * MOST + 1
+        assert refused() - before == len(closed)
         for _, writer in [*flood, ordinary]:
             writer.close()
 

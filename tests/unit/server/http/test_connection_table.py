@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cotrain_server.http.connection_table import HEALTH_CONNECTIONS, Admission, ConnectionTable
+from cotrain_server.http.connection_table import (
+    HEALTH_CONNECTIONS,
+    Admission,
+    ConnectionTable,
+    Limit,
+)
 
 MOST = 10
 FLOODER, OFFICE = "203.0.113.7", "198.51.100.1"
@@ -17,7 +22,7 @@ def table(most_of_address: int = 1000) -> ConnectionTable[str]:
 def full(of_address: str = FLOODER, *, asking: bool) -> ConnectionTable[str]:
     made = table()
     for number in range(MOST):
-        assert made.add(f"old {number}", of_address) == (Admission.ALL, None)
+        assert made.add(f"old {number}", of_address) == (Admission.ALL, None, None)
         if asking:
             made.asks(f"old {number}")
     return made
@@ -27,35 +32,35 @@ def test_a_new_one_takes_the_place_of_the_one_that_has_waited_longest() -> None:
     made = full(asking=False)
     made.asks("old 0")
     made.waits("old 0")  # answered: it has waited for the shortest time now
-    assert made.add("new", OFFICE) == (Admission.ALL, "old 1")
-    assert made.add("newer", OFFICE) == (Admission.ALL, "old 2")
+    assert made.add("new", OFFICE) == (Admission.ALL, "old 1", Limit.PROCESS)
+    assert made.add("newer", OFFICE) == (Admission.ALL, "old 2", Limit.PROCESS)
     assert len(made) == MOST
 
 
 def test_none_on_which_a_request_is_answered_makes_way() -> None:
     made = full(asking=True)
     made.waits("old 5")
-    assert made.add("new", OFFICE) == (Admission.ALL, "old 5")
-    assert made.add("newer", OFFICE) == (Admission.ALL, "new")
+    assert made.add("new", OFFICE) == (Admission.ALL, "old 5", Limit.PROCESS)
+    assert made.add("newer", OFFICE) == (Admission.ALL, "new", Limit.PROCESS)
 
 
 def test_where_all_are_answered_health_checks_still_have_room() -> None:
     made = full(asking=True)
     for number in range(HEALTH_CONNECTIONS):
-        assert made.add(f"check {number}", OFFICE) == (Admission.HEALTH_ONLY, None)
-    assert made.add("one more", OFFICE) == (Admission.HEALTH_ONLY, "check 0")
+        assert made.add(f"check {number}", OFFICE) == (Admission.HEALTH_ONLY, None, Limit.PROCESS)
+    assert made.add("one more", OFFICE) == (Admission.HEALTH_ONLY, "check 0", Limit.PROCESS)
     assert len(made) == MOST + HEALTH_CONNECTIONS
     for number in range(1, HEALTH_CONNECTIONS):
         made.asks(f"check {number}")
     made.asks("one more")
-    assert made.add("too many", OFFICE) == (Admission.NOTHING, None)
+    assert made.add("too many", OFFICE) == (Admission.NOTHING, None, Limit.PROCESS)
 
 
 def test_a_place_that_is_free_again_is_a_whole_one() -> None:
     made = full(asking=True)
     made.remove("old 3")
     made.remove("old 3")
-    assert made.add("new", OFFICE) == (Admission.ALL, None)
+    assert made.add("new", OFFICE) == (Admission.ALL, None, None)
 
 
 def test_an_address_at_its_limit_makes_way_for_itself_alone() -> None:
@@ -63,11 +68,11 @@ def test_an_address_at_its_limit_makes_way_for_itself_alone() -> None:
     made.add("of another", OFFICE)
     for number in range(3):
         made.add(f"flood {number}", FLOODER)
-    assert made.add("flood 3", FLOODER) == (Admission.ALL, "flood 0")
+    assert made.add("flood 3", FLOODER) == (Admission.ALL, "flood 0", Limit.ADDRESS)
     for number in (1, 2, 3):
         made.asks(f"flood {number}")
-    assert made.add("flood 4", FLOODER) == (Admission.NOTHING, None)
-    assert made.add("of another again", OFFICE) == (Admission.ALL, None)
+    assert made.add("flood 4", FLOODER) == (Admission.NOTHING, None, Limit.ADDRESS)
+    assert made.add("of another again", OFFICE) == (Admission.ALL, None, None)
 
 
 def test_an_address_that_many_share_has_no_limit_of_its_own() -> None:
@@ -86,7 +91,8 @@ def test_an_address_that_many_share_has_no_limit_of_its_own() -> None:
 def test_addresses_of_one_network_have_one_owner(one: str, other: str, is_same: bool) -> None:
     made = table(most_of_address=1)
     made.add("first", one)
-    assert made.add("second", other) == (Admission.ALL, "first" if is_same else None)
+    reached = ("first", Limit.ADDRESS) if is_same else (None, None)
+    assert made.add("second", other) == (Admission.ALL, *reached)
 
 
 def test_nothing_is_kept_of_those_that_are_gone() -> None:
