@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound, SampleExpired
-from cotrain_store.keys import age_keys, result_keys, sample_keys, tenant_keys
+from cotrain_store.keys import age_keys, fleet_keys, result_keys, sample_keys, tenant_keys
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.sample_ids import parse_sample
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import NO_WORKER, Pending
 from tests.support.lives import life_ms
-from tests.support.samples import RESULT
+from tests.support.log import WORKER
+from tests.support.samples import BODY, RESULT
+from tests.support.stack import POOL
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -41,6 +46,26 @@ async def test_a_poll_is_pending_until_the_result_is_there(samples: Samples) -> 
         samples.resolve(request)
         assert await poll == RESULT
         assert await futures.wait(A, request, 0) == RESULT
+
+
+async def test_a_poll_says_where_its_request_stands(samples: Samples) -> None:
+    sampler, other = await samples.sampler(), await samples.sampler(B)
+    first, _, last = await samples.submit(sampler, 0, 1, 2)
+    await samples.submit(other, 0)
+    each = len(BODY.prompt) + (BODY.max_tokens or 0)
+    beat = WorkerHeartbeat(
+        WORKER, 1, "serving", "cpu", 1.0, 0, 0, 0.0, sample_tokens_per_s=each / 10
+    )
+    samples.log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
+    told = (
+        "one of your 3 sample requests ({}), next to 1 other tenant with work; "
+        "at most about 40 s for all that you have sent"
+    )
+    async with samples.log.futures() as futures:
+        assert await futures.wait(A, last, 0.01) == Pending(reason=told.format("2 before it wait"))
+        samples.claim(1)
+        assert await futures.wait(A, first, 0.01) == Pending(reason=told.format("with a worker"))
+        assert await futures.wait(A, last, 0.01) == Pending(reason=told.format("1 before it wait"))
 
 
 async def test_a_large_result_comes_from_disk_and_expires_with_its_file(samples: Samples) -> None:

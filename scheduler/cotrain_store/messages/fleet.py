@@ -27,6 +27,8 @@ class WorkerHeartbeat:
     samples_running: int = 0
     samples_waiting: int = 0
     """Claimed, and not yet in the decoder's batch."""
+    sample_tokens_per_s: float = 0.0
+    """What sample requests got lately while there were any, prompts included; 0: not known yet."""
     safe_tokens: int = 0
     """What one pass of the base model has memory for; less than was set up once memory ran out."""
     halvings: int = 0

@@ -21,7 +21,7 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SpoolCorrupt,
 )
-from cotrain_store.keys import result_keys, run_keys, sample_keys, weights_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, weights_keys
 from cotrain_store.messages.gaps import client_seq, still_waiting
 from cotrain_store.messages.ids import RequestId, RunId, WeightsRef, run_of
 from cotrain_store.messages.ops import QueuedOp
@@ -154,7 +154,9 @@ class Futures:
         is_done = await self._is_sample_done(tenant, request, name)
         value = await self._awaited(request, 0.0 if is_done else timeout_s)
         if value is None and not await self._is_sample_done(tenant, request, name):
-            return Pending() if self._released else await self._pending_sample(tenant, name)
+            return (
+                Pending() if self._released else await self._pending_sample(tenant, request, name)
+            )
         # Done between the two looks.
         value = value or await self._redis.get(result_keys.result(request))
         if value is None:
@@ -197,7 +199,9 @@ class Futures:
             if not self._waiters[request]:
                 del self._waiters[request]
 
-    async def _pending_sample(self, tenant: TenantId, name: SampleName) -> Pending:
+    async def _pending_sample(
+        self, tenant: TenantId, request: RequestId, name: SampleName
+    ) -> Pending:
         try:
             pool = (await self._records.sampler(tenant, name.sampler)).pool
         except SamplerNotFound:  # its request goes on without it
@@ -206,7 +210,20 @@ class Futures:
         pause = backlog.policy.pauses.notice(tenant)
         if pause:
             return Pending("paused_capacity", pause)
-        return Pending(reason=sample_notice(backlog, tenant)) if backlog.workers else NO_WORKER
+        if not backlog.workers:
+            return NO_WORKER
+        before = await self._waiting_before(tenant, pool, request)
+        return Pending(reason=sample_notice(backlog, tenant, before))
+
+    async def _waiting_before(
+        self, tenant: TenantId, pool: PoolId, request: RequestId
+    ) -> int | None:
+        """Count the sample requests of a tenant that wait before one of them; None where it does not wait."""
+        workers = await self._redis.smembers(fleet_keys.workers(pool))
+        pipeline = self._redis.pipeline(transaction=False)
+        for queue in (sample_keys.ANY_WORKER, *(worker.decode() for worker in workers)):
+            pipeline.lpos(sample_keys.waiting_samples(pool, queue, tenant), request)
+        return next((found for found in await pipeline.execute() if found is not None), None)
 
     async def _pending(self, tenant: TenantId, pool: PoolId, request: RequestId) -> Pending:
         """Tell a waiter why, and a client that polls for what never was or has expired, so."""

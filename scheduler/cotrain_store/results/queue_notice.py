@@ -35,6 +35,9 @@ class Backlog:
     workers: int
     tokens_per_s: float
     policy: PlanPolicy = field(default_factory=PlanPolicy)
+    sample_tokens: Mapping[TenantId, int] = field(default_factory=dict)
+    """What those may come to at most."""
+    sample_tokens_per_s: float = 0.0
 
     def expected_s(self, tenant: TenantId) -> float:
         """Return the seconds until all that a tenant has queued is trained.
@@ -48,7 +51,20 @@ class Backlog:
             for other, tokens in self.tokens.items()
             if other not in self.policy.pauses.tenants
         )
-        return before / self.tokens_per_s if self.tokens_per_s > 0 else math.inf
+        return _seconds(before, self.tokens_per_s)
+
+    def most_sampling_s(self, tenant: TenantId) -> float:
+        """Return the seconds until all that a tenant wants sampled is, if none of it stops early.
+
+        Decoders give tenants turns by tokens, whatever their weights.
+        """
+        own = self.sample_tokens.get(tenant, 0)
+        before = sum(
+            min(tokens, own)
+            for other, tokens in self.sample_tokens.items()
+            if other not in self.policy.pauses.tenants
+        )
+        return _seconds(before, self.sample_tokens_per_s)
 
     def _weight(self, tenant: TenantId) -> float:
         return self.policy.weights.get(tenant, WEIGHT)
@@ -56,19 +72,30 @@ class Backlog:
 
 def training_notice(backlog: Backlog, tenant: TenantId, position: int) -> str:
     """Say where a training request stands that is number `position` (from 1) of its run's that are not done."""
-    seconds = backlog.expected_s(tenant)
-    about = (
-        f"; about {math.ceil(seconds)} s for all that you have sent" if seconds < math.inf else ""
-    )
+    about = _about("about", backlog.expected_s(tenant))
     return (
         f"position {position} in its run's queue, next to {_others(backlog.tokens, tenant)}{about}"
     )
 
 
-def sample_notice(backlog: Backlog, tenant: TenantId) -> str:
-    """Say how many sample requests of a tenant are not done, next to whose."""
-    count = backlog.samples.get(tenant, 0)
-    return f"one of your {count} sample requests, next to {_others(backlog.samples, tenant)}"
+def sample_notice(backlog: Backlog, tenant: TenantId, waiting_before: int | None) -> str:
+    """Say where a sample request stands: how many of its tenant's wait before it; None: a worker has it."""
+    where = "with a worker" if waiting_before is None else f"{waiting_before} before it wait"
+    about = _about("at most about", backlog.most_sampling_s(tenant))
+    return (
+        f"one of your {backlog.samples.get(tenant, 0)} sample requests ({where}), next to "
+        f"{_others(backlog.samples, tenant)}{about}"
+    )
+
+
+def _about(how: str, seconds: float) -> str:
+    return (
+        f"; {how} {math.ceil(seconds)} s for all that you have sent" if seconds < math.inf else ""
+    )
+
+
+def _seconds(tokens: float, tokens_per_s: float) -> float:
+    return tokens / tokens_per_s if tokens_per_s > 0 else math.inf
 
 
 def _others(work: Mapping[TenantId, int], tenant: TenantId) -> str:
@@ -97,28 +124,28 @@ class Backlogs:
         pipeline = self._redis.pipeline(transaction=False)
         for name in tenants:
             pipeline.hget(run_keys.queue(pool, TenantId(name)), "tokens")
-            pipeline.hmget(sample_keys.sample_load(pool, TenantId(name)), ["waiting", "running"])
+            pipeline.hmget(
+                sample_keys.sample_load(pool, TenantId(name)), ["waiting", "running", "tokens"]
+            )
         for name in workers:
             pipeline.get(fleet_keys.worker(pool, WorkerId(name)))
         rows: list[Any] = await pipeline.execute()
         policy = PlanPolicy(await read_weights(self._redis), await read_pauses(self._redis))
-        queued, heartbeats = (
-            rows[: 2 * len(tenants)],
-            [row for row in rows[2 * len(tenants) :] if row],
-        )
+        queued, given = rows[: 2 * len(tenants)], rows[2 * len(tenants) :]
+        loads = dict(zip(map(TenantId, tenants), queued[1::2], strict=True))
+        heartbeats = [json.loads(row) for row in given if row]
         return Backlog(
             tokens={
                 TenantId(n): int(row or 0) for n, row in zip(tenants, queued[::2], strict=True)
             },
             samples={
-                TenantId(n): sum(int(count or 0) for count in row)
-                for n, row in zip(tenants, queued[1::2], strict=True)
+                tenant: sum(int(count or 0) for count in load[:2]) for tenant, load in loads.items()
             },
             workers=len(heartbeats),
-            tokens_per_s=sum(
-                float(json.loads(heartbeat)["tokens_per_s"]) for heartbeat in heartbeats
-            ),
+            tokens_per_s=sum(each["tokens_per_s"] for each in heartbeats),
             policy=policy,
+            sample_tokens={tenant: int(load[2] or 0) for tenant, load in loads.items()},
+            sample_tokens_per_s=sum(each.get("sample_tokens_per_s", 0.0) for each in heartbeats),
         )
 
 

@@ -24,6 +24,7 @@ from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import sample_request, sample_result
+from cotrain_workers.sampling.decode_rate import DecodeRate
 from cotrain_workers.sampling.token_times import TokenTimes
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class SamplingService:
         self._publisher = publisher
         self._end_of_sequence = frozenset(end_of_sequence)
         self._times = TokenTimes(metrics)
+        self._rate = DecodeRate()
         self._running: dict[str, SampleRequest] = {}
         self._isolated: deque[SampleRequest] = deque()
         self._arrived: deque[ClaimedSample] = deque()
@@ -95,6 +97,11 @@ class SamplingService:
         return len(self._running) + len(self._isolated) + len(self._arrived)
 
     @property
+    def tokens_per_s(self) -> float:
+        """What requests got lately while there were any, in tokens of prompts and continuations; 0: not known yet."""
+        return self._rate.tokens_per_s
+
+    @property
     def kv_cache_ratio(self) -> float | None:
         """What part of the pages for keys and values sequences hold; None: another server samples."""
         decoder = getattr(self, "_decoder", None)  # there is none while the next one is made
@@ -107,6 +114,8 @@ class SamplingService:
         """
         self._answer()
         self._cancel()
+        if not self._decoder.busy:
+            self._rate.rest()
         self._take()
         worked = self._decoder.busy and self._step()
         self.waiting = self._waiting.total() + len(self._isolated)
@@ -214,7 +223,9 @@ class SamplingService:
         except Exception:  # the request that broke it is found and fails alone
             log.exception("decode_failed", requests=sorted(self._running))
         else:
-            self._times.step(progress.tokens, time.monotonic() - began)
+            ended, tokens = time.monotonic(), progress.decoded_tokens + progress.prompt_tokens
+            self._rate.step(tokens, began, ended)
+            self._times.step(progress.tokens, ended - began)
             self._note(progress)
             return bool(progress.finished or progress.decoded_tokens or progress.prompt_tokens)
         self._isolate_all()  # only here is the exception released, with what its frames kept

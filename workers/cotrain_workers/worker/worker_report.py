@@ -77,6 +77,7 @@ class WorkerReport:
             seen_at=time.time(),
             restored_ops=self._runs.replayed_ops,
             samples_running=self._sampler.running,
+            sample_tokens_per_s=self._sampler.tokens_per_s,
             samples_waiting=self._sampler.waiting,
             safe_tokens=engine.safe_tokens,
             halvings=engine.halvings,

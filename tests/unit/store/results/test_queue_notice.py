@@ -45,7 +45,17 @@ def test_a_notice_names_place_company_and_seconds() -> None:
 
 def test_a_sample_is_told_how_many_wait() -> None:
     busy = Backlog({}, {A: 20, B: 3, C: 1}, workers=1, tokens_per_s=1.0)
-    assert (
-        sample_notice(busy, A)
-        == "one of your 20 sample requests, next to 2 other tenants with work"
+    assert sample_notice(busy, A, 7) == (
+        "one of your 20 sample requests (7 before it wait), next to 2 other tenants with work"
+    )
+
+
+def test_a_sample_is_told_the_seconds_of_all_that_it_and_its_neighbours_may_come_to() -> None:
+    busy = Backlog(
+        {}, {A: 2, B: 1}, workers=1, tokens_per_s=1.0,
+        sample_tokens={A: 5_000, B: 10**9, C: 1_000}, sample_tokens_per_s=100.0,
+    )  # fmt: skip
+    assert sample_notice(busy, A, None) == (
+        "one of your 2 sample requests (with a worker), next to 1 other tenant with work; "
+        "at most about 110 s for all that you have sent"
     )
