@@ -36,7 +36,7 @@ class WorkerSettings(StoreSettings):
     torch_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 leaves torch its own choice. Part of what makes numbers repeat."""
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=256)] = "auto"
-    """Tokens one pass of the base model holds at most. `auto`: 8,192 on the CPU; on CUDA what memory
+    """Tokens one pass of the base model holds at most. `auto`: 2,048 on the CPU; on CUDA what memory
     allows, measured once and written down."""
     adapter_bytes: int = Field(default=0, ge=0)
     """Device memory for adapters; 0: a share of a GPU, no limit on a CPU. Runs at rest are offloaded to

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
     Peak = Callable[[Callable[[], bool]], int | None]
 
-#: What "auto" is on a CPU, whose memory is set aside for no one purpose.
-CPU_TOKENS = 8192
+#: What "auto" is on a CPU, whose memory is set aside for no one purpose. Samples wait for the micro-batch in
+#: work, and larger ones train no faster there: ADR 15 has the figures.
+CPU_TOKENS = 2048
 PROBE_RANK, PROBE_LENGTH = 16, 512
 
 

@@ -88,4 +88,7 @@ def test_on_a_cpu_nothing_is_measured(
 
 def test_the_size_that_was_found_is_part_of_the_numerics(new_engine: NewEngine) -> None:
     assert new_engine().facts.numerics.micro_batch_tokens == CPU_TOKENS
-    assert new_engine().facts.numerics_id == new_engine(micro_batch_tokens=8192).facts.numerics_id
+    assert (
+        new_engine().facts.numerics_id
+        == new_engine(micro_batch_tokens=CPU_TOKENS).facts.numerics_id
+    )
